@@ -1,0 +1,33 @@
+# Needs only Python 3.11+ (3.11 or 3.12 tested) and make. Everything is installed into .venv.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: help setup demo test test-all lint clean
+
+help:
+	@echo "make demo      set up, then train on 8 processes on real handwritten digits"
+	@echo "make test      set up, then lint, type-check and test (minutes)"
+	@echo "make test-all  the same with the long tests"
+	@echo "make lint      ruff and mypy alone"
+
+setup: .venv/installed
+
+.venv/installed: pyproject.toml constraints.txt scripts/setup
+	@PYTHON=$(PYTHON) scripts/setup
+
+demo: setup
+	@scripts/demo
+
+test: setup lint
+	@$(BIN)/python -m pytest -m "not slow"
+
+test-all: setup lint
+	@$(BIN)/python -m pytest
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+clean:
+	rm -rf .venv log_output demo_output

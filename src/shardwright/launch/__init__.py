@@ -1,0 +1,1 @@
+"""Start processes: hosts, environments, the local launcher, logs. Standard library alone."""

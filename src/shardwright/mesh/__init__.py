@@ -1,0 +1,1 @@
+"""Named axes, layouts of tensors on them, and redistributions between layouts."""

@@ -1,0 +1,1 @@
+"""Decide the layout of every value and the strategy of every operator."""

@@ -1,0 +1,1 @@
+"""What each operator allows: one line of notation per operator."""

@@ -1,0 +1,1 @@
+"""What happens while a job runs: the world, the training callable, loaders."""

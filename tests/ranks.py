@@ -1,0 +1,108 @@
+"""Start the ranks of a test in milliseconds, from one warm process that has imported torch.
+
+``run_ranks(8, fn, arg)`` calls ``fn(arg)`` on eight processes with torchrun's variables set and returns
+the eight results, rank 0 first. The processes are forked from the standard library's fork server, which
+imports torch once per test session and never runs an operator.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import multiprocessing.connection
+import os
+import socket
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from typing import Any
+
+PRELOAD = ["torch", "torch.distributed", "numpy", "torch.distributed.tensor"]
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(PRELOAD)
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+@contextlib.contextmanager
+def _omp_one_thread() -> Iterator[None]:
+    """The fork server inherits the environment at its start, before it imports torch."""
+    before = os.environ.get("OMP_NUM_THREADS")
+    os.environ["OMP_NUM_THREADS"] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["OMP_NUM_THREADS"]
+        else:
+            os.environ["OMP_NUM_THREADS"] = before
+
+
+def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any) -> None:
+    os.environ.update(env)
+    try:
+        result = (True, fn(*args))
+    except BaseException:
+        result = (False, traceback.format_exc())
+    pipe.send(result)
+    pipe.close()
+
+
+class RankFailed(AssertionError):
+    """A rank raised; the message holds its traceback."""
+
+
+def run_ranks(
+    n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, env: dict[str, str] | None = None
+) -> list[Any]:
+    """Call ``fn(*args)`` on ``n`` processes and return their results in rank order.
+
+    ``fn`` must be importable (defined at the top of a module). Raises `RankFailed` with the traceback of
+    the rank that failed first, or with the names of the ranks that had not finished after ``timeout`` seconds;
+    no process outlives the call.
+    """
+    port = free_port()
+    children, pipes = [], {}
+    with _omp_one_thread():
+        for rank in range(n):
+            ours, theirs = _context.Pipe(duplex=False)
+            variables = {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
+                "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+            } | (env or {})  # fmt: skip
+            child = _context.Process(target=_child, args=(variables, fn, args, theirs), daemon=True)
+            child.start()
+            theirs.close()
+            children.append(child)
+            pipes[ours] = rank
+    results: dict[int, Any] = {}
+    deadline = time.monotonic() + timeout
+    try:
+        while len(results) < n:
+            waiting = [p for p, rank in pipes.items() if rank not in results]
+            ready = multiprocessing.connection.wait(waiting, max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankFailed(f"ranks {sorted(pipes[p] for p in waiting)} of {n} had not finished after {timeout} s")
+            for pipe in ready:
+                rank = pipes[pipe]  # type: ignore[index]
+                try:
+                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                except EOFError:
+                    children[rank].join(5)
+                    raise RankFailed(f"rank {rank} of {n} died with exit code {children[rank].exitcode}") from None
+                if not ok:
+                    raise RankFailed(f"rank {rank} of {n} raised:\n{value}")
+                results[rank] = value
+        for child in children:
+            child.join(10)
+    finally:
+        for child in children:
+            if child.is_alive():
+                child.kill()
+            child.join()
+    return [results[rank] for rank in range(n)]

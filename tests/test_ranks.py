@@ -1,0 +1,54 @@
+"""The starter of test ranks itself: it must report failures, not hide them."""
+
+import os
+
+import pytest
+
+from ranks import RankFailed, run_ranks
+
+
+def who() -> tuple[int, int]:
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+
+
+def sum_of_ranks() -> float:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    t = torch.tensor([float(dist.get_rank())])
+    dist.all_reduce(t)
+    dist.destroy_process_group()
+    return float(t)
+
+
+def fail_on_one() -> None:
+    if os.environ["RANK"] == "1":
+        raise ValueError("this is rank one")
+
+
+def die() -> None:
+    os.kill(os.getpid(), 9)
+
+
+def sleep_for_ever() -> None:
+    import time
+
+    time.sleep(1000)
+
+
+def test_results_come_in_rank_order():
+    assert run_ranks(3, who) == [(0, 3), (1, 3), (2, 3)]
+
+
+def test_ranks_can_talk():
+    assert run_ranks(4, sum_of_ranks) == [6.0] * 4
+
+
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [(fail_on_one, "this is rank one"), (die, "exit code -9"), (sleep_for_ever, r"ranks \[0, 1\] of 2 had not")],
+)
+def test_failures_are_reported(fn, message):
+    with pytest.raises(RankFailed, match=message):
+        run_ranks(2, fn, timeout=3)
