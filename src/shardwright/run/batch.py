@@ -1,0 +1,53 @@
+"""A batch that knows which part of the global batch it is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from shardwright.errors import UsageError
+
+
+class Batch(tuple[torch.Tensor, ...]):
+    """This rank's samples ``start`` to ``stop`` of a global batch of ``global_size`` samples.
+
+    A tuple of tensors, each with the samples along dim 0 (shape ``[stop - start, ...]``), to be unpacked like
+    any other: ``x, y = batch``. Every rank knows the global size without talking to the others, also when its
+    own part is empty. Raises `UsageError` when the range lies outside the global batch.
+
+    >>> batch = Batch([torch.zeros(2, 3), torch.zeros(2)], global_size=30, start=4, stop=6)
+    >>> x, y = batch
+    >>> batch
+    Batch(samples 4 to 6 of 30: float32[2, 3], float32[2])
+    """
+
+    global_size: int
+    start: int
+    stop: int
+
+    def __new__(cls, tensors: Iterable[torch.Tensor], *, global_size: int, start: int, stop: int) -> Batch:
+        if not 0 <= start <= stop <= global_size:
+            raise UsageError(
+                f"a batch of samples {start} to {stop} does not lie within a global batch of {global_size} samples"
+            )
+        batch = super().__new__(cls, tensors)
+        batch.global_size, batch.start, batch.stop = global_size, start, stop
+        return batch
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (tuple(self), self.global_size, self.start, self.stop)
+
+    def __repr__(self) -> str:
+        tensors = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self)
+        return f"Batch(samples {self.start} to {self.stop} of {self.global_size}: {tensors})"
+
+    def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
+        """The same samples on ``device``."""
+        moved = [t.to(device, non_blocking=non_blocking) for t in self]
+        return Batch(moved, global_size=self.global_size, start=self.start, stop=self.stop)
+
+
+def _rebuild(tensors: tuple[torch.Tensor, ...], global_size: int, start: int, stop: int) -> Batch:
+    return Batch(tensors, global_size=global_size, start=start, stop=stop)
