@@ -1,0 +1,153 @@
+"""Devices as a mesh of named axes.
+
+A mesh is an ordered list of named axes; rank r stands at the coordinates of r in row-major order, the first
+axis being the major one. Planning happens on the *atomic* mesh, in which every axis is split into prime
+factors: on `dp=2, tp=4` a dim can then be cut into 4 over (dp, tp.0) and another into 2 over (tp.1,).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwright.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Link:
+    """What connects the devices along an axis: ``latency_s`` seconds per message, ``bandwidth`` in bytes per second."""
+
+    latency_s: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One named axis; ``link`` is None where nothing is known about it."""
+
+    name: str
+    size: int
+    link: Link | None = None
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """An ordered tuple of axes.
+
+    >>> mesh = Mesh.of(dp=2, tp=4)
+    >>> mesh.size, mesh.coordinates(6)
+    (8, {'dp': 1, 'tp': 2})
+    >>> mesh.group(6, ["tp"])
+    (4, 5, 6, 7)
+    >>> print(mesh.atomic())
+    dp=2 tp.0=2 tp.1=2
+    """
+
+    axes: tuple[Axis, ...]
+
+    def __post_init__(self) -> None:
+        names = [axis.name for axis in self.axes]
+        if len(set(names)) != len(names):
+            raise UsageError(f"the axes of a mesh need different names, got {names}")
+        for axis in self.axes:
+            if axis.size < 1:
+                raise UsageError(f"axis {axis.name!r} has size {axis.size}; sizes are 1 or more")
+
+    @staticmethod
+    def of(**sizes: int) -> Mesh:
+        """A mesh from ``name=size`` pairs, the first being the major axis."""
+        return Mesh(tuple(Axis(name, size) for name, size in sizes.items()))
+
+    @staticmethod
+    def parse(text: str) -> Mesh:
+        """A mesh from ``"dp=2,tp=4"``.
+
+        Raises:
+            UsageError: where the text is anything else.
+        """
+        axes = []
+        for part in text.split(","):
+            name, equals, size = part.strip().partition("=")
+            if not (name.isidentifier() and equals and size.isdigit()):
+                raise UsageError(f"a mesh is written as dp=2,tp=4; got {part.strip()!r} in {text!r}")
+            axes.append(Axis(name, int(size)))
+        return Mesh(tuple(axes))
+
+    @cached_property
+    def size(self) -> int:
+        """The number of devices."""
+        return math.prod(axis.size for axis in self.axes)
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        """Axis name -> size, in mesh order."""
+        return {axis.name: axis.size for axis in self.axes}
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self.sizes)
+
+    def extent(self, axes: Iterable[str]) -> int:
+        """The number of parts that these axes together cut a dim into."""
+        return math.prod(self.sizes[axis] for axis in axes)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Where a rank stands on every axis."""
+        if not 0 <= rank < self.size:
+            raise UsageError(f"rank {rank} is not on a mesh of {self.size} devices ({self})")
+        found = {}
+        for axis in reversed(self.axes):
+            rank, found[axis.name] = divmod(rank, axis.size)
+        return {axis.name: found[axis.name] for axis in self.axes}
+
+    def rank_at(self, coordinates: dict[str, int]) -> int:
+        """The rank at these coordinates; the inverse of `coordinates`."""
+        rank = 0
+        for axis in self.axes:
+            rank = rank * axis.size + coordinates[axis.name]
+        return rank
+
+    def group(self, rank: int, axes: Iterable[str]) -> tuple[int, ...]:
+        """The ranks that differ from ``rank`` on these axes only, itself included, in rank order."""
+        along = set(axes)
+        mine = self.coordinates(rank)
+        return tuple(
+            other
+            for other in range(self.size)
+            if all(at == mine[axis] for axis, at in self.coordinates(other).items() if axis not in along)
+        )
+
+    def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """The same axes in mesh order."""
+        chosen = set(axes)
+        return tuple(name for name in self.sizes if name in chosen)
+
+    def atomic(self) -> Mesh:
+        """The mesh whose axes have prime sizes; ranks keep their places. Axes of size 1 disappear."""
+        axes = []
+        for axis in self.axes:
+            primes = prime_factors(axis.size)
+            names = [axis.name] if len(primes) == 1 else [f"{axis.name}.{i}" for i in range(len(primes))]
+            axes += [Axis(name, prime, axis.link) for name, prime in zip(names, primes, strict=True)]
+        return Mesh(tuple(axes))
+
+    def __str__(self) -> str:
+        return " ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "one device"
+
+
+def prime_factors(n: int) -> list[int]:
+    """The prime factors of ``n``, ascending.
+
+    >>> prime_factors(12)
+    [2, 2, 3]
+    """
+    factors = []
+    p = 2
+    while p * p <= n:
+        while n % p == 0:
+            factors.append(p)
+            n //= p
+        p += 1
+    return factors + [n] * (n > 1)

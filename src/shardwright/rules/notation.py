@@ -1,0 +1,312 @@
+"""The one-line language in which an operator says how it may be split.
+
+    matmul     m k+, k+ n -> m n
+    linear     ~ * k+, n k+ -> ~ * n
+    softmax    * d^ -> * d^
+    view       (h d) -> h d
+
+Operands stand left of the arrow, results right of it, separated by commas. Every dim names a *factor*; the same
+name is the same loop of the computation. A strategy of the operator is an assignment of mesh axes to factors, and
+nothing else.
+
+    name       a factor that may be split; it must appear in every result, or carry a mark
+    name+      splitting it leaves the results that do not name it partial (summed later)
+    name^      it may not be split
+    (a b)      a merged dim, a being the major factor; only the first factor above size 1 can be split
+    *          any number of dims, aligned to the right; dims of size 1 broadcast and are not split
+    ~          the operator is linear in the operands so marked together: partial values may come in there, and then
+               leave as partial in the results so marked
+    .          a dim that belongs to this place alone and may not be split
+
+The marks are written, never inferred. In the manner of nnScaler's annotations and Shardy's sharding rules.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+from shardwright.errors import StrategyError
+from shardwright.mesh.layout import Layout, Split
+from shardwright.mesh.mesh import Mesh
+
+Shape = tuple[int, ...]
+Dims = tuple[tuple[str, ...], ...]  # for every dim its factors, major first; () is a dim that is never split
+Kind = Literal["free", "sum", "frozen"]
+
+
+@dataclass(frozen=True)
+class Factor:
+    """One loop of an operator: its global size, and whether it may be split (``free``, ``sum``) or not (``frozen``)."""
+
+    name: str
+    size: int
+    kind: Kind
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """An assignment of mesh axes to the factors of a rule, in the rule's order of factors.
+
+    ``partial`` are the axes over which the operands marked ``~`` come in as partial sums.
+    """
+
+    axes: tuple[tuple[str, ...], ...]
+    partial: tuple[str, ...] = ()
+
+    @property
+    def used(self) -> frozenset[str]:
+        """Every axis over which the ranks do different work."""
+        return frozenset(axis for axes in self.axes for axis in axes) | frozenset(self.partial)
+
+
+@dataclass(frozen=True)
+class OpRule:
+    """A rule bound to the shapes of one operator of a graph."""
+
+    factors: tuple[Factor, ...]
+    operands: tuple[Dims, ...]
+    results: tuple[Dims, ...]
+    linear_operands: frozenset[int] = frozenset()
+    linear_results: frozenset[int] = frozenset()
+    listed: bool = True  # False: the operator has no rule and is replicated
+
+    @cached_property
+    def sizes(self) -> dict[str, int]:
+        return {factor.name: factor.size for factor in self.factors}
+
+    @cached_property
+    def splittable(self) -> tuple[int, ...]:
+        """The positions of the factors that a strategy may give axes to."""
+        minor = {name for dims in (*self.operands, *self.results) for dim in dims for name in dim[1:]}
+        return tuple(i for i, f in enumerate(self.factors) if f.kind != "frozen" and f.name not in minor and f.size > 1)
+
+    def _axes(self, strategy: Strategy) -> dict[str, tuple[str, ...]]:
+        return {factor.name: axes for factor, axes in zip(self.factors, strategy.axes, strict=True)}
+
+    def _layout(self, dims: Dims, strategy: Strategy, partial: tuple[str, ...]) -> Layout:
+        axes = self._axes(strategy)
+        splits = []
+        for dim in dims:
+            cut = axes[dim[0]] if dim else ()
+            splits.append(Split(cut, math.prod(self.sizes[name] for name in dim[1:])) if cut else Split())
+        return Layout(tuple(splits), partial)
+
+    def operand_layout(self, index: int, strategy: Strategy) -> Layout:
+        """How operand ``index`` must be laid out for the operator to run on local parts."""
+        return self._layout(self.operands[index], strategy, strategy.partial if index in self.linear_operands else ())
+
+    def result_layout(self, index: int, strategy: Strategy, mesh: Mesh) -> Layout:
+        """How result ``index`` is laid out when every operand is laid out as `operand_layout` says."""
+        named = {name for dim in self.results[index] for name in dim}
+        summed = [
+            axis
+            for factor, axes in zip(self.factors, strategy.axes, strict=True)
+            if factor.kind == "sum" and factor.name not in named
+            for axis in axes
+        ]
+        carried = strategy.partial if index in self.linear_results else ()
+        return self._layout(self.results[index], strategy, mesh.ordered([*summed, *carried]))
+
+    def operand_gradient_partial(self, index: int, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
+        """The axes over which the gradient of operand ``index`` comes out of the operator's backward as partial.
+
+        They are those over which the ranks do different work on the same part of the operand (design: duality).
+        """
+        axes = self._axes(strategy)
+        held = {axis for dim in self.operands[index] for name in dim[:1] for axis in axes[name]}
+        if index in self.linear_operands:
+            held.update(strategy.partial)
+        return mesh.ordered(strategy.used - held)
+
+    def replicated(self) -> Strategy:
+        """The strategy that splits nothing."""
+        return Strategy(((),) * len(self.factors))
+
+    def strategy(self, assignment: dict[str, Sequence[str]], partial: Sequence[str] = ()) -> Strategy:
+        """A strategy from factor names.
+
+        Raises:
+            StrategyError: where a factor is unknown or may not be split, or an axis is used twice.
+        """
+        allowed = {self.factors[i].name for i in self.splittable}
+        used = [axis for axes in assignment.values() for axis in axes] + list(partial)
+        if len(set(used)) != len(used):
+            raise StrategyError(f"an axis can split one factor only, got {assignment} with partial {list(partial)}")
+        for name, axes in assignment.items():
+            if axes and name not in allowed:
+                raise StrategyError(f"factor {name!r} may not be split; those that may: {sorted(allowed)}")
+        return Strategy(tuple(tuple(assignment.get(f.name, ())) for f in self.factors), tuple(partial))
+
+    def strategies(self, mesh: Mesh, *, partial: bool = True) -> Iterator[Strategy]:
+        """Every strategy whose parts are even; with ``partial``, those that take partial operands too.
+
+        Axes on one factor stand in mesh order. The replicated strategy comes first.
+        """
+        choices: list[int | None] = [None, *self.splittable]
+        if partial and self.linear_operands:
+            choices.append(-1)
+        for chosen in itertools.product(choices, repeat=len(mesh.axes)):
+            parts = [1] * len(self.factors)
+            for axis, factor in zip(mesh.axes, chosen, strict=True):
+                if factor is not None and factor >= 0:
+                    parts[factor] *= axis.size
+            if all(f.size % n == 0 for f, n in zip(self.factors, parts, strict=True)):
+                yield Strategy(
+                    tuple(
+                        tuple(axis.name for axis, at in zip(mesh.axes, chosen, strict=True) if at == i)
+                        for i in range(len(self.factors))
+                    ),
+                    tuple(axis.name for axis, at in zip(mesh.axes, chosen, strict=True) if at == -1),
+                )
+
+    def __str__(self) -> str:
+        mark = {"free": "", "sum": "+", "frozen": "^"}
+        kinds = {factor.name: mark[factor.kind] for factor in self.factors}
+
+        def side(tensors: tuple[Dims, ...], linear: frozenset[int]) -> str:
+            texts = []
+            for i, dims in enumerate(tensors):
+                words = ["~"] * (i in linear)
+                for dim in dims:
+                    names = " ".join(name + kinds[name] for name in dim)
+                    words.append(f"({names})" if len(dim) > 1 else names or ".")
+                texts.append(" ".join(words))
+            return ", ".join(texts)
+
+        return f"{side(self.operands, self.linear_operands)} -> {side(self.results, self.linear_results)}"
+
+
+@dataclass(frozen=True)
+class _Term:
+    """One operand or result of a parsed pattern; a dim is a tuple of factor names, ``("*",)``, or ``()`` for a dot."""
+
+    dims: Dims
+    linear: bool
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """A parsed line of notation, not yet bound to shapes."""
+
+    text: str
+    operands: tuple[_Term, ...]
+    results: tuple[_Term, ...]
+    kinds: tuple[tuple[str, Kind], ...]
+
+    def bind(self, operands: Sequence[Shape], results: Sequence[Shape], sizes: dict[str, int] | None = None) -> OpRule:
+        """Name every dim of these shapes. ``sizes`` gives the factors that never stand alone.
+
+        Raises:
+            StrategyError: where the shapes do not fit the pattern.
+        """
+        kinds: dict[str, Kind] = dict(self.kinds)
+        found: dict[str, int] = dict(sizes or {})
+        terms = [*zip(self.operands, operands, strict=False), *zip(self.results, results, strict=False)]
+        if (len(self.operands), len(self.results)) != (len(operands), len(results)):
+            raise self._misfit(operands, results, "another number of tensors")
+        expanded = [self._expand(term, shape, operands, results) for term, shape in terms]
+        for dims, (_, shape) in zip(expanded, terms, strict=True):
+            for dim, size in zip(dims, shape, strict=True):
+                if len(dim) == 1 and found.setdefault(dim[0], size) != size:
+                    raise self._misfit(operands, results, f"{dim[0]} is {found[dim[0]]} and {size}")
+        for dims, (_, shape) in zip(expanded, terms, strict=True):
+            for dim, size in zip(dims, shape, strict=True):
+                unknown = [name for name in dim if name not in found]
+                if unknown or (dim and math.prod(found[name] for name in dim) != size):
+                    raise self._misfit(operands, results, f"({' '.join(dim)}) is not {size}")
+        without_ones = [tuple(tuple(n for n in dim if len(dim) == 1 or found[n] > 1) for dim in d) for d in expanded]
+        names = dict.fromkeys(name for dims in without_ones for dim in dims for name in dim)
+        return OpRule(
+            tuple(Factor(name, found[name], kinds.get("*" if name[0] == "*" else name, "free")) for name in names),
+            tuple(without_ones[: len(operands)]),
+            tuple(without_ones[len(operands) :]),
+            frozenset(i for i, term in enumerate(self.operands) if term.linear),
+            frozenset(i for i, term in enumerate(self.results) if term.linear),
+        )
+
+    def _expand(self, term: _Term, shape: Shape, operands: Sequence[Shape], results: Sequence[Shape]) -> Dims:
+        """Replace ``*`` by as many factors as the shape has dims left: *0 is the last of them, *1 the one before."""
+        if ("*",) not in term.dims:
+            if len(term.dims) != len(shape):
+                raise self._misfit(operands, results, f"{len(term.dims)} dims expected, got {shape}")
+            return term.dims
+        at = term.dims.index(("*",))
+        missing = len(shape) - (len(term.dims) - 1)
+        if missing < 0:
+            raise self._misfit(operands, results, f"at least {len(term.dims) - 1} dims expected, got {shape}")
+        star = tuple(() if shape[at + i] == 1 else (f"*{missing - 1 - i}",) for i in range(missing))
+        return term.dims[:at] + star + term.dims[at + 1 :]
+
+    def _misfit(self, operands: Sequence[Shape], results: Sequence[Shape], why: str) -> StrategyError:
+        shapes = f"{', '.join(map(str, operands))} -> {', '.join(map(str, results))}"
+        return StrategyError(f"the rule {self.text!r} does not fit the shapes {shapes}: {why}")
+
+
+@lru_cache(maxsize=4096)
+def parse(text: str) -> Pattern:
+    """Parse a line of notation.
+
+    >>> rule = parse("m k+, k+ n -> m n").bind([(16, 32), (32, 8)], [(16, 8)])
+    >>> print(rule)
+    m k+, k+ n -> m n
+    >>> mesh = Mesh.of(a=2, b=4)
+    >>> strategy = rule.strategy({"m": ["a"], "k": ["b"]})
+    >>> print(rule.operand_layout(0, strategy), rule.operand_layout(1, strategy), rule.result_layout(0, strategy, mesh))
+    [a, b] [b, -] [a, -] Σb
+
+    Raises:
+        StrategyError: where the text is not of the language.
+    """
+    left, arrow, right = text.partition("->")
+    if not arrow:
+        raise StrategyError(f"a rule is written as 'operands -> results', got {text!r}")
+    kinds: dict[str, Kind] = {}
+    operands = tuple(_parse_term(term, kinds, text) for term in left.split(",") if term.strip())
+    results = tuple(_parse_term(term, kinds, text) for term in right.split(","))
+    read = {name for term in operands for dim in term.dims for name in dim}
+    for term in results:
+        written = {name for dim in term.dims for name in dim}
+        lost = sorted(name for name in read - written if kinds.get(name, "free") == "free")
+        if lost:
+            raise StrategyError(f"{lost} disappear in a result of {text!r}; mark them with + (summed) or ^ (not split)")
+    return Pattern(text, operands, results, tuple(kinds.items()))
+
+
+def _parse_term(text: str, kinds: dict[str, Kind], whole: str) -> _Term:
+    dims: list[tuple[str, ...]] = []
+    linear = False
+    merged: list[str] | None = None
+    for token in text.replace("(", " ( ").replace(")", " ) ").split():
+        if token == "~":
+            linear = True
+        elif token == "(" and merged is None:
+            merged = []
+        elif token == ")" and merged is not None:
+            dims.append(tuple(merged))
+            merged = None
+        elif token == "." and merged is None:
+            dims.append(())
+        else:
+            name = token.rstrip("+^")
+            if not (name == "*" or name.isidentifier()) or len(token) - len(name) > 1 or (name == "*" and merged):
+                raise StrategyError(f"cannot read {token!r} in the rule {whole!r}")
+            mark: Kind = "sum" if token.endswith("+") else "frozen" if token.endswith("^") else "free"
+            if mark != "free" or name not in kinds:
+                kinds[name] = mark
+            if merged is None:
+                dims.append((name,))
+            else:
+                merged.append(name)
+    if merged is not None:
+        raise StrategyError(f"a bracket is not closed in the rule {whole!r}")
+    return _Term(tuple(dims), linear)
+
+
+def replicated_rule(operands: Sequence[Shape], results: Sequence[Shape]) -> OpRule:
+    """The rule of an operator without a line: nothing is split."""
+    return OpRule((), tuple(((),) * len(s) for s in operands), tuple(((),) * len(s) for s in results), listed=False)
