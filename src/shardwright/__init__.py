@@ -12,7 +12,10 @@ from typing import Any
 __version__ = "0.1.0"
 
 # public name -> the module that defines it
-_PUBLIC: dict[str, str] = {}
+_PUBLIC: dict[str, str] = {
+    "MNIST": "shardwright.data.mnist",
+    "loader": "shardwright.run.loader",
+}
 
 __all__ = ["__version__", *sorted(_PUBLIC)]
 

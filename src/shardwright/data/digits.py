@@ -1,0 +1,139 @@
+"""Scikit-learn's handwritten digits, 1,797 real images that need no download, as the files of a known data set."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.data import mnist
+from shardwright.data.idx import Bytes, idx_bytes
+from shardwright.data.order import permutation
+from shardwright.errors import DataError, UsageError
+
+TEST_SIZE = 360
+SPLIT_SEED = 0
+_LARGEST_VALUE = 16  # of a pixel of the 8 x 8 images
+
+
+@dataclass(frozen=True)
+class Digits:
+    """Images of shape (n, 8, 8) with values from 0 to 16, and labels of shape (n,)."""
+
+    images: Bytes
+    labels: Bytes
+
+    def __getitem__(self, chosen: npt.NDArray[np.int64]) -> Digits:
+        return Digits(self.images[chosen], self.labels[chosen])
+
+
+def load_digits() -> Digits:
+    """All 1,797 digits, in scikit-learn's order. Raises `UsageError` where scikit-learn is not installed."""
+    try:
+        from sklearn import datasets
+    except ImportError as error:
+        raise UsageError(
+            "the handwritten digits come with scikit-learn, which is not installed; "
+            "type: pip install 'shardwright[digits]'"
+        ) from error
+    digits = datasets.load_digits()
+    return Digits(digits.images.astype(np.uint8), digits.target.astype(np.uint8))
+
+
+def split(digits: Digits) -> tuple[Digits, Digits]:
+    """(1,437 to train, 360 to test), both shuffled, each class divided in the same proportion."""
+    shuffled = digits[permutation(len(digits.labels), SPLIT_SEED)]
+    quotas = _test_quotas(np.bincount(shuffled.labels))
+    test = np.concatenate([np.flatnonzero(shuffled.labels == c)[:quota] for c, quota in enumerate(quotas)])
+    train = np.setdiff1d(np.arange(len(shuffled.labels)), test)
+    # Once more: where a class filled its quota early, the rest would begin with nothing else.
+    train, test = (part[permutation(len(part), SPLIT_SEED, epoch=1)] for part in (train, test))
+    return shuffled[train], shuffled[test]
+
+
+def _test_quotas(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """How many of each class are tested: rounded down, then the largest remainders get the places left."""
+    total = int(sizes.sum())
+    quotas, remainders = sizes * TEST_SIZE // total, sizes * TEST_SIZE % total
+    quotas[np.argsort(-remainders, kind="stable")[: TEST_SIZE - int(quotas.sum())]] += 1
+    return quotas
+
+
+def enlarge(images: Bytes) -> Bytes:
+    """(n, 8, 8) from 0 to 16 -> (n, 28, 28) from 0 to 255: bilinear to 20 x 20, centred in 28 x 28 as MNIST's are.
+
+    In whole numbers throughout, so that the bytes are the same on every machine.
+    """
+    old, new = images.shape[1], 20
+    weights = np.zeros((new, old), dtype=np.int64)  # rows sum to `unit`
+    unit = 2 * new
+    for row in range(new):
+        position = max(
+            0, (2 * row + 1) * old - new
+        )  # the centre of the new pixel, in units of 1 / (2 * new) old pixels
+        low, fraction = divmod(position, unit)
+        weights[row, low] += unit - fraction
+        weights[row, min(low + 1, old - 1)] += fraction
+    scaled = weights @ images.astype(np.int64) @ weights.T * 255
+    full = _LARGEST_VALUE * unit**2
+    margin = (mnist.SIDE - new) // 2
+    return np.pad((scaled + full // 2) // full, ((0, 0), (margin, margin), (margin, margin))).astype(np.uint8)
+
+
+def mnist_files() -> dict[str, bytes]:
+    """The four files of MNIST, name -> contents."""
+    files = {}
+    for train, part in zip((True, False), split(load_digits()), strict=True):
+        image_name, label_name = mnist.file_names(train)
+        files[image_name] = idx_bytes(enlarge(part.images))
+        files[label_name] = idx_bytes(part.labels)
+    return files
+
+
+# format -> its files, name -> contents
+FORMATS: dict[str, Callable[[], dict[str, bytes]]] = {"mnist": mnist_files}
+
+
+def write_digits(out: str | os.PathLike[str], format: str, force: bool = False) -> list[Path]:
+    """Write the digits into the folder ``out`` as the files of ``format`` and return their paths.
+
+    Files that are there already with the same contents are left alone. Raises `UsageError` for a format that is not
+    in `FORMATS`, and `DataError` where another data set is in the way and ``force`` is false, before anything is
+    written. Every file is complete under a temporary name before the first takes its place.
+    """
+    if format not in FORMATS:
+        raise UsageError(f"expected a format among {', '.join(sorted(FORMATS))}, got {format!r}")
+    files = {Path(out) / name: contents for name, contents in FORMATS[format]().items()}
+    in_the_way = [path for path, contents in files.items() if path.exists() and not _holds(path, contents)]
+    in_the_way += [packed for path in files if (packed := path.with_name(f"{path.name}.gz")).exists()]
+    if in_the_way and not force:
+        raise DataError(
+            f"{out}: another data set is there already ({', '.join(path.name for path in in_the_way)}); "
+            "choose another folder with --out, or add --force to replace it"
+        )
+    try:
+        _write_all({path: contents for path, contents in files.items() if not _holds(path, contents)})
+    except OSError as error:
+        raise DataError(f"{out}: the digits cannot be written there: {error}") from error
+    return list(files)
+
+
+def _holds(path: Path, contents: bytes) -> bool:
+    return path.is_file() and path.read_bytes() == contents
+
+
+def _write_all(files: dict[Path, bytes]) -> None:
+    temporary = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in files}
+    try:
+        for path, contents in files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            temporary[path].write_bytes(contents)
+        for path in files:
+            temporary[path].replace(path)
+    finally:
+        for path in temporary.values():
+            path.unlink(missing_ok=True)
