@@ -49,6 +49,8 @@ def _read(file: IO[bytes], path: Path, dims: int) -> Bytes:
         )
     header = _take(file, path, 4, 4 * dims, f"{dims} lengths of 4 bytes")
     shape = tuple(int.from_bytes(header[at : at + 4]) for at in range(0, 4 * dims, 4))
+    if 0 in shape:
+        raise DataError(f"{path}: at offset {4 + 4 * shape.index(0)}: expected a length of at least 1, got 0")
     offset, count = 4 + 4 * dims, math.prod(shape)
     payload = _take(file, path, offset, count, f"{count} bytes of {contents} ({' x '.join(map(str, shape))})")
     if file.read(1):

@@ -1,0 +1,57 @@
+"""The order is the same for ever, and the parts of it are torch's."""
+
+import doctest
+
+import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import shardwright.data.order as order_module
+from shardwright.data.order import chunk_range, even_range, permutation, worker_seed
+
+
+def test_the_order_is_the_same_for_ever():
+    assert permutation(10, seed=0, epoch=0).tolist() == [0, 2, 9, 1, 8, 5, 4, 3, 6, 7]
+    assert permutation(10, seed=1, epoch=2).tolist() == [4, 2, 0, 6, 1, 5, 9, 8, 7, 3]
+    assert permutation(10, seed=2**64 - 1, epoch=0).tolist() != permutation(10, seed=0, epoch=0).tolist()
+
+
+@given(st.integers(0, 300), st.integers(0, 2**64 - 1), st.integers(0, 2**64 - 1))
+def test_an_order_holds_every_sample_once(size, seed, epoch):
+    assert sorted(permutation(size, seed, epoch).tolist()) == list(range(size))
+
+
+def test_seeds_and_epochs_give_different_orders():
+    orders = {tuple(permutation(20, seed, epoch)) for seed in range(5) for epoch in range(5)}
+    assert len(orders) == 25
+
+
+def test_first_places_are_uniform():
+    firsts = np.bincount([permutation(4, 0, epoch)[0] for epoch in range(2000)])
+    assert (abs(firsts - 500) < 100).all()  # five standard deviations are 97
+
+
+@given(st.integers(1, 200), st.integers(1, 20))
+def test_chunks_are_those_of_torch(size, parts):
+    chunks = [torch.arange(size)[slice(*chunk_range(size, parts, i))].tolist() for i in range(parts)]
+    theirs = [chunk.tolist() for chunk in torch.arange(size).chunk(parts)]
+    assert chunks == theirs + [[]] * (parts - len(theirs))
+
+
+@given(st.integers(0, 200), st.integers(1, 20))
+def test_even_parts_are_contiguous_and_differ_by_at_most_one(size, parts):
+    ranges = [even_range(size, parts, i) for i in range(parts)]
+    assert [i for start, stop in ranges for i in range(start, stop)] == list(range(size))
+    lengths = [stop - start for start, stop in ranges]
+    assert max(lengths) - min(lengths) <= 1
+
+
+def test_worker_seeds_differ_between_ranks_and_epochs():
+    seeds = [worker_seed(seed, epoch, rank) for seed in range(3) for epoch in range(3) for rank in range(8)]
+    assert len(set(seeds)) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds)
+
+
+def test_doctests():
+    assert doctest.testmod(order_module).failed == 0
