@@ -223,7 +223,10 @@ class Loader:
         return self._position
 
     def sample_batch(self) -> Batch:
-        """The whole global batch that comes next, the same on every rank; the position stays where it is."""
+        """The whole global batch that comes next, the same on every rank; the position stays where it is.
+
+        Every rank must call it, since the ranks compare their data first.
+        """
         self._check_once()
         position = self._next()
         indices = self._order(position.epoch)[position.samples : position.samples + self.batch_size]
