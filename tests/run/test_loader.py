@@ -177,7 +177,7 @@ def test_a_state_saved_after_the_last_batch_continues_with_the_next_epoch():
     assert flat([batch[0].tolist() for batch in other]) == permutation(20, 0, 1).tolist()
 
 
-def test_a_loop_that_was_left_is_gone_on_with():
+def test_the_next_loop_continues_one_that_was_left():
     one = sw.loader(Numbers(20), batch_size=5)
     first = [next(iter(one))[0].tolist() for _ in range(2)]
     rest = [batch[0].tolist() for batch in one]
@@ -303,6 +303,11 @@ def test_a_position_of_another_order_is_refused(name, value):
     one = sw.loader(Numbers(20), batch_size=5)
     with pytest.raises(UsageError, match=f"a loader with {name}={value}, this one has {name}="):
         one.load_state_dict({**one.state_dict(), name: value})
+
+
+def test_a_state_that_is_none():
+    with pytest.raises(UsageError, match=r"expected what state_dict\(\) .* \(epoch, samples, seed, .*\), got step"):
+        sw.loader(Numbers(20), batch_size=5).load_state_dict({"step": 3})
 
 
 def test_one_loop_at_a_time():

@@ -135,8 +135,8 @@ def loader(
 class Loader:
     """Yields this rank's part of each global batch as a `Batch`; made by `sw.loader`.
 
-    One ``for`` loop is one pass, to the end of the epoch; the next loop is the next epoch. A loop that was left early
-    is gone on with by the next one when the loader shuffles, so that nothing is repeated or skipped; without shuffling
+    One ``for`` loop is one pass, to the end of the epoch; the next loop is the next epoch. Where a loop is left
+    early, the next one continues it when the loader shuffles, so that nothing is repeated or skipped; without shuffling
     every loop begins at the first sample, so that an evaluation is always whole. After `load_state_dict` the next loop
     begins at the position that was loaded.
     """
@@ -196,6 +196,11 @@ class Loader:
 
         Raises `UsageError` where the position would not mean the same samples.
         """
+        if state.keys() != self.state_dict().keys():
+            raise UsageError(
+                f"expected what state_dict() of a loader returned ({', '.join(self.state_dict())}), "
+                f"got {', '.join(map(str, state)) or 'nothing'}"
+            )
         for name, ours in self._identity().items():
             if state[name] != ours:
                 raise UsageError(
