@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -31,6 +32,69 @@ def digits(format: str, out: str, force: bool) -> None:
 
     for path in write_digits(out, format, force):
         click.echo(path)
+
+
+class _LaunchCommand(click.Command):
+    """Keeps a ``--`` that stands before the program, which click would swallow."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            args = [*args[: args.index("--")], "--", *args[args.index("--") :]]  # one for click, or for us below
+        rest = super().parse_args(ctx, args)
+        command = list(ctx.params["command"])
+        ctx.params["program"] = command[:1] == ["--"]
+        if "--" in command:
+            command.remove("--")
+        ctx.params["command"] = tuple(command)
+        return rest
+
+
+@cli.command(cls=_LaunchCommand, context_settings={"allow_interspersed_args": False})
+@click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per visible GPU, or one.")
+@click.option("-m", "--module", is_flag=True, help="The program is a module, as in `python -m`.")
+@click.option("-x", "--env", "variables", multiple=True, metavar="VAR[=VALUE]", help="Set or pass on a variable.")
+@click.option("--tee", metavar="all|none|0,3", help="The ranks to show on the console.  [default: 0]")
+@click.option("--job", metavar="NAME", help="The job's name; without it the next free number.")
+@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
+@click.option("--port", type=int, help="The port where the ranks meet; without it a free one is chosen.")
+@click.option("--devices", metavar="4,5", help="The GPUs to use, as CUDA_VISIBLE_DEVICES.")
+@click.option(
+    "--grace", default=10.0, show_default=True, metavar="SECONDS", help="Between asking ranks to end and kill."
+)
+@click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
+@click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    command: tuple[str, ...], program: bool, no_preload: bool, log_dir: str, grace: float, **options: Any
+) -> None:
+    """Run a program on N processes of this host, with torchrun's variables set.
+
+    \b
+    shardwright launch -n 8 train.py ARGS
+    shardwright launch -n 8 -m package.module ARGS
+    shardwright launch -n 8 -- PROGRAM ARGS
+    """
+    from shardwright.launch.local import launch as launch_job
+    from shardwright.launch.options import read_options
+
+    job = read_options(
+        arguments=command, program=program, preload=not no_preload, log_dir=log_dir, grace_s=grace, **options
+    )
+    sys.exit(launch_job(job))
+
+
+@cli.command()
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends; exit with its code.")
+@click.option("--rank", "ranks", default="0", show_default=True, metavar="all|0,3", help="The ranks to show.")
+@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
+@click.argument("job", required=False)
+def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
+    """Show what a job's ranks wrote; without JOB that of the job started last."""
+    from pathlib import Path
+
+    from shardwright.launch.follow import show_logs
+
+    sys.exit(show_logs(Path(log_dir), job, ranks, follow))
 
 
 def main() -> None:

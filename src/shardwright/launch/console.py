@@ -1,0 +1,146 @@
+"""What a person sees of a job: the ranks that are shown, and the launcher's own lines.
+
+Nothing here ever waits for the reader: a thread for each of the two streams writes what is queued, and where a reader
+stands still the queue is full and what comes next is counted instead. All of it is in the log files.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+
+_QUEUE_BYTES = 64 << 20
+_LONGEST_LINE_BYTES = 1 << 16
+_FRAGMENT_AGE_S = 0.5
+
+
+class _Writer:
+    """One file descriptor and the thread that writes to it."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+        self.dropped_bytes = 0
+        self._queue: deque[bytes] = deque()
+        self._queued_bytes = 0
+        self._written_bytes = 0
+        self._closed = False
+        self._gone = False
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._write, name=f"console-{fd}", daemon=True)
+        self._thread.start()
+
+    def put(self, data: bytes) -> None:
+        with self._changed:
+            if self._gone:
+                return
+            if self._queued_bytes + len(data) > _QUEUE_BYTES:
+                self.dropped_bytes += len(data)
+                return
+            self._queue.append(data)
+            self._queued_bytes += len(data)
+            self._changed.notify()
+
+    def _write(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._queue or self._closed)
+                if not self._queue:
+                    return
+                data = memoryview(self._queue.popleft())
+                self._queued_bytes -= len(data)
+            while data:
+                try:
+                    written = os.write(self.fd, data[:65536])
+                except OSError:
+                    self._gone = True  # the terminal or the reader; the logs go on
+                    return
+                data = data[written:]
+                self._written_bytes += written
+
+    def close(self, patience_s: float) -> None:
+        """Until all is written, or for ``patience_s`` nothing could be."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        while True:
+            before = self._written_bytes
+            self._thread.join(patience_s)
+            if not self._thread.is_alive() or self._written_bytes == before:
+                return
+
+
+class _Line:
+    """The unfinished line of one stream of one rank, where lines of several ranks share the console."""
+
+    def __init__(self) -> None:
+        self.text = bytearray()
+        self.since_s = 0.0
+
+
+class Console:
+    """The ranks in ``shown`` on standard output and error, with a prefix where there are several."""
+
+    def __init__(self, shown: frozenset[int]) -> None:
+        self.shown = shown
+        self._writers = {"stdout": _Writer(1), "stderr": _Writer(2)}
+        self._one_screen = os.path.sameopenfile(1, 2) or (os.isatty(1) and os.isatty(2))
+        self._inside_line = {"stdout": False, "stderr": False}
+        self._lines: dict[tuple[int, str], _Line] = {}
+
+    def output(self, rank: int, stream: str, data: bytes) -> None:
+        if rank not in self.shown:
+            return
+        if len(self.shown) == 1:
+            self._put(stream, data)
+            return
+        line = self._lines.setdefault((rank, stream), _Line())
+        if not line.text:
+            line.since_s = time.monotonic()
+        line.text += data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # a progress bar becomes lines
+        *whole, rest = line.text.split(b"\n")
+        for text in whole:
+            self._put_line(rank, stream, text)
+        while len(rest) >= _LONGEST_LINE_BYTES:
+            self._put_line(rank, stream, rest[:_LONGEST_LINE_BYTES])
+            del rest[:_LONGEST_LINE_BYTES]
+        line.text = rest
+
+    def show_fragments(self, older_than_s: float = _FRAGMENT_AGE_S) -> float | None:
+        """Show unfinished lines that have waited. Returns the seconds until the next one has, None without any."""
+        waiting = []
+        for (rank, stream), line in self._lines.items():
+            if not line.text:
+                continue
+            left_s = line.since_s + older_than_s - time.monotonic()
+            if left_s > 0:
+                waiting.append(left_s)
+            else:
+                self._put_line(rank, stream, line.text)
+                line.text = bytearray()
+        return min(waiting, default=None)
+
+    def say(self, text: str) -> None:
+        """A line of the launcher's own, and what belongs to it."""
+        start = b"\n" if self._inside_line["stderr"] or (self._one_screen and self._inside_line["stdout"]) else b""
+        lines = "\n  ".join(text.splitlines())
+        self._put("stderr", start + f"shardwright: {lines}\n".encode(errors="surrogateescape"))
+        if start:
+            self._inside_line["stdout"] = self._inside_line["stdout"] and not self._one_screen
+
+    def _put_line(self, rank: int, stream: str, text: bytes | bytearray) -> None:
+        if text:
+            self._put(stream, b"[rank %d] " % rank + text + b"\n")
+
+    def _put(self, stream: str, data: bytes) -> None:
+        self._writers[stream].put(data)
+        self._inside_line[stream] = not data.endswith((b"\n", b"\r"))
+
+    def close(self, patience_s: float = 2.0) -> None:
+        """Write what is queued, as long as somebody reads it, and count what nobody did."""
+        self.show_fragments(older_than_s=0.0)
+        self._writers["stdout"].close(patience_s)
+        if dropped := sum(writer.dropped_bytes for writer in self._writers.values()):
+            self.say(f"{dropped} bytes were not shown, since the console did not take them; the logs hold them")
+        self._writers["stderr"].close(patience_s)

@@ -1,0 +1,103 @@
+"""Which rank failed first, and why: the cause told apart from its echoes.
+
+A rank's failure is dated by its error file where it has one (the moment of the exception, with torchelastic's
+``@record`` or under our zygote), else by its death. Among the failures of a short while the earliest is the cause,
+except that one which only speaks of a lost peer is an echo as long as there is any other.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+TRACEBACK_LINES = 12
+_LOST_PEER = re.compile(
+    rb"Connection (reset|closed|refused)|[Cc]onnection was (reset|closed|likely closed)|Broken pipe|"
+    rb"DistNetworkError|DistBackendError|remote process exited|[Ss]ocket [Tt]imeout|peer.{0,20}(gone|closed|reset)|"
+    rb"Timed out waiting|recvValue failed|sendBytes failed"
+)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended. ``code`` is its exit code, or minus the signal; ``time_s`` since the epoch."""
+
+    rank: int
+    code: int
+    time_s: float
+    signalled: bool = False  # by us, before it ended
+    out_of_memory: bool = False
+    stderr_tail: bytes = b""
+    error: str | None = None  # "ValueError: message", from its error file
+
+    @property
+    def exit_code(self) -> int:
+        """As a shell has it: 128 + N for signal N."""
+        return self.code if self.code >= 0 else 128 - self.code
+
+    @property
+    def is_echo(self) -> bool:
+        """Nothing is known of it but the loss of a peer."""
+        return _LOST_PEER.search(b"\n".join(self.last_lines()) + (self.error or "").encode()) is not None
+
+    def last_lines(self) -> list[bytes]:
+        """The end of its traceback if it wrote one, else the end of what it wrote."""
+        text = self.stderr_tail.replace(b"\r", b"\n")
+        start = text.rfind(b"Traceback (most recent call last):")
+        lines = [line[:500] for line in text[max(start, 0) :].split(b"\n") if line.strip()]
+        return lines[-TRACEBACK_LINES:] if start >= 0 else lines[-5:]
+
+    def cause(self) -> str:
+        """One line, without the rank."""
+        if self.out_of_memory:
+            return "killed by the kernel for lack of memory (SIGKILL); give the ranks less to hold, or the host more"
+        if self.code < 0:
+            return f"killed by {signal_name(-self.code)}"
+        lines = self.last_lines()
+        error = self.error
+        if error is None and lines and re.match(rb"[\w.]+(Error|Exception|Interrupt|Warning|Exit)\b", lines[-1]):
+            error = lines[-1].decode(errors="replace")
+        return f"exit code {self.code}" + (f", {error.splitlines()[0][:300]}" if error else "")
+
+
+def signal_name(signum: int) -> str:
+    try:
+        return signal.Signals(signum).name
+    except ValueError:
+        return f"signal {signum}"
+
+
+def read_error_file(path: Path) -> tuple[str, float] | None:
+    """The message and the moment of an error file of torchelastic's format; None if there is none that can be read."""
+    try:
+        written_s = path.stat().st_mtime
+        message = json.loads(path.read_text())["message"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    if isinstance(message, str):
+        return message, written_s
+    extra = message.get("extraInfo", {})
+    return str(message.get("message", "")), float(extra.get("timestamp_s", written_s))
+
+
+def first_failure(ends: Iterable[RankEnd]) -> RankEnd:
+    """The cause among the ends that are failures and that we did not bring about ourselves."""
+    failures = [end for end in ends if end.code != 0 and not end.signalled]
+    return min(failures, key=lambda end: (end.is_echo, end.time_s, end.rank))
+
+
+def describe_ranks(ranks: Iterable[int]) -> str:
+    """``rank 3``, ``ranks 0-2, 5``."""
+    numbers = sorted(ranks)
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and spans[-1][-1] == number - 1:
+            spans[-1][1:] = [number]
+        else:
+            spans.append([number])
+    text = ", ".join("-".join(map(str, span)) for span in spans)
+    return f"rank{'s' if len(numbers) > 1 else ''} {text}"

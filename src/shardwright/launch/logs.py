@@ -1,0 +1,82 @@
+"""The log files of the ranks, written here; read again in `follow`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from shardwright.launch.job import JobFolder
+
+STREAMS = ("stdout", "stderr")
+_TAIL_BYTES = 1 << 15
+
+
+class _LogFile:
+    """One file. What the disk does not take is counted, and a line in the file says so where it is missing."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self.lost_bytes = 0
+        self._gap_bytes = 0
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+
+    def write(self, data: bytes) -> str | None:
+        """Returns why not all of it could be written, None if it was."""
+        rest = memoryview(data)
+        try:
+            if self._gap_bytes:
+                note = b"\n[shardwright: %d bytes are missing here: the disk was full]\n" % self._gap_bytes
+                if os.write(self._fd, note) == len(note):
+                    self._gap_bytes = 0
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError as error:
+            self._gap_bytes += len(rest)
+            self.lost_bytes += len(rest)
+            return error.strerror
+        return None
+
+    def close(self) -> str | None:
+        """Some file systems tell only now that the data could not be kept."""
+        try:
+            os.close(self._fd)
+        except OSError as error:
+            return error.strerror
+        return None
+
+
+class RankLogs:
+    """stdout and stderr of every rank of a job. A disk that is full is reported once, and stops nobody."""
+
+    def __init__(self, folder: JobFolder, ranks: int, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._told = False
+        self._tails: dict[int, bytearray] = {rank: bytearray() for rank in range(ranks)}
+        self._files = {
+            (rank, stream): _LogFile(os.fspath(folder.rank(rank) / stream))
+            for rank in range(ranks)
+            for stream in STREAMS
+        }
+
+    def write(self, rank: int, stream: str, data: bytes) -> None:
+        if stream == "stderr":
+            tail = self._tails[rank]
+            tail += data
+            del tail[:-_TAIL_BYTES]
+        file = self._files[rank, stream]
+        if (reason := file.write(data)) and not self._told:
+            self._told = True
+            self._say(f"{file.path} cannot be written: {reason}. The ranks go on; what is lost is counted")
+
+    def stderr_tail(self, rank: int) -> bytes:
+        """The end of what the rank wrote to stderr, kept in memory."""
+        return bytes(self._tails[rank])
+
+    def path(self, rank: int, stream: str) -> str:
+        return self._files[rank, stream].path
+
+    def close(self) -> None:
+        for file in self._files.values():
+            reason = file.close()
+            if file.lost_bytes or reason:
+                self._say(f"{file.path} lacks {file.lost_bytes} bytes{f' ({reason})' if reason else ''}")

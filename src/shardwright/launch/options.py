@@ -1,0 +1,137 @@
+"""What a job is asked to be: the words of the command line, read and checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwright.errors import UsageError
+from shardwright.launch.program import Kind, Program, check_program
+
+# What the launcher itself decides for each rank: not to be set with -x.
+RANK_VARIABLES = frozenset({
+    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
+    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """A job on one host. ``environment`` is what its ranks have in common beyond what the launcher was given."""
+
+    program: Program
+    ranks: int
+    preload: bool = True
+    shown: frozenset[int] = frozenset({0})
+    job: str | None = None
+    log_dir: Path = Path("log_output")
+    port: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    grace_s: float = 10.0
+    detach: bool = False
+
+
+def read_options(
+    *, module: bool, program: bool, arguments: Sequence[str], ranks: str | None, preload: bool, tee: str | None,
+    job: str | None, log_dir: str, port: int | None, devices: str | None, variables: Sequence[str], grace_s: float,
+    detach: bool,
+) -> LaunchOptions:  # fmt: skip
+    """The job that a command line asks for. Raises `UsageError` for what cannot be served.
+
+    Without ``tee``, rank 0 is shown, or nothing if the job is detached.
+    """
+    environment = read_variables(variables, os.environ) | visible_devices(devices, os.environ)
+    kind: Kind = "program" if program else "module" if module else "script"
+    whole = os.environ | environment
+    checked = check_program(kind, arguments, whole)
+    number = read_ranks(ranks, whole)
+    if port is not None and not 0 < port < 65_536:
+        raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
+    if not grace_s >= 0:
+        raise UsageError(f"--grace {grace_s} is no time; type the seconds that ranks get to end by themselves")
+    return LaunchOptions(
+        program=checked, ranks=number, preload=preload,
+        shown=read_tee(tee or ("none" if detach else "0"), number),
+        job=job, log_dir=Path(log_dir), port=port, environment=environment, grace_s=grace_s, detach=detach,
+    )  # fmt: skip
+
+
+def read_ranks(text: str | None, environment: Mapping[str, str]) -> int:
+    """``-n``; without it, or with ``auto``, one rank per visible GPU, and one where there is none."""
+    if text is None or text == "auto":
+        return max(1, count_gpus(environment))
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
+        raise UsageError(f"-n {text} is no number of ranks; type a whole number from 1 on, or -n auto for one per GPU")
+    return int(text)
+
+
+def count_gpus(environment: Mapping[str, str]) -> int:
+    """The GPUs that ranks will see, by CUDA_VISIBLE_DEVICES or the driver's list, without loading CUDA."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
+    try:
+        return len(os.listdir("/proc/driver/nvidia/gpus"))
+    except OSError:
+        return 0
+
+
+def read_tee(text: str, ranks: int) -> frozenset[int]:
+    """``all``, ``none``, or ranks: ``0,3`` or ``0-3,7``.
+
+    >>> sorted(read_tee("0-2,7", 8))
+    [0, 1, 2, 7]
+    """
+    if text in ("all", "none"):
+        return frozenset(range(ranks if text == "all" else 0))
+    shown: set[int] = set()
+    for part in text.split(","):
+        span = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+        if span is None:
+            raise UsageError(f"--tee {text} names no ranks; type all, none, or ranks as 0,3 or 0-3")
+        first, last = int(span[1]), int(span[2] or span[1])
+        if first > last or last >= ranks:
+            raise UsageError(f"--tee {text}: the {ranks} ranks of this job are 0 to {ranks - 1}")
+        shown.update(range(first, last + 1))
+    return frozenset(shown)
+
+
+def read_variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:
+    """``-x NAME=value`` sets, ``-x NAME`` passes on, ``-x PREFIX*`` passes on every variable that begins so."""
+    read: dict[str, str] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        if not equals and name.endswith("*"):
+            read |= {key: environment[key] for key in environment if key.startswith(name[:-1])}
+            continue
+        if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise UsageError(f"-x {word} names no variable; type -x NAME=value, -x NAME or -x 'PREFIX*'")
+        if name in RANK_VARIABLES:
+            hint = "; type --port" if name == "MASTER_PORT" else ""
+            raise UsageError(f"-x {name}: the launcher sets {name} for each rank itself{hint}")
+        if not equals and name not in environment:
+            raise UsageError(f"-x {name}: {name} is not set here; type -x {name}=value")
+        read[name] = value if equals else environment[name]
+    return read
+
+
+def visible_devices(devices: str | None, environment: Mapping[str, str]) -> dict[str, str]:
+    """``--devices 4,5`` as CUDA_VISIBLE_DEVICES. Where that is set already, only devices that it has may be named."""
+    if devices is None:
+        return {}
+    names = [name.strip() for name in devices.split(",")]
+    if not all(re.fullmatch(r"[0-9]+|(GPU|MIG)-[\w/-]+", name) for name in names) or len(set(names)) < len(names):
+        raise UsageError(f"--devices {devices} names no GPUs; type their numbers once each, as 4,5")
+    allowed = environment.get("CUDA_VISIBLE_DEVICES")
+    if allowed is not None:
+        refused = [name for name in names if name not in [a.strip() for a in allowed.split(",")]]
+        if refused:
+            raise UsageError(
+                f"--devices {devices}: CUDA_VISIBLE_DEVICES={allowed} leaves no device {', '.join(refused)}; "
+                "name some of those, or unset it"
+            )
+    return {"CUDA_VISIBLE_DEVICES": ",".join(names)}

@@ -1,0 +1,109 @@
+"""Processes as Linux shows them: who descends from whom, who carries a job's mark, who was killed for memory."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+# In the environment of every process of a job: it survives setsid, double forks and the death of all ancestors.
+JOB_VARIABLE = "SHARDWRIGHT_JOB"
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants of this process become its children, those that called setsid included."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with_parent(signum: int) -> None:
+    """The kernel sends ``signum`` when the thread that forked this process ends; 0 takes that back."""
+    _prctl(_PR_SET_PDEATHSIG, signum)
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes  # a dozen milliseconds that the launcher spends while the supervisor imports torch
+
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl({option}, {value}): {os.strerror(error)}")
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on; the name before them may hold blanks and brackets."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def all_processes() -> Iterator[int]:
+    return (int(name) for name in os.listdir("/proc") if name.isdecimal())
+
+
+def descendants(root: int, without: Collection[int] = ()) -> set[int]:
+    """Every living process below ``root``, zombies left out, and the trees under ``without``."""
+    children: dict[int, list[int]] = {}
+    for pid in all_processes():
+        if (fields := _stat(pid)) and fields[0] not in "ZX":
+            children.setdefault(int(fields[1]), []).append(pid)
+    found: set[int] = set()
+    frontier = [root]
+    while frontier:
+        below = [pid for pid in children.get(frontier.pop(), []) if pid not in without]
+        found.update(below)
+        frontier += below
+    return found
+
+
+def marked(job_id: str) -> set[int]:
+    """Every living process whose environment names the job, except the caller."""
+    mark = f"{JOB_VARIABLE}={job_id}".encode()
+    found = set()
+    for pid in all_processes():
+        with contextlib.suppress(OSError):
+            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+                found.add(pid)
+    return {pid for pid in found if (fields := _stat(pid)) and fields[0] not in "ZX"}
+
+
+def start_ticks(pid: int) -> int | None:
+    """When the process started, in clock ticks since boot: with the pid it names one process for ever. None if gone."""
+    fields = _stat(pid)
+    return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def name_of(pid: int) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    return "?"
+
+
+def send_signal(pid: int, signum: int) -> None:
+    """As os.kill, and no matter if the process is gone."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)
+
+
+def kill_all(find: Callable[[], set[int]], timeout_s: float) -> set[int]:
+    """Kill what ``find`` returns until it returns nothing, since the dying can fork. Returns what outlived the time."""
+    deadline = time.monotonic() + timeout_s
+    while (pids := find()) and time.monotonic() < deadline:
+        for pid in pids:
+            send_signal(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return pids
+
+
+def out_of_memory_kills() -> int:
+    """How many processes the kernel has killed for memory on this host, control groups' limits included."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    return 0

@@ -1,0 +1,89 @@
+"""How a launcher and a supervisor talk: a line of JSON each way, after which ``payload_bytes`` raw bytes may follow.
+
+The launcher's first line is what to start (`Start`), then come orders:
+
+    {"order": "signal", "signal": 10}                   pass it on to the ranks, nothing else
+    {"order": "end", "signal": 15, "grace_s": 10.0}     signal the ranks, then what they left, and kill after the grace
+    {"order": "kill"}                                   kill everything now
+
+The end of the launcher's stream is an order to kill. The supervisor's events:
+
+    {"event": "started", "rank": 0, "pid": 123}
+    {"event": "output", "rank": 0, "stream": "stdout", "payload_bytes": 65536}
+    {"event": "stopped", "rank": 0, "signal": 19, "pid": 123}, {"event": "continued", "rank": 0}
+    {"event": "exited", "rank": 0, "code": -9, "time_s": 1700000000.123, "signalled": false, "out_of_memory": false}
+    {"event": "left", "names": {"123": "sleep"}}        processes that the ranks left behind, about to be ended
+    {"event": "not_started", "message": "..."}          torch could not be imported, or no process be forked
+    {"event": "ended", "killed": [0, 3], "unkillable": []}    the last one
+
+All that a rank wrote before it ended comes before its "exited". Both ends are pipes: standard input and output of the
+supervisor, so that the same stream passes through ssh.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from shardwright.launch.program import Kind, Program
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a supervisor starts: one process per entry of ``ranks``, each with its own variables beside the common ones.
+
+    ``preload``: import torch once and fork the ranks. ``held``: file descriptors that ranks must not inherit.
+    """
+
+    program: Program
+    preload: bool
+    ranks: dict[int, dict[str, str]]
+    held: tuple[int, ...] = ()
+
+    def to_message(self) -> Message:
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Message) -> Start:
+        kind: Kind = message["program"]["kind"]
+        return cls(
+            program=Program(kind, tuple(message["program"]["arguments"])),
+            preload=message["preload"],
+            ranks={int(rank): variables for rank, variables in message["ranks"].items()},
+            held=tuple(message["held"]),
+        )
+
+
+def encode(message: Message, payload: bytes = b"") -> bytes:
+    if payload:
+        message = message | {"payload_bytes": len(payload)}
+    return json.dumps(message).encode() + b"\n" + payload
+
+
+class Decoder:
+    """Takes bytes as they come and gives whole messages with their payloads."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+        self._message: Message | None = None
+
+    def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
+        self._buffer += data
+        while True:
+            if self._message is None:
+                line, newline, _ = self._buffer.partition(b"\n")
+                if not newline:
+                    return
+                del self._buffer[: len(line) + 1]
+                self._message = json.loads(line)
+            size = self._message.get("payload_bytes", 0)
+            if len(self._buffer) < size:
+                return
+            payload = bytes(self._buffer[:size])
+            del self._buffer[:size]
+            message, self._message = self._message, None
+            yield message, payload

@@ -1,0 +1,358 @@
+"""The process above the ranks of one host: starts them, relays what they write, reports how they end, ends them.
+
+It decides nothing: it follows the orders of its launcher (`protocol`), and where those end it kills everything, so that
+a launcher killed with SIGKILL leaves no process behind. It runs in a session of its own, away from the terminal's
+signals, and adopts orphans of the ranks, those that called setsid included. Where it is killed itself, the kernel
+kills the ranks, and the launcher finds by their mark what they had started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import sys
+import time
+import traceback
+import warnings
+from dataclasses import dataclass, field
+from typing import NoReturn
+
+from shardwright.launch import zygote
+from shardwright.launch.processes import (
+    become_subreaper,
+    descendants,
+    die_with_parent,
+    kill_all,
+    name_of,
+    out_of_memory_kills,
+    send_signal,
+)
+from shardwright.launch.protocol import Decoder, Message, Start, encode
+
+_CHUNK_BYTES = 1 << 16
+_BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the ranks' pipes are left alone
+_ENDING_TICK_S = 0.05
+_LEFT_TO_ITSELF_S = 0.5  # after the last rank: Python's resource tracker, for one, ends by itself
+_LEFT_GRACE_S = 5.0
+_UNKILLABLE_S = 10.0
+STREAMS = ("stdout", "stderr")
+
+
+@dataclass
+class _Rank:
+    pid: int
+    pipes: dict[str, int]
+    signalled: bool = False
+    ended: bool = False
+
+
+@dataclass
+class _Ending:
+    """The one grace period, common to all ranks and to what they leave behind."""
+
+    tell_at_s: float  # when what ranks left behind is told to end
+    kill_at_s: float
+    scan_at_s: float = 0.0
+    told: set[int] = field(default_factory=set)
+    killed: set[int] = field(default_factory=set)
+
+
+class Supervisor:
+    """The supervision of ranks that are already running, until none is left."""
+
+    def __init__(self, orders: int, events: int, decoder: Decoder, ranks: dict[int, _Rank]) -> None:
+        self.orders, self.events, self.decoder, self.ranks = orders, events, decoder, ranks
+        self.backlog = bytearray()
+        self.ending: _Ending | None = None
+        self.memory_kills = out_of_memory_kills()
+        self.selector = selectors.DefaultSelector()
+        self.reading = False
+        os.set_blocking(events, False)
+        self.selector.register(orders, selectors.EVENT_READ, self._take_orders)
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(wake_read, selectors.EVENT_READ, lambda: os.read(wake_read, 512))
+        for rank, process in ranks.items():
+            self._tell({"event": "started", "rank": rank, "pid": process.pid})
+        self._follow(b"")  # orders that came together with the start
+
+    def run(self) -> None:
+        """Until every rank and everything below it has ended, and the launcher has heard of it."""
+        while not self._reap():
+            self._read_while_heard()
+            for key, _ in self.selector.select(_ENDING_TICK_S if self.ending else None):
+                key.data()
+            if self.ending:
+                self._advance(self.ending)
+        self._finish(unkillable=[])
+
+    def _finish(self, unkillable: list[int]) -> None:
+        for rank in self.ranks:
+            self._drain(rank)
+        killed = sorted(r for r, p in self.ranks.items() if self.ending and p.pid in self.ending.killed)
+        self._tell({"event": "ended", "killed": killed, "unkillable": unkillable})
+        while self.backlog:
+            for key, _ in self.selector.select():
+                key.data()
+        os._exit(0)  # torch's own clean-up at exit has nothing to do here
+
+    # --- to and from the launcher
+
+    def _tell(self, message: Message, payload: bytes = b"") -> None:
+        if not self.backlog:
+            self.selector.register(self.events, selectors.EVENT_WRITE, self._flush)
+        self.backlog += encode(message, payload)
+
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                del self.backlog[: os.write(self.events, self.backlog[: 4 * _CHUNK_BYTES])]
+            except BrokenPipeError:
+                self._abandoned()
+        if not self.backlog:
+            self.selector.unregister(self.events)
+
+    def _take_orders(self) -> None:
+        data = os.read(self.orders, _CHUNK_BYTES)
+        if not data:
+            self._abandoned()
+        self._follow(data)
+
+    def _follow(self, data: bytes) -> None:
+        for message, _ in self.decoder.feed(data):
+            match message["order"]:
+                case "signal":
+                    self._signal_ranks(message["signal"])
+                case "end":
+                    self._end(message["signal"], message["grace_s"])
+                case "kill":
+                    self._end(signal.SIGKILL, 0.0)
+
+    def _abandoned(self) -> None:
+        """The launcher is gone: nobody is left to tell."""
+        kill_all(lambda: descendants(os.getpid()), _UNKILLABLE_S)
+        os._exit(1)
+
+    # --- what the ranks write
+
+    def _read_while_heard(self) -> None:
+        """Ranks wait only where the launcher itself stands still, so that this process's memory stays bounded."""
+        wanted = len(self.backlog) < _BACKLOG_BYTES
+        if wanted == self.reading:
+            return
+        for rank, process in self.ranks.items():
+            for stream, fd in process.pipes.items():
+                if wanted:
+                    self.selector.register(fd, selectors.EVENT_READ, lambda r=rank, s=stream: self._relay(r, s))
+                else:
+                    self.selector.unregister(fd)
+        self.reading = wanted
+
+    def _relay(self, rank: int, stream: str) -> bool:
+        """One chunk, passed on. False if there was none."""
+        pipes = self.ranks[rank].pipes
+        if stream not in pipes:
+            return False
+        try:
+            data = os.read(pipes[stream], _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            self._tell({"event": "output", "rank": rank, "stream": stream}, data)
+            return True
+        if self.reading:
+            self.selector.unregister(pipes[stream])
+        os.close(pipes.pop(stream))
+        return False
+
+    def _drain(self, rank: int) -> None:
+        """What a rank left in its pipes; as much as they hold at most, since its children may go on writing."""
+        for stream in STREAMS:
+            for _ in range(32):
+                if not self._relay(rank, stream):
+                    break
+
+    # --- how the ranks end
+
+    def _reap(self) -> bool:
+        """Report every change of state. True when no child is left, adopted ones included."""
+        by_pid = {process.pid: rank for rank, process in self.ranks.items() if not process.ended}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                break
+            if pid in by_pid:
+                self._report(by_pid[pid], status)
+        if not self.ending and all(process.ended for process in self.ranks.values()):
+            now_s = time.monotonic()
+            self.ending = _Ending(now_s + _LEFT_TO_ITSELF_S, now_s + _LEFT_GRACE_S)
+        return False
+
+    def _report(self, rank: int, status: int) -> None:
+        process = self.ranks[rank]
+        if os.WIFSTOPPED(status):
+            self._tell({"event": "stopped", "rank": rank, "signal": os.WSTOPSIG(status), "pid": process.pid})
+        elif os.WIFCONTINUED(status):
+            self._tell({"event": "continued", "rank": rank})
+        else:
+            ended_s = time.time()
+            code = os.waitstatus_to_exitcode(status)
+            process.ended = True
+            self._drain(rank)
+            memory_kills, before = out_of_memory_kills(), self.memory_kills
+            self.memory_kills = memory_kills
+            killed_by_us = self.ending is not None and process.pid in self.ending.killed
+            out_of_memory = code == -signal.SIGKILL and memory_kills > before and not killed_by_us
+            self._tell({
+                "event": "exited", "rank": rank, "code": code, "time_s": ended_s,
+                "signalled": process.signalled, "out_of_memory": out_of_memory,
+            })  # fmt: skip
+
+    # --- ending them
+
+    def _living(self) -> list[_Rank]:
+        return [process for process in self.ranks.values() if not process.ended]
+
+    def _signal_ranks(self, signum: int) -> None:
+        for process in self._living():
+            send_signal(process.pid, signum)
+
+    def _end(self, signum: int, grace_s: float) -> None:
+        """Signal the ranks; what ranks leave behind is told to end as they go; one deadline for all of it."""
+        now_s = time.monotonic()
+        if self.ending is None:
+            self.ending = _Ending(now_s, now_s + grace_s)
+        self.ending.tell_at_s = now_s
+        self.ending.kill_at_s = min(self.ending.kill_at_s, now_s + grace_s)
+        for process in self._living():
+            process.signalled = True
+            send_signal(process.pid, signum)
+            send_signal(process.pid, signal.SIGCONT)  # a stopped rank hears the signal, too
+
+    def _advance(self, ending: _Ending) -> None:
+        now_s = time.monotonic()
+        if now_s < ending.scan_at_s:
+            return
+        ending.scan_at_s = now_s + _ENDING_TICK_S
+        if now_s >= ending.kill_at_s:
+            below = descendants(os.getpid())
+            ending.killed |= below
+            for pid in below:
+                send_signal(pid, signal.SIGKILL)
+            if now_s >= ending.kill_at_s + _UNKILLABLE_S:
+                self._finish(unkillable=sorted(below))
+        elif now_s >= ending.tell_at_s:
+            left = descendants(os.getpid(), without={process.pid for process in self._living()}) - ending.told
+            ending.told |= left
+            if left:
+                self._tell({"event": "left", "names": {str(pid): name_of(pid) for pid in left}})
+            for pid in left:
+                send_signal(pid, signal.SIGTERM)
+                send_signal(pid, signal.SIGCONT)
+
+
+def _take_stdio() -> tuple[int, int]:
+    """The launcher's pipes, moved to where neither an import nor a rank meets them."""
+    orders, events = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)  # an import that prints would garble the stream of events
+    return orders, events
+
+
+def _read_start(orders: int, decoder: Decoder) -> Start:
+    while data := os.read(orders, _CHUNK_BYTES):
+        for message, _ in decoder.feed(data):
+            return Start.from_message(message)
+    os._exit(1)
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def _become_rank(parent: int, variables: dict[str, str], pipes: dict[str, int], private: list[int]) -> None:
+    """In the forked child: nothing of the supervisor remains but what it imported."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    for fd, stream in enumerate(STREAMS, start=1):
+        os.dup2(pipes[stream], fd)
+    for fd in private:
+        os.close(fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_DFL)
+    os.environ.update(variables)
+
+
+def _execute(command_line: list[str]) -> None:
+    for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)  # what Python ignores or handles, a program of any kind must not
+    try:
+        os.execvp(command_line[0], command_line)
+    except OSError as error:
+        os.write(2, f"shardwright: cannot run {command_line[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def _not_started(events: int, message: str) -> NoReturn:
+    kill_all(lambda: descendants(os.getpid()), _UNKILLABLE_S)
+    with contextlib.suppress(BrokenPipeError):
+        _write(events, encode({"event": "not_started", "message": message}))
+    os._exit(1)
+
+
+def _start_rank(private: list[int]) -> tuple[_Rank, dict[str, int]]:
+    """Fork. The pid is 0 in the child, to which the writing ends of the pipes belong."""
+    ours, theirs = {}, {}
+    for stream in STREAMS:
+        ours[stream], theirs[stream] = os.pipe()
+        os.set_blocking(ours[stream], False)
+    private += ours.values()
+    with warnings.catch_warnings():
+        # Python 3.12 warns where numpy's thread pool exists: it is idle, and its library restarts it after a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return _Rank(os.fork(), ours), theirs
+
+
+def main() -> None:
+    """Supervise what the launcher orders on standard input; in a forked rank, run its program and return."""
+    die_with_parent(signal.SIGKILL)  # as long as there is no rank that needs somebody to end it
+    become_subreaper()
+    decoder = Decoder()
+    orders, events = _take_stdio()
+    start = _read_start(orders, decoder)
+    if start.preload:
+        try:
+            zygote.preload()
+        except BaseException:
+            _not_started(events, traceback.format_exc())
+    die_with_parent(0)
+    ranks: dict[int, _Rank] = {}
+    private = [orders, events, *start.held]
+    supervisor = os.getpid()
+    for rank, variables in start.ranks.items():
+        try:
+            process, pipes = _start_rank(private)
+        except OSError as error:
+            _not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
+        if process.pid == 0:
+            _become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
+            if not start.preload:
+                _execute(start.program.command_line())
+            return zygote.run(start.program)
+        for fd in pipes.values():
+            os.close(fd)
+        ranks[rank] = process
+    Supervisor(orders, events, decoder, ranks).run()
+    sys.exit(0)
