@@ -14,7 +14,18 @@ __version__ = "0.1.0"
 # public name -> the module that defines it
 _PUBLIC: dict[str, str] = {
     "MNIST": "shardwright.data.mnist",
+    "World": "shardwright.run.world",
+    "create_group": "shardwright.run.groups",
+    "destroy_group": "shardwright.run.groups",
+    "get_group_rank_from_world_rank": "shardwright.run.groups",
+    "get_group_size": "shardwright.run.groups",
+    "get_local_rank": "shardwright.run.groups",
+    "get_local_size": "shardwright.run.groups",
+    "get_rank": "shardwright.run.groups",
+    "get_world_rank_from_group_rank": "shardwright.run.groups",
+    "init": "shardwright.run.world",
     "loader": "shardwright.run.loader",
+    "set_seed": "shardwright.run.seed",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -1,0 +1,30 @@
+"""One seed for every source of random numbers."""
+
+from __future__ import annotations
+
+import os
+import random
+
+import numpy as np
+import torch
+
+from shardwright.errors import UsageError
+
+
+def set_seed(seed: int, deterministic: bool = False) -> None:
+    """Seed python, numpy and torch (all devices) alike, the same on every rank.
+
+    Equal seeds give every rank the same initial parameters. ``deterministic=True`` also makes torch use algorithms that
+    give the same bits at every run, and raise where there is none. Raises `UsageError` when ``seed`` is not
+    within 0 to 2**32 - 1, the range that numpy takes.
+    """
+    if not 0 <= seed < 2**32:
+        raise UsageError(f"seed={seed} must be a whole number from 0 to {2**32 - 1}")
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic and torch.backends.cudnn.benchmark
+    if deterministic:
+        # cuBLAS reads this when its first handle is made, and without it refuses to be deterministic.
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
