@@ -292,9 +292,18 @@ def test_samples_that_are_no_tensors():
         next(iter(sw.loader([{"x": 1}, {"x": 2}], batch_size=2)))
 
 
-def test_a_process_of_many_without_a_process_group(monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "8")
-    with pytest.raises(UsageError, match=r"one of 8 processes.*call sw\.init\(\) before"):
+@pytest.mark.parametrize(
+    ("launcher", "variables"),
+    [
+        ("torchrun", {"RANK": "3", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}),
+        ("OpenMPI", {f"OMPI_COMM_WORLD_{k}": v for k, v in (("RANK", "3"), ("LOCAL_RANK", "3"))}
+            | {f"OMPI_COMM_WORLD_{k}": "8" for k in ("SIZE", "LOCAL_SIZE")}),
+    ],
+)  # fmt: skip
+def test_a_process_of_many_without_a_process_group(monkeypatch, launcher, variables):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UsageError, match=rf"{launcher} started this process as one of 8.*call sw\.init\(\) before"):
         sw.loader(Numbers(10), batch_size=2)
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from shardwright.data.order import KEY_LIMIT, chunk_range, permutation, worker_seed
 from shardwright.errors import UsageError
+from shardwright.launch.environment import read_environment
 from shardwright.run.batch import Batch
 from shardwright.run.same_data import check_same_data
 
@@ -331,10 +332,11 @@ def _rank_and_size(world: Ranks | None) -> tuple[int, int]:
         return world.rank, world.size
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    told = read_environment(os.environ)
+    if told.size > 1:
         raise UsageError(
-            f"this is one of {os.environ['WORLD_SIZE']} processes (WORLD_SIZE), but the process group is not there "
-            "yet: every rank would read everything; call sw.init() before sw.loader(...)"
+            f"{told.launcher} started this process as one of {told.size}, but the process group is not there yet: "
+            "every rank would read everything; call sw.init() before sw.loader(...)"
         )
     return 0, 1
 
