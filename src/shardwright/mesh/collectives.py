@@ -1,0 +1,314 @@
+"""The steps of a redistribution as differentiable functions, and what they communicate through.
+
+The functions read as a local program prints them:
+
+    x1 = all_gather(x, comm, dim=0, axes=("tp",), size=64, adjoint="reduce_scatter")
+
+``dim`` of global ``size`` is cut over ``within`` (major) and then over ``axes`` (minor), between multiples of
+``unit``. Uneven parts are padded inside the collective and nowhere else. Tensors of integers and bools pass through
+the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwright.errors import LoweringError
+from shardwright.mesh.layout import Split
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.redistribute import FUNCTION_NAMES, Shape, Step
+
+Axes = tuple[str, ...]
+
+
+class Communicator(Protocol):
+    """What a rank talks to the others through.
+
+    A collective is among the ranks that differ on ``axes`` only. Lists hold one tensor for each of them, in rank
+    order, all of one shape; tensors are contiguous.
+    """
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
+        """The sum over the members, in place; returns its argument."""
+
+    def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
+        """Every member's tensor."""
+
+    def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
+        """The sum over the members of the tensor that each of them has for this rank."""
+
+    def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
+        """What every member has for this rank."""
+
+
+class Cut(NamedTuple):
+    """A dim of global ``size`` that is cut over ``within`` and then over ``axes``, between multiples of ``unit``."""
+
+    dim: int
+    axes: Axes
+    size: int
+    within: Axes
+    unit: int
+
+    def parts(self, comm: Communicator) -> Parts:
+        return _parts(self, comm.mesh, comm.rank)
+
+
+class Parts(NamedTuple):
+    """The rows [start, stop) of every member, in rank order, counted from the first row that the group holds."""
+
+    ranges: tuple[tuple[int, int], ...]
+    mine: tuple[int, int]
+    widest: int
+    total: int
+
+
+@lru_cache(maxsize=1 << 14)
+def _parts(cut: Cut, mesh: Mesh, rank: int) -> Parts:
+    whole, split = Split(cut.within, cut.unit), Split(cut.within + cut.axes, cut.unit)
+    first, last = whole.bounds(cut.size, mesh, mesh.coordinates(rank))
+    ranges = {}
+    for member in mesh.group(rank, cut.axes):
+        start, stop = split.bounds(cut.size, mesh, mesh.coordinates(member))
+        ranges[member] = (start - first, stop - first)
+    widest = max(stop - start for start, stop in ranges.values())
+    return Parts(tuple(ranges.values()), ranges[rank], widest, last - first)
+
+
+def _narrow(x: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
+    return x.narrow(dim, rows[0], rows[1] - rows[0])
+
+
+def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
+    """A contiguous tensor with ``rows`` rows, the added ones zero."""
+    missing = rows - x.shape[dim]
+    if not missing:
+        return x.contiguous()
+    return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+
+
+def _joined(pieces: list[Tensor], dim: int, parts: Parts) -> Tensor:
+    """The members' padded pieces in the order of their rows, which is not rank order where a dim's axes are not."""
+    order = sorted(range(len(pieces)), key=lambda member: parts.ranges[member])
+    return torch.cat([_narrow(pieces[m], dim, (0, parts.ranges[m][1] - parts.ranges[m][0])) for m in order], dim)
+
+
+def _check(x: Tensor, cut: Cut, rows: int, comm: Communicator) -> None:
+    if x.shape[cut.dim] != rows:
+        raise LoweringError(
+            f"rank {comm.rank} holds {x.shape[cut.dim]} rows of dim {cut.dim} where {rows} were expected: "
+            f"tensor of shape {tuple(x.shape)}, {cut} on the mesh {comm.mesh}"
+        )
+
+
+# The four exchanges, without autograd. None of them changes its argument.
+
+
+def _gather(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    parts = cut.parts(comm)
+    _check(x, cut, parts.mine[1] - parts.mine[0], comm)
+    return _joined(comm.all_gather(_padded(x, cut.dim, parts.widest), cut.axes), cut.dim, parts)
+
+
+def _take(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    """A copy: a view would keep the whole alive for as long as its part is needed."""
+    parts = cut.parts(comm)
+    _check(x, cut, parts.total, comm)
+    return _narrow(x, cut.dim, parts.mine).clone(memory_format=torch.contiguous_format)
+
+
+def _scatter_sum(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    parts = cut.parts(comm)
+    _check(x, cut, parts.total, comm)
+    _check_summable(x)
+    pieces = [_padded(_narrow(x, cut.dim, rows), cut.dim, parts.widest) for rows in parts.ranges]
+    mine = comm.reduce_scatter(pieces, cut.axes)
+    return _narrow(mine, cut.dim, (0, parts.mine[1] - parts.mine[0])).contiguous()
+
+
+def _exchange(x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor:
+    """Gather ``source`` and cut ``target`` at once."""
+    held, wanted = source.parts(comm), target.parts(comm)
+    _check(x, source, held.mine[1] - held.mine[0], comm)
+    _check(x, target, wanted.total, comm)
+    x = _padded(x, source.dim, held.widest)
+    pieces = [_padded(_narrow(x, target.dim, rows), target.dim, wanted.widest) for rows in wanted.ranges]
+    whole = _joined(comm.all_to_all(pieces, source.axes), source.dim, held)
+    return _narrow(whole, target.dim, (0, wanted.mine[1] - wanted.mine[0])).contiguous()
+
+
+def _summed(x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
+    """In a copy: others may read ``x`` too, and a gradient can be expanded or shared between branches."""
+    _check_summable(x)
+    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axes)
+
+
+def _check_summable(x: Tensor) -> None:
+    if x.dtype == torch.bool:
+        raise LoweringError("a tensor of bools cannot be a partial sum; convert it to an integer type first")
+
+
+# Each of them as an autograd function. Nothing is saved for the backward but the numbers of the cut.
+
+
+class AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut, adjoint: str) -> Tensor:
+        ctx.comm, ctx.cut, ctx.adjoint = comm, cut, adjoint
+        return _gather(x, comm, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        adjoint = _scatter_sum if ctx.adjoint == "reduce_scatter" else _take
+        return adjoint(gradient, ctx.comm, ctx.cut), None, None, None
+
+
+class Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+        ctx.comm, ctx.cut = comm, cut
+        return _take(x, comm, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(gradient, ctx.comm, ctx.cut), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+        ctx.comm, ctx.cut = comm, cut
+        return _scatter_sum(x, comm, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(gradient, ctx.comm, ctx.cut), None, None
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor:
+        ctx.comm, ctx.source, ctx.target = comm, source, target
+        return _exchange(x, comm, source, target)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange(gradient, ctx.comm, ctx.target, ctx.source), None, None, None
+
+
+class AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
+        return _summed(x, comm, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None, None
+
+
+class Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
+        ctx.comm, ctx.axes = comm, axes
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _summed(gradient, ctx.comm, ctx.axes), None, None
+
+
+# The functions that a local program calls.
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_gather(
+    x: Tensor,
+    comm: Communicator,
+    *,
+    dim: int,
+    axes: Axes,
+    size: int,
+    within: Axes = (),
+    unit: int = 1,
+    adjoint: Literal["slice", "reduce_scatter"],
+) -> Tensor:
+    """Join the parts of ``dim`` along ``axes``. Backward: the slice of a whole gradient, or the sum of partial ones."""
+    return _apply(AllGather, x, comm, Cut(dim, axes, size, within, unit), adjoint)
+
+
+def local_slice(
+    x: Tensor, comm: Communicator, *, dim: int, axes: Axes, size: int, within: Axes = (), unit: int = 1
+) -> Tensor:
+    """This rank's part of ``dim``, as a copy. Backward: all-gather."""
+    return _apply(Slice, x, comm, Cut(dim, axes, size, within, unit))
+
+
+def reduce_scatter(
+    x: Tensor, comm: Communicator, *, dim: int, axes: Axes, size: int, within: Axes = (), unit: int = 1
+) -> Tensor:
+    """This rank's part of ``dim`` of the sum over ``axes``. Backward: all-gather."""
+    return _apply(ReduceScatter, x, comm, Cut(dim, axes, size, within, unit))
+
+
+def all_to_all(
+    x: Tensor,
+    comm: Communicator,
+    *,
+    dim: int,
+    to_dim: int,
+    axes: Axes,
+    size: int,
+    to_size: int,
+    within: Axes = (),
+    to_within: Axes = (),
+    unit: int = 1,
+    to_unit: int = 1,
+) -> Tensor:
+    """Join the parts of ``dim`` and cut ``to_dim`` instead. Backward: the same, the other way."""
+    source, target = Cut(dim, axes, size, within, unit), Cut(to_dim, axes, to_size, to_within, to_unit)
+    return _apply(AllToAll, x, comm, source, target)
+
+
+def all_reduce(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
+    """The sum over ``axes``, in a new tensor. Backward: nothing."""
+    return _apply(AllReduce, x, comm, axes)
+
+
+def enter(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
+    """A replicated value enters work that is split over ``axes``: unchanged. Backward: all-reduce."""
+    return _apply(Enter, x, comm, axes)
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    function.__name__: function for function in (all_gather, local_slice, reduce_scatter, all_to_all, all_reduce, enter)
+}
+
+
+def apply_step(x: Tensor, step: Step, shape: Shape, comm: Communicator) -> Tensor:
+    """Perform one step of a redistribution on this rank's part of a tensor of global ``shape``.
+
+    Raises:
+        LoweringError: where the part has another shape than ``step.before`` says, or bools would be summed.
+    """
+    return _FUNCTIONS[FUNCTION_NAMES.get(step.kind, step.kind)](x, comm, **step.arguments(shape))

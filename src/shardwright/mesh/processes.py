@@ -1,0 +1,109 @@
+"""The communicator of a real rank: c10d groups, one for every set of axes that a program communicates over."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.errors import LoweringError, WorldError
+from shardwright.mesh.collectives import Axes
+from shardwright.mesh.mesh import Mesh
+
+# Backends whose own reduce-scatter is slower than an all-to-all and a local sum (gloo, 4 ranks: 15 ms against 1.5 ms
+# for 4 kB, 44-65 ms against 30-42 ms for 4 MB each).
+_SUM_LOCALLY = frozenset({"gloo"})
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
+class ProcessCommunicator:
+    """A `shardwright.mesh.collectives.Communicator` on the default process group, whose ranks are those of ``mesh``.
+
+    Call `prepare` on every rank with the same sets of axes before communicating over them.
+
+    Raises:
+        WorldError: where the world has another size than the mesh.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        if dist.get_world_size() != mesh.size:
+            raise WorldError(
+                f"the mesh {mesh} has {mesh.size} devices, the world {dist.get_world_size()} ranks; "
+                f"launch {mesh.size} ranks or choose a mesh of {dist.get_world_size()}"
+            )
+        self.mesh = mesh
+        self.rank = dist.get_rank()
+        self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+
+    def prepare(self, axes_sets: Iterable[Axes]) -> None:
+        """Make the groups for these sets of axes. All ranks call it together, with the same sets in any order."""
+        missing = {self.mesh.ordered(axes) for axes in axes_sets if self.mesh.extent(axes) > 1}
+        for axes in sorted(missing):
+            if frozenset(axes) not in self._groups:
+                self._groups[frozenset(axes)] = self._new_group(axes)
+
+    def _new_group(self, axes: Axes) -> dist.ProcessGroup:
+        """This rank's group. Every rank makes every group of the set, in one order, as c10d demands."""
+        if self.mesh.extent(axes) == self.mesh.size:
+            return _world()
+        all_members = sorted({self.mesh.group(rank, axes) for rank in range(self.mesh.size)})
+        groups: dict[tuple[int, ...], dist.ProcessGroup] = {
+            members: dist.new_group(list(members)) for members in all_members
+        }
+        return groups[self.mesh.group(self.rank, axes)]
+
+    def close(self) -> None:
+        """Destroy the groups that this communicator made."""
+        for group in self._groups.values():
+            if group is not _world():
+                dist.destroy_process_group(group)
+        self._groups.clear()
+
+    def _group(self, axes: Axes) -> dist.ProcessGroup | None:
+        """The group along ``axes``; None where it is this rank alone."""
+        if self.mesh.extent(axes) == 1:
+            return None
+        if frozenset(axes) not in self._groups:
+            ready = ", ".join("·".join(self.mesh.ordered(known)) for known in self._groups) or "nothing"
+            raise LoweringError(f"no group over {'·'.join(axes)} on the mesh {self.mesh}; prepared: {ready}")
+        return self._groups[frozenset(axes)]
+
+    def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
+        group = self._group(axes)
+        if group is not None:
+            dist.all_reduce(tensor, group=group)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
+        group = self._group(axes)
+        if group is None:
+            return [tensor]
+        gathered = list(tensor.new_empty(group.size(), *tensor.shape).unbind())
+        dist.all_gather(gathered, tensor, group=group)
+        return gathered
+
+    def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
+        group = self._group(axes)
+        if group is None:
+            return tensors[0]
+        if dist.get_backend(group) in _SUM_LOCALLY:
+            return torch.stack(self.all_to_all(tensors, axes)).sum(0, dtype=tensors[0].dtype)
+        scattered = torch.empty_like(tensors[0])
+        dist.reduce_scatter(scattered, tensors, group=group)
+        return scattered
+
+    def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
+        group = self._group(axes)
+        if group is None:
+            return tensors
+        sent = torch.stack(tensors)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return list(received.unbind())
