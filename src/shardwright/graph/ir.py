@@ -10,18 +10,10 @@ from typing import Any, Literal
 
 import torch
 
+from shardwright.rules.notation import Operand as Operand
+
 Kind = Literal["parameter", "buffer", "input", "constant", "result"]
 Slices = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Operand:
-    """Stands in a node's arguments for its ``index``-th tensor operand."""
-
-    index: int
-
-    def __repr__(self) -> str:
-        return f"%{self.index}"
 
 
 @dataclass(frozen=True)

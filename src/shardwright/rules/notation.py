@@ -11,6 +11,7 @@ nothing else.
 
     name       a factor that may be split; it must appear in every result, or carry a mark
     name+      splitting it leaves the results that do not name it partial (summed later)
+    name&      splitting it takes a collective inside the operator, which makes the results that do not name it whole
     name^      it may not be split
     (a b)      a merged dim, a being the major factor; only the first factor above size 1 can be split
     *          any number of dims, aligned to the right; dims of size 1 broadcast and are not split
@@ -36,12 +37,22 @@ from shardwright.mesh.mesh import Mesh
 
 Shape = tuple[int, ...]
 Dims = tuple[tuple[str, ...], ...]  # for every dim its factors, major first; () is a dim that is never split
-Kind = Literal["free", "sum", "frozen"]
+Kind = Literal["free", "sum", "merged", "frozen"]
+
+
+@dataclass(frozen=True)
+class Operand:
+    """Stands in an operator's arguments for its ``index``-th tensor operand."""
+
+    index: int
+
+    def __repr__(self) -> str:
+        return f"%{self.index}"
 
 
 @dataclass(frozen=True)
 class Factor:
-    """One loop of an operator: its global size, and whether it may be split (``free``, ``sum``) or not (``frozen``)."""
+    """One loop of an operator: its global size, and how it may be split: not at all if ``frozen``."""
 
     name: str
     size: int
@@ -165,7 +176,7 @@ class OpRule:
                 )
 
     def __str__(self) -> str:
-        mark = {"free": "", "sum": "+", "frozen": "^"}
+        mark = {"free": "", "sum": "+", "merged": "&", "frozen": "^"}
         kinds = {factor.name: mark[factor.kind] for factor in self.factors}
 
         def side(tensors: tuple[Dims, ...], linear: frozenset[int]) -> str:
@@ -273,8 +284,13 @@ def parse(text: str) -> Pattern:
         written = {name for dim in term.dims for name in dim}
         lost = sorted(name for name in read - written if kinds.get(name, "free") == "free")
         if lost:
-            raise StrategyError(f"{lost} disappear in a result of {text!r}; mark them with + (summed) or ^ (not split)")
+            raise StrategyError(
+                f"{lost} disappear in a result of {text!r}; mark them with + (summed), & (merged) or ^ (not split)"
+            )
     return Pattern(text, operands, results, tuple(kinds.items()))
+
+
+_MARKS: dict[str, Kind] = {"+": "sum", "&": "merged", "^": "frozen"}
 
 
 def _parse_term(text: str, kinds: dict[str, Kind], whole: str) -> _Term:
@@ -292,10 +308,10 @@ def _parse_term(text: str, kinds: dict[str, Kind], whole: str) -> _Term:
         elif token == "." and merged is None:
             dims.append(())
         else:
-            name = token.rstrip("+^")
+            name = token.rstrip("+&^")
             if not (name == "*" or name.isidentifier()) or len(token) - len(name) > 1 or (name == "*" and merged):
                 raise StrategyError(f"cannot read {token!r} in the rule {whole!r}")
-            mark: Kind = "sum" if token.endswith("+") else "frozen" if token.endswith("^") else "free"
+            mark = _MARKS.get(token[-1], "free")
             if mark != "free" or name not in kinds:
                 kinds[name] = mark
             if merged is None:

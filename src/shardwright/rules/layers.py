@@ -1,0 +1,125 @@
+"""Rules of the operators that layers are made of: products, convolutions, normalisations, attention, embeddings."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+
+from shardwright.rules.notation import Operand, OpRule, Shape, replicated_rule
+from shardwright.rules.operator import Operator, term
+
+
+def matmul(op: Operator) -> OpRule:
+    """matmul of operands with one dim and more."""
+    a, b = (len(shape) for shape in op.operands)
+    left = "k+" if a == 1 else "* m k+"
+    right = "k+" if b == 1 else "* k+ n"
+    result = ("* " if max(a, b) > 2 else "") + ("m " if a > 1 else "") + ("n" if b > 1 else "")
+    return op.bind(f"~ {left}, {right} -> ~ {result}")
+
+
+def addmm(op: Operator) -> OpRule:
+    """bias + a @ b, batched or not; the bias broadcasts, and joins once where the sum over k is split."""
+    names = ["b", "m", "n"][-len(op.results[0]) :]
+    result = op.results[0]
+    bias = op.operands[0]
+    new = len(result) - len(bias)
+    left = term(names[new + i] if size == result[new + i] else "." for i, size in enumerate(bias))
+    batch = "b " if len(result) == 3 else ""
+    return op.bind(f"{left}, ~ {batch}m k+, {batch}k+ n -> ~ {batch}m n")
+
+
+def convolution(op: Operator) -> OpRule:
+    """conv1d, conv2d, conv3d, transposed or not, grouped or not. Spatial dims need their neighbours."""
+    spatial = len(op.operands[1]) - 2
+    dots = " .".join([""] * (spatial + 1))
+    n = "n " if len(op.operands[0]) == spatial + 2 else ""
+    transposed = op.arguments.get("transposed", "transpose" in op.op)
+    groups = op["groups"]
+    if groups == 1:
+        weight = "c+ o" if transposed else "o c+"
+        return op.bind(f"~ {n}c+{dots}, {weight}{dots}, o -> ~ {n}o{dots}")
+    channels = op.operands[0][-spatial - 1] // groups
+    outputs = op.results[0][-spatial - 1] // groups
+    weight = "(g i^) o^" if transposed else "(g o^) i^"
+    return op.bind(f"~ {n}(g i^){dots}, {weight}{dots}, (g o^) -> ~ {n}(g o^){dots}", g=groups, i=channels, o=outputs)
+
+
+def batch_norm(op: Operator) -> OpRule:
+    """Training merges the statistics of all parts inside the operator; evaluation returns empty statistics."""
+    training = op.arguments.get("training", "no_training" not in op.op)
+    if training:
+        statistics = ", c" * (len(op.results) - 1)
+        return op.bind(f"n& c *&, c, c, c, c -> n c *{statistics}")
+    if any(math.prod(shape) for shape in op.results[1:]):
+        return replicated_rule(op.operands, op.results)
+    return op.bind(f"n+ c *+, c, c, c, c -> n c *{', .' * (len(op.results) - 1)}")
+
+
+def layer_norm(op: Operator) -> OpRule:
+    """layer_norm, rms_norm and their native forms, which return statistics too."""
+    inner = [f"d{i}^" for i in range(len(op["normalized_shape"]))]
+    parameters = " ".join(inner)
+    statistics = f", * {' '.join(['.'] * len(inner))}" * (len(op.results) - 1)
+    return op.bind(f"* {parameters}, {parameters}, {parameters} -> * {parameters}{statistics}")
+
+
+def group_norm(op: Operator) -> OpRule:
+    """group_norm (n, c, \\*) and its native form; groups of channels may be split, channels within one may not."""
+    x = op.operands[0]
+    groups = op["num_groups"] if "num_groups" in op.arguments else op["group"]
+    dots = " .".join([""] * (len(x) - 1))
+    sizes = {"g": groups, "c": x[1] // groups}
+    statistics = ", n g" * (len(op.results) - 1)
+    return op.bind(f"n (g c^){dots}, (g c^), (g c^) -> n (g c^){dots}{statistics}", **sizes)
+
+
+def attention(op: Operator) -> OpRule:
+    """Scaled dot product attention: batch, heads and queries may be split.
+
+    With fewer heads of keys than of queries, ``h = g · r``: the groups g may be split.
+    """
+    query, key, _ = op.operands[:3]
+    grouped = bool(op["enable_gqa"]) and query[-3] != key[-3]
+    sizes = {"g": key[-3], "r": query[-3] // key[-3]} if grouped else {}
+    heads, shared = ("* (g r^)", "* g") if grouped else ("*", "*")
+    terms = [f"{heads} l e^", f"{shared} s^ e^", f"{shared} s^ f^"]
+    if isinstance(op["attn_mask"], Operand):
+        mask = op.operands[op["attn_mask"].index]
+        terms.append(_mask_term(mask, (*query[:-1], key[-2]), ["(g r^)"] * grouped + ["l", "s^"]))
+    return op.bind(f"{', '.join(terms)} -> {heads} l f^", **sizes)
+
+
+def _mask_term(mask: Shape, scores: Shape, names: list[str]) -> str:
+    """The mask broadcasts to the scores (batch, heads, queries, keys): a dim of size 1 is never split."""
+    count = min(len(mask), len(names))
+    named = zip(names[-count:], mask[-count:], scores[-count:], strict=True)
+    words = [name if size == full else "." for name, size, full in named]
+    return " ".join(["*"] * (len(mask) > count) + words)
+
+
+def pooling(*, linear: bool = False) -> Callable[[Operator], OpRule]:
+    """The rule of an operator on images (n, c, spatial) or (c, spatial): the spatial dims stay whole."""
+
+    def write(op: Operator) -> OpRule:
+        spatial = int(re.findall(r"(\d)d", op.op)[0])
+        n = len(op.operands[0]) - spatial
+        dims = term([f"d{i}" for i in range(n)] + ["."] * spatial, linear=linear)
+        return op.bind(f"{dims} -> {', '.join([dims] * len(op.results))}")
+
+    return write
+
+
+def embedding(op: Operator) -> OpRule:
+    """A lookup in rows. Scaling gradients by how often a row is used needs every index: then only d is split."""
+    return op.bind("~ v^ d, *^ -> ~ * d" if op["scale_grad_by_freq"] else "~ v+ d, * -> ~ * d")
+
+
+def recurrent(op: Operator) -> OpRule:
+    """LSTM, GRU, RNN over a sequence: only the batch may be split; without a batch nothing may."""
+    batched = len(op.operands[0]) == 3
+    x = ("b . ." if op["batch_first"] else ". b .") if batched else ". ."
+    state = ". b ." if batched else ". ."
+    rest = [state if len(shape) == 3 else term(["."] * len(shape)) for shape in op.operands[1:]]
+    return op.bind(f"{', '.join([x, *rest])} -> {', '.join([x] + [state] * (len(op.results) - 1))}")

@@ -1,0 +1,71 @@
+"""Rules of operators that join the elements of some dims: reductions, softmax and scans, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from shardwright.rules.notation import OpRule
+from shardwright.rules.operator import Operator, term
+
+Written = Callable[[Operator], OpRule]
+NONE, MEAN, SUM = 0, 1, 2  # the numbers that operators use for reduction="none", "mean", "sum"
+
+
+def reduced(mark: str, *, linear: bool = False, dims: str = "dim") -> Written:
+    """The rule of a reduction over the dims in the argument ``dims``, which carry ``mark``."""
+
+    def write(op: Operator) -> OpRule:
+        over = op.dims(dims) if dims in op.arguments else range(len(op.operands[0]))
+        keepdim = op.arguments.get("keepdim", False)
+        left = [f"d{i}{mark if i in over else ''}" for i in range(len(op.operands[0]))]
+        right = ["." if i in over else f"d{i}" for i in range(len(op.operands[0])) if keepdim or i not in over]
+        results = ", ".join([term(right, linear=linear)] * len(op.results))
+        return op.bind(f"{term(left, linear=linear)} -> {results}")
+
+    return write
+
+
+def along(dim: str = "dim", *, linear: bool = False) -> Written:
+    """The rule of an operator that keeps the shape and needs the dim in the argument ``dim`` whole (softmax, sort)."""
+
+    def write(op: Operator) -> OpRule:
+        whole = op.dims(dim)
+        dims = term((f"d{i}^" if i in whole else f"d{i}" for i in range(len(op.operands[0]))), linear=linear)
+        return op.bind(f"{dims} -> {', '.join([dims] * len(op.results))}")
+
+    return write
+
+
+def resized(*names: str, linear: bool = False) -> Written:
+    """The rule of an operator that changes the sizes of the dims in the arguments ``names`` (sort of the first k)."""
+
+    def write(op: Operator) -> OpRule:
+        changed = {dim for name in names for dim in op.dims(name)}
+        dims = term(("." if i in changed else f"d{i}" for i in range(len(op.operands[0]))), linear=linear)
+        return op.bind(f"{dims} -> {', '.join([dims] * len(op.results))}")
+
+    return write
+
+
+def pointwise_loss(op: Operator) -> OpRule:
+    """A loss of every element, summed or not. A mean over a local count would be wrong: whole."""
+    mark = {NONE: "", SUM: "+", MEAN: "^"}[op["reduction"]]
+    operands = ", ".join([f"*{mark}"] * len(op.operands))
+    return op.bind(f"{operands} -> {'*' if op['reduction'] == NONE else ''}")
+
+
+def cross_entropy_loss(op: Operator) -> OpRule:
+    """Cross entropy of logits (c) or (n, c, \\*) with class indices (n, \\*) or with probabilities like the logits."""
+    mark = "^" if op["reduction"] == MEAN else "+"
+    n = f"n{mark} " if len(op.operands[0]) > 1 else ""
+    indices = f"{n}*{mark}"
+    target = f"{n}c^ *{mark}" if op.operands[0] == op.operands[1] else indices
+    return op.bind(f"{n}c^ *{mark}, {target}, c^ -> {indices if op['reduction'] == NONE else ''}")
+
+
+def nll_loss(op: Operator) -> OpRule:
+    """The sum of the chosen log-probabilities (n, c, \\*), and the sum of the weights of their classes."""
+    mark = "^" if op["reduction"] == MEAN else "+"
+    n = f"n{mark} " if len(op.operands[0]) > 1 else ""
+    losses = f"{n}*{mark}" if op["reduction"] == NONE else ""
+    return op.bind(f"{n}c^ *{mark}, {n}*{mark}, c^ -> {losses}" + ", " * (len(op.results) - 1))

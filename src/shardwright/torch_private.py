@@ -1,0 +1,138 @@
+"""Every use of a private torch API, each with the reason why no public one serves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, cast
+
+import torch
+from torch._ops import HigherOrderOperator, OpOverload
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch.utils import _pytree as pytree  # torch has no public pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+__all__ = [
+    "DataDependentOutputException",
+    "DynamicOutputShapeException",
+    "casts",
+    "empty_like_on",
+    "fake_mode",
+    "higher_order_name",
+    "is_operator",
+    "schema_parameters",
+    "tree_flatten",
+    "tree_unflatten",
+    "version",
+]
+
+
+def fake_mode() -> FakeTensorMode:
+    """Tensors without storage that keep their device: meta tensors lose it, and models ask for ``x.device``."""
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def empty_like_on(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:
+    """A tensor without storage of the same shape, strides and dtype as ``tensor`` (real, fake or meta)."""
+    with mode:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def _is_tuple_subclass(tree: Any) -> bool:
+    return (
+        isinstance(tree, tuple)
+        and type(tree) is not tuple
+        and type(tree) not in pytree.SUPPORTED_NODES
+        and not pytree.is_namedtuple_instance(tree)
+    )
+
+
+def _plain_tuples(tree: Any) -> Any:
+    """The same tree with unregistered subclasses of tuple, which pytree takes for leaves, as plain tuples."""
+    if _is_tuple_subclass(tree):
+        return tuple(_plain_tuples(item) for item in tree)
+    return pytree.tree_map(
+        lambda leaf: _plain_tuples(leaf) if _is_tuple_subclass(leaf) else leaf, tree, is_leaf=_is_tuple_subclass
+    )
+
+
+def tree_flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
+    """Leaves with their paths (``0``, ``image``, ``1.mask``) and the spec; subclasses of tuple count as tuples."""
+    leaves, spec = pytree.tree_flatten_with_path(_plain_tuples(tree))
+    return [(".".join(_step(key) for key in path), leaf) for path, leaf in leaves], spec
+
+
+def _step(key: Any) -> str:
+    for attribute in ("idx", "key", "name"):
+        if hasattr(key, attribute):
+            return str(getattr(key, attribute))
+    return str(key)
+
+
+def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
+    """The tree of which `tree_flatten` gave ``spec``."""
+    return pytree.tree_unflatten(leaves, spec)
+
+
+def higher_order_name(target: Any) -> str | None:
+    """The name of a higher-order operator in an exported graph, which has no public type; None for other targets."""
+    return target.name() if isinstance(target, HigherOrderOperator) else None
+
+
+class _Casts(TorchDispatchMode):  # the public TorchFunctionMode stands above autocast and sees no cast
+    """Notes to which dtypes some tensors are cast."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.tensors = tensors
+        self.dtypes: dict[int, torch.dtype] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            for i, tensor in enumerate(self.tensors):
+                if tensor is args[0] and i not in self.dtypes:
+                    self.dtypes[i] = result.dtype
+        return result
+
+
+def casts(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> tuple[dict[int, torch.dtype], Any]:
+    """To which dtype ``call`` casts each of ``tensors`` (by position), and what it returns."""
+    with _Casts(tensors) as noted:
+        result = call()
+    return noted.dtypes, result
+
+
+def is_operator(target: Any) -> bool:
+    """Whether the target of a node is an operator such as ``torch.ops.aten.linear.default``, of which the type has no
+    public name."""
+    return isinstance(target, OpOverload)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often ``tensor`` was changed in place: the counter has no public name."""
+    return cast(int, tensor._version)
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A parameter of an operator: ``is_tensor`` says that a tensor may stand there, and not a list of tensors."""
+
+    name: str
+    default: Any
+    is_tensor: bool
+
+
+@lru_cache(maxsize=4096)
+def schema_parameters(op: str) -> tuple[Parameter, ...]:
+    """The parameters of ``"aten.linear.default"``, in order: no public name leads to an operator's schema."""
+    found = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part)
+    return tuple(
+        Parameter(a.name, a.default_value, str(a.type) in ("Tensor", "Optional[Tensor]"))
+        for a in cast(Any, found)._schema.arguments
+    )
