@@ -29,7 +29,7 @@ from shardwright.launch.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, Jo
 from shardwright.launch.logs import RankLogs
 from shardwright.launch.options import RANK_VARIABLES, LaunchOptions
 from shardwright.launch.port import PortLease, lease_port
-from shardwright.launch.processes import JOB_VARIABLE, kill_all, marked
+from shardwright.launch.processes import JOB_VARIABLE, become_subreaper, descendants, kill_all, marked
 from shardwright.launch.protocol import Decoder, Message, Start, encode
 from shardwright.launch.zygote import can_preload
 
@@ -121,6 +121,8 @@ class _Launcher:
         with self._catch_signals():
             self.supervisor = self._start()
             self.console = Console(self.options.shown)
+            become_subreaper()  # if the supervisor is killed, what it had adopted comes to us
+            self.not_ours = descendants(os.getpid(), without={self.supervisor.pid})
             try:
                 while not self.ended:
                     for key, _ in self.selector.select(self._timeout_s()):
@@ -128,7 +130,7 @@ class _Launcher:
                     self._judge_when_settled()
                 return self._conclude()
             finally:
-                self.console.close()
+                self._close()
 
     def _start(self) -> subprocess.Popen[bytes]:
         preload = self.options.preload and can_preload(self.options.program)
@@ -146,6 +148,14 @@ class _Launcher:
         self._order(Start(self.options.program, preload, ranks, tuple(held)).to_message())
         self.selector.register(self.events, selectors.EVENT_READ, self._take_events)
         return supervisor
+
+    def _close(self) -> None:
+        """With its orders at an end, a supervisor that still lives kills what it has and ends."""
+        self.logs.close()
+        self.console.close()
+        with self.supervisor:
+            pass
+        self.selector.close()
 
     def _say(self, text: str) -> None:
         self.console.say(text)
@@ -270,14 +280,19 @@ class _Launcher:
         self.ended = True
 
     def _supervisor_gone(self) -> None:
-        """Without its last word. The kernel has killed the ranks; what they started carries the job's mark."""
+        """Without its last word. The kernel has killed the ranks; what they started is found by mark or descent."""
         self.ended = True
         code = self.supervisor.wait()
-        kill_all(lambda: marked(self.run_id), 10.0)
-        if self.interrupted is None and self.cause is None:
-            what = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            during = "while it imported torch; no rank had started" if not self.pids else "and all ranks with it"
-            self._fail(RankEnd(-1, code or 1, time.time()), f"the supervisor of the ranks {what}, {during}")
+        kill_all(lambda: marked(self.run_id) | descendants(os.getpid()) - self.not_ours, 10.0)
+        if self.interrupted is not None or self.cause is not None:
+            return
+        what = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+        if self.pids:
+            self._fail(
+                RankEnd(-1, code or 1, time.time()), f"the supervisor of the ranks {what}, and all ranks with it"
+            )
+        else:
+            self.not_started = f"the supervisor of the ranks {what} while it imported torch"
 
     # --- the verdict
 
@@ -320,9 +335,7 @@ class _Launcher:
         self._say("\n".join(lines))
 
     def _conclude(self) -> int:
-        self.logs.close()
         if self.not_started is not None:
-            self.supervisor.wait()
             self.folder.remove()
             raise LaunchError(_why_not_started(self.not_started))
         if self.cause is not None:

@@ -73,14 +73,12 @@ def _nearest_scripts(path: Path) -> list[str]:
 
 def _check_module(name: str, environment: Mapping[str, str]) -> None:
     """Only the top package is looked up: finding more would import it, and with it perhaps torch."""
+    if name.endswith(".py"):
+        raise UsageError(f"-m takes a module's name, not a file; type {name} without -m, or -m {name[:-3]}")
     top = name.partition(".")[0]
     folders = [os.getcwd(), *filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
-    if top in sys.builtin_module_names or importlib.machinery.PathFinder.find_spec(top, folders):
-        return
-    message = f"no module named {top} in this directory, PYTHONPATH or {sys.prefix}"
-    if top.endswith(".py") or name.endswith(".py"):
-        message += f"; to run the script type it without -m: {name}"
-    raise UsageError(message)
+    if top not in sys.builtin_module_names and not importlib.machinery.PathFinder.find_spec(top, folders):
+        raise UsageError(f"no module named {top} in this directory, PYTHONPATH or {sys.prefix}")
 
 
 def _check_executable(name: str, environment: Mapping[str, str]) -> None:

@@ -129,7 +129,7 @@ class Supervisor:
                 case "end":
                     self._end(message["signal"], message["grace_s"])
                 case "kill":
-                    self._end(signal.SIGKILL, 0.0)
+                    self._end(signal.SIGCONT, 0.0)
 
     def _abandoned(self) -> None:
         """The launcher is gone: nobody is left to tell."""

@@ -103,7 +103,7 @@ def _module(name: str, namespace: dict[str, Any]) -> CodeType:
 def _hide_our_frames(error: BaseException) -> None:
     """The interpreter reports the exception and ends as it always does; the traceback begins with the script."""
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, importlib.util.__file__):
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen importlib.util>"):
         frames = frames.tb_next
     report = sys.excepthook
 

@@ -1,0 +1,113 @@
+"""Start the launcher as a person does, and look afterwards for processes that it left."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+COMMAND = str(Path(sys.executable).with_name("shardwright"))
+_MARK = "SHARDWRIGHT_TEST"
+
+
+@dataclass
+class Ended:
+    """How a launcher ended, with what it wrote."""
+
+    code: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+
+def wait_until(condition: Callable[[], Any], timeout_s: float, what: str) -> Any:
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.01)
+    return value
+
+
+class Launching:
+    """Launchers started in one folder. Every process below them carries a mark of its own in its environment."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.mark = uuid.uuid4().hex
+        self.running: list[subprocess.Popen[str]] = []
+
+    def write(self, name: str, text: str) -> str:
+        (self.folder / name).write_text(textwrap.dedent(text))
+        return name
+
+    def start(self, *arguments: str, command: str = "launch", env: dict[str, str] | None = None, **popen: Any) -> Any:
+        inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
+        environment = inherited | {_MARK: self.mark} | (env or {})
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
+        launcher = subprocess.Popen(
+            [COMMAND, command, *arguments], cwd=self.folder, env=environment, **(streams | popen)
+        )
+        self.running.append(launcher)
+        return launcher
+
+    def finish(self, launcher: subprocess.Popen[str], timeout_s: float = 20) -> Ended:
+        start = time.monotonic()
+        stdout, stderr = launcher.communicate(timeout=timeout_s)
+        return Ended(launcher.returncode, stdout, stderr, time.monotonic() - start)
+
+    def run(self, *arguments: str, timeout_s: float = 20, **options: Any) -> Ended:
+        return self.finish(self.start(*arguments, **options), timeout_s)
+
+    def survivors(self) -> dict[int, str]:
+        """Living processes with the mark, by pid."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdecimal():
+                continue
+            try:
+                if f"{_MARK}={self.mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
+                    found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:
+                continue
+        return found
+
+    def assert_none_left(self, within_s: float = 3.0) -> None:
+        try:
+            wait_until(lambda: not self.survivors(), within_s, "the end of all processes")
+        except AssertionError:
+            raise AssertionError(f"left behind: {self.survivors()}") from None
+
+    def wait_for_file(self, name: str, timeout_s: float = 20) -> str:
+        path = self.folder / name
+        wait_until(lambda: path.exists() and path.read_text(), timeout_s, f"{name} is written")
+        return path.read_text()
+
+    def log(self, rank: int, stream: str = "stdout", job: str = "1") -> str:
+        return (self.folder / "log_output" / job / f"rank.{rank}" / stream).read_text(errors="replace")
+
+    def close(self) -> None:
+        """No process outlives a test, also where the test failed."""
+        for launcher in self.running:
+            if launcher.poll() is None:
+                launcher.kill()
+            for stream in (launcher.stdout, launcher.stderr):
+                if stream is not None:
+                    stream.close()
+            launcher.wait()
+        for pid in self.survivors():
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
