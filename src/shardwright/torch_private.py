@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
@@ -23,6 +23,7 @@ __all__ = [
     "is_operator",
     "schema_parameters",
     "tree_flatten",
+    "tree_map",
     "tree_unflatten",
     "version",
 ]
@@ -70,6 +71,11 @@ def _step(key: Any) -> str:
     return str(key)
 
 
+def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
+    """The same tree with ``function`` of every leaf; subclasses of tuple become tuples."""
+    return pytree.tree_map(function, _plain_tuples(tree))
+
+
 def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
     """The tree of which `tree_flatten` gave ``spec``."""
     return pytree.tree_unflatten(leaves, spec)
@@ -77,14 +83,14 @@ def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
 
 def higher_order_name(target: Any) -> str | None:
     """The name of a higher-order operator in an exported graph, which has no public type; None for other targets."""
-    return target.name() if isinstance(target, HigherOrderOperator) else None
+    return str(target.__name__) if isinstance(target, HigherOrderOperator) else None
 
 
-class _Casts(TorchDispatchMode):  # the public TorchFunctionMode stands above autocast and sees no cast
+class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the public TorchFunctionMode stands above autocast and sees no cast
     """Notes to which dtypes some tensors are cast."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.tensors = tensors
         self.dtypes: dict[int, torch.dtype] = {}
 
@@ -114,7 +120,7 @@ def is_operator(target: Any) -> bool:
 
 def version(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was changed in place: the counter has no public name."""
-    return cast(int, tensor._version)
+    return tensor._version
 
 
 @dataclass(frozen=True)
@@ -129,10 +135,10 @@ class Parameter:
 @lru_cache(maxsize=4096)
 def schema_parameters(op: str) -> tuple[Parameter, ...]:
     """The parameters of ``"aten.linear.default"``, in order: no public name leads to an operator's schema."""
-    found = torch.ops
+    found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part)
     return tuple(
         Parameter(a.name, a.default_value, str(a.type) in ("Tensor", "Optional[Tensor]"))
-        for a in cast(Any, found)._schema.arguments
+        for a in found._schema.arguments
     )

@@ -1,0 +1,59 @@
+"""Module, loss function and sample batch -> `Capture`: the forward graph with the loss, as one frozen value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from shardwright import torch_private
+from shardwright.errors import CaptureError
+from shardwright.graph.convert import convert
+from shardwright.graph.ir import Capture
+from shardwright.graph.trace import LossFunction, capture_device, trace
+
+
+def capture(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    sample_batch: Any,
+    *,
+    training: bool = True,
+    predict: bool = False,
+) -> Capture:
+    """Capture ``loss_fn(model, batch)`` for batches like ``sample_batch``.
+
+    The model and the batch may be real, fake or on the meta device: only shapes, dtypes and devices are looked at,
+    and nothing of the model is changed. With ``training`` the loss needs gradients, and modules keep the flags they
+    have if the model is in training mode, or are put into it. With ``predict`` the model is captured in evaluation
+    mode, and the outputs are what the loss function returns beside the loss: ``loss`` is then ``""``.
+
+    Raises:
+        CaptureError: where the step is not one graph of known shapes; names the user's line and the remedy.
+    """
+    train = training and not predict
+    leaves, spec = torch_private.tree_flatten(sample_batch)
+    values = [leaf for _, leaf in leaves]
+    traced = trace(model, loss_fn, values, spec, train=train)
+    labels = [path or "batch" for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    captured = convert(traced, labels, _key(model, leaves, train=train, predict=predict), train=train, predict=predict)
+    if train and not captured.values[captured.loss].needs_gradient:
+        raise CaptureError(
+            "the loss does not depend on any parameter that requires a gradient\n"
+            "Compute it from the output of the model that the loss function is given, outside torch.no_grad()."
+        )
+    return captured
+
+
+def flatten_batch(batch: Any) -> list[torch.Tensor]:
+    """The tensors of a batch, in the order of the inputs of its capture."""
+    return [leaf for _, leaf in torch_private.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _key(model: torch.nn.Module, leaves: list[tuple[str, Any]], *, train: bool, predict: bool) -> str:
+    device_type = capture_device(model).type
+    parts = ["training" if train else "predict" if predict else "evaluation"]
+    if torch.is_autocast_enabled(device_type):
+        parts.append(f"autocast {str(torch.get_autocast_dtype(device_type)).removeprefix('torch.')}")
+    parts += [f"{path}={leaf!r}" for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+    return ", ".join(parts)

@@ -1,0 +1,310 @@
+"""An exported program -> `Capture`: our values, canonical operators, gradients, pins, and nothing dead."""
+
+from __future__ import annotations
+
+import keyword
+import operator
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx.node import map_arg
+
+from shardwright import torch_private
+from shardwright.errors import CaptureError
+from shardwright.graph.ir import Capture, Kind, Node, Operand, Value
+from shardwright.graph.trace import NO_GRADIENT, SOURCE, Trace
+
+_MODEL = "model."  # the user's model within the module that is exported
+_DROPPED_ARGUMENTS = {"device", "pin_memory", "layout", "non_blocking"}
+# results from this one on are statistics and masks, through which no gradient flows
+_DIFFERENTIABLE = {"aten._native_batch_norm_legit_functional.default": 1, "aten.native_dropout.default": 1}
+_CREATION = re.compile(r"^aten\.(\w+_like|new_\w+)\.")
+_SAME_VALUE = {"aten.alias.default", "aten.clone.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
+_CHECKS = re.compile(r"^aten\.(_assert_\w+|sym_constrain_\w+|_functional_assert_\w+)\.")
+# the strides that a view needs are not those of a local part
+_RESHAPES = {"aten.view.default", "aten._unsafe_view.default"}
+
+
+@dataclass(frozen=True)
+class OutputTree:
+    """What the loss function returned beside the loss, with an `Operand` where a tensor goes."""
+
+    tree: Any
+
+    def unflatten(self, tensors: Sequence[Any]) -> Any:
+        """The auxiliary output with these tensors, given in the order of ``Capture.aux``."""
+        return torch_private.tree_map(
+            lambda leaf: tensors[leaf.index] if isinstance(leaf, Operand) else leaf, self.tree
+        )
+
+
+def convert(traced: Trace, labels: Sequence[str], key: str, *, train: bool, predict: bool) -> Capture:
+    """The capture of an exported step whose batch has tensors at ``labels``.
+
+    Raises:
+        CaptureError: where the program changes its inputs, or holds an operator that is none.
+    """
+    made = _Converter(traced, train)
+    made.add_leaves(labels)
+    for node in traced.program.graph.nodes:
+        if node.op == "call_function":
+            made.add(node)
+    return made.finish(key, predict=predict)
+
+
+class _Converter:
+    """Builds a capture node by node."""
+
+    def __init__(self, traced: Trace, train: bool) -> None:
+        self.traced = traced
+        self.train = train
+        self.values: dict[str, Value] = {}
+        self.nodes: list[Node] = []
+        self.constants: dict[str, torch.Tensor] = {}
+        self.tied: dict[str, str] = {}
+        self.of_label: dict[str, str] = {}  # parameter or buffer -> its value
+        self.names: set[str] = set()
+        self.made: dict[str, Any] = {}  # fx node -> a value, or one per result
+        self.detached: dict[str, str] = {}
+
+    # leaves
+
+    def add_leaves(self, labels: Sequence[str]) -> None:
+        """Parameters, buffers, inputs and constants."""
+        program, model = self.traced.program, self.traced.model
+        self._add_state("parameter", model.named_parameters(remove_duplicate=False))
+        self._add_state("buffer", model.named_buffers(remove_duplicate=False))
+        vals = {node.name: node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder"}
+        given = iter(labels)
+        for spec in program.graph_signature.input_specs:
+            name = getattr(spec.arg, "name", "")
+            if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER) and str(spec.target).startswith(_MODEL):
+                label = str(spec.target).removeprefix(_MODEL)
+                self.made[name] = self.of_label[self.tied.get(label, label)]
+            elif spec.kind is InputKind.USER_INPUT:
+                label = next(given)
+                val = vals[name]
+                assert isinstance(val, torch.Tensor)
+                stem = label if label == "batch" else f"batch_{label}"
+                self.made[name] = self._add_value(stem, "input", label, val, needs_gradient=False)
+            elif spec.kind is InputKind.CONSTANT_TENSOR:
+                tensor = program.constants[str(spec.target)]
+                assert isinstance(tensor, torch.Tensor)
+                if tensor.requires_grad:
+                    raise _closed_over(tuple(tensor.shape))
+                self.made[name] = self._add_value("constant", "constant", str(spec.target), tensor, False)
+                self.constants[self.made[name]] = tensor.detach()
+            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
+                raise _closed_over(tuple(vals[name].shape) if isinstance(vals[name], torch.Tensor) else ())
+            else:
+                raise CaptureError(f"the model closes over {spec.target}, a {spec.kind.name.lower()}, not a tensor")
+
+    def _add_state(self, kind: Kind, named: Any) -> None:
+        first: dict[int, str] = {}
+        for label, tensor in named:
+            if first.setdefault(id(tensor), label) != label:
+                self.tied[label] = first[id(tensor)]
+            else:
+                self.of_label[label] = self._add_value(label, kind, label, tensor, self.train and tensor.requires_grad)
+
+    def _add_value(self, stem: str, kind: Kind, label: str, tensor: torch.Tensor, needs_gradient: bool) -> str:
+        name = self._unused(stem)
+        shape = tuple(int(size) for size in tensor.shape)
+        self.values[name] = Value(name, kind, label, shape, tensor.dtype, needs_gradient)
+        return name
+
+    def _unused(self, stem: str) -> str:
+        """A name that no value and no node has."""
+        name = stem = re.sub(r"\W", "_", stem)
+        if keyword.iskeyword(stem) or not stem.isidentifier():
+            name = stem = f"_{stem}"
+        count = 0
+        while name in self.names:
+            count += 1
+            name = f"{stem}_{count}"
+        self.names.add(name)
+        return name
+
+    # operators
+
+    def add(self, node: fx.Node) -> None:
+        """Add one operator of the exported graph, or pass its operand on where it does nothing."""
+        if node.target is operator.getitem:
+            source, index = node.args
+            self.made[node.name] = self.made[source.name][index]  # type: ignore[union-attr, index]
+            return
+        if not torch_private.is_operator(node.target):
+            raise CaptureError(
+                f"{torch_private.higher_order_name(node.target) or node.target} is not an operator that can be "
+                f"captured, at {_source(node)}\nKeep it out of the loss function, or load the model without it."
+            )
+        op = str(node.target)
+        if _CHECKS.match(op):
+            return
+        same = self._same_value(op, node)
+        if same is not None:
+            self.made[node.name] = same
+            return
+        if op in _RESHAPES:
+            op = "aten.reshape.default"
+        if op == "aten.broadcast_tensors.default":
+            self.made[node.name] = [
+                self._append(node, "aten.expand.default", (tensor, list(val.shape)), {}, [val])[0]
+                if tuple(tensor.meta["val"].shape) != tuple(val.shape)
+                else self.made[tensor.name]
+                for tensor, val in zip(node.args[0], node.meta["val"], strict=True)  # type: ignore[arg-type]
+            ]
+            return
+        vals = node.meta["val"]
+        several = isinstance(vals, (tuple, list))
+        tensors = [val for val in vals if isinstance(val, torch.Tensor)] if several else [vals]
+        results = iter(self._append(node, op, node.args, node.kwargs, tensors))
+        if several:
+            self.made[node.name] = [next(results) if isinstance(val, torch.Tensor) else None for val in vals]
+        else:
+            self.made[node.name] = next(results)
+
+    def _same_value(self, op: str, node: fx.Node) -> str | None:
+        """The operand of an operator that only passes it on."""
+        if not node.args or not isinstance(node.args[0], fx.Node):
+            return None
+        operand = self.made.get(node.args[0].name)
+        if not isinstance(operand, str):
+            return None
+        given, val = self.values[operand], node.meta["val"]
+        if (
+            op in _SAME_VALUE
+            or (op == "aten._to_copy.default" and val.dtype == given.dtype)
+            or (op == "aten.detach.default" and not given.needs_gradient)
+            or (op == "aten.expand.default" and tuple(val.shape) == given.shape)
+        ):
+            return operand
+        return None
+
+    def _append(
+        self, node: fx.Node, op: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]
+    ) -> tuple[str, ...]:
+        """Append an operator; return its results."""
+        operands: list[str] = []
+        no_gradient = (node.meta.get("custom") or {}).get(NO_GRADIENT, False)
+
+        def operand(of: fx.Node) -> Operand:
+            name = self.made[of.name]
+            operands.append(self._detach(node, name) if no_gradient else name)
+            return Operand(len(operands) - 1)
+
+        args = _plain(map_arg(args, operand))  # type: ignore[arg-type]
+        kwargs = {k: _plain(map_arg(v, operand)) for k, v in kwargs.items() if k not in _DROPPED_ARGUMENTS}  # type: ignore[arg-type]
+        stem = op.split(".")[1]
+        flows = (
+            self.train
+            and not _CREATION.match(op)
+            and op != "aten.detach.default"
+            and any(self.values[name].needs_gradient for name in operands)
+        )
+        name = stem if len(results) == 1 else self._unused(stem)
+        names = tuple(
+            self._add_value(
+                stem if len(results) == 1 else f"{name}_out{i}",
+                "result",
+                stem,
+                result,
+                flows and result.dtype.is_floating_point and i < _DIFFERENTIABLE.get(op, len(results)),
+            )
+            for i, result in enumerate(results)
+        )
+        name = names[0] if len(names) == 1 else name
+        self.nodes.append(
+            Node(name, op, args, tuple(kwargs.items()), tuple(operands), names, _scope(node), _source(node))
+        )
+        return names
+
+    def _detach(self, node: fx.Node, name: str) -> str:
+        """The value without its gradient, for a region in which gradients are off."""
+        value = self.values[name]
+        if not value.needs_gradient:
+            return name
+        if name not in self.detached:
+            like = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            result = self._add_value("detach", "result", "detach", like, needs_gradient=False)
+            self.nodes.append(
+                Node(result, "aten.detach.default", (Operand(0),), (), (name,), (result,), _scope(node), _source(node))
+            )
+            self.detached[name] = result
+        return self.detached[name]
+
+    # outputs
+
+    def finish(self, key: str, *, predict: bool) -> Capture:
+        """The capture, without dead operators."""
+        program = self.traced.program
+        mutations: dict[str, str] = {}
+        outputs: list[str] = []
+        for spec in program.graph_signature.output_specs:
+            made = self.made[spec.arg.name]  # type: ignore[union-attr]
+            if spec.kind is OutputKind.USER_OUTPUT:
+                outputs.append(made)
+            elif spec.kind is OutputKind.BUFFER_MUTATION:
+                label = str(spec.target).removeprefix(_MODEL)
+                mutations[self.of_label[self.tied.get(label, label)]] = made
+            else:
+                raise _mutation(program, spec)
+        loss, aux = ("" if predict else outputs[0]), tuple(outputs[1:])
+        tree = OutputTree(self.traced.aux) if self.traced.returns_aux else None
+        if predict and tree is None:
+            raise CaptureError(
+                "predict gives what the loss function returns beside the loss, and it returns the loss alone\n"
+                "Return (loss, outputs) from it."
+            )
+        live = {loss, *aux, *mutations.values()}
+        nodes = []
+        for node in reversed(self.nodes):
+            if live.intersection(node.results):
+                live.update(node.operands)
+                nodes.append(node)
+        nodes.reverse()
+        kept = live.union(*(node.results for node in nodes))
+        values = {
+            name: value
+            for name, value in self.values.items()
+            if value.kind in ("parameter", "buffer", "input") or name in kept
+        }
+        constants = {name: tensor for name, tensor in self.constants.items() if name in kept}
+        return Capture(values, tuple(nodes), loss, aux, tree, mutations, constants, self.tied, key)
+
+
+def _plain(arg: Any) -> Any:
+    """Arguments as plain values: tuples for lists of any kind."""
+    return tuple(_plain(a) for a in arg) if isinstance(arg, (list, tuple)) else arg
+
+
+def _scope(node: fx.Node) -> str:
+    stack = node.meta.get("nn_module_stack") or {}
+    paths = [re.sub(r"@\d+$", "", path) for path, _ in stack.values()]
+    return (paths[-1] + "." if paths else "").removeprefix(_MODEL).removesuffix(".")
+
+
+def _source(node: fx.Node) -> str:
+    return str((node.meta.get("custom") or {}).get(SOURCE, ""))
+
+
+def _closed_over(shape: tuple[int, ...]) -> CaptureError:
+    return CaptureError(
+        f"the loss function uses a parameter of shape {list(shape)} that is not one of the model it is given\n"
+        "Use the model that the loss function gets as its first argument, and make modules with parameters, such as a "
+        "learned loss, submodules of it."
+    )
+
+
+def _mutation(program: torch.export.ExportedProgram, spec: Any) -> CaptureError:
+    node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
+    what = "the batch" if spec.kind is OutputKind.USER_INPUT_MUTATION else f"the parameter {spec.target}"
+    return CaptureError(
+        f"{what} is changed in place, at {_source(node)}\nWork on a copy: x = x.clone(), or the operator without "
+        "the underscore."
+    )

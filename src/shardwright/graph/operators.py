@@ -1,0 +1,74 @@
+"""The operators that a graph may name: torch's, and ours where torch has none that can be split."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from shardwright import torch_private
+from shardwright.errors import CaptureError
+
+
+def cross_entropy_sum(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    """The cross entropy of every element, weighted, summed: ``logits`` ``[n, classes, ...]``, ``target`` ``[n, ...]``.
+
+    The target may be probabilities, ``[n, classes, ...]``.
+    """
+    return F.cross_entropy(
+        logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
+    )
+
+
+def cross_entropy_count(
+    target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """By what the mean cross entropy divides: the class weights of the elements that are not ignored, summed.
+
+    ``target`` ``[n, ...]`` holds class indices; ``dtype`` is that of the loss.
+    """
+    counted = target != ignore_index
+    if weight is None:
+        return counted.sum().to(dtype or torch.get_default_dtype())
+    weights = weight[torch.where(counted, target, 0)]
+    return torch.where(counted, weights, 0).sum().to(dtype or weight.dtype)
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "shardwright.cross_entropy_sum": cross_entropy_sum,
+    "shardwright.cross_entropy_count": cross_entropy_count,
+}
+
+
+@cache
+def resolve(op: str) -> Callable[..., Any]:
+    """The function of the name that a node carries: ``aten.linear.default`` or ``shardwright.cross_entropy_sum``.
+
+    Raises:
+        CaptureError: for a name that is none.
+    """
+    if op in OPERATORS:
+        return OPERATORS[op]
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part, None)
+    if found is None or op.count(".") != 2:
+        raise CaptureError(
+            f"{op!r} is no operator; torch's are written like aten.linear.default, ours are {', '.join(OPERATORS)}"
+        )
+    return found  # type: ignore[no-any-return]
+
+
+@cache
+def takes_device(op: str) -> bool:
+    """Whether an operator makes its result on a device that it is told; a capture leaves the device out."""
+    return op not in OPERATORS and any(p.name == "device" for p in torch_private.schema_parameters(op))

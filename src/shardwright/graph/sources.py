@@ -1,0 +1,65 @@
+"""Which line of the user's code an operator comes from."""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import traceback
+from pathlib import Path
+from types import CodeType, FrameType, TracebackType
+
+import torch
+
+_TORCH = str(Path(torch.__file__).parent) + "/"
+_OURS = str(Path(__file__).parent.parent) + "/"
+_MODELS = _OURS + "zoo/"
+_CHECKPOINT = _TORCH + "utils/checkpoint.py"
+
+
+def is_users(filename: str) -> bool:
+    """Whether a file is neither torch's nor ours; the models of our zoo count as the user's."""
+    return not filename.startswith((_TORCH, _OURS, "<eval_with_key>", "<string>")) or filename.startswith(_MODELS)
+
+
+def users_frame(frame: FrameType | None, until: CodeType | None = None) -> tuple[FrameType | None, bool]:
+    """The innermost of the user's frames from ``frame`` outwards, and whether activation checkpointing calls it.
+
+    With ``until``, frames beyond the one that runs that code are not looked at. Under activation checkpointing, the
+    frame is the one that asked for it.
+    """
+    found: FrameType | None = None
+    checkpointed = False
+    while frame is not None and frame.f_code is not until:
+        filename = frame.f_code.co_filename
+        if filename == _CHECKPOINT:
+            found, checkpointed = None, True
+        elif found is None and is_users(filename):
+            found = frame
+        frame = frame.f_back
+    return found, checkpointed
+
+
+def describe(filename: str, line: int, function: str) -> str:
+    """``model.py:41 in forward: x = self.up(x)``."""
+    code = linecache.getline(filename, line).strip()
+    return f"{Path(filename).name}:{line} in {function}" + (f": {code}" if code else "")
+
+
+def describe_frame(frame: FrameType) -> str:
+    """The place where ``frame`` stands now."""
+    return describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def callers_source() -> str:
+    """The innermost of the user's frames that led to this call."""
+    frame, _ = users_frame(sys._getframe(1))
+    return describe_frame(frame) if frame is not None else ""
+
+
+def source_in_traceback(trace: TracebackType | None) -> str:
+    """The innermost of the user's frames in which an exception passed, ``path:line in function: code``."""
+    frames = [frame for frame in traceback.extract_tb(trace) if is_users(frame.filename)]
+    if not frames:
+        return ""
+    last = frames[-1]
+    return f"{last.filename}:{last.lineno} in {last.name}: {last.line}"

@@ -1,0 +1,229 @@
+"""Model, loss function and sample batch -> an exported program of functional operators.
+
+The program is exported from a copy of the model whose tensors have no storage, so that capturing neither runs the
+model nor changes anything of it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import traceback as fx_traceback
+from torch.overrides import TorchFunctionMode
+
+from shardwright import torch_private
+from shardwright.errors import CaptureError
+from shardwright.graph import regions, sources
+from shardwright.graph.ir import Operand
+
+LossFunction = Callable[[Any, Any], Any]
+SOURCE = "shardwright_source"  # keys of the annotations that every traced operator carries
+NO_GRADIENT = "shardwright_no_gradient"
+
+
+@dataclass
+class Trace:
+    """An exported program, and what the loss function returned beside tensors."""
+
+    program: torch.export.ExportedProgram
+    model: torch.nn.Module  # the copy that was traced
+    aux: Any  # what the loss function returned beside the loss, an Operand where a tensor stands
+    returns_aux: bool
+
+
+class _Annotate(TorchFunctionMode):
+    """Notes on every operator the user's line, and whether gradients are off there.
+
+    The exporter keeps no frame of the loss function, and forgets ``no_grad`` where it makes a graph functional.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: tuple[str, str] | None = None  # the function that raised first, and where
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        frame, checkpointed = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
+        source = sources.describe_frame(frame) if frame is not None else ""
+        if checkpointed and frame is not None:
+            raise CaptureError(
+                f"activation checkpointing cannot be captured, used at {_long(source, frame.f_code.co_filename)}\n"
+                "Call the function itself instead of torch.utils.checkpoint.checkpoint(function, ...)."
+            )
+        try:
+            with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: not torch.is_grad_enabled()}):
+                return func(*args, **(kwargs or {}))
+        except Exception:
+            if self.failed is None and frame is not None:
+                self.failed = getattr(func, "__name__", str(func)), _long(source, frame.f_code.co_filename)
+            raise
+
+
+def _long(source: str, filename: str) -> str:
+    """A source with the whole path, for messages."""
+    return filename + source[source.index(":") :]
+
+
+@dataclass
+class _Call:
+    """What the traced module calls, and what is learnt from it; the exporter resets attributes of modules."""
+
+    loss_fn: LossFunction
+    batch: Callable[[Sequence[Any]], Any]
+    mode: _Annotate
+    aux: Any = None
+    returns_aux: bool = False
+
+
+class _Step(torch.nn.Module):
+    """The training step as a function of the tensors of the batch; ``model`` is its only submodule."""
+
+    def __init__(self, model: torch.nn.Module, call: _Call) -> None:
+        super().__init__()
+        self.model = model
+        self.call = call
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        call = self.call
+        with call.mode:
+            output = call.loss_fn(self.model, call.batch(tensors))
+        loss, aux = _loss_and_aux(output)
+        found: list[torch.Tensor] = []
+
+        def operand(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            found.append(leaf)
+            return Operand(len(found) - 1)
+
+        call.aux, call.returns_aux = torch_private.tree_map(operand, aux), output is not loss
+        return [loss, *found]
+
+
+def _loss_and_aux(output: Any) -> tuple[torch.Tensor, Any]:
+    pair = isinstance(output, (tuple, list)) and len(output) == 2
+    loss, aux = (output[0], output[1]) if pair else (output, ())
+    if not isinstance(loss, torch.Tensor):
+        raise CaptureError(
+            "the loss function must return the loss, or (loss, anything else worth having), "
+            f"got {type(output).__name__}"
+        )
+    if loss.shape != () or not loss.is_floating_point():
+        raise CaptureError(
+            f"the loss must be one floating-point number, got {str(loss.dtype).removeprefix('torch.')}"
+            f"{list(loss.shape)}; reduce it with .mean() or .sum()"
+        )
+    return loss, aux
+
+
+def capture_device(model: torch.nn.Module) -> torch.device:
+    """The device as of which the model is traced: that of its first parameter, the CPU for a model on meta."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        if tensor.device.type != "meta":
+            return tensor.device
+    return torch.device("cpu")
+
+
+def _copy_without_storage(model: torch.nn.Module, device: torch.device, mode: Any) -> torch.nn.Module:
+    memo: dict[int, Any] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if torch.nn.parameter.is_lazy(tensor):
+            raise CaptureError(f"{name} is not initialised; run the model on one batch before it is captured")
+        empty = torch_private.empty_like_on(tensor, device, mode)
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        memo[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
+    for module in model.modules():
+        for attribute in vars(module).values():
+            if isinstance(attribute, torch.Tensor):
+                memo.setdefault(id(attribute), attribute)
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:
+        raise CaptureError(
+            f"the model cannot be copied, which capturing it needs: {error}\n"
+            "Make its attributes copyable, or give the class that fails a __deepcopy__."
+        ) from error
+
+
+def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], spec: Any, *, train: bool) -> Trace:
+    """Export the step for a batch of these leaves.
+
+    Raises:
+        CaptureError: where the step is not one graph; the message names the user's line and the remedy.
+    """
+    device = capture_device(model)
+    mode = torch_private.fake_mode()
+    copied = _copy_without_storage(model, device, mode)
+    if not train or not model.training:
+        copied.train(train)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    tensors = tuple(torch_private.empty_like_on(leaves[i], device, mode) for i in at)
+
+    def batch(given: Sequence[Any]) -> Any:
+        filled = list(leaves)
+        for i, tensor in zip(at, given, strict=True):
+            filled[i] = tensor
+        return torch_private.tree_unflatten(filled, spec)
+
+    call = _Call(_with_autocast(loss_fn, device), batch, _Annotate())
+    with (
+        warnings.catch_warnings(),
+        fx_traceback.preserve_node_meta(),
+        torch.set_grad_enabled(train),
+        torch.autocast(device.type, enabled=False),
+    ):
+        warnings.simplefilter("ignore")  # the exporter's own deprecations, and advice about its internals
+        try:
+            program = torch.export.export(_Step(copied, call), tensors, strict=False)
+            regions.inline(program)
+            program = program.run_decompositions({})
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise _explained(error, call.mode.failed) from error
+    return Trace(program, copied, call.aux, call.returns_aux)
+
+
+def _with_autocast(loss_fn: LossFunction, device: torch.device) -> LossFunction:
+    """The loss function under the autocast that is on around the capture, as a region of the graph."""
+    if not torch.is_autocast_enabled(device.type):
+        return loss_fn
+    dtype = torch.get_autocast_dtype(device.type)
+
+    def within_autocast(model: Any, batch: Any) -> Any:
+        with torch.autocast(device.type, dtype):
+            return loss_fn(model, batch)
+
+    return within_autocast
+
+
+_BRANCHES = {"__bool__", "is_nonzero"}
+_NUMBERS = {"item", "__float__", "__int__", "__index__", "tolist", "numpy", "_local_scalar_dense"}
+
+
+def _explained(error: Exception, failed: tuple[str, str] | None) -> CaptureError:
+    function, where = failed or ("", sources.source_in_traceback(error.__traceback__))
+    at = f" at {where}" if where else ""
+    if isinstance(error, torch_private.DynamicOutputShapeException):
+        return CaptureError(
+            f"the shape of what {function} returns depends on values{at}\n"
+            "Keep the shape fixed: torch.where or a multiplication by the mask instead of selecting by it."
+        )
+    if isinstance(error, torch_private.DataDependentOutputException):
+        if function in _BRANCHES:
+            return CaptureError(
+                f"a Python branch depends on the value of a tensor{at}\n"
+                "Choose with torch.where instead of if, or decide outside the loss function."
+            )
+        return CaptureError(
+            f"{function} needs the value of a tensor while the model is captured{at}\n"
+            "Keep it a tensor (return it beside the loss to read it after the step)."
+        )
+    return CaptureError(f"the model cannot be captured{at}\n{type(error).__name__}: {error}")
