@@ -25,6 +25,8 @@ _PUBLIC: dict[str, str] = {
     "get_world_rank_from_group_rank": "shardwright.run.groups",
     "init": "shardwright.run.world",
     "loader": "shardwright.run.loader",
+    "parallelize": "shardwright.run.parallel",
+    "reduce_gradients": "shardwright.run.gradients",
     "set_seed": "shardwright.run.seed",
 }
 

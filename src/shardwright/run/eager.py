@@ -1,0 +1,113 @@
+"""Data parallelism by torch's DistributedDataParallel, for a model as it is.
+
+Every rank computes the mean loss of its own part. The loss of the global batch is the mean of these, weighted by the
+samples in each part, so parts may be uneven, or empty: with n_r samples on rank r, N = Σ n_r and R ranks,
+
+    loss = Σ n_r/N · loss_r            gradient = 1/R Σ (R · n_r/N · ∂loss_r)
+
+where the outer mean is what DistributedDataParallel does, and R · n_r/N enters in `_GlobalMean`'s backward.
+
+Batch normalisation sees each rank's own samples here, and its running statistics are those of rank 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from shardwright.run.samples import count_samples
+
+LossFn = Callable[[nn.Module, Any], Any]
+
+
+class DataParallelStep:
+    """Calls ``loss_fn(model, part)`` on this rank's part and gives the loss of the global batch.
+
+    ``ranks`` is how many parts a global batch has; ``gradient_scale`` multiplies the mean gradient; ``used`` names
+    the parameters that the loss depends on; ``returns_aux`` says that the loss function returns ``(loss, aux)``.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFn,
+        *,
+        ranks: int,
+        gradient_scale: float,
+        used: frozenset[str],
+        returns_aux: bool,
+    ) -> None:
+        self._ranks = ranks
+        self._gradient_scale = gradient_scale
+        self._returns_aux = returns_aux
+        self._local = _LocalLoss(model, loss_fn, used, returns_aux)
+        self._replicated: DistributedDataParallel | None = None  # None where nothing is split
+        if ranks > 1:
+            every = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+            self._replicated = DistributedDataParallel(self._local, find_unused_parameters=used != every)
+
+    def __call__(self, part: Any, global_size: int | None) -> Any:
+        """The loss of the global batch, with the loss function's aux for this part (None for an empty one).
+
+        ``global_size`` is None where only the other ranks know how many samples they have.
+        """
+        loss, aux = (self._replicated or self._local)(part)
+        mean = _global_mean(loss, count_samples(part), global_size, self._ranks, self._gradient_scale)
+        return (mean, aux) if self._returns_aux else mean
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Backwards inside leave this rank's own gradients, which the next one outside reduces with its own."""
+        return self._replicated.no_sync() if self._replicated else nullcontext()
+
+
+class _LocalLoss(nn.Module):
+    """The model and the loss function as one module, since DistributedDataParallel must see the whole forward."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn, used: frozenset[str], returns_aux: bool) -> None:
+        super().__init__()
+        self.model = model
+        self._loss_fn = loss_fn
+        self._used = used
+        self._returns_aux = returns_aux
+
+    def forward(self, part: Any) -> tuple[Tensor, Any]:
+        if count_samples(part) == 0:
+            return self._zero(), None
+        result = self._loss_fn(self.model, part)
+        return result if self._returns_aux else (result, None)
+
+    def _zero(self) -> Tensor:
+        """A loss of nothing that reaches every parameter: the other ranks wait for this one's gradients."""
+        used = [parameter for name, parameter in self.model.named_parameters() if name in self._used]
+        return torch.stack([parameter.flatten()[:1].sum().double() * 0 for parameter in used]).sum().to(used[0].dtype)
+
+
+def _global_mean(loss: Tensor, count: int, global_size: int | None, ranks: int, gradient_scale: float) -> Tensor:
+    mean: Tensor = _GlobalMean.apply(loss, count, global_size, ranks, gradient_scale)  # type: ignore[no-untyped-call]
+    return mean
+
+
+class _GlobalMean(torch.autograd.Function):
+    """Forward: the weighted mean of all ranks' losses. Backward: this rank's share, as the module's docstring says."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, loss: Tensor, count: int, global_size: int | None, ranks: int, gradient_scale: float
+    ) -> Tensor:
+        # In float64, so that the order of the ranks leaves no trace in a float32 loss.
+        sums = torch.stack([loss.double() * count, loss.new_tensor(count, dtype=torch.float64)])
+        if ranks > 1:
+            dist.all_reduce(sums)
+        total = sums[1] if global_size is None else global_size
+        ctx.share = (ranks * gradient_scale * count) / total
+        return (loss.clone() if ranks == 1 else sums[0] / total).to(loss.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (gradient[0] * ctx.share).to(gradient[0].dtype), None, None, None, None
