@@ -13,9 +13,10 @@ from shardwright.rules.operator import Operator, term
 def matmul(op: Operator) -> OpRule:
     """matmul of operands with one dim and more."""
     a, b = (len(shape) for shape in op.operands)
-    left = "k+" if a == 1 else "* m k+"
-    right = "k+" if b == 1 else "* k+ n"
-    result = ("* " if max(a, b) > 2 else "") + ("m " if a > 1 else "") + ("n" if b > 1 else "")
+    batch = "* " if max(a, b) > 2 else ""
+    left = "k+" if a == 1 else f"{batch}m k+"
+    right = "k+" if b == 1 else f"{batch}k+ n"
+    result = batch + ("m " if a > 1 else "") + ("n" if b > 1 else "")
     return op.bind(f"~ {left}, {right} -> ~ {result}")
 
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Literal
@@ -138,7 +138,7 @@ class OpRule:
         """The strategy that splits nothing."""
         return Strategy(((),) * len(self.factors))
 
-    def strategy(self, assignment: dict[str, Sequence[str]], partial: Sequence[str] = ()) -> Strategy:
+    def strategy(self, assignment: Mapping[str, Sequence[str]], partial: Sequence[str] = ()) -> Strategy:
         """A strategy from factor names.
 
         Raises:

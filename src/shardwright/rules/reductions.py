@@ -69,3 +69,15 @@ def nll_loss(op: Operator) -> OpRule:
     n = f"n{mark} " if len(op.operands[0]) > 1 else ""
     losses = f"{n}*{mark}" if op["reduction"] == NONE else ""
     return op.bind(f"{n}c^ *{mark}, {n}*{mark}, c^ -> {losses}" + ", " * (len(op.results) - 1))
+
+
+def cross_entropy_sum(op: Operator) -> OpRule:
+    """The summed cross entropy of logits (n, c, \\*), with the weights of the classes behind the target, if any."""
+    logits, target = op.operands[:2]
+    targets = "n+ c^ *+" if logits == target else "n+ *+"
+    return op.bind(f"n+ c^ *+, {targets}{', c^' * (len(op.operands) - 2)} -> ")
+
+
+def cross_entropy_count(op: Operator) -> OpRule:
+    """The summed weights of the classes of a target (n, \\*)."""
+    return op.bind(f"*+{', c^' * (len(op.operands) - 1)} -> ")

@@ -42,6 +42,12 @@ def _masked_fill(op: Operator) -> OpRule:
     return op.bind(f"{linear}*, *, {linear}* -> {linear}*")
 
 
+def _arange(op: Operator) -> OpRule:
+    """Integers are exact from any start; steps that are not would be rounded differently."""
+    ends = [op.arguments.get(name, 0) for name in ("start", "end", "step")]
+    return op.bind("-> i" if all(isinstance(end, int) for end in ends) else "-> i^")
+
+
 def _recurrent(op: Operator) -> OpRule:
     random.recurrent_without_dropout(op)
     return layers.recurrent(op)
@@ -75,7 +81,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("to _to_copy type_as", views.cast),
     # made from nothing
     ("full zeros ones empty", "-> *"),
-    ("arange", "-> i"),
+    ("arange", _arange),
     ("scalar_tensor", "-> *"),
     ("new_zeros new_ones new_full new_empty", views.like_shape),
     # products
@@ -136,8 +142,8 @@ _ROWS: tuple[tuple[str, Row], ...] = (
 RULES: Mapping[str, Row] = {
     **{f"aten.{name}": row for names, row in _ROWS for name in names.split()},
     **random.LINES,
-    "shardwright.cross_entropy_sum": "n+ c^, n+ -> ",
-    "shardwright.cross_entropy_count": "n+ -> ",
+    "shardwright.cross_entropy_sum": reductions.cross_entropy_sum,
+    "shardwright.cross_entropy_count": reductions.cross_entropy_count,
 }
 
 

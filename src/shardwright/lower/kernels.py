@@ -1,0 +1,254 @@
+"""Operators on local parts that torch does not have: what `local` calls where the same operator would be wrong."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from shardwright.lower import randomness
+from shardwright.mesh.collectives import Axes, Communicator
+
+Sizes = Sequence[int]
+
+
+class _Attached(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
+        ctx.other = other.shape, other.dtype, other.device
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        shape, dtype, device = ctx.other
+        return gradient, torch.zeros(shape, dtype=dtype, device=device)
+
+
+def attached(x: Tensor, other: Tensor) -> Tensor:
+    """``x``, with ``other`` as an input of its graph whose gradient is zero.
+
+    A bias that joins on another rank has to take part in the backward here too: what follows may communicate.
+    """
+    found: Tensor = _Attached.apply(x, other)  # type: ignore[no-untyped-call]
+    return found
+
+
+def linear_bias_elsewhere(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """``x @ weight.T``: one addend of a sum over ranks, to which another rank adds the bias."""
+    return attached(functional.linear(x, weight), bias)
+
+
+def product_bias_elsewhere(bias: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """``alpha * (a @ b)``: one addend of a sum over ranks, to which another rank adds the bias."""
+    product = a @ b
+    return attached(product if alpha == 1 else product * alpha, bias)
+
+
+def convolution_bias_elsewhere(op: str, x: Tensor, weight: Tensor, bias: Tensor, *settings: Any) -> Tensor:
+    """The convolution ``op`` without its bias: one addend of a sum over ranks, to which another rank adds the bias."""
+    return attached(getattr(torch.ops.aten, op)(x, weight, None, *settings), bias)
+
+
+def mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None) -> Tensor:
+    """The local part of a mean over ``dims`` that have ``count`` elements on all ranks together."""
+    return x.sum(tuple(dims), keepdim=keepdim, dtype=dtype) / count
+
+
+def embedding(weight: Tensor, indices: Tensor, padding_idx: int, first_row: int, rows: int) -> Tensor:
+    """The lookup in the part of a table of ``rows`` rows that starts at ``first_row``; rows elsewhere give zeros.
+
+    Indices below the first part and above the last one are not masked: torch refuses them.
+    """
+    held = weight.shape[0]
+    if not held:
+        return attached(weight.new_zeros((*indices.shape, weight.shape[1])), weight)
+    local = indices - first_row
+    outside = torch.zeros_like(indices, dtype=torch.bool)
+    if first_row > 0:
+        outside |= local < 0
+    if first_row + held < rows:
+        outside |= local >= held
+    padding = padding_idx - first_row
+    found = functional.embedding(
+        local.masked_fill(outside, 0), weight, padding if padding_idx >= 0 and 0 <= padding < held else None
+    )
+    return found.masked_fill(outside.unsqueeze(-1), 0)
+
+
+class _Dropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
+        ctx.save_for_backward(mask)
+        ctx.scale = scale
+        return (x * mask).mul_(scale)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        (mask,) = ctx.saved_tensors
+        return (gradient * mask).mul_(ctx.scale), None, None
+
+
+def native_dropout(x: Tensor, p: float, key: int, shape: Sizes, offsets: Sizes) -> tuple[Tensor, Tensor]:
+    """Dropout of the part of a tensor of global ``shape`` that starts at ``offsets``, and its mask."""
+    mask = randomness.kept(key, p, shape, offsets, x.shape, x.device)
+    return _Dropout.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0), mask  # type: ignore[no-untyped-call]
+
+
+def dropout(x: Tensor, p: float, key: int, shape: Sizes, offsets: Sizes) -> Tensor:
+    """`native_dropout` without the mask."""
+    return native_dropout(x, p, key, shape, offsets)[0]
+
+
+def bernoulli(x: Tensor, p: float | Tensor, key: int, shape: Sizes, offsets: Sizes) -> Tensor:
+    """Ones with probability ``p``, and zeros, of the dtype and shape of ``x``, which starts at ``offsets``."""
+    drawn = randomness.uniform(key, shape, offsets, x.shape, x.device)
+    return torch.lt(drawn, p).to(x.dtype)
+
+
+def rand(
+    key: int, shape: Sizes, offsets: Sizes, local_shape: Sizes, dtype: torch.dtype | None, device: torch.device
+) -> Tensor:
+    """Uniform numbers in [0, 1)."""
+    drawn = randomness.uniform(key, shape, offsets, local_shape, device)
+    return drawn.to(dtype or torch.get_default_dtype())
+
+
+def randn(
+    key: int, shape: Sizes, offsets: Sizes, local_shape: Sizes, dtype: torch.dtype | None, device: torch.device
+) -> Tensor:
+    """Normal numbers, by the inverse of their distribution."""
+    # The middles of the 2^24 steps of `uniform`, in float64, are neither 0 nor 1.
+    drawn = randomness.uniform(key, shape, offsets, local_shape, device).to(torch.float64).add_(2.0**-25)
+    return torch.special.ndtri(drawn).to(dtype or torch.get_default_dtype())
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, first_query: int, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    """Causal attention of the queries from ``first_query`` on, over all keys."""
+    seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(first_query)
+    return functional.scaled_dot_product_attention(
+        query, key, value, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
+    )
+
+
+def attention_with_dropout(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None,
+    random_key: int, shape: Sizes, offsets: Sizes,
+) -> Tensor:  # fmt: skip
+    """Attention taken apart, so that its dropout is drawn by the global position of every score.
+
+    ``shape`` is the global shape of the scores (batch, heads, queries, keys), of which the part here starts at
+    ``offsets``.
+    """
+    groups = query.shape[-3] // max(key.shape[-3], 1)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
+    scores = query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale) @ key.transpose(-2, -1)
+    if is_causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(offsets[-2])
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
+    probabilities = scores.softmax(-1)
+    if mask is not None:  # a query that sees no key attends to nothing, as in torch
+        blind = (scores == -math.inf).all(-1, keepdim=True)
+        probabilities = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
+    return dropout(probabilities, p, random_key, shape, offsets) @ value
+
+
+class _BatchNorm(torch.autograd.Function):
+    """Normalisation over the batches of all ranks along ``axes``.
+
+    With n values per channel in all, centred and scaled to x̂, and sums over all of them,
+    dx = weight / σ · (dy − Σdy / n − x̂ · Σ(dy · x̂) / n).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator, axes: Axes,
+        counts: Sizes,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        mean, squares = _merged(_statistics(x), comm, axes, counts)
+        count = sum(counts)
+        scale = (squares / count + eps).rsqrt()
+        normal = (
+            torch.batch_norm(x, weight, bias, mean, squares / count, False, 0.0, eps, torch.backends.cudnn.enabled)
+            if x.numel()
+            else x.clone()
+        )
+        ctx.save_for_backward(x, weight, mean, scale)
+        ctx.has_bias = bias is not None
+        ctx.communication = comm, axes, count
+        ctx.mark_non_differentiable(mean, scale, squares)
+        return normal, mean, scale, squares
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+        x, weight, mean, scale = ctx.saved_tensors
+        comm, axes, count = ctx.communication
+        over = [dim for dim in range(x.ndim) if dim != 1]
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        normal = x.to(mean.dtype).sub(mean.view(shape)).mul_(scale.view(shape))
+        gradient = gradient.to(mean.dtype)
+        sums = torch.stack([gradient.sum(over), (gradient * normal).sum(over)])
+        d_weight = sums[1].to(weight.dtype) if weight is not None else None
+        d_bias = sums[0].to(weight.dtype if weight is not None else mean.dtype) if ctx.has_bias else None
+        total, total_normal = comm.all_reduce(sums.clone(), axes) / count
+        factor = scale if weight is None else scale * weight
+        centred = gradient - total.view(shape) - normal.mul_(total_normal.view(shape))
+        return centred.mul_(factor.view(shape)).to(x.dtype), d_weight, d_bias, None, None, None, None
+
+
+def _statistics(x: Tensor) -> Tensor:
+    """The mean, and the sum of the squared deviations from it, of every channel: (2, channels), float32 at least."""
+    values = x.to(torch.promote_types(x.dtype, torch.float32))
+    over = [dim for dim in range(x.ndim) if dim != 1]
+    if not x.numel():
+        return values.new_zeros(2, x.shape[1])
+    variance, mean = torch.var_mean(values, over, correction=0)
+    return torch.stack([mean, variance * (x.numel() // x.shape[1])])
+
+
+def _merged(local: Tensor, comm: Communicator, axes: Axes, counts: Sizes) -> tuple[Tensor, Tensor]:
+    """The mean and summed squared deviations of all ranks together, of which rank i has ``counts[i]`` values.
+
+    Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances* (1979): sums of
+    x and x² would lose everything in float32 when the mean is large.
+    """
+    parts = torch.stack(comm.all_gather(local, axes))
+    weights = torch.tensor(counts, dtype=local.dtype, device=local.device).unsqueeze(-1)
+    base = parts[next(i for i, count in enumerate(counts) if count), 0]  # differences from it stay small
+    mean = base + (weights * (parts[:, 0] - base)).sum(0) / sum(counts)
+    return mean, (parts[:, 1] + weights * (parts[:, 0] - mean).square()).sum(0)
+
+
+def batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator, axes: Axes, counts: Sizes
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Batch normalisation of ``x`` (n, channels, ...) with the statistics of all ranks along ``axes``.
+
+    ``counts`` are the values per channel that each of them has, in rank order. Returns the result, the mean and the
+    reciprocal standard deviation of every channel. One collective forward, one backward; the gradients of ``weight``
+    and ``bias`` are sums over the values here.
+    """
+    normal, mean, scale, _ = _BatchNorm.apply(x, weight, bias, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
+    return normal, mean, scale
+
+
+def batch_norm_running(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
+    eps: float, comm: Communicator, axes: Axes, counts: Sizes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`batch_norm`, with the new running mean and (unbiased) running variance behind its results."""
+    normal, mean, scale, squares = _BatchNorm.apply(x, weight, bias, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
+    new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
+    new_var = torch.lerp(running_var, (squares / (sum(counts) - 1)).to(running_var.dtype), momentum)
+    return normal, mean, scale, new_mean, new_var

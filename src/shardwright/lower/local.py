@@ -1,0 +1,300 @@
+"""How each operator runs on local parts.
+
+Most run as they are. The rows below are those that need a change: shape arguments, which follow from the layout of
+the result; a bias, which joins a split sum once; rows that are looked up elsewhere; numbers drawn by position.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shardwright.graph.ir import Node, Value
+from shardwright.graph.operators import OPERATORS, takes_device
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.rules.notation import Operand, OpRule, Shape, Strategy
+from shardwright.rules.operator import named_arguments
+
+# A device in a call stands for the one that the program runs on.
+ANY_DEVICE = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class RandomKey:
+    """Stands for the key of the operator at position ``number`` of the graph in the present step: an int64."""
+
+    number: int
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Stands for two arguments, the communicator and the names of the axes along which a kernel communicates."""
+
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A local operator. ``args`` and ``kwargs`` hold `Operand` where the local operands go, `RandomKey` and `Axes`."""
+
+    function: str  # "torch.ops.aten.linear.default", "ops.cross_entropy_sum", "kernels.embedding"
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Site:
+    """One operator of the graph on one rank. ``number`` is its position in the graph."""
+
+    node: Node
+    rule: OpRule
+    strategy: Strategy
+    mesh: Mesh
+    rank: int
+    values: Mapping[str, Value]
+    number: int
+
+    @cached_property
+    def arguments(self) -> Mapping[str, Any]:
+        """Every argument by its name in the operator's schema, defaults included."""
+        return named_arguments(self.node.op, self.node.args, dict(self.node.kwargs))
+
+    def __getitem__(self, name: str) -> Any:
+        return self.arguments[name]
+
+    def operand_shape(self, index: int) -> Shape:
+        """The global shape of an operand."""
+        return self.values[self.node.operands[index]].shape
+
+    def result_shape(self, index: int = 0) -> Shape:
+        """The global shape of a result."""
+        return self.values[self.node.results[index]].shape
+
+    def operand_layout(self, index: int) -> Layout:
+        return self.rule.operand_layout(index, self.strategy)
+
+    def result_layout(self, index: int = 0) -> Layout:
+        return self.rule.result_layout(index, self.strategy, self.mesh)
+
+    def operand_slice(self, index: int) -> tuple[slice, ...]:
+        """The part of an operand that this rank holds."""
+        return self.operand_layout(index).local_slice(self.operand_shape(index), self.mesh, self.rank)
+
+    def result_slice(self, index: int = 0) -> tuple[slice, ...]:
+        """The part of a result that this rank makes."""
+        return self.result_layout(index).local_slice(self.result_shape(index), self.mesh, self.rank)
+
+    def local_operand_shape(self, index: int) -> list[int]:
+        return [part.stop - part.start for part in self.operand_slice(index)]
+
+    def local_result_shape(self, index: int = 0) -> list[int]:
+        return [part.stop - part.start for part in self.result_slice(index)]
+
+    def result_offsets(self, index: int = 0) -> list[int]:
+        """Where the part of a result that this rank makes starts."""
+        return [part.start for part in self.result_slice(index)]
+
+    def is_first(self, axes: Iterable[str]) -> bool:
+        """Whether this rank stands at coordinate 0 of all these axes."""
+        at = self.mesh.coordinates(self.rank)
+        return all(at[axis] == 0 for axis in axes)
+
+    def adds_bias(self) -> bool:
+        """Whether a bias joins here: on the first of the ranks that the result is a sum over."""
+        return self.is_first(self.result_layout().partial)
+
+    def same(self, **changed: Any) -> Call:
+        """The same operator, with some arguments changed."""
+        function = f"ops.{self.node.op.split('.')[1]}" if self.node.op in OPERATORS else f"torch.ops.{self.node.op}"
+        if not changed:
+            return Call(function, self.node.args, self.node.kwargs)
+        names = list(self.arguments)[: len(self.node.args)]
+        args = tuple(changed.get(name, arg) for name, arg in zip(names, self.node.args, strict=True))
+        kwargs = {**dict(self.node.kwargs), **{name: arg for name, arg in changed.items() if name not in names}}
+        return Call(function, args, tuple(kwargs.items()))
+
+
+Localiser = Callable[[Site], Call]
+
+
+def _reshape(site: Site) -> Call:
+    """A local part is not always laid out in memory as the whole is: reshape, where the graph says view."""
+    return Call("torch.ops.aten.reshape.default", (Operand(0), site.local_result_shape()))
+
+
+def _sized(name: str) -> Localiser:
+    """Replace the argument ``name``, the shape of the result."""
+    return lambda site: site.same(**{name: site.local_result_shape()})
+
+
+def _repeat(site: Site) -> Call:
+    shape = site.result_shape()
+    times = [
+        local if size == 1 else times
+        for local, size, times in zip(
+            site.local_result_shape(),
+            (1,) * (len(shape) - len(site.operand_shape(0))) + site.operand_shape(0),
+            site["repeats"],
+            strict=True,
+        )
+    ]
+    return site.same(repeats=times)
+
+
+def _arange(site: Site) -> Call:
+    start, step = site.arguments.get("start", 0), site.arguments.get("step", 1)
+    if site.local_result_shape() == list(site.result_shape()):
+        return site.same()
+    part = site.result_slice()[0]
+    ends = start + part.start * step, start + part.stop * step
+    dtype = site.values[site.node.results[0]].dtype
+    return Call("torch.ops.aten.arange.start_step", (*ends, step), (("dtype", dtype),))
+
+
+def _linear(site: Site) -> Call:
+    if site["bias"] is None or site.adds_bias():
+        return site.same()
+    return Call("kernels.linear_bias_elsewhere", (site["input"], site["weight"], site["bias"]))
+
+
+def _addmm(site: Site) -> Call:
+    if site.adds_bias():
+        return site.same()
+    return Call("kernels.product_bias_elsewhere", (Operand(0), Operand(1), Operand(2), site["alpha"]))
+
+
+def _convolution(site: Site) -> Call:
+    groups = site["groups"]
+    names = [name for name in site.arguments if name not in ("input", "weight", "bias")]
+    if groups > 1:
+        groups = groups * site.local_operand_shape(1)[0] // site.operand_shape(1)[0]
+    if site["bias"] is None or site.adds_bias():
+        return site.same(groups=groups) if groups != site["groups"] else site.same()
+    settings = tuple(groups if name == "groups" else site[name] for name in names)
+    tensors = (site["input"], site["weight"], site["bias"])
+    return Call("kernels.convolution_bias_elsewhere", (site.node.op.split(".")[1], *tensors, *settings))
+
+
+def _group_norm(site: Site) -> Call:
+    x = site.local_operand_shape(0)
+    name = "num_groups" if "num_groups" in site.arguments else "group"
+    groups = site[name] * x[1] // site.operand_shape(0)[1]
+    if name == "num_groups":
+        return site.same(num_groups=groups)
+    return site.same(N=x[0], C=x[1], HxW=math.prod(x[2:]), group=groups)
+
+
+def _mean(site: Site) -> Call:
+    if not site.result_layout().partial:
+        return site.same()
+    shape = site.operand_shape(0)
+    given = site.arguments.get("dim")
+    dims = [dim % len(shape) for dim in ([given] if isinstance(given, int) else given or range(len(shape)))]
+    count = math.prod(shape[dim] for dim in dims)
+    keepdim = site.arguments.get("keepdim", False)
+    return Call("kernels.mean", (Operand(0), dims, keepdim, count, site["dtype"]))
+
+
+def _embedding(site: Site) -> Call:
+    rows = site.operand_slice(0)[0]
+    total = site.operand_shape(0)[0]
+    if rows.stop - rows.start == total:
+        return site.same()
+    return Call("kernels.embedding", (site["weight"], site["indices"], site["padding_idx"], rows.start, total))
+
+
+def _batch_norm(site: Site) -> Call:
+    """Statistics of all parts, where there are parts and the operator makes statistics."""
+    merged = [axes for f, axes in zip(site.rule.factors, site.strategy.axes, strict=True) if f.kind == "merged"]
+    axes = site.mesh.ordered(axis for along in merged for axis in along)
+    if not axes:
+        return site.same()
+    layout, shape = site.operand_layout(0), site.operand_shape(0)
+    counts = []
+    for member in site.mesh.group(site.rank, axes):
+        local = layout.local_shape(shape, site.mesh, member)
+        counts.append(local[0] * math.prod(local[2:]))
+    affine = (site["input"], site["weight"], site["bias"])
+    if site.arguments.get("running_mean") is None:
+        return Call("kernels.batch_norm", (*affine, site["eps"], Axes(axes), counts))
+    running = (site["running_mean"], site["running_var"], site["momentum"])
+    return Call("kernels.batch_norm_running", (*affine, *running, site["eps"], Axes(axes), counts))
+
+
+def _drawn(site: Site) -> tuple[Any, ...]:
+    """The key, the global shape and the offsets of an operator that draws its first result."""
+    return RandomKey(site.number), list(site.result_shape()), site.result_offsets()
+
+
+def _dropout(site: Site) -> Call:
+    p = site["p"]
+    if not p or site["train"] is False:
+        return site.same()
+    return Call(f"kernels.{site.node.op.split('.')[1]}", (Operand(0), p, *_drawn(site)))
+
+
+def _bernoulli(site: Site) -> Call:
+    return Call("kernels.bernoulli", (Operand(0), site.arguments.get("p", Operand(0)), *_drawn(site)))
+
+
+def _rand(site: Site) -> Call:
+    name = site.node.op.split(".")[1].removesuffix("_like")
+    dtype = site.values[site.node.results[0]].dtype
+    kwargs = (("dtype", dtype), ("device", ANY_DEVICE))
+    return Call(f"kernels.{name}", (*_drawn(site), site.local_result_shape()), kwargs)
+
+
+def _attention(site: Site) -> Call:
+    named = site.arguments
+    queries = site.result_slice()[-2]
+    if named["dropout_p"]:
+        shape = (*site.result_shape()[:-1], site.operand_shape(1)[-2])
+        return Call(
+            "kernels.attention_with_dropout",
+            (
+                *(named[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")),
+                RandomKey(site.number),
+                list(shape),
+                [*site.result_offsets()[:-1], 0],
+            ),
+        )
+    if named["is_causal"] and queries.stop - queries.start != site.result_shape()[-2]:
+        heads = (named["query"], named["key"], named["value"])
+        return Call("kernels.causal_attention", (*heads, queries.start, named["scale"], named["enable_gqa"]))
+    return site.same()
+
+
+_ROWS: tuple[tuple[str, Localiser], ...] = (
+    ("view _unsafe_view reshape flatten unflatten", _reshape),
+    ("expand full zeros ones empty new_zeros new_ones new_full new_empty", _sized("size")),
+    ("repeat", _repeat),
+    ("arange", _arange),
+    ("linear", _linear),
+    ("addmm baddbmm", _addmm),
+    ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution", _convolution),
+    ("group_norm native_group_norm", _group_norm),
+    ("mean", _mean),
+    ("embedding", _embedding),
+    ("batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _batch_norm),
+    ("native_dropout dropout", _dropout),
+    ("bernoulli", _bernoulli),
+    ("rand rand_like randn randn_like", _rand),
+    ("scaled_dot_product_attention", _attention),
+)
+LOCALISERS: Mapping[str, Localiser] = {f"aten.{name}": row for names, row in _ROWS for name in names.split()}
+
+
+def localise(site: Site) -> Call:
+    """The local operator of a node on one rank."""
+    op = site.node.op
+    localiser = LOCALISERS.get(op.rpartition(".")[0])
+    call = localiser(site) if localiser else site.same()
+    if call.function.startswith("torch.ops.") and takes_device(call.function.removeprefix("torch.ops.")):
+        return Call(call.function, call.args, (*call.kwargs, ("device", ANY_DEVICE)))
+    return call

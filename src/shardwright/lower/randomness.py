@@ -1,0 +1,111 @@
+"""Random numbers by global position: the same number for an element, however its tensor is split, on any device.
+
+Element i of a tensor under a key gets a hash of (key, i): a counter-based generator in the manner of Salmon et al.,
+*Parallel random numbers: as easy as 1, 2, 3* (2011), with a 32-bit integer finaliser in place of rounds of Philox,
+since a dropout mask needs few bits. The two halves of the key enter before and between the multiplications, so that
+the streams of two keys are not shifts or permutations of each other.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+_WORD = 1 << 32
+# The multipliers of the finaliser: odd, with few bits of bias after three xor-shifts.
+_FIRST, _SECOND = 0x7FEB352D, 0x846CA68B
+_CACHED_WORDS = 1 << 16
+
+
+def uniform(
+    key: int, shape: Sequence[int], offsets: Sequence[int], local_shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Numbers in [0, 1), float32 and uniform on its 2^24 steps, for a part of a tensor of global ``shape``.
+
+    The part has ``local_shape`` and starts at ``offsets``.
+    """
+
+    def write(word: Tensor, numbers: Tensor) -> None:
+        numbers.copy_((word >> 8).bitwise_and_(0xFFFFFF)).mul_(2.0**-24)
+
+    return _filled(torch.float32, write, key, shape, offsets, local_shape, device)
+
+
+def kept(
+    key: int, p: float, shape: Sequence[int], offsets: Sequence[int], local_shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """Which elements survive, as bools: each with probability ``1 - p``. Arguments as of `uniform`."""
+    threshold = round((1 - p) * _WORD)
+    if threshold in (0, _WORD):
+        return torch.full(tuple(local_shape), threshold > 0, device=device)
+
+    def write(word: Tensor, mask: Tensor) -> None:
+        torch.lt(word, threshold - _WORD // 2, out=mask)
+
+    return _filled(torch.bool, write, key, shape, offsets, local_shape, device)
+
+
+def mixed(value: int) -> int:
+    """A well mixed 64-bit integer: the finaliser of SplitMix64."""
+    value = (value + 0x9E3779B97F4A7C15) % (1 << 64)
+    value = (value ^ (value >> 30)) * 0xBF58476D1CE4E5B9 % (1 << 64)
+    value = (value ^ (value >> 27)) * 0x94D049BB133111EB % (1 << 64)
+    return value ^ (value >> 31)
+
+
+def _signed(word: int) -> int:
+    word %= _WORD
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def _filled(
+    dtype: torch.dtype, write: Callable[[Tensor, Tensor], None], key: int, shape: Sequence[int], offsets: Sequence[int],
+    local_shape: Sequence[int], device: torch.device,
+) -> Tensor:  # fmt: skip
+    """A tensor of ``local_shape`` into whose blocks ``write`` turned 32 random bits for each element."""
+    bases, length = _runs(shape, offsets, local_shape, device)
+    filled = torch.empty(len(bases), length, dtype=dtype, device=device)
+    # A dozen passes over a block in the cache are several times as fast as over the whole tensor; a GPU has no need.
+    block = _CACHED_WORDS if device.type == "cpu" else max(filled.numel(), 1)
+    columns = max(min(length, block), 1)
+    rows = block // columns
+    step = torch.arange(columns, dtype=torch.int32, device=device)
+    key = mixed(key)
+    for column in range(0, length, columns):
+        for row in range(0, len(bases), rows):
+            part = filled[row : row + rows, column : column + columns]
+            word = (bases[row : row + rows, None] + _signed(column)) + step[: part.shape[1]]
+            write(_finalised(word, key), part)
+    return filled.view(tuple(local_shape))
+
+
+def _finalised(word: Tensor, key: int) -> Tensor:
+    """32 random bits in place of each position. int32 wraps around; >> repeats the sign bit, which is masked away."""
+    word ^= _signed(key)
+    word ^= (word >> 16).bitwise_and_(0xFFFF)
+    word *= _signed(_FIRST)
+    word ^= _signed(key >> 32)
+    word ^= (word >> 15).bitwise_and_(0x1FFFF)
+    word *= _signed(_SECOND)
+    word ^= (word >> 16).bitwise_and_(0xFFFF)
+    return word
+
+
+def _runs(
+    shape: Sequence[int], offsets: Sequence[int], local_shape: Sequence[int], device: torch.device
+) -> tuple[Tensor, int]:
+    """The part as runs of consecutive elements: the position of the first of each, and how long all of them are.
+
+    Positions are in row-major order in the whole tensor, modulo 2^32, as int32: beyond 4e9 elements numbers repeat.
+    """
+    cut = max((dim for dim, size in enumerate(shape) if local_shape[dim] != size), default=0)
+    length = math.prod(local_shape[cut:])
+    start = sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
+    bases = torch.tensor([start % _WORD], device=device)
+    for dim in range(cut):
+        stride = math.prod(shape[dim + 1 :])
+        bases = (bases[:, None] + torch.arange(local_shape[dim], device=device) * stride).flatten() % _WORD
+    return bases.to(torch.int32), length
