@@ -165,7 +165,8 @@ def test_a_full_log_disk_is_reported_and_stops_no_rank(launching, code):
     """,
     )
     shell = (
-        f'"$0" launch -n 2 --tee 1 -- {sys.executable} {script}; code=$?; ls -l log_output/1/*/stdout >&2; exit $code'
+        f'"$0" launch -n 2 --tee 1 -- {sys.executable} {script}; code=$?; '
+        "ls -l log_output/1/*/stdout >&2; ls -a log_output/1 >&2; cat log_output/1/*.json >&2; exit $code"
     )
     command = in_a_full_disk(["sh", "-c", shell, COMMAND])
     if command is None:
@@ -181,8 +182,10 @@ def test_a_full_log_disk_is_reported_and_stops_no_rank(launching, code):
         kept = int(re.search(rf"(\d+) \S+ +\d+ [\d:]+ log_output/1/rank.{rank}/stdout", result.stderr)[1])
         assert lost + kept >= 3_000_000
         assert kept < 1_100_000
-    if code:
-        assert "failed first: exit code 6" in result.stderr
+    assert f'"exit_code": {code}' in result.stderr, "the state has found room"
+    assert ('"cause": "rank ' in result.stderr) == (code != 0), "so has the mark of the failure"
+    assert ".job.json" not in result.stderr
+    assert ".failed.json" not in result.stderr
 
 
 def test_what_was_printed_is_in_the_log_of_a_killed_rank(launching):

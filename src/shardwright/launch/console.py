@@ -12,6 +12,7 @@ import time
 from collections import deque
 
 _QUEUE_BYTES = 64 << 20
+_PIECE_BYTES = 100  # what a queued piece costs beyond its length
 _LONGEST_LINE_BYTES = 1 << 16
 _FRAGMENT_AGE_S = 0.5
 
@@ -35,11 +36,11 @@ class _Writer:
         with self._changed:
             if self._gone:
                 return
-            if self._queued_bytes + len(data) > _QUEUE_BYTES:
+            if self._queued_bytes + len(data) + _PIECE_BYTES > _QUEUE_BYTES:
                 self.dropped_bytes += len(data)
                 return
             self._queue.append(data)
-            self._queued_bytes += len(data)
+            self._queued_bytes += len(data) + _PIECE_BYTES
             self._changed.notify()
 
     def _write(self) -> None:
@@ -49,7 +50,7 @@ class _Writer:
                 if not self._queue:
                     return
                 data = memoryview(self._queue.popleft())
-                self._queued_bytes -= len(data)
+                self._queued_bytes -= len(data) + _PIECE_BYTES
             while data:
                 try:
                     written = os.write(self.fd, data[:65536])

@@ -19,6 +19,8 @@ from pathlib import Path
 from shardwright.errors import UsageError
 from shardwright.launch.processes import start_ticks
 
+_STATE_FILES = ("job.json", "failed.json")
+_RESERVED_BYTES = 4096
 RUNNING, SUCCEEDED, FAILED, INTERRUPTED, LOST = "running", "succeeded", "failed", "interrupted", "lost"
 
 
@@ -79,14 +81,30 @@ class JobFolder:
             return replace(state, status=LOST)
         return state
 
+    def reserve(self) -> None:
+        """Room on the disk for the last state and the mark of a failure, since the logs may fill it."""
+        for name in _STATE_FILES:
+            _temporary(self.path / name).write_bytes(bytes(_RESERVED_BYTES))
+
+    def release(self) -> None:
+        for name in _STATE_FILES:
+            _temporary(self.path / name).unlink(missing_ok=True)
+
     def remove(self) -> None:
         """Of a job that never started."""
         shutil.rmtree(self.path, ignore_errors=True)
 
 
+def _temporary(path: Path) -> Path:
+    return path.with_name(f".{path.name}")
+
+
 def _replace(path: Path, value: object) -> None:
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text(json.dumps(value, indent=1) + "\n")
+    """Into the reserved file if there is one, which needs no room, and then in one step to its name."""
+    temporary = _temporary(path)
+    with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
+        file.write(json.dumps(value, indent=1).encode() + b"\n")
+        file.truncate()
     os.replace(temporary, path)
 
 

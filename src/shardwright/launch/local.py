@@ -112,14 +112,15 @@ class _Launcher:
         self.state = JobState.of_this_process([options.program.kind, *options.program.arguments], options.ranks)
 
     def run(self) -> int:
-        try:
-            self.logs = RankLogs(self.folder, self.options.ranks, self._say)
-            self.folder.write_state(self.state)
-        except OSError as error:
-            self.folder.remove()
-            raise LaunchError(f"the logs of job {self.folder.name} cannot be written: {error}") from None
         with self._catch_signals():
-            self.supervisor = self._start()
+            try:
+                self.logs = RankLogs(self.folder, self.options.ranks, self._say)
+                self.folder.write_state(self.state)
+                self.folder.reserve()
+                self.supervisor = self._start()
+            except OSError as error:
+                self.folder.remove()
+                raise LaunchError(f"job {self.folder.name} cannot be started: {error}") from None
             self.console = Console(self.options.shown)
             become_subreaper()  # if the supervisor is killed, what it had adopted comes to us
             self.not_ours = descendants(os.getpid(), without={self.supervisor.pid})
@@ -350,6 +351,7 @@ class _Launcher:
             self.folder.write_state(self.state.ended(status, code))
         except OSError as error:
             self._say(f"the job's state cannot be written: {error}")
+        self.folder.release()
         return code
 
 

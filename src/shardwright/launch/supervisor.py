@@ -37,6 +37,7 @@ _ENDING_TICK_S = 0.05
 _LEFT_TO_ITSELF_S = 0.5  # after the last rank: Python's resource tracker, for one, ends by itself
 _LEFT_GRACE_S = 5.0
 _UNKILLABLE_S = 10.0
+_MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
 STREAMS = ("stdout", "stderr")
 
 
@@ -59,6 +60,23 @@ class _Ending:
     killed: set[int] = field(default_factory=set)
 
 
+class _MemoryKills:
+    """The kernel's count of processes killed for memory, now and at two moments before."""
+
+    def __init__(self) -> None:
+        self.older = self.newer = out_of_memory_kills()
+        self.sampled_s = time.monotonic()
+
+    def sample(self) -> None:
+        if time.monotonic() >= self.sampled_s + _MEMORY_KILL_AGE_S:
+            self.older, self.newer = self.newer, out_of_memory_kills()
+            self.sampled_s = time.monotonic()
+
+    def recent(self) -> bool:
+        """Since the older sample, of which the age is between one and two intervals."""
+        return out_of_memory_kills() > self.older
+
+
 class Supervisor:
     """The supervision of ranks that are already running, until none is left."""
 
@@ -66,7 +84,7 @@ class Supervisor:
         self.orders, self.events, self.decoder, self.ranks = orders, events, decoder, ranks
         self.backlog = bytearray()
         self.ending: _Ending | None = None
-        self.memory_kills = out_of_memory_kills()
+        self.memory_kills = _MemoryKills()
         self.selector = selectors.DefaultSelector()
         self.reading = False
         os.set_blocking(events, False)
@@ -83,8 +101,9 @@ class Supervisor:
         """Until every rank and everything below it has ended, and the launcher has heard of it."""
         while not self._reap():
             self._read_while_heard()
-            for key, _ in self.selector.select(_ENDING_TICK_S if self.ending else None):
+            for key, _ in self.selector.select(_ENDING_TICK_S if self.ending else _MEMORY_KILL_AGE_S):
                 key.data()
+            self.memory_kills.sample()
             if self.ending:
                 self._advance(self.ending)
         self._finish(unkillable=[])
@@ -205,10 +224,8 @@ class Supervisor:
             code = os.waitstatus_to_exitcode(status)
             process.ended = True
             self._drain(rank)
-            memory_kills, before = out_of_memory_kills(), self.memory_kills
-            self.memory_kills = memory_kills
             killed_by_us = self.ending is not None and process.pid in self.ending.killed
-            out_of_memory = code == -signal.SIGKILL and memory_kills > before and not killed_by_us
+            out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent()
             self._tell({
                 "event": "exited", "rank": rank, "code": code, "time_s": ended_s,
                 "signalled": process.signalled, "out_of_memory": out_of_memory,
