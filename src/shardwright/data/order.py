@@ -10,6 +10,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.mesh.layout import chunk
+
 KEY_LIMIT = 2**64  # the seed and the epoch are one 64-bit word each of Philox's key
 
 
@@ -45,9 +47,7 @@ def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:
     >>> [chunk_range(5, 4, part) for part in range(4)]
     [(0, 2), (2, 4), (4, 5), (5, 5)]
     """
-    chunk = -(-size // parts)
-    start = min(index * chunk, size)
-    return start, min(start + chunk, size)
+    return chunk(0, size, parts, index)
 
 
 def even_range(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -34,6 +34,12 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
 
+class Cut(Protocol):
+    """A plan, or anything else that knows which rows of a global batch of ``rows`` a rank is to be given."""
+
+    def batch_rows(self, rank: int, rows: int) -> tuple[int, int]: ...
+
+
 class Collate(Protocol):
     """Turns a list of samples into a tensor, or a tuple of tensors, with the samples along dim 0."""
 
@@ -71,6 +77,7 @@ def loader(
     pin_memory: bool = False,
     collate_fn: Collate | None = None,
     world: Ranks | None = None,
+    plan: Cut | None = None,
     check_data: bool = True,
 ) -> Loader:
     """A `Loader` over ``dataset``, which is the same whole dataset on every rank.
@@ -89,6 +96,7 @@ def loader(
         pin_memory: put batches into memory that a GPU copies from without waiting.
         collate_fn: in place of ``default_collate``.
         world: which of how many ranks this is; by default the default process group, or one rank where there is none.
+        plan: cuts batches as this plan wants them (``parallel.plan``); by default into ceil-sized parts.
         check_data: before the first batch, compare size and sampled checksums of the dataset over all ranks.
 
     Raises `UsageError` for arguments that do not fit.
@@ -129,6 +137,7 @@ def loader(
         num_workers=num_workers,
         pin_memory=pin_memory,
         collate_fn=collate_fn,
+        plan=plan,
         check_data=check_data,
     )
 
@@ -155,6 +164,7 @@ class Loader:
         num_workers: int,
         pin_memory: bool,
         collate_fn: Collate | None,
+        plan: Cut | None,
         check_data: bool,
     ) -> None:
         self.dataset = dataset
@@ -163,6 +173,7 @@ class Loader:
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._rows = _Rows(dataset, collate_fn)
+        self._plan = plan
         self._unchecked = check_data and size > 1
         self._position = Position()
         self._loaded = False  # the position was loaded: the next pass begins there even without shuffling
@@ -261,9 +272,15 @@ class Loader:
         for number in range(self._batches_after(begin.samples)):
             first = begin.samples + number * self.batch_size
             rows = order[first : first + self.batch_size]
-            start, stop = chunk_range(len(rows), self._size, self._rank)
+            start, stop = self._cut(len(rows))
             parts.append(_Part(rows[start:stop], len(rows), start, stop))
         return parts
+
+    def _cut(self, rows: int) -> tuple[int, int]:
+        """Which of the rows of a global batch are this rank's."""
+        if self._plan is not None:
+            return self._plan.batch_rows(self._rank, rows)
+        return chunk_range(rows, self._size, self._rank)
 
     def _pass(self, number: int, begin: Position) -> Iterator[Batch]:
         parts = self._parts(begin)

@@ -1,0 +1,154 @@
+"""From a plan to the local program of one rank.
+
+Every node becomes the same operator on local parts (`local.localise`), and every transfer of the plan the
+redistributions that it consists of, placed directly before their first consumer. Then the passes of `passes` run, and
+`check` holds the result against the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from shardwright.errors import LoweringError
+from shardwright.graph.ir import Node
+from shardwright.lower.check import check
+from shardwright.lower.local import Axes, Call, RandomKey, Site, localise
+from shardwright.lower.passes import join_buckets
+from shardwright.lower.program import Instruction, LocalProgram
+from shardwright.plan.plan import Plan, Transfer
+from shardwright.rules.notation import Operand
+from shardwright.rules.table import internal_collectives
+
+
+def lower(plan: Plan, rank: int) -> LocalProgram:
+    """The program of ``rank`` under a plan.
+
+    Raises:
+        LoweringError: where the result is not what the plan says (a defect, to be reported).
+    """
+    lowering = _Lowering(plan, rank)
+    program = lowering.run()
+    check(program, plan)
+    program = join_buckets(program)
+    check(program, plan)
+    return program
+
+
+class _Lowering:
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self.instructions: list[Instruction] = []
+        self.variables: dict[tuple[str, int], str] = {}  # (node name, operand index) -> variable to read
+        self.outputs: dict[str, str] = {}
+        self.pending: dict[str, list[Transfer]] = {}  # first consuming node ("" for outputs) -> transfers
+        for transfer in plan.transfers:
+            self.pending.setdefault(transfer.consumers[0][0], []).append(transfer)
+        self.counts: dict[str, int] = {}
+
+    def run(self) -> LocalProgram:
+        capture = self.plan.capture
+        for number, node in enumerate(capture.nodes):
+            for transfer in self.pending.get(node.name, ()):
+                self._transfer(transfer)
+            self._operator(node, number)
+        for transfer in self.pending.get("", ()):
+            self._transfer(transfer)
+        return LocalProgram(
+            rank=self.rank,
+            mesh=self.plan.mesh,
+            instructions=tuple(self.instructions),
+            parameters=tuple(v.name for v in capture.of_kind("parameter")),
+            buffers=tuple(v.name for v in capture.of_kind("buffer")),
+            inputs=tuple(v.name for v in capture.of_kind("input")),
+            constants=tuple(v.name for v in capture.of_kind("constant")),
+            outputs=self.outputs,
+            loss=capture.loss,
+            aux=capture.aux,
+            mutations=capture.mutations,
+        )
+
+    def _transfer(self, transfer: Transfer) -> None:
+        variable = transfer.value
+        value = self.plan.capture.values[transfer.value]
+        for step in transfer.steps:
+            fresh = self._fresh(transfer.value)
+            self.instructions.append(
+                Instruction(
+                    "redistribution", (fresh,), (variable,), step.call(variable, value.shape), value=value, step=step
+                )
+            )
+            variable = fresh
+        for node, index in transfer.consumers:
+            if node:
+                self.variables[node, index] = variable
+            else:
+                self.outputs[transfer.value] = variable
+
+    def _fresh(self, value: str) -> str:
+        self.counts[value] = self.counts.get(value, 0) + 1
+        return f"{value}_v{self.counts[value]}"
+
+    def _operator(self, node: Node, number: int) -> None:
+        plan = self.plan
+        rule, strategy = plan.graph.rules[node.name], plan.strategies[node.name]
+        values = plan.capture.values
+        site = Site(node, rule, strategy, plan.mesh, self.rank, values, number)
+        reads = tuple(self.variables[node.name, i] for i in range(len(node.operands)))
+        call = localise(site)
+        shapes = [values[name].shape for name in node.operands]
+        itemsize = values[node.operands[0]].dtype.itemsize if node.operands else 1
+        forward, backward = internal_collectives(node.op, rule, strategy, plan.mesh, shapes, itemsize)
+        gradient = any(values[name].needs_gradient for name in node.results)
+        self.instructions.append(
+            Instruction(
+                "operator",
+                node.results,
+                reads,
+                render(call, reads),
+                node=node,
+                internal=(tuple(forward), tuple(backward) if gradient else ()),
+            )
+        )
+
+
+def render(call: Call, reads: tuple[str, ...]) -> str:
+    """A call as Python source; ``reads`` are the variables that its operands stand for."""
+    args = [_source(arg, reads) for arg in call.args]
+    args += [f"{name}={_source(arg, reads, name)}" for name, arg in call.kwargs]
+    return f"{call.function.removeprefix('torch.ops.')}({', '.join(args)})"
+
+
+def _source(arg: Any, reads: tuple[str, ...], name: str = "") -> str:
+    if name == "device" and arg is not None:
+        return "device"
+    for kind, write in _WRITERS.items():
+        if isinstance(arg, kind):
+            return write(arg, reads)
+    raise LoweringError(f"an argument of type {type(arg).__name__} ({arg!r}) cannot be written into a program")
+
+
+def _sequence(arg: Any, reads: tuple[str, ...]) -> str:
+    return "[" + ", ".join(_source(a, reads) for a in arg) + "]"
+
+
+# How each kind of argument is written; the first match counts.
+_WRITERS: Mapping[type, Callable[[Any, tuple[str, ...]], str]] = {
+    Operand: lambda arg, reads: reads[arg.index],
+    RandomKey: lambda arg, reads: f"key({arg.number})",
+    Axes: lambda arg, reads: f"comm, {arg.names!r}",
+    torch.dtype: lambda arg, reads: str(arg),
+    torch.device: lambda arg, reads: "device",
+    torch.layout: lambda arg, reads: str(arg),
+    torch.memory_format: lambda arg, reads: str(arg),
+    bool: lambda arg, reads: str(arg),
+    int: lambda arg, reads: str(int(arg)),
+    float: lambda arg, reads: repr(arg) if arg - arg == 0 else f"float('{arg}')",
+    str: lambda arg, reads: repr(arg),
+    type(None): lambda arg, reads: "None",
+    list: _sequence,
+    tuple: _sequence,
+}

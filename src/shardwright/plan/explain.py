@@ -1,0 +1,85 @@
+"""A plan as tables for people: operators with their strategies, collectives, and bytes per module."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from shardwright.plan.plan import Plan, Priced
+
+
+def explain(plan: Plan) -> str:
+    """Three tables: what every operator does, every collective, and what each module holds and moves."""
+    unlisted = plan.graph.unlisted
+    parts = [
+        f"plan: mode {plan.mode}, search {plan.search}, mesh {plan.named}, {plan.mesh.size} devices",
+        _operators(plan),
+        _collectives(plan),
+        _modules(plan),
+        f"each device sends {_bytes(plan.moved_bytes())} per step and holds {_bytes(plan.held_bytes())} of parameters",
+    ]
+    if unlisted:
+        names = ", ".join(sorted({node.op for node in unlisted}))
+        parts.append(f"without a rule, run whole on every device: {names}")
+    return "\n\n".join(parts)
+
+
+def _operators(plan: Plan) -> str:
+    rows = [("operator", "in strategy", "out strategy", "partial", "module", "source")]
+    for node in plan.capture.nodes:
+        partial = "·".join(plan.layout(node.results[0]).partial) if node.results else ""
+        pinned = " (pinned)" if node.pin is not None else ""
+        strategies = _tuples(plan.in_strategy(node)), _tuples(plan.out_strategy(node))
+        rows.append((node.name + pinned, *strategies, partial, node.scope or "-", node.source))
+    return _table(rows)
+
+
+def _collectives(plan: Plan) -> str:
+    rows = [("collective", "direction", "axes", "of", "sent bytes")]
+    found = list(plan.collectives())
+    for priced in found:
+        c = priced.collective
+        rows.append((c.kind, priced.direction, "·".join(c.axes), priced.cause, _bytes(priced.bytes)))
+    return _table(rows) if found else "no collectives"
+
+
+def _modules(plan: Plan) -> str:
+    """Per module: parameters on one device, bytes sent per step."""
+    held: dict[str, float] = {}
+    for value in plan.capture.of_kind("parameter"):
+        shape = plan.leaves[value.name].local_shape(value.shape, plan.mesh, 0)
+        size = value.dtype.itemsize
+        for dim in shape:
+            size *= dim
+        module = value.label.rpartition(".")[0]
+        held[module] = held.get(module, 0) + size
+    sent: dict[str, float] = {}
+    parameters = {value.label for value in plan.capture.of_kind("parameter")}
+    for priced in plan.collectives():
+        module = _module_of(priced, parameters)
+        sent[module] = sent.get(module, 0) + priced.bytes
+    rows = [("module", "parameters held", "bytes sent")]
+    for module in dict.fromkeys([*held, *sent]):
+        rows.append((module or "-", _bytes(held.get(module, 0)), _bytes(sent.get(module, 0))))
+    return _table(rows)
+
+
+def _module_of(priced: Priced, parameters: set[str]) -> str:
+    return priced.cause.rpartition(".")[0] if priced.cause in parameters else priced.scope
+
+
+def _tuples(strategies: Sequence[tuple[int, ...]]) -> str:
+    return " ".join(str(strategy).replace(" ", "") for strategy in strategies) or "-"
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            break
+        number /= 1000
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

@@ -1,0 +1,197 @@
+"""From a capture and a mesh to a plan: the modes and the searches.
+
+single            one device, the reference
+data              the batch is split over every axis, everything else follows it or is replicated
+semi-auto, auto   with search="propagation": every operator uses every axis that a factor of it admits; among those
+                  choices the fewest bytes. With search="exact": the least seconds over all choices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from shardwright.errors import PlanError, UsageError
+from shardwright.graph.ir import Capture, Node, Value
+from shardwright.mesh.layout import Layout, Split
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.cost import Bytes, Objective, Seconds
+from shardwright.plan.data import data_parallel
+from shardwright.plan.hardware import Hardware, for_device
+from shardwright.plan.pins import pinned_strategies
+from shardwright.plan.plan import Plan, target_of
+from shardwright.plan.ruled import RuledGraph
+from shardwright.plan.search import Choice, Space, search
+from shardwright.rules.notation import OpRule, Strategy
+
+Mode = Literal["single", "data", "semi-auto", "auto"]
+Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
+MODES: tuple[Mode, ...] = ("single", "data", "semi-auto", "auto")
+SEARCHES = {"data": "none", "single": "none", "semi-auto": "propagation", "auto": "exact"}
+
+
+def make_plan(
+    capture: Capture,
+    mesh: Mesh,
+    mode: Mode = "auto",
+    *,
+    search_method: str | None = None,
+    inputs: Inputs = "split",
+    hardware: Hardware | None = None,
+    storage: Mapping[str, Layout] | None = None,
+) -> Plan:
+    """Decide the layout of every value and the strategy of every operator.
+
+    Args:
+        mesh: the devices; axes are split further where strategies need it.
+        search_method: "propagation" or "exact"; by default the usual one of the mode.
+        inputs: "split": each rank is given its rows of the batch; "whole": all of it; or slices per dim by input name.
+        storage: layouts that parameters have already, by value name; they are then not free.
+
+    Raises:
+        UsageError: for an unknown mode, search or input.
+        StrategyError: where a pin cannot be fulfilled.
+        PlanError: where no plan exists.
+    """
+    if mode not in MODES:
+        raise UsageError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
+    method = search_method or SEARCHES[mode]
+    if method not in ("none", "propagation", "exact"):
+        raise UsageError(f"unknown search {method!r}; the searches are propagation, exact")
+    graph = RuledGraph.of(capture)
+    if mode == "single" and mesh.size > 1:
+        raise UsageError(f"mode 'single' runs on one device, the mesh has {mesh.size}; use mode='data'")
+    # One axis cuts a batch that does not divide as loaders do, ceil-sized parts first.
+    atoms = Mesh.of(ranks=mesh.size).without_ones() if mode == "data" else mesh.atomic()
+    leaves = _fixed_leaves(capture, atoms, inputs, storage or {}, every_rank=mode == "data")
+    outputs = _outputs(capture, atoms, leaves)
+    if mode in ("single", "data"):
+        choice = data_parallel(graph, atoms, leaves, outputs)
+    else:
+        everything = method == "exact"
+        strategies = {n.name: _choices(n, graph.rules[n.name], atoms, everything) for n in capture.nodes}
+        space = Space(graph, atoms, strategies, _with_parameters(graph, atoms, strategies, leaves), outputs)
+        objective: Objective = Seconds(hardware or for_device("cpu")) if everything else Bytes()
+        choice = _searched(space, objective)
+    return Plan(graph, atoms, mesh, mode, method, choice.strategies, choice.leaves, outputs)
+
+
+def _searched(space: Space, objective: Objective) -> Choice:
+    try:
+        return search(space, objective)
+    except PlanError as error:
+        raise PlanError(
+            f"no plan was found on the mesh {space.mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'"
+        ) from None
+
+
+def _fixed_leaves(
+    capture: Capture, mesh: Mesh, inputs: Inputs, storage: Mapping[str, Layout], *, every_rank: bool
+) -> dict[str, Sequence[Layout]]:
+    """The leaves whose layout is given: inputs as asked for, buffers and constants replicated, stored parameters."""
+    found: dict[str, Sequence[Layout]] = {}
+    for value in capture.values.values():
+        if value.kind in ("buffer", "constant"):
+            found[value.name] = (Layout.replicated(len(value.shape)),)
+        elif value.kind == "input":
+            found[value.name] = (_input_layout(value, capture, mesh, inputs, every_rank),)
+        elif value.kind == "parameter" and value.name in storage:
+            found[value.name] = (storage[value.name],)
+    if isinstance(inputs, Mapping):
+        labels = [value.label for value in capture.of_kind("input")]
+        unknown = sorted(set(inputs) - set(labels))
+        if unknown:
+            raise UsageError(f"inputs names {unknown}, the batch has {labels}")
+    return found
+
+
+def _input_layout(value: Value, capture: Capture, mesh: Mesh, inputs: Inputs, every_rank: bool) -> Layout:
+    ndim = len(value.shape)
+    if isinstance(inputs, Mapping):
+        if value.label not in inputs:
+            return Layout.replicated(ndim)
+        return _layout_of_slices(value, tuple(inputs[value.label]), mesh)
+    if inputs == "split" and value.shape and value.shape[0] == batch_size(capture):
+        return Layout.split(ndim, {0: mesh.names if every_rank else _axes_for(value.shape[0], mesh)})
+    if inputs not in ("split", "whole"):
+        raise UsageError(f"inputs is 'split', 'whole' or a mapping from input name to slices per dim, got {inputs!r}")
+    return Layout.replicated(ndim)
+
+
+def batch_size(capture: Capture) -> int:
+    """The number of rows of the global batch: the first dim of the first input that has one; 0 without any."""
+    return next((value.shape[0] for value in capture.of_kind("input") if value.shape), 0)
+
+
+def _axes_for(rows: int, mesh: Mesh) -> tuple[str, ...]:
+    """The leading axes over which every rank gets at least a row."""
+    axes: list[str] = []
+    for axis in mesh.names:
+        if mesh.extent([*axes, axis]) <= rows:
+            axes.append(axis)
+    return tuple(axes)
+
+
+def _layout_of_slices(value: Value, slices: tuple[int, ...], mesh: Mesh) -> Layout:
+    if len(slices) != len(value.shape):
+        raise UsageError(f"inputs[{value.label!r}] = {slices} needs one number per dim of {value.shape}")
+    free = list(mesh.names)
+    dims = []
+    for number in slices:
+        axes: list[str] = []
+        while mesh.extent(axes) < number and free:
+            axes.append(free.pop(0))
+        if mesh.extent(axes) != number:
+            raise UsageError(f"inputs[{value.label!r}] = {slices} does not fit the mesh {mesh}")
+        dims.append(Split(tuple(axes)))
+    return Layout(tuple(dims))
+
+
+def _outputs(capture: Capture, mesh: Mesh, leaves: Mapping[str, Sequence[Layout]]) -> dict[str, Layout]:
+    """How values leave the program: the loss and new buffers whole; of an auxiliary output a rank's rows of the batch."""
+    rows = next((leaves[v.name][0].dims[0] for v in capture.of_kind("input") if v.shape), Split())
+    found = {capture.loss: Layout.replicated(0)} if capture.loss else {}
+    for name in capture.aux:
+        shape = capture.values[name].shape
+        by_rows = bool(shape) and shape[0] == batch_size(capture)
+        found[name] = Layout((rows if by_rows else Split(), *[Split()] * (len(shape) - 1)) if shape else ())
+    for name in capture.mutations.values():
+        found[name] = Layout.replicated(len(capture.values[name].shape))
+    return found
+
+
+def _choices(node: Node, rule: OpRule, mesh: Mesh, everything: bool) -> tuple[Strategy, ...]:
+    """The strategies that the search may choose for an operator."""
+    if node.pin is not None:
+        return pinned_strategies(node, rule, mesh)
+    partial = not any(factor.kind == "sum" for factor in rule.factors) or not rule.splittable
+    found = tuple(rule.strategies(mesh, partial=partial))
+    return found if everything else tuple(s for s in found if _uses_every_axis(s, rule, mesh))
+
+
+def _uses_every_axis(strategy: Strategy, rule: OpRule, mesh: Mesh) -> bool:
+    """Whether no axis is left that some factor would admit."""
+    for axis in set(mesh.names) - strategy.used:
+        for i in rule.splittable:
+            if rule.factors[i].size % mesh.extent([*strategy.axes[i], axis]) == 0:
+                return False
+    return True
+
+
+def _with_parameters(
+    graph: RuledGraph,
+    mesh: Mesh,
+    strategies: Mapping[str, Sequence[Strategy]],
+    fixed: Mapping[str, Sequence[Layout]],
+) -> dict[str, Sequence[Layout]]:
+    """Parameters may be stored in any layout in which some strategy of a consumer takes them, replicated first."""
+    found = dict(fixed)
+    for value in graph.capture.of_kind("parameter"):
+        if value.name not in found:
+            demanded = [
+                target_of(graph, use.node, use.index, strategy, mesh).layout.whole()
+                for use in graph.uses[value.name]
+                for strategy in strategies[use.node.name]
+            ]
+            found[value.name] = tuple(dict.fromkeys([Layout.replicated(len(value.shape)), *demanded]))
+    return found
