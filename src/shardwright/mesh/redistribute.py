@@ -178,7 +178,8 @@ def redistribute(
             f"partial over {', '.join(wrong)} is not such a value"
         )
     moves = _merged(_Route(src, dst, shape, mesh).moves(frozenset(gradient_partial)))
-    summed = mesh.ordered(set(src.partial) - set(dst.partial) - dst.split_axes)
+    scattered = {axis for move in moves if move.kind == "reduce_scatter" for axis in move.axes}
+    summed = mesh.ordered(set(src.partial) - set(dst.partial) - scattered)
     entered = mesh.ordered(set(gradient_partial) - src.split_axes)
     return tuple(_steps(src, moves, summed, entered, shape, mesh))
 
@@ -286,6 +287,9 @@ class _Route:
         dim = min((dim for dim in range(len(self.dims)) if self._excess(dim)), key=key, default=None)
         if dim is None:
             return None
+        # What could not be reduce-scattered so far is cheaper to sum now and slice later: afterwards the tensor is at
+        # least twice as large.
+        self.partial -= self.target_axes
         axis = self.dims[dim].axes[-1]
         self._remove(dim, 1)
         adjoint: AdjointKind = "reduce_scatter" if axis in gradient_partial else "slice"
@@ -310,18 +314,21 @@ def _steps(
     src: Layout, moves: Sequence[_Move], summed: tuple[str, ...], entered: tuple[str, ...], shape: Shape, mesh: Mesh
 ) -> Iterator[Step]:
     """The moves as steps, with the all-reduces, forward and backward, where the local tensor is smallest."""
-    at = 0
+    sum_at = enter_at = 0
     if moves and (summed or entered):
         stages = [src.dims, *(move.dims for move in moves)]
         sizes = [math.prod(map(_longest, shape, dims, [mesh] * len(shape))) for dims in stages]
-        at = sizes.index(min(sizes))
+        enter_at = sizes.index(min(sizes))
+        # An axis has to be summed over before it cuts a dim.
+        cut = [index for index, move in enumerate(moves) if move.kind == "slice" and set(move.axes) & set(summed)]
+        sum_at = sizes.index(min(sizes[: min(cut, default=len(moves)) + 1]))
     now = src
     for index in range(len(moves) + 1):
-        if index == at and summed:
+        if index == sum_at and summed:
             after = Layout(now.dims, tuple(axis for axis in now.partial if axis not in summed))
             yield Step("all_reduce", "nothing", summed, now, after)
             now = after
-        if index == at and entered:
+        if index == enter_at and entered:
             yield Step("enter", "all_reduce", entered, now, now)
         if index < len(moves):
             move = moves[index]

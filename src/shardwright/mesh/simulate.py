@@ -1,7 +1,7 @@
 """Run every rank of a mesh in one process, deterministically.
 
 Each rank is a thread, and one thread runs at a time: rank 0 until its first collective, then rank 1, and so on. A
-collective is computed when its last member has come to it. Every run of a function is thus the same run, sums have
+collective is computed by the last of its members to come to it. Every run of a function is thus the same run, sums have
 one order, a deadlock is seen at once instead of after a timeout, and each rank has its own stream of the default
 random generator, which starts where the caller's stands, as in processes that are seeded alike.
 """
@@ -39,11 +39,14 @@ class _Call:
     group: tuple[int, ...]
     tensors: list[Tensor]
 
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What the members of the group have to agree about."""
+        return self.kind, *((tensor.dtype, tensor.shape) for tensor in self.tensors)
+
     def __str__(self) -> str:
-        shape = "x".join(map(str, self.tensors[0].shape)) or "scalar"
-        return (
-            f"{self.kind} over {', '.join(self.axes)} among ranks {list(self.group)} of {self.tensors[0].dtype} {shape}"
-        )
+        tensors = " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.tensors)
+        return f"{self.kind} over {', '.join(self.axes)} among ranks {list(self.group)} of {tensors}"
 
 
 class SimulatedCommunicator:
@@ -85,16 +88,15 @@ def _taken() -> threading.Lock:
 
 @dataclass
 class _Rank:
-    """One rank, as the scheduler sees it."""
+    """One rank: its thread, what it waits in, and what came of it."""
 
+    thread: threading.Thread
     random_state: Tensor
-    thread: threading.Thread | None = None
     go: threading.Lock = field(default_factory=_taken)
     call: _Call | None = None  # the collective that it waits in
     answer: list[Tensor] = field(default_factory=list)  # what the collective gave it
     finished: bool = False
     result: Any = None
-    error: BaseException | None = None
 
 
 def simulate(mesh: Mesh, fn: Callable[[SimulatedCommunicator], T], *, timeout_s: float = 60) -> list[T]:
@@ -108,104 +110,120 @@ def simulate(mesh: Mesh, fn: Callable[[SimulatedCommunicator], T], *, timeout_s:
             waits where), or where a rank neither ends nor comes to a collective within ``timeout_s`` seconds.
         BaseException: whatever ``fn`` raised first, with a note that names the rank.
     """
-    return _Simulation(mesh, timeout_s).run(fn)
+    return _Simulation(mesh, fn, timeout_s).run()
 
 
 class _Simulation:
-    """Passes the turn from rank to rank: a rank runs between ``go`` and ``back``, the scheduler otherwise."""
+    """Passes one turn from rank to rank. Only the thread that has the turn touches what is here.
 
-    def __init__(self, mesh: Mesh, timeout_s: float) -> None:
+    The last rank to come to a collective computes it and goes on; the others become ready and follow in order.
+    """
+
+    def __init__(self, mesh: Mesh, fn: Callable[[SimulatedCommunicator], Any], timeout_s: float) -> None:
         self.mesh = mesh
+        self.fn = fn
         self.timeout_s = timeout_s
-        self.ranks = [_Rank(torch.get_rng_state()) for _ in range(mesh.size)]
-        self.back = _taken()
-        self.running: int | None = None
+        self.grad_enabled = torch.is_grad_enabled()
+        self.ranks = [
+            # Daemons: a rank that never comes back must not keep the process alive.
+            _Rank(threading.Thread(target=self._rank_main, args=(index,), daemon=True), torch.get_rng_state())
+            for index in range(mesh.size)
+        ]
+        self.ready = deque(range(mesh.size))
+        self.ended = _taken()  # released when a rank failed or no rank can go on
+        self.running = 0
+        self.turns = 0
+        self.error: BaseException | None = None
         self.over = False
 
-    def run(self, fn: Callable[[SimulatedCommunicator], T]) -> list[T]:
+    def run(self) -> list[Any]:
         before = torch.get_rng_state()
-        arguments = (fn, torch.is_grad_enabled())
-        for index, rank in enumerate(self.ranks):
-            # A daemon: a rank that never comes back must not keep the process alive.
-            rank.thread = threading.Thread(target=self._rank_main, args=(index, *arguments), daemon=True)
-            rank.thread.start()
         try:
-            self._schedule()
+            self._pass_turn()
+            self._wait_for_end()
         finally:
             self.over = True
             for index, rank in enumerate(self.ranks):
-                rank.go.release()
-                if index != self.running and rank.thread is not None:
+                stuck = index == self.running and rank.call is None and not rank.finished
+                if rank.thread.ident is not None and not stuck:
+                    rank.go.release()
                     rank.thread.join()
             torch.set_rng_state(before)
         return [rank.result for rank in self.ranks]
 
-    def _rank_main(self, index: int, fn: Callable[[SimulatedCommunicator], Any], grad_enabled: bool) -> None:
-        rank = self.ranks[index]
-        rank.go.acquire()
-        if self.over:
-            return
-        try:
-            with torch.set_grad_enabled(grad_enabled):
-                rank.result = fn(SimulatedCommunicator(self.mesh, index, self._wait))
-        except BaseException as error:
-            rank.error = error
-        rank.finished = True
-        self.back.release()
-
-    def _wait(self, index: int, call: _Call) -> list[Tensor]:
-        """In the thread of a rank: give the turn back until the collective is done."""
-        rank = self.ranks[index]
-        if threading.current_thread() is not rank.thread:
-            raise WorldError(f"the communicator of simulated rank {index} works only inside the function that got it")
-        rank.call = call
-        self.back.release()
-        rank.go.acquire()
-        if self.over:
-            raise _Abandoned
-        return rank.answer
-
-    def _schedule(self) -> None:
-        ready = deque(range(self.mesh.size))
-        while ready:
-            index = ready.popleft()
-            self._resume(index)
-            rank = self.ranks[index]
-            if rank.error is not None:
-                rank.error.add_note(f"raised on simulated rank {index} of the mesh {self.mesh}")
-                raise rank.error
-            if rank.call is not None:
-                ready.extend(self._complete(rank.call))
+    def _wait_for_end(self) -> None:
+        turns = -1
+        while not self.ended.acquire(timeout=self.timeout_s):
+            if turns == self.turns:
+                raise WorldError(
+                    f"rank {self.running} neither ended nor came to a collective within {self.timeout_s} s:"
+                    f"{self._whereabouts()}"
+                )
+            turns = self.turns
+        if self.error is not None:
+            raise self.error
         if not all(rank.finished for rank in self.ranks):
             raise WorldError(f"the ranks wait for each other for ever:{self._whereabouts()}")
 
-    def _resume(self, index: int) -> None:
-        """Let one rank run until its next collective or its end."""
+    def _rank_main(self, index: int) -> None:
         rank = self.ranks[index]
-        torch.set_rng_state(rank.random_state)
-        self.running = index
-        rank.go.release()
-        if not self.back.acquire(timeout=self.timeout_s):
-            raise WorldError(
-                f"rank {index} neither ended nor came to a collective within {self.timeout_s} s:{self._whereabouts()}"
-            )
-        self.running = None
-        rank.random_state = torch.get_rng_state()
+        try:
+            with torch.set_grad_enabled(self.grad_enabled):
+                rank.result = self.fn(SimulatedCommunicator(self.mesh, index, self._call))
+        except _Abandoned:
+            return
+        except BaseException as error:
+            error.add_note(f"raised on simulated rank {index} of the mesh {self.mesh}")
+            self.error = error
+            self.ready.clear()
+        rank.finished = True
+        self._pass_turn()
 
-    def _complete(self, call: _Call) -> tuple[int, ...]:
-        """Compute the collective if all its members have come to it, and name them: they can go on."""
+    def _pass_turn(self) -> None:
+        """Let the next rank go on that can. The caller touches nothing afterwards until it has the turn again."""
+        if self.over:
+            return
+        if not self.ready:
+            self.ended.release()
+            return
+        self.turns += 1
+        self.running = self.ready.popleft()
+        rank = self.ranks[self.running]
+        torch.set_rng_state(rank.random_state)
+        if rank.thread.ident is None:
+            rank.thread.start()
+        else:
+            rank.go.release()
+
+    def _call(self, index: int, call: _Call) -> list[Tensor]:
+        """In the thread of a rank: take part in a collective, and wait until it is done."""
+        rank = self.ranks[index]
+        if self.over or threading.current_thread() is not rank.thread:
+            raise WorldError(f"the communicator of simulated rank {index} works only inside the function that got it")
+        rank.call = call
+        if not self._complete(call):
+            rank.random_state = torch.get_rng_state()
+            self._pass_turn()
+            rank.go.acquire()
+            if self.over:
+                raise _Abandoned
+        return rank.answer
+
+    def _complete(self, call: _Call) -> bool:
+        """Compute the collective if all its members have come to it."""
         calls = [
             waiting for member in call.group if (waiting := self.ranks[member].call) and waiting.group == call.group
         ]
         if len(calls) < len(call.group):
-            return ()
-        if len({str(waiting) for waiting in calls}) > 1:
+            return False
+        if len({waiting.signature for waiting in calls}) > 1:
             raise WorldError(f"the ranks of one group call different collectives:{self._whereabouts()}")
         with torch.no_grad():
             answers = _ANSWERS[call.kind]([waiting.tensors for waiting in calls])
         for member, answer in zip(call.group, answers, strict=True):
             self.ranks[member].call, self.ranks[member].answer = None, answer
-        return call.group
+        self.ready.extend(member for member in call.group if member != self.running)
+        return True
 
     def _whereabouts(self) -> str:
         def of(index: int, rank: _Rank) -> str:

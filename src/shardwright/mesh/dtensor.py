@@ -1,0 +1,83 @@
+"""Layouts as placements of ``torch.distributed.tensor``, and back.
+
+Every axis of the mesh is one dim of the device mesh. Placements know no order of the axes on a dim but the mesh's,
+and no units: a layout that needs them is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+
+from shardwright.errors import PlanError
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+
+
+def to_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
+    """One placement for every axis of ``mesh``, in mesh order.
+
+    >>> to_placements(Layout.split(2, {1: ["b"]}, partial=["a"]), Mesh.of(a=2, b=2, c=2))
+    [Partial(sum), Shard(dim=1), Replicate()]
+
+    Raises:
+        PlanError: where a dim's axes do not stand in mesh order, or a dim is cut by units.
+    """
+    dim_of: dict[str, int] = {}
+    for dim, split in enumerate(layout.dims):
+        if split.axes != mesh.ordered(split.axes):
+            raise PlanError(
+                f"dim {dim} of {layout} is cut over {'·'.join(split.axes)}; as a DTensor it can be cut over these axes "
+                f"in mesh order only: {'·'.join(mesh.ordered(split.axes))}"
+            )
+        if split.unit != 1:
+            raise PlanError(
+                f"dim {dim} of {layout} is cut between multiples of {split.unit}, which a DTensor cannot express; "
+                "where the parts are even, Layout.normalised makes the unit 1"
+            )
+        dim_of |= dict.fromkeys(split.axes, dim)
+    return [
+        Partial() if axis in layout.partial else Shard(dim_of[axis]) if axis in dim_of else Replicate()
+        for axis in mesh.names
+    ]
+
+
+def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> Layout:
+    """The layout of a tensor with ``ndim`` dims that has these placements on the axes of ``mesh``.
+
+    >>> print(from_placements([Partial(), Shard(-1), Replicate()], 2, Mesh.of(a=2, b=2, c=2)))
+    [-, b] Σa
+
+    Raises:
+        PlanError: where a placement is none of Shard, Replicate and a partial sum, or their number is not the axes'.
+    """
+    if len(placements) != len(mesh.axes):
+        raise PlanError(f"{len(placements)} placements {list(placements)} for the {len(mesh.axes)} axes of {mesh}")
+    axes: dict[int, Sequence[str]] = {}
+    partial = []
+    for axis, placement in zip(mesh.names, placements, strict=True):
+        if type(placement) is Shard:
+            dim = placement.dim % ndim
+            axes[dim] = [*axes.get(dim, ()), axis]
+        elif type(placement) is Partial and placement.reduce_op == "sum":
+            partial.append(axis)
+        elif type(placement) is not Replicate:
+            raise PlanError(
+                f"placement {placement} on axis {axis} has no layout; those that have: Shard, Replicate, Partial('sum')"
+            )
+    return Layout.split(ndim, axes, partial)
+
+
+def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
+    """The device mesh with the axes of ``mesh``, over the whole world. All ranks call it together.
+
+    ``device_type`` is ``"cpu"`` or ``"cuda"``.
+
+    Raises:
+        PlanError: where the mesh has no axis; a DTensor lives on one at least.
+    """
+    if not mesh.axes:
+        raise PlanError("a mesh without axes is no device mesh; on one device parameters are plain tensors")
+    return init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
