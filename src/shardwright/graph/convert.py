@@ -246,7 +246,7 @@ class _Converter:
         mutations: dict[str, str] = {}
         outputs: list[str] = []
         for spec in program.graph_signature.output_specs:
-            made = self.made[spec.arg.name]  # type: ignore[union-attr]
+            made = self.made[spec.arg.name]
             if spec.kind is OutputKind.USER_OUTPUT:
                 outputs.append(made)
             elif spec.kind is OutputKind.BUFFER_MUTATION:

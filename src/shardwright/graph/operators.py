@@ -20,9 +20,10 @@ def cross_entropy_sum(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """The cross entropy of every element, weighted, summed: ``logits`` ``[n, classes, ...]``, ``target`` ``[n, ...]``.
+    """The cross entropy of every element, weighted and summed.
 
-    The target may be probabilities, ``[n, classes, ...]``.
+    ``logits`` ``[n, classes, ...]``, ``weight`` ``[classes]``; ``target`` ``[n, ...]`` of class indices, or of
+    probabilities like the logits.
     """
     return F.cross_entropy(
         logits, target, weight, ignore_index=ignore_index, label_smoothing=label_smoothing, reduction="sum"
@@ -30,17 +31,16 @@ def cross_entropy_sum(
 
 
 def cross_entropy_count(
-    target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100, dtype: torch.dtype | None = None
+    target: torch.Tensor, weight: torch.Tensor | None = None, ignore_index: int = -100
 ) -> torch.Tensor:
-    """By what the mean cross entropy divides: the class weights of the elements that are not ignored, summed.
+    """By what the mean cross entropy divides: how many targets are not ignored, or the sum of their classes' weights.
 
-    ``target`` ``[n, ...]`` holds class indices; ``dtype`` is that of the loss.
+    ``target`` ``[n, ...]`` of class indices; the count is int64, the sum in the dtype of ``weight``.
     """
     counted = target != ignore_index
     if weight is None:
-        return counted.sum().to(dtype or torch.get_default_dtype())
-    weights = weight[torch.where(counted, target, 0)]
-    return torch.where(counted, weights, 0).sum().to(dtype or weight.dtype)
+        return counted.sum()
+    return torch.where(counted, weight[torch.where(counted, target, 0)], 0).sum()
 
 
 OPERATORS: dict[str, Callable[..., Any]] = {
