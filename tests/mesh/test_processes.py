@@ -1,0 +1,102 @@
+"""Real processes give what the simulated ranks give, for every kind of step and dtype."""
+
+import itertools
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from shardwright.errors import LoweringError, WorldError
+from shardwright.mesh.collectives import apply_step
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.processes import ProcessCommunicator
+from shardwright.mesh.redistribute import redistribute
+from shardwright.mesh.simulate import simulate
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
+
+
+def routes(mesh):
+    """Redistributions that together take every kind of step, over one axis and over all; the dims are uneven."""
+    one, every = mesh.names[:1], mesh.names
+    for axes in dict.fromkeys([one, every]):
+        whole, rows, columns = Layout.replicated(2), Layout.split(2, {0: axes}), Layout.split(2, {1: axes[::-1]})
+        partial = Layout.split(2, {}, axes)
+        yield from [
+            (whole, whole, axes), (whole, rows, ()), (rows, whole, ()), (columns, whole, axes), (rows, columns, ()),
+            (partial, whole, ()), (partial, whole, axes), (partial, rows, ()), (partial, columns, ()),
+        ]  # fmt: skip
+
+
+def take_every_step(comm):
+    """Values and gradients of every route, as lists, and the kinds of step that were taken."""
+    shape = (7, 5)
+    found, kinds = [], set()
+    for dtype, (src, dst, gradient_partial) in itertools.product(DTYPES, routes(comm.mesh)):
+        whole = torch.arange(35).reshape(shape) % 11
+        mine = whole + comm.rank if src.partial else whole
+        x = mine[src.local_slice(shape, comm.mesh, comm.rank)].to(dtype).requires_grad_(dtype.is_floating_point)
+        y = x
+        for step in redistribute(src, dst, gradient_partial, shape, comm.mesh):
+            y = apply_step(y, step, shape, comm)
+            kinds |= {step.kind, f"{step.kind} | {step.adjoint}"}
+        assert y.dtype == dtype
+        found.append(y.tolist())
+        if dtype.is_floating_point:
+            gradient = whole + comm.rank if gradient_partial else whole
+            y.backward(gradient[dst.local_slice(shape, comm.mesh, comm.rank)].to(dtype))
+            found.append(x.grad.tolist())
+    return found, kinds
+
+
+def on_processes(mesh):
+    dist.init_process_group("gloo")
+    comm = ProcessCommunicator(mesh)
+    comm.prepare([axes for count in range(len(mesh.axes) + 1) for axes in itertools.combinations(mesh.names, count)])
+    try:
+        return take_every_step(comm)
+    finally:
+        comm.close()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("mesh", [Mesh.of(a=2), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3)], ids=str)
+def test_processes_and_simulation_agree(mesh):
+    simulated = simulate(mesh, take_every_step)
+    assert simulated[0][1] >= {
+        "enter | all_reduce", "slice | all_gather", "all_gather | slice", "all_gather | reduce_scatter",
+        "all_to_all | all_to_all", "all_reduce | nothing", "reduce_scatter | all_gather",
+    }  # fmt: skip
+    assert run_ranks(mesh.size, on_processes, mesh) == simulated
+
+
+def without_preparation(mesh):
+    dist.init_process_group("gloo")
+    comm = ProcessCommunicator(mesh)
+    comm.prepare([("b", "a")])
+    x = torch.ones(2)
+    assert comm.all_reduce(x, ("a", "b")) is x
+    assert x.tolist() == [4, 4]
+    assert comm.all_reduce(x, ()) is x
+    messages = []
+    try:
+        comm.all_reduce(x, ("a",))
+    except LoweringError as error:
+        messages.append(str(error))
+    try:
+        ProcessCommunicator(Mesh.of(a=3))
+    except WorldError as error:
+        messages.append(str(error))
+    comm.close()
+    assert dist.get_world_size() == 4  # the default group is not ours to destroy
+    dist.destroy_process_group()
+    return messages
+
+
+def test_groups_are_prepared_and_the_world_fits_the_mesh():
+    assert run_ranks(4, without_preparation, Mesh.of(a=2, b=2))[0] == [
+        "no group over a on the mesh a=2 b=2; prepared: a·b",
+        "the mesh a=3 has 3 devices, the world 4 ranks; launch 3 ranks or choose a mesh of 4",
+    ]
