@@ -28,6 +28,7 @@ _PUBLIC: dict[str, str] = {
     "parallelize": "shardwright.run.parallel",
     "reduce_gradients": "shardwright.run.gradients",
     "set_seed": "shardwright.run.seed",
+    "shard": "shardwright.graph.pins",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

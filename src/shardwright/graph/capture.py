@@ -8,8 +8,10 @@ import torch
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.graph.check import check
 from shardwright.graph.convert import convert
 from shardwright.graph.ir import Capture
+from shardwright.graph.pins import module_pins, pin_module
 from shardwright.graph.trace import LossFunction, capture_device, trace
 
 
@@ -42,7 +44,9 @@ def capture(
             "the loss does not depend on any parameter that requires a gradient\n"
             "Compute it from the output of the model that the loss function is given, outside torch.no_grad()."
         )
-    return captured
+    for scope, request in module_pins(model).items():
+        captured = pin_module(captured, scope, request)
+    return check(captured)
 
 
 def flatten_batch(batch: Any) -> list[torch.Tensor]:

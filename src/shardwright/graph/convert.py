@@ -6,7 +6,7 @@ import keyword
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +15,9 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_arg
 
 from shardwright import torch_private
-from shardwright.errors import CaptureError
-from shardwright.graph.ir import Capture, Kind, Node, Operand, Value
+from shardwright.errors import CaptureError, StrategyError
+from shardwright.graph.ir import Capture, Kind, Node, Operand, Pin, Slices, Value
+from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.graph.trace import NO_GRADIENT, SOURCE, Trace
 
 _MODEL = "model."  # the user's model within the module that is exported
@@ -71,6 +72,7 @@ class _Converter:
         self.names: set[str] = set()
         self.made: dict[str, Any] = {}  # fx node -> a value, or one per result
         self.detached: dict[str, str] = {}
+        self.marks: dict[str, tuple[Slices, str]] = {}  # fx node -> the pin of whoever takes it next
 
     # leaves
 
@@ -146,7 +148,14 @@ class _Converter:
         op = str(node.target)
         if _CHECKS.match(op):
             return
+        if op in (OPERAND_MARKER, RESULT_MARKER):
+            self._pin(op, node)
+            return
         same = self._same_value(op, node)
+        first = node.args[0] if node.args else None
+        passes_on = same is not None or op == "aten._to_copy.default"
+        if passes_on and isinstance(first, fx.Node) and first.name in self.marks:
+            self.marks[node.name] = self.marks[first.name]
         if same is not None:
             self.made[node.name] = same
             return
@@ -186,6 +195,23 @@ class _Converter:
             return operand
         return None
 
+    def _pin(self, op: str, node: fx.Node) -> None:
+        """Take note of a pin, of who takes this operand next or of who made this result."""
+        marked, slices, source = node.args
+        assert isinstance(marked, fx.Node)
+        name = self.made[node.name] = self.made[marked.name]
+        cut = tuple(slices)  # type: ignore[arg-type]
+        if op == OPERAND_MARKER:
+            self.marks[node.name] = cut, str(source)
+            return
+        for i, made in enumerate(self.nodes):
+            if name in made.results:
+                pin = made.pin or Pin((None,) * len(made.operands), (None,) * len(made.results), str(source))
+                results = tuple(cut if r == name else old for r, old in zip(made.results, pin.results, strict=True))
+                self.nodes[i] = replace(made, pin=replace(pin, results=results))
+                return
+        raise StrategyError(f"the pinned function returns what it was given, pinned at {source}")
+
     def _append(
         self, node: fx.Node, op: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]
     ) -> tuple[str, ...]:
@@ -193,8 +219,11 @@ class _Converter:
         operands: list[str] = []
         no_gradient = (node.meta.get("custom") or {}).get(NO_GRADIENT, False)
 
+        marks: list[tuple[Slices, str] | None] = []
+
         def operand(of: fx.Node) -> Operand:
             name = self.made[of.name]
+            marks.append(None if op == "aten._to_copy.default" else self.marks.get(of.name))
             operands.append(self._detach(node, name) if no_gradient else name)
             return Operand(len(operands) - 1)
 
@@ -219,8 +248,10 @@ class _Converter:
             for i, result in enumerate(results)
         )
         name = names[0] if len(names) == 1 else name
+        sources = [mark[1] for mark in marks if mark]
+        pin = Pin(tuple(mark and mark[0] for mark in marks), (None,) * len(names), sources[0]) if sources else None
         self.nodes.append(
-            Node(name, op, args, tuple(kwargs.items()), tuple(operands), names, _scope(node), _source(node))
+            Node(name, op, args, tuple(kwargs.items()), tuple(operands), names, _scope(node), _source(node), pin)
         )
         return names
 
