@@ -65,7 +65,8 @@ def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> L
             partial.append(axis)
         elif type(placement) is not Replicate:
             raise PlanError(
-                f"placement {placement!r} on axis {axis} has no layout; those that have: Shard, Replicate, Partial('sum')"
+                f"placement {placement!r} on axis {axis} has no layout; "
+                "those that have: Shard, Replicate, Partial('sum')"
             )
     return Layout.split(ndim, axes, partial)
 

@@ -155,7 +155,7 @@ def possible(src: Layout, dst: Layout) -> bool:
     return set(dst.partial) <= set(src.partial)
 
 
-@lru_cache(maxsize=1 << 18)
+@lru_cache(maxsize=1 << 16)
 def redistribute(
     src: Layout, dst: Layout, gradient_partial: tuple[str, ...], shape: Shape, mesh: Mesh
 ) -> tuple[Step, ...]:
@@ -206,18 +206,21 @@ class _Route:
         self.target_axes = dst.split_axes
         self.shape = shape
         self.mesh = mesh
+        self.kept: list[int] = []  # for every dim, how many of its major axes already cut it as the target demands
 
     def moves(self, gradient_partial: frozenset[str]) -> Iterator[_Move]:
         """Whatever shrinks the local tensor, as long as there is such a move; else one all-gather; until done."""
         while True:
+            self.kept = [self._kept(dim) for dim in range(len(self.dims))]
             move = self._slice() or self._reduce_scatter() or self._all_to_all() or self._all_gather(gradient_partial)
             if move is None:
                 return
             yield move
 
     def _kept(self, dim: int) -> int:
-        """How many of the dim's major axes already cut it as the target demands."""
         now, goal = self.dims[dim], self.target[dim]
+        if now == goal:
+            return len(goal.axes)
         count = 0
         extent = 1
         for axis, wanted in zip(now.axes, goal.axes, strict=False):
@@ -229,11 +232,11 @@ class _Route:
         return count
 
     def _excess(self, dim: int) -> tuple[str, ...]:
-        return self.dims[dim].axes[self._kept(dim) :]
+        return self.dims[dim].axes[self.kept[dim] :]
 
     def _missing(self, dim: int) -> tuple[str, ...]:
         """The axes to append to the dim, where nothing has to be removed from it before."""
-        kept = self._kept(dim)
+        kept = self.kept[dim]
         return self.target[dim].axes[kept:] if kept == len(self.dims[dim].axes) else ()
 
     def _append(self, dim: int, axes: tuple[str, ...]) -> None:
@@ -281,7 +284,7 @@ class _Route:
 
         def key(dim: int) -> tuple[bool, bool, int]:
             excess = self._excess(dim)
-            blocks = len(self.target[dim].axes) > self._kept(dim) or any(a in self.target_axes for a in excess[:-1])
+            blocks = len(self.target[dim].axes) > self.kept[dim] or any(a in self.target_axes for a in excess[:-1])
             return not blocks, excess[-1] in self.target_axes, dim
 
         dim = min((dim for dim in range(len(self.dims)) if self._excess(dim)), key=key, default=None)
