@@ -139,7 +139,7 @@ def test_a_rank_that_ignores_term_is_killed_after_the_grace(launching):
     )
     ended = launching.run("-n", "3", "--grace", "0.5", *PYTHON, script)
     assert ended.code == 5
-    assert 0.5 < ended.seconds < 5
+    assert 0.5 < ended.seconds < 8
     assert "ranks 1-2 had to be killed" in ended.stderr
 
 
@@ -236,7 +236,7 @@ def test_ctrl_c_once_lets_ranks_end_by_themselves(launching):
     launcher.send_signal(signal.SIGINT)
     ended = launching.finish(launcher)
     assert ended.code == 130
-    assert ended.seconds < 3
+    assert ended.seconds < 5
     assert [launching.log(rank) for rank in range(2)] == ["up\nsaved\n"] * 2
     assert "SIGINT: ending 2 ranks" in ended.stderr
     assert "failed" not in ended.stderr
@@ -252,7 +252,7 @@ def test_ctrl_c_twice_kills(launching):
     launcher.send_signal(signal.SIGINT)
     ended = launching.finish(launcher)
     assert ended.code == 130
-    assert ended.seconds < 3
+    assert ended.seconds < 5
     assert "ranks 0-1 had to be killed" in ended.stderr
 
 
@@ -263,7 +263,7 @@ def test_ctrl_c_while_torch_is_imported(launching):
     launcher.send_signal(signal.SIGINT)
     ended = launching.finish(launcher)
     assert ended.code == 130
-    assert ended.seconds < 2
+    assert ended.seconds < 5
     assert "Traceback" not in ended.stderr
 
 
@@ -321,7 +321,7 @@ def test_ctrl_c_ends_a_job_with_a_stopped_rank(launching):
     launcher.send_signal(signal.SIGINT)
     ended = launching.finish(launcher)
     assert ended.code == 130
-    assert ended.seconds < 3
+    assert ended.seconds < 5
 
 
 def test_an_early_return_of_0_is_no_failure(launching):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import selectors
 import signal
 import sys
@@ -285,8 +286,13 @@ def _take_stdio() -> tuple[int, int]:
 
 
 def _read_start(orders: int, decoder: Decoder) -> Start:
+    """Ends this process where the launcher ended before the kernel was asked to tell of that."""
+    poll = select.poll()
+    poll.register(orders, 0)
     while data := os.read(orders, _CHUNK_BYTES):
         for message, _ in decoder.feed(data):
+            if poll.poll(0):
+                os._exit(1)
             return Start.from_message(message)
     os._exit(1)
 
