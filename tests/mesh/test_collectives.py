@@ -137,5 +137,5 @@ def test_a_part_of_another_size_is_named():
         LoweringError, match=r"rank 0 holds 4 rows of dim 0 where 3 were expected: .*\(4, 2\)"
     ) as caught:
         simulate(PAIR, run)
-    assert "size=6" in str(e.value)
-    assert "mesh a=2" in str(e.value)
+    assert "size=6" in str(caught.value)
+    assert "mesh a=2" in str(caught.value)
