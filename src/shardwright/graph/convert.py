@@ -23,7 +23,11 @@ from shardwright.graph.trace import NO_GRADIENT, SOURCE, Trace
 _MODEL = "model."  # the user's model within the module that is exported
 _DROPPED_ARGUMENTS = {"device", "pin_memory", "layout", "non_blocking"}
 # results from this one on are statistics and masks, through which no gradient flows
-_DIFFERENTIABLE = {"aten._native_batch_norm_legit_functional.default": 1, "aten.native_dropout.default": 1}
+_DIFFERENTIABLE = {
+    "aten._native_batch_norm_legit_functional.default": 1,
+    "aten._native_batch_norm_legit_no_training.default": 1,
+    "aten.native_dropout.default": 1,
+}
 _CREATION = re.compile(r"^aten\.(\w+_like|new_\w+)\.")
 _SAME_VALUE = {"aten.alias.default", "aten.clone.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
 _CHECKS = re.compile(r"^aten\.(_assert_\w+|sym_constrain_\w+|_functional_assert_\w+)\.")
