@@ -144,15 +144,25 @@ class _Splitter:
                     "give sw.loader a world of one rank, or use mode='data'"
                 )
             return self._move(batch), count
-        if isinstance(batch, Batch):
-            return self._move(batch), batch.global_size
-        if self.kind == "global":
-            start, stop = chunk_range(count, self.world.size, self.world.rank)
-            return self._move(map_tensors(lambda tensor: tensor[start:stop], batch)), count
-        return self._move(batch), None if self.kind == "local" else count
+        if not isinstance(batch, Batch) and self.kind != "global":
+            return self._move(batch), None if self.kind == "local" else count
+        global_size = batch.global_size if isinstance(batch, Batch) else count
+        start, stop = chunk_range(global_size, self.world.size, self.world.rank)
+        if count == global_size:
+            return self._move(map_tensors(lambda tensor: tensor[start:stop], _plain(batch))), global_size
+        if (batch.start, batch.stop) != (start, stop):
+            raise UsageError(
+                f"rank {self.world.rank} of {self.world.size} computes samples {start} to {stop}, but got {batch!r}; "
+                "take batches from sw.loader, made after sw.init()"
+            )
+        return self._move(batch), global_size
 
     def _move(self, batch: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.world.device, non_blocking=True), batch)
+
+
+def _plain(batch: Any) -> Any:
+    return tuple(batch) if isinstance(batch, Batch) else batch
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,83 @@
+"""Groups of ranks answer on every member, and say so to everybody else."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.errors import UsageError, WorldError
+
+
+def said_by(function, *arguments):
+    try:
+        return function(*arguments)
+    except UsageError as error:
+        return str(error)
+
+
+def on_two_hosts():
+    """Six ranks of which Slurm says that they run on two hosts, three on each."""
+    rank = int(os.environ["RANK"])
+    slurm = {"PROCID": rank, "LOCALID": rank % 3, "NODEID": rank // 3, "NTASKS": 6, "JOB_ID": 7,
+             "STEP_NODELIST": "node[1-2]", "TASKS_PER_NODE": "3(x2)"}  # fmt: skip
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()})
+    world = sw.init(timeout=30)
+    ranks = [4, 1, 3]
+    group = sw.create_group(ranks)
+    if rank not in ranks:
+        dist.barrier()  # rank 0 serves the store on which the members meet
+        return str(world), said_by(sw.get_rank, group), said_by(sw.get_group_size, group)
+    total = torch.tensor([float(rank)])
+    dist.all_reduce(total, group=group)
+    answers = (
+        sw.get_rank(group), sw.get_group_size(group), sw.get_local_rank(group), sw.get_local_size(group),
+        [sw.get_world_rank_from_group_rank(group, r) for r in range(3)],
+        [sw.get_group_rank_from_world_rank(r, group) for r in (1, 3, 4)], total.item(),
+    )  # fmt: skip
+    wrong = said_by(sw.get_world_rank_from_group_rank, group, 3), said_by(sw.get_group_rank_from_world_rank, 0, group)
+    everyone = sw.get_rank(), sw.get_group_size(), sw.get_local_rank(), sw.get_local_size()
+    dist.barrier()
+    sw.destroy_group(group)
+    return answers, wrong, everyone, said_by(sw.get_rank, group)
+
+
+def test_a_group_over_two_hosts():
+    results = run_ranks(6, on_two_hosts)
+    not_a_member = "rank {} is not a member of this group; only its members may ask about it"
+    for rank in (0, 2, 5):
+        assert results[rank] == (
+            f"rank {rank} of 6 (local rank {rank % 3} of 3 on node{1 + rank // 3}), cpu, gloo",
+            not_a_member.format(rank),
+            not_a_member.format(rank),
+        )
+    for rank, group_rank, local_rank, local_size in ((1, 0, 0, 1), (3, 1, 0, 2), (4, 2, 1, 2)):
+        answers, wrong, everyone, destroyed = results[rank]
+        assert answers == (group_rank, 3, local_rank, local_size, [1, 3, 4], [0, 1, 2], 8.0)
+        assert wrong == (
+            "group rank 3 does not exist: the group of ranks [1, 3, 4] has the group ranks 0 to 2",
+            "rank 0 of the world is no member of the group of ranks [1, 3, 4]",
+        )
+        assert everyone == (rank, 6, rank % 3, 3)
+        assert "is no group that exists" in destroyed
+
+
+def misuse():
+    sw.init(timeout=30)
+    return [said_by(sw.create_group, ranks) for ranks in ([], [0, 0], [0, 2], [-1])] + [said_by(sw.destroy_group, None)]
+
+
+def test_groups_that_make_no_sense():
+    said = run_ranks(2, misuse)[0]
+    for message, ranks in zip(said, ("[]", "[0, 0]", "[0, 2]", "[-1]"), strict=False):
+        assert message == f"create_group got the ranks {ranks}; expected distinct ranks from 0 to 1"
+    assert said[4] == "the group of all ranks cannot be destroyed; pass a group that sw.create_group() returned"
+
+
+def test_there_are_no_ranks_before_init():
+    with pytest.raises(WorldError, match=r"there is no world yet; call sw.init\(\) first"):
+        sw.get_rank()
