@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
@@ -19,6 +19,7 @@ MESH = Mesh.parse("dp=2,tp=2")
 ATOMIC = Mesh.of(x=4).atomic()  # the axes x.0 and x.1
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from([Shard(0), Shard(1), Shard(2), Replicate(), Partial()]), min_size=3, max_size=3))
 def test_there_and_back(placements):
     mesh = Mesh.of(a=2, b=3, c=2)
