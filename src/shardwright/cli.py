@@ -73,6 +73,9 @@ def launch(
     shardwright launch -n 8 train.py ARGS
     shardwright launch -n 8 -m package.module ARGS
     shardwright launch -n 8 -- PROGRAM ARGS
+
+    The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
+    and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
     from shardwright.launch.local import launch as launch_job
     from shardwright.launch.options import read_options

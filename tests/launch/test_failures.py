@@ -15,7 +15,9 @@ PYTHON = ["--", sys.executable]
 WAIT = """
     import os, signal, sys, time
     rank = int(os.environ["RANK"])
-    open(f"up.{rank}", "w").write(str(os.getpid()))
+    with open(f"new.{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"new.{rank}", f"up.{rank}")
     def wait():
         while len([n for n in os.listdir() if n.startswith("up.")]) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
 """
@@ -216,6 +218,15 @@ def test_a_supervisor_killed_with_sigkill_is_reported_and_leaves_nothing(launchi
     assert not any(map(is_alive, pids))
 
 
+def test_ctrl_c_ends_a_job_of_which_the_supervisor_is_stopped(launching):
+    launcher = launching.start("-n", "2", *PYTHON, interruptible(launching, ignore=False))
+    wait_for_ranks(launching, 2)
+    supervisor = next(pid for pid, command in launching.survivors().items() if "launch.supervisor" in command)
+    os.kill(supervisor, signal.SIGSTOP)
+    launcher.send_signal(signal.SIGINT)
+    assert launching.finish(launcher).code == 130
+
+
 def interruptible(launching, ignore):
     handler = "signal.SIG_IGN" if ignore else "lambda *_: (print('saved', flush=True), sys.exit(0))"
     return launching.write(
@@ -346,7 +357,8 @@ def test_the_cause_is_told_from_its_echoes(launching):
         "train.py",
         WAIT
         + """
-    victim = int(open("up.2").read()) if wait() is None else 0
+    wait()
+    victim = int(open("up.2").read())
     if rank == 2:
         os.kill(os.getpid(), signal.SIGKILL)
     while os.path.exists(f"/proc/{victim}/fd/0"): pass

@@ -38,6 +38,8 @@ def test_last_lines_are_those_of_the_last_traceback():
 
 def test_causes_in_words():
     assert RankEnd(0, 1, 0, stderr_tail=b"pkg.BadError: no\n").cause() == "exit code 1, pkg.BadError: no"
+    marked = b"[rank2]: Traceback (most recent call last):\n[rank2]:   File x\n[rank2]: KeyError: 'y'\n"
+    assert RankEnd(2, 1, 0, stderr_tail=marked).cause() == "exit code 1, KeyError: 'y'"
     assert RankEnd(0, 4, 0, stderr_tail=b"usage: train\n").cause() == "exit code 4"
     assert RankEnd(0, -11, 0).cause() == "killed by SIGSEGV"
     assert RankEnd(0, -64, 0).cause() == "killed by SIGRTMAX"

@@ -20,6 +20,7 @@ _LOST_PEER = re.compile(
     rb"DistNetworkError|DistBackendError|remote process exited|[Ss]ocket [Tt]imeout|peer.{0,20}(gone|closed|reset)|"
     rb"Timed out waiting|recvValue failed|sendBytes failed"
 )
+_TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?", re.MULTILINE)  # torch marks tracebacks so, once ranks have a group
 
 
 @dataclass(frozen=True)
@@ -46,7 +47,7 @@ class RankEnd:
 
     def last_lines(self) -> list[bytes]:
         """The end of its traceback if it wrote one, else the end of what it wrote."""
-        text = self.stderr_tail.replace(b"\r", b"\n")
+        text = _TORCH_PREFIX.sub(b"", self.stderr_tail.replace(b"\r", b"\n"))
         start = text.rfind(b"Traceback (most recent call last):")
         lines = [line[:500] for line in text[max(start, 0) :].split(b"\n") if line.strip()]
         return lines[-TRACEBACK_LINES:] if start >= 0 else lines[-5:]

@@ -203,8 +203,9 @@ class _Launcher:
             if signum == signal.SIGINT:
                 self._say(f"{name}: killing what is left")
                 self._order({"order": "kill"})
+                self.supervisor.send_signal(signal.SIGCONT)
             return
-        self.interrupted = signum
+        self.interrupted, self.settle_at_s = signum, None
         if not self.pids:
             self.ending = True
             self.supervisor.kill()
@@ -219,6 +220,7 @@ class _Launcher:
     def _end(self, signum: int) -> None:
         self.ending = True
         self._order({"order": "end", "signal": signum, "grace_s": self.options.grace_s})
+        self.supervisor.send_signal(signal.SIGCONT)  # somebody may have stopped it
 
     # --- events
 

@@ -37,7 +37,7 @@ _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the r
 _ENDING_TICK_S = 0.05
 _LEFT_TO_ITSELF_S = 0.5  # after the last rank: Python's resource tracker, for one, ends by itself
 _LEFT_GRACE_S = 5.0
-_UNKILLABLE_S = 10.0
+_UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
 _MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
 STREAMS = ("stdout", "stderr")
 
