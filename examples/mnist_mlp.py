@@ -17,7 +17,7 @@ from shardwright.report.text import loss_line
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", required=True, metavar="DIR", help="the folder of the MNIST files")
-    parser.add_argument("--epochs", type=int, default=25)
+    parser.add_argument("--epochs", type=int, default=30)
     parser.add_argument("--steps", type=int, help="stop after so many steps, whatever the epochs")
     parser.add_argument("--batch-size", type=int, default=32, help="of the global batch, over all ranks")
     parser.add_argument("--lr", type=float, default=1e-2)
