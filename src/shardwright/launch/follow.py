@@ -8,8 +8,8 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.launch.job import LOST, RUNNING, JobFolder, find_job
-from shardwright.launch.logs import STREAMS
 from shardwright.launch.options import read_tee
+from shardwright.launch.protocol import STREAMS
 
 _POLL_S = 0.1
 

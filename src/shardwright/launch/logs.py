@@ -6,8 +6,8 @@ import os
 from collections.abc import Callable
 
 from shardwright.launch.job import JobFolder
+from shardwright.launch.protocol import STREAMS
 
-STREAMS = ("stdout", "stderr")
 _TAIL_BYTES = 1 << 15
 
 

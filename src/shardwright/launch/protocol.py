@@ -30,6 +30,7 @@ from typing import Any
 from shardwright.launch.program import Kind, Program
 
 Message = dict[str, Any]
+STREAMS = ("stdout", "stderr")
 
 
 @dataclass(frozen=True)

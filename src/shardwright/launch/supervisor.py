@@ -30,7 +30,7 @@ from shardwright.launch.processes import (
     out_of_memory_kills,
     send_signal,
 )
-from shardwright.launch.protocol import Decoder, Message, Start, encode
+from shardwright.launch.protocol import STREAMS, Decoder, Message, Start, encode
 
 _CHUNK_BYTES = 1 << 16
 _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the ranks' pipes are left alone
@@ -39,7 +39,6 @@ _LEFT_TO_ITSELF_S = 0.5  # after the last rank: Python's resource tracker, for o
 _LEFT_GRACE_S = 5.0
 _UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
 _MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
-STREAMS = ("stdout", "stderr")
 
 
 @dataclass
