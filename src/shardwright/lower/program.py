@@ -90,9 +90,8 @@ class LocalProgram:
             ]
             if dead:
                 body.append(f"del {', '.join(dead)}")
-        body.append(
-            f"return {self.outputs[self.loss] if self.loss else None}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}"
-        )
+        loss = self.outputs[self.loss] if self.loss else None
+        body.append(f"return {loss}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}")
         return "\n".join(lines) + "\n" + textwrap.indent("\n".join(body), "    ") + "\n"
 
     def _arguments(self) -> list[tuple[str, tuple[str, ...]]]:

@@ -133,6 +133,27 @@ class Mesh:
             axes += [Axis(name, prime, axis.link) for name, prime in zip(names, primes, strict=True)]
         return Mesh(tuple(axes))
 
+    def grouped(self, count: int) -> Mesh:
+        """The atomic mesh, its atoms joined into at most ``count`` axes; axes that were given are never joined.
+
+        >>> print(Mesh.of(d=32).grouped(2), "|", Mesh.of(dp=4, tp=4).grouped(2), "|", Mesh.of(dp=2, tp=4).grouped(3))
+        d.0=4 d.1=8 | dp=4 tp=4 | dp=2 tp.0=2 tp.1=2
+        """
+        atoms = self.atomic()
+        if len(atoms.axes) <= count:
+            return atoms
+        if len(self.without_ones().axes) > 1:
+            return self.without_ones()
+        [axis] = self.without_ones().axes
+        sizes = [1] * count
+        for prime in reversed(prime_factors(axis.size)):
+            sizes[sizes.index(min(sizes))] *= prime
+        return Mesh(tuple(Axis(f"{axis.name}.{i}", size, axis.link) for i, size in enumerate(sorted(sizes))))
+
+    def without_ones(self) -> Mesh:
+        """The mesh without its axes of size 1; ranks keep their places."""
+        return Mesh(tuple(axis for axis in self.axes if axis.size > 1))
+
     def __str__(self) -> str:
         return " ".join(f"{axis.name}={axis.size}" for axis in self.axes) or "one device"
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal
 
-from shardwright.errors import PlanError, UsageError
+from shardwright.errors import PlanError, StrategyError, UsageError
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
@@ -59,11 +59,9 @@ def make_plan(
     if method not in ("none", "propagation", "exact"):
         raise UsageError(f"unknown search {method!r}; the searches are propagation, exact")
     graph = RuledGraph.of(capture)
-    if mode == "single" and mesh.size > 1:
-        raise UsageError(f"mode 'single' runs on one device, the mesh has {mesh.size}; use mode='data'")
-    # One axis cuts a batch that does not divide as loaders do, ceil-sized parts first.
-    atoms = Mesh.of(ranks=mesh.size).without_ones() if mode == "data" else mesh.atomic()
-    leaves = _fixed_leaves(capture, atoms, inputs, storage or {}, every_rank=mode == "data")
+    atoms = _planning_mesh(graph, mesh, mode, method)
+    given = "whole" if mode == "single" else inputs
+    leaves = _fixed_leaves(capture, atoms, given, storage or {}, every_rank=mode == "data")
     outputs = _outputs(capture, atoms, leaves)
     if mode in ("single", "data"):
         choice = data_parallel(graph, atoms, leaves, outputs)
@@ -74,6 +72,30 @@ def make_plan(
         objective: Objective = Seconds(hardware or for_device("cpu")) if everything else Bytes()
         choice = _searched(space, objective)
     return Plan(graph, atoms, mesh, mode, method, choice.strategies, choice.leaves, outputs)
+
+
+# Strategies grow with the power of the axes: 216 for a linear layer on three axes, where exactness costs half a minute.
+MOST_AXES = {"exact": 2, "propagation": 3}
+
+
+def _planning_mesh(graph: RuledGraph, mesh: Mesh, mode: Mode, method: str) -> Mesh:
+    """The axes that a plan speaks of: as few as serve, unless pins need finer ones.
+
+    Data parallelism takes one axis, which cuts a batch that does not divide as loaders do: ceil-sized parts first.
+    """
+    if mode in ("single", "data"):
+        return Mesh.of(ranks=mesh.size).without_ones()
+    atoms = mesh.atomic()
+    pinned = [node for node in graph.capture.nodes if node.pin is not None]
+    for count in range(MOST_AXES[method], len(atoms.axes)):
+        coarse = mesh.grouped(count)
+        try:
+            for node in pinned:
+                pinned_strategies(node, graph.rules[node.name], coarse)
+            return coarse
+        except StrategyError:
+            continue
+    return atoms
 
 
 def _searched(space: Space, objective: Objective) -> Choice:
@@ -148,7 +170,7 @@ def _layout_of_slices(value: Value, slices: tuple[int, ...], mesh: Mesh) -> Layo
 
 
 def _outputs(capture: Capture, mesh: Mesh, leaves: Mapping[str, Sequence[Layout]]) -> dict[str, Layout]:
-    """How values leave the program: the loss and new buffers whole; of an auxiliary output a rank's rows of the batch."""
+    """How values leave the program: the loss and new buffers whole, of auxiliary outputs a rank's rows of the batch."""
     rows = next((leaves[v.name][0].dims[0] for v in capture.of_kind("input") if v.shape), Split())
     found = {capture.loss: Layout.replicated(0)} if capture.loss else {}
     for name in capture.aux:

@@ -4,7 +4,7 @@ Variables: the strategy of every operator, the layout of every leaf that is free
 consumers a *shared target*: the redistribution that those consumers have in common and that is made once.
 
     minimise   sum over operators n:            operator(n, s_n)
-             + sum over values v, consumers c:  transfer(layout of v, target of c)      unless c's target is v's shared one
+             + sum over values v, consumers c:  transfer(layout of v, target of c), unless that is v's shared target
              + sum over values v:               transfer(layout of v, shared target of v)
 
 The first two lines alone would charge the gradient reduction of a transformer's hidden state three times, for q, k
@@ -14,18 +14,19 @@ upper bound of the plan's cost, else it is equal to it.
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwright.errors import PlanError
-from shardwright.graph.ir import Node
+from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import redistribute
+from shardwright.mesh.redistribute import possible, redistribute
 from shardwright.plan.cost import Objective
 from shardwright.plan.exact import Factor, minimise
 from shardwright.plan.plan import Target, target_of
@@ -85,6 +86,8 @@ class _Problem:
         self.objective = objective
         self.factors: list[Factor] = []
         self.domains: list[int] = []
+        self.known: dict[Hashable, dict[tuple[Layout, Target], float]] = {}
+        self.tables: dict[Hashable, npt.NDArray[np.float64]] = {}
         graph = space.graph
         self.node_variables = {
             node.name: self._variable(len(space.strategies[node.name])) for node in graph.capture.nodes
@@ -109,7 +112,7 @@ class _Problem:
         if not targets:
             return
         kinds = list(dict.fromkeys(layouts))
-        costs = np.array([[self._cost(value, layout, target) for target in targets] for layout in kinds])
+        costs = self._costs(value, tuple(kinds), tuple(targets))
         row = {layout: i for i, layout in enumerate(kinds)}
         rows = np.array([row[layout] for layout in layouts])
         column = {target: i for i, target in enumerate(targets)}
@@ -158,12 +161,24 @@ class _Problem:
         space = self.space
         return [target_of(space.graph, node, index, s, space.mesh) for s in space.strategies[node.name]]
 
-    def _cost(self, value: str, layout: Layout, target: Target) -> float:
+    def _costs(self, value: str, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> npt.NDArray[np.float64]:
+        """What it costs to bring a value from each layout to each target. Values of equal facts share their tables."""
         facts = self.space.graph.capture.values[value]
-        try:
-            steps = redistribute(layout, target.layout, target.gradient_partial, facts.shape, self.space.mesh)
-        except PlanError:
+        alike = (facts.shape, facts.dtype, facts.needs_gradient)
+        table = self.tables.get((alike, layouts, targets))
+        if table is None:
+            known = self.known.setdefault(alike, {})
+            for pair in itertools.product(layouts, targets):
+                if pair not in known:
+                    known[pair] = self._cost(facts, *pair)
+            table = np.array([[known[layout, target] for target in targets] for layout in layouts])
+            self.tables[alike, layouts, targets] = table
+        return table
+
+    def _cost(self, facts: Value, layout: Layout, target: Target) -> float:
+        if not possible(layout, target.layout):
             return math.inf
+        steps = redistribute(layout, target.layout, target.gradient_partial, facts.shape, self.space.mesh)
         return self.objective.transfer(facts, steps, self.space.mesh)
 
     def _shareable(

@@ -41,9 +41,8 @@ def strategies_text(plan: Plan) -> str:
             slices = plan.leaves[value.name].slices(plan.mesh)
             lines.append(f"%{numbers[value.name]}({value.label}) = {value.kind} {_fact(value)} {{strategy: {slices}}}")
     lines += [_operator_line(plan, node, numbers) for node in captured.nodes]
-    lines.append(
-        f"return loss: {_reference(captured.loss, numbers)}, aux: {', '.join(_reference(a, numbers) for a in captured.aux)}"
-    )
+    aux = ", ".join(_reference(name, numbers) for name in captured.aux)
+    lines.append(f"return loss: {_reference(captured.loss, numbers)}, aux: {aux}")
     return "\n".join(lines) + "\n"
 
 
@@ -65,9 +64,8 @@ def _operator_line(plan: Plan, node: Node, numbers: dict[str, int]) -> str:
 
 def execute_text(plan: Plan, program: LocalProgram) -> str:
     """What a rank runs, one line per instruction, local shapes on the left."""
-    lines = [
-        f"# rank {program.rank} of {program.mesh.size}, mesh {program.mesh}, at {program.mesh.coordinates(program.rank)}"
-    ]
+    at = program.mesh.coordinates(program.rank)
+    lines = [f"# rank {program.rank} of {program.mesh.size}, mesh {program.mesh}, at {at}"]
     for instruction in program.instructions:
         lines += _instruction_lines(plan, program, instruction)
     return "\n".join(lines) + "\n"
@@ -85,13 +83,13 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
             for collective in collectives:
                 yield f"    # inside, {direction}: {_collective(collective, program)}"
     elif instruction.kind == "redistribution":
-        assert instruction.value is not None and instruction.step is not None
-        value, step = instruction.value, instruction.step
+        [(value, step)] = instruction.steps()
         [name], [read] = instruction.outputs, instruction.reads
         yield f"%{name}: {_local(value, step.after, program)} = {step.kind}(%{read})  # {step.before} -> {step.after}"
         yield from _collective_lines(value, step, program)
     else:
-        yield f"{', '.join('%' + name for name in instruction.outputs)} = bucket({', '.join('%' + n for n in instruction.reads)})"
+        outputs, reads = (", ".join(f"%{name}" for name in names) for names in (instruction.outputs, instruction.reads))
+        yield f"{outputs} = bucket({reads})"
         for value, step in instruction.bucket:
             yield from _collective_lines(value, step, program)
 
@@ -102,7 +100,7 @@ def _collective_lines(value: Value, step: Step, program: LocalProgram) -> Iterat
     if forward:
         yield f"    # forward: {_collective(forward, program)}"
     if step.kind == "reduce_scatter":
-        yield f"    #   (the sums of an all_reduce over ranks {ranks} and the slice of dim {step.dim} over {'·'.join(step.axes)})"
+        yield f"    #   equivalent: all_reduce over ranks {ranks}, then slice of dim {step.dim}"
     if value.needs_gradient:
         yield f"    # adjoint: {_collective(backward, program) if backward else step.adjoint}"
 

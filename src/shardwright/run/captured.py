@@ -1,0 +1,322 @@
+"""The callable that a user trains with: capture, plan, lower, then run the local program on each batch.
+
+One program is made for every shape of the global batch and every mode (training, evaluation, prediction, autocast).
+The first decides how parameters are stored; the plans of later shapes take the storage as given.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.errors import PlanError, UsageError
+from shardwright.graph.capture import capture, flatten_batch
+from shardwright.graph.ir import Capture
+from shardwright.graph.pins import apply_pins
+from shardwright.graph.rewrite import rewrite
+from shardwright.lower.lower import lower
+from shardwright.mesh.collectives import all_gather
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.processes import ProcessCommunicator
+from shardwright.plan.hardware import for_device
+from shardwright.plan.make import Inputs, Mode, make_plan
+from shardwright.plan.plan import Plan
+from shardwright.plan.ruled import RuledGraph
+from shardwright.run.buckets import GradientReduction
+from shardwright.run.execute import Execution
+from shardwright.run.inputs import BatchKind, Rows, global_shapes, local_inputs, rows_of
+from shardwright.run.planning import on_rank_zero, remembered
+from shardwright.run.storage import agree_on_weights, local_part, refuse_meta, split_parameters
+from shardwright.run.world import World
+from shardwright.torch_private import tree_flatten, tree_unflatten
+
+LossFunction = Callable[[Any, Any], Any]
+Kind = Literal["training", "evaluation", "predict"]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to plan, as the user said it to `parallelize`."""
+
+    mode: Mode
+    search: str | None
+    mesh: Mesh
+    inputs: Inputs
+    pins: Mapping[str, Any]
+    batch: BatchKind | None
+    gradients: Literal["mean", "sum"]
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """Everything that is needed to run batches of one shape."""
+
+    plan: Plan
+    execution: Execution
+    shapes: tuple[tuple[int, ...], ...]
+    input_layouts: tuple[Layout, ...]
+
+
+class CapturedParallel:
+    """What `sw.parallelize` returns for a model that could be captured.
+
+    ``parallel(batch)`` is the loss of the global batch, the same on every rank, or (loss, aux) where the loss function
+    returns that. Of an auxiliary output each rank gets the rows of the batch that it was given; what has no such rows
+    comes whole.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        sample_batch: Any,
+        options: Options,
+        world: World,
+        plan: Plan | str | None = None,
+    ) -> None:
+        refuse_meta(model)
+        self.module = model
+        self.options = options
+        self.world = world
+        self._loss_fn = loss_fn
+        self._reduction = GradientReduction()
+        self._programs: dict[str, _Prepared] = {}
+        self._step = 0
+        self._seed: int = on_rank_zero(torch.initial_seed)
+        agree_on_weights(model)
+        rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
+        self.plan = self._first_plan(sample_batch, rows, plan)
+        """The plan of the sample batch's shape."""
+        self._communicator = ProcessCommunicator(self.plan.mesh)
+        self._storage = {v.label: self.plan.leaves[v.name] for v in self.plan.capture.of_kind("parameter")}
+        names = {**{name: name for name in self._storage}, **self.plan.capture.tied}
+        layouts = {name: self._storage[first] for name, first in names.items() if first in self._storage}
+        split_parameters(model, layouts, self.plan.mesh, world.device)
+        self._prepare(self._key("training", sample_batch, rows), self.plan)
+
+    # Running
+
+    def __call__(self, batch: Any) -> Any:
+        """The loss of the global batch; in training mode it also updates buffers and advances the random numbers."""
+        training = self.module.training
+        prepared, inputs = self._ready("training" if training else "evaluation", batch)
+        loss, aux, new_buffers = self._run(prepared, inputs)
+        assert loss is not None
+        if training:
+            self._step += 1
+            self._store_buffers(prepared.plan.capture, new_buffers)
+            if self.options.gradients == "sum":
+                loss = _ScaleGradient.apply(loss, float(self.world.size))
+        spec = prepared.plan.capture.aux_spec
+        return loss if spec is None else (loss, spec.unflatten([tensor.detach() for tensor in aux]))
+
+    def predict(self, batch: Any, *, gather: bool = True) -> Any:
+        """What the loss function returns beside the loss, in evaluation mode and without gradients.
+
+        Whole on every rank; with ``gather=False`` the rows of the batch that this rank was given.
+        """
+        was_training = self.module.training
+        self.module.eval()
+        try:
+            with torch.no_grad():
+                prepared, inputs = self._ready("predict", batch)
+                _, aux, _ = self._run(prepared, inputs)
+                spec = prepared.plan.capture.aux_spec
+                if spec is None:
+                    raise UsageError(
+                        "predict() gives what the loss function returns beside the loss; return (loss, output)"
+                    )
+                return spec.unflatten(self._whole(prepared.plan, aux) if gather else aux)
+        finally:
+            self.module.train(was_training)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, backwards do not reduce the gradients of replicated parameters; the next one outside reduces all."""
+        return self._reduction.deferred()
+
+    def _run(self, prepared: _Prepared, inputs: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
+        captured = prepared.plan.capture
+        with torch.autocast(self.world.device.type, enabled=False):  # the casts are operators of the graph
+            return prepared.execution(
+                [local_part(self._parameter(value.label)) for value in captured.of_kind("parameter")],
+                [self._buffer(value.label) for value in captured.of_kind("buffer")],
+                inputs,
+                [captured.constants[value.name].to(self.world.device) for value in captured.of_kind("constant")],
+                seed=self._seed,
+                step=self._step,
+            )
+
+    def _store_buffers(self, captured: Capture, new: Sequence[Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in zip(captured.mutations, new, strict=True):
+                self._buffer(captured.values[name].label).copy_(value)
+
+    def _whole(self, plan: Plan, aux: Sequence[Tensor]) -> list[Tensor]:
+        found = []
+        for name, tensor in zip(plan.capture.aux, aux, strict=True):
+            split = plan.outputs[name].dims[0] if plan.outputs[name].dims else None
+            if split:
+                size = plan.capture.values[name].shape[0]
+                tensor = all_gather(tensor, self._communicator, dim=0, axes=split.axes, size=size, adjoint="slice")
+            found.append(tensor)
+        return found
+
+    # Preparing
+
+    def _ready(self, kind: Kind, batch: Any) -> tuple[_Prepared, list[Tensor]]:
+        tensors = [tensor.to(self.world.device) for tensor in flatten_batch(batch)]
+        rows = rows_of(batch, tensors, self.options.batch)
+        key = self._key(kind, batch, rows)
+        if key not in self._programs:
+            self._prepare(key, self._later_plan(kind, batch, rows))
+        prepared = self._programs[key]
+        return prepared, local_inputs(tensors, prepared.shapes, prepared.input_layouts, rows, self._communicator)
+
+    def _key(self, kind: Kind, batch: Any, rows: Rows) -> str:
+        """What a program depends on beside the model: equal on every rank without talking."""
+        leaves, spec = tree_flatten(batch)
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        others = [repr(leaf) for _, leaf in leaves if not isinstance(leaf, Tensor)]
+        device = self.world.device.type
+        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        dtypes = [str(tensor.dtype) for tensor in tensors]
+        return json.dumps([kind, global_shapes(tensors, rows), dtypes, others, str(spec), autocast])
+
+    def _capture(self, kind: Kind, batch: Any, rows: Rows) -> Capture:
+        """The graph for the whole of the batch of which this rank has a part."""
+        leaves, spec = tree_flatten(batch)
+        shapes = iter(global_shapes([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], rows))
+        whole = [
+            torch.empty(next(shapes), dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+            for _, leaf in leaves
+        ]
+        captured = capture(
+            self.module,
+            self._loss_fn,
+            tree_unflatten(whole, spec),
+            training=kind == "training",
+            predict=kind == "predict",
+        )
+        return apply_pins(rewrite(captured), self.options.pins)
+
+    def _first_plan(self, batch: Any, rows: Rows, given: Plan | str | None) -> Plan:
+        def make() -> Plan:
+            captured = self._capture("training", batch, rows)
+            if isinstance(given, str):
+                return Plan.load(given, RuledGraph.of(captured))
+            if given is not None:
+                return Plan.from_json(given.to_json(), RuledGraph.of(captured))
+            options = self.options
+            question = f"{options.mode} {options.search} {options.mesh} {options.inputs} {self.world.device.type}"
+            return remembered(RuledGraph.of(captured), question, lambda: self._make(captured, {}))
+
+        return on_rank_zero(make)
+
+    def _later_plan(self, kind: Kind, batch: Any, rows: Rows) -> Plan:
+        def make() -> Plan:
+            captured = self._capture(kind, batch, rows)
+            storage = {
+                v.name: self._storage[v.label] for v in captured.of_kind("parameter") if v.label in self._storage
+            }
+            try:
+                return self.plan.for_capture(captured)
+            except PlanError:
+                return self._make(captured, storage)
+
+        return on_rank_zero(make)
+
+    def _make(self, captured: Capture, storage: Mapping[str, Layout]) -> Plan:
+        options = self.options
+        return make_plan(
+            captured,
+            options.mesh,
+            options.mode,
+            search_method=options.search,
+            inputs=options.inputs,
+            hardware=for_device(self.world.device.type),
+            storage=storage,
+        )
+
+    def _prepare(self, key: str, plan: Plan) -> None:
+        program = lower(plan, self.world.rank)
+        axes = {collective.axes for _, _, collective in program.collectives()}
+        axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
+        self._communicator.prepare([*axes, plan.mesh.names])
+        execution = Execution(program, self._communicator, self.world.device, self._reduction)
+        inputs = plan.capture.of_kind("input")
+        self._programs[key] = _Prepared(
+            plan, execution, tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
+        )
+
+    # The state, as torch's modules and optimizers know it
+
+    def _parameter(self, name: str) -> nn.Parameter:
+        return self._by_name[name]
+
+    def _buffer(self, name: str) -> Tensor:
+        owner, _, attribute = name.rpartition(".")
+        tensor: Tensor = getattr(self.module.get_submodule(owner), attribute)
+        return tensor
+
+    @cached_property
+    def _by_name(self) -> dict[str, nn.Parameter]:
+        return dict(self.module.named_parameters(remove_duplicate=False))
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters as this rank stores them: all plain tensors, or all DTensors."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names in the model."""
+        return self.module.named_parameters()
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers, whole on every rank."""
+        return self.module.buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the model, parameters as they are stored."""
+        return dict(self.module.state_dict())
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the model, every tensor whole on every rank; all ranks call it together."""
+        return {name: _full(tensor) for name, tensor in self.module.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state as `state_dict` gives it."""
+        self.module.load_state_dict(state)
+
+    def train(self, mode: bool = True) -> CapturedParallel:
+        """Training mode, as `torch.nn.Module.train`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> CapturedParallel:
+        """Evaluation mode, as `torch.nn.Module.eval`."""
+        return self.train(False)
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * ctx.factor, None

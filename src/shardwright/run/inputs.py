@@ -1,0 +1,123 @@
+"""From what a rank is given of a batch to what the plan wants it to hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.data.order import chunk_range
+from shardwright.errors import UsageError
+from shardwright.mesh.collectives import Communicator
+from shardwright.mesh.layout import WHOLE, Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.run.batch import Batch
+
+BatchKind = Literal["local", "global"]
+Range = tuple[int, int]
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Which rows of the global batch a rank was given: ``mine`` of ``total``; ``all_ranks`` where every rank knows.
+
+    A Batch of a loader leaves ``all_ranks`` None: the ranges then are those of an even cut, or must be asked for.
+    """
+
+    mine: Range
+    total: int
+    all_ranks: tuple[Range, ...] | None
+
+
+def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) -> Rows:
+    """Which rows this rank was given; exchanges sizes where plain tensors are each rank's own part.
+
+    Raises:
+        UsageError: where plain tensors come without saying whether they are the whole batch or a part of it.
+    """
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    given = next((t.shape[0] for t in tensors if t.ndim), 0)
+    if isinstance(batch, Batch):
+        return Rows((batch.start, batch.stop), batch.global_size, ((0, given),) if size == 1 else None)
+    if size == 1 or kind == "global":
+        return Rows((0, given), given, ((0, given),) * size)
+    if kind != "local":
+        raise UsageError(
+            "the batch is made of plain tensors: say batch='local' (each rank passes its own part) or batch='global' "
+            "(each rank passes the same whole), or take batches from sw.loader"
+        )
+    counts: list[int] = [0] * size
+    dist.all_gather_object(counts, given)
+    ends = [sum(counts[: rank + 1]) for rank in range(size)]
+    ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
+    return Rows(ranges[dist.get_rank()], ends[-1], ranges)
+
+
+def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
+    """The shapes of the global batch: the first dim counts rows in every tensor that has as many as the first one."""
+    given = rows.mine[1] - rows.mine[0]
+    return tuple((rows.total, *t.shape[1:]) if t.ndim and t.shape[0] == given else tuple(t.shape) for t in tensors)
+
+
+def local_inputs(
+    tensors: Sequence[Tensor], shapes: Sequence[Shape], layouts: Sequence[Layout], rows: Rows, comm: Communicator
+) -> list[Tensor]:
+    """This rank's part of every input, as the plan lays it out; rows are exchanged only where ranks lack some."""
+    ranges = rows.all_ranks or _ranges(rows, shapes, layouts, comm)
+    found = []
+    for tensor, shape, layout in zip(tensors, shapes, layouts, strict=True):
+        wanted = [layout.local_slice(shape, comm.mesh, rank) for rank in range(comm.mesh.size)]
+        part = wanted[comm.rank]
+        if not shape or shape[0] != rows.total:
+            found.append(tensor[part])
+        elif all(
+            have[0] <= want[0].start and want[0].stop <= have[1] for have, want in zip(ranges, wanted, strict=True)
+        ):
+            start = ranges[comm.rank][0]
+            found.append(tensor[(slice(part[0].start - start, part[0].stop - start), *part[1:])])
+        else:
+            found.append(_everything(tensor, ranges, comm)[part])
+    return found
+
+
+def _ranges(rows: Rows, shapes: Sequence[Shape], layouts: Sequence[Layout], comm: Communicator) -> tuple[Range, ...]:
+    """The rows of every rank, without talking where the plan cuts as a loader without a plan does."""
+    mesh = comm.mesh
+    even = tuple(chunk_range(rows.total, mesh.size, rank) for rank in range(mesh.size))
+    split = next((layout.dims[0] for s, layout in zip(shapes, layouts, strict=True) if s and s[0] == rows.total), WHOLE)
+    if tuple(split.bounds(rows.total, mesh, mesh.coordinates(rank)) for rank in range(mesh.size)) == even:
+        if rows.mine != even[comm.rank]:
+            raise UsageError(
+                f"rank {comm.rank} was given the rows {rows.mine} of {rows.total}, expected {even[comm.rank]}: "
+                "the batch comes from a loader for other ranks"
+            )
+        return even
+    everyone = comm.all_gather(torch.tensor(rows.mine), mesh.names)
+    return tuple((int(start), int(stop)) for start, stop in everyone)
+
+
+def _everything(tensor: Tensor, ranges: Sequence[Range], comm: Communicator) -> Tensor:
+    """The whole batch, from the rows of all ranks; ranks with equal ranges hold equal rows."""
+    widest = max(stop - start for start, stop in ranges)
+    padded = tensor.new_zeros(widest, *tensor.shape[1:])
+    padded[: tensor.shape[0]] = tensor
+    pieces = comm.all_gather(padded, comm.mesh.names)
+    distinct = {have: pieces[rank][: have[1] - have[0]] for rank, have in enumerate(ranges)}
+    return torch.cat([distinct[have] for have in sorted(distinct)])
+
+
+def mesh_for(mesh: Mesh | str | None, size: int) -> Mesh:
+    """The mesh that the user gave, checked against the number of ranks; by default one axis over all of them.
+
+    Raises:
+        UsageError: where the mesh has another number of devices.
+    """
+    chosen = Mesh.parse(mesh) if isinstance(mesh, str) else mesh or Mesh.of(ranks=size)
+    if chosen.size != size:
+        raise UsageError(f"the mesh {chosen} has {chosen.size} devices, the world has {size} ranks")
+    return chosen

@@ -1,0 +1,67 @@
+"""Capture and plan once per job: rank 0 does it, the others receive the plan; files remember it for the next job."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from shardwright import __version__
+from shardwright.errors import PlanError, ShardwrightError, WorldError
+from shardwright.plan.plan import Plan
+from shardwright.plan.ruled import RuledGraph
+
+T = TypeVar("T")
+
+
+def on_rank_zero(make: Callable[[], T]) -> T:
+    """What ``make()`` returns on rank 0, on every rank; what it raises there is raised on every rank."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return make()
+    answer: list[tuple[T | None, Exception | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            answer = [(make(), None)]
+        except Exception as error:
+            answer = [(None, _portable(error))]
+    dist.broadcast_object_list(answer, src=0)
+    result, problem = answer[0]
+    if problem is not None:
+        raise problem
+    return result  # type: ignore[return-value]  # None only where make returned None
+
+
+def _portable(error: Exception) -> Exception:
+    """The error in a form that surely travels: our own as they are, others by their text."""
+    if isinstance(error, ShardwrightError):
+        return type(error)(*error.args)
+    return WorldError(f"rank 0 could not make the plan: {type(error).__name__}: {error}")
+
+
+def cache_directory() -> Path:
+    """Where plans are remembered between jobs: ``$XDG_CACHE_HOME/shardwright/plans``, by default under ~/.cache."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "shardwright" / "plans"
+
+
+def remembered(graph: RuledGraph, question: str, make: Callable[[], Plan]) -> Plan:
+    """The plan of an earlier job for the same graph and ``question`` (mesh, mode, options), else a new one.
+
+    A file that cannot be read or written is ignored: the cache is never needed.
+    """
+    key = hashlib.sha256(f"{__version__} {graph.capture.digest} {question}".encode()).hexdigest()[:32]
+    path = cache_directory() / f"{key}.json"
+    try:
+        return Plan.load(path, graph)
+    except PlanError:
+        plan = make()
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        plan.save(path)
+    except OSError:
+        pass
+    return plan

@@ -1,0 +1,61 @@
+"""Whole programs on simulated ranks: loss, gradients, outputs and buffers of any plan are those of one device."""
+
+import pytest
+import torch
+
+from models import NETWORKS
+from shardwright.mesh.mesh import Mesh
+from whole import plan_of, run, same
+
+MESHES = [Mesh.of(d=2), Mesh.of(d=3), Mesh.of(d=4), Mesh.of(a=2, b=3), Mesh.of(d=8)]
+
+
+@pytest.fixture(autouse=True)
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def network(name, rows):
+    make, loss_fn, batch = NETWORKS[name]
+    torch.manual_seed(0)
+    return make(), loss_fn, batch(rows)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("search", ["data", "propagation", "exact"])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_any_plan_gives_what_one_device_gives(name, search, mesh):
+    model, loss_fn, batch = network(name, 24)
+    reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch, seed=5)
+    options = {} if search == "data" else {"search_method": search}
+    plan = plan_of(model, loss_fn, batch, mesh, "data" if search == "data" else "auto", **options)
+    assert not plan.graph.unlisted
+    same(run(plan, model, batch, seed=5), reference)
+
+
+@pytest.mark.parametrize("rows", [13, 5])
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_a_batch_that_does_not_divide_is_exact(name, rows):
+    model, loss_fn, batch = network(name, rows)
+    reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch, seed=5)
+    same(run(plan_of(model, loss_fn, batch, Mesh.of(d=8), "data"), model, batch, seed=5), reference)
+
+
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_one_device_without_dropout_is_plain_pytorch(name):
+    model, loss_fn, batch = network(name, 6)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+        if hasattr(module, "dropout"):
+            module.dropout = 0.0
+    ours = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch)
+    result = loss_fn(model, batch)
+    loss = result[0] if isinstance(result, tuple) else result
+    loss.backward()
+    expected = {"loss": loss.detach()}
+    expected |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
+    expected |= {f"buffer {n}": b for n, b in model.named_buffers()}
+    same({name: tensor for name, tensor in ours.items() if not name.startswith("aux")}, expected, 1e-12)

@@ -1,0 +1,112 @@
+"""Run a plan on simulated ranks and compare with the whole graph on one device: loss, gradients, outputs, buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.graph.capture import capture, flatten_batch
+from shardwright.graph.ir import Capture
+from shardwright.graph.pins import apply_pins
+from shardwright.graph.rewrite import rewrite
+from shardwright.lower.lower import lower
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.simulate import simulate
+from shardwright.plan.make import make_plan
+from shardwright.plan.plan import Plan
+from shardwright.run.buckets import GradientReduction
+from shardwright.run.execute import Execution
+
+
+def plan_of(
+    model: torch.nn.Module, loss_fn: Any, batch: Any, mesh: Mesh, mode: str, pins: Any = None, **options: Any
+) -> Plan:
+    captured = apply_pins(rewrite(capture(model, loss_fn, batch)), pins or {})
+    return make_plan(captured, mesh, mode, **options)
+
+
+def tensors_of(captured: Capture, model: torch.nn.Module, kind: str) -> list[Tensor]:
+    named = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    return [named[value.label].detach() for value in captured.of_kind(kind)]
+
+
+def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[str, Tensor]:
+    """Loss, gradients, auxiliary outputs and buffers, whole, from simulated ranks under ``plan``."""
+    captured, mesh = plan.capture, plan.mesh
+    parameters = tensors_of(captured, model, "parameter")
+    buffers = tensors_of(captured, model, "buffer")
+    constants = [captured.constants[value.name] for value in captured.of_kind("constant")]
+    inputs = flatten_batch(batch)
+
+    def one(comm: Any) -> list[tuple[str, Layout, Tensor]]:
+        def part(kind: str, whole: list[Tensor]) -> list[Tensor]:
+            values = captured.of_kind(kind)
+            layouts = [plan.leaves[value.name] for value in values]
+            cut = [
+                t[layout.local_slice(t.shape, mesh, comm.rank)].clone()
+                for t, layout in zip(whole, layouts, strict=True)
+            ]
+            if kind == "parameter":
+                for tensor, value in zip(cut, values, strict=True):
+                    tensor.requires_grad_(value.needs_gradient)
+            return cut
+
+        program = lower(plan, comm.rank)
+        local = part("parameter", parameters)
+        execution = Execution(program, comm, torch.device("cpu"), GradientReduction())
+        loss, aux, new = execution(local, part("buffer", buffers), part("input", inputs), constants, seed=seed, step=0)
+        assert loss is not None
+        loss.backward()
+        found = [("loss", Layout(()), loss.detach())]
+        for value, tensor in zip(captured.of_kind("parameter"), local, strict=True):
+            if tensor.grad is not None:
+                found.append((f"gradient of {value.label}", plan.leaves[value.name], tensor.grad))
+        found += [(f"aux {n}", plan.outputs[n], t.detach()) for n, t in zip(captured.aux, aux, strict=True)]
+        found += [
+            (f"buffer {captured.values[b].label}", plan.outputs[v], t)
+            for (b, v), t in zip(captured.mutations.items(), new, strict=True)
+        ]
+        return found
+
+    ranks = [{name: (layout, tensor) for name, layout, tensor in found} for found in simulate(mesh, one)]
+    return {name: whole([found[name] for found in ranks], mesh) for name in ranks[0]}
+
+
+def whole(parts: list[tuple[Layout, Tensor]], mesh: Mesh) -> Tensor:
+    """Put parts together by their layout, and demand that replicas are equal to the last bit of what they overlap."""
+    layout = parts[0][0]
+    shape = [0] * parts[0][1].ndim
+    for dim in range(len(shape)):
+        ranges = {}
+        for rank, (_, tensor) in enumerate(parts):
+            ranges[tuple(mesh.coordinates(rank)[a] for a in layout.dims[dim].axes)] = tensor.shape[dim]
+        shape[dim] = sum(ranges.values())
+    result = parts[0][1].new_zeros(shape)
+    filled = torch.zeros(shape, dtype=torch.bool)
+    for rank, (_, tensor) in enumerate(parts):
+        at = layout.local_slice(shape, mesh, rank)
+        if bool(filled[at].all()) and tensor.numel():
+            torch.testing.assert_close(
+                result[at], tensor, rtol=1e-12, atol=1e-12, msg=f"rank {rank} differs from its replica"
+            )
+        result[at] = tensor
+        filled[at] = True
+    return result
+
+
+def same(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:
+    """The design's measure: the largest deviation against the largest entry of the tensor, or of its kind."""
+    assert ours.keys() == reference.keys()
+    largest: dict[str, float] = {}
+    for name, tensor in reference.items():
+        kind = name.split(" ")[0]
+        largest[kind] = max(largest.get(kind, 0.0), float(tensor.abs().max()) if tensor.numel() else 0.0)
+    for name, tensor in reference.items():
+        assert ours[name].shape == tensor.shape, name
+        if tensor.numel():
+            deviation = float((ours[name].double() - tensor.double()).abs().max())
+            assert deviation <= tolerance * max(largest[name.split(" ")[0]], 1e-30), f"{name} deviates by {deviation}"
