@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator, OpOverload
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
+from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
-    "DataDependentOutputException",
     "DynamicOutputShapeException",
     "casts",
     "empty_like_on",
     "fake_mode",
+    "has_no_value",
     "higher_order_name",
+    "is_fake",
     "is_operator",
+    "quiet_exporter",
     "schema_parameters",
     "tree_flatten",
     "tree_map",
@@ -38,6 +42,32 @@ def empty_like_on(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMo
     """A tensor without storage of the same shape, strides and dtype as ``tensor`` (real, fake or meta)."""
     with mode:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is one without storage."""
+    return isinstance(tensor, FakeTensor)
+
+
+def has_no_value(tensor: Any) -> bool:
+    """Whether a tensor is one without storage whose value is not known as a constant either."""
+    return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
+@contextmanager
+def quiet_exporter() -> Iterator[None]:
+    """Without what the exporter logs about errors that are raised anyway: its loggers have private names."""
+    loggers = [
+        logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
+    ]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _is_tuple_subclass(tree: Any) -> bool:

@@ -101,12 +101,8 @@ class _Converter:
             elif spec.kind is InputKind.CONSTANT_TENSOR:
                 tensor = program.constants[str(spec.target)]
                 assert isinstance(tensor, torch.Tensor)
-                if tensor.requires_grad:
-                    raise _closed_over(tuple(tensor.shape))
                 self.made[name] = self._add_value("constant", "constant", str(spec.target), tensor, False)
                 self.constants[self.made[name]] = tensor.detach()
-            elif spec.kind in (InputKind.PARAMETER, InputKind.BUFFER):
-                raise _closed_over(tuple(vals[name].shape) if isinstance(vals[name], torch.Tensor) else ())
             else:
                 raise CaptureError(f"the model closes over {spec.target}, a {spec.kind.name.lower()}, not a tensor")
 
@@ -328,17 +324,13 @@ def _source(node: fx.Node) -> str:
     return str((node.meta.get("custom") or {}).get(SOURCE, ""))
 
 
-def _closed_over(shape: tuple[int, ...]) -> CaptureError:
-    return CaptureError(
-        f"the loss function uses a parameter of shape {list(shape)} that is not one of the model it is given\n"
-        "Use the model that the loss function gets as its first argument, and make modules with parameters, such as a "
-        "learned loss, submodules of it."
-    )
-
-
 def _mutation(program: torch.export.ExportedProgram, spec: Any) -> CaptureError:
     node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
-    what = "the batch" if spec.kind is OutputKind.USER_INPUT_MUTATION else f"the parameter {spec.target}"
+    what = (
+        "the batch"
+        if spec.kind is OutputKind.USER_INPUT_MUTATION
+        else f"the parameter {str(spec.target).removeprefix(_MODEL)}"
+    )
     return CaptureError(
         f"{what} is changed in place, at {_source(node)}\nWork on a copy: x = x.clone(), or the operator without "
         "the underscore."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import sys
 import traceback
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -13,30 +14,35 @@ import torch
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(Path(__file__).parent.parent) + "/"
 _MODELS = _OURS + "zoo/"
-_CHECKPOINT = _TORCH + "utils/checkpoint.py"
+_HIDING = {
+    (_TORCH + "utils/checkpoint.py", "checkpoint"): "checkpoint",
+    (_TORCH + "autograd/function.py", "apply"): "Function.apply",
+}
 
 
+@cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither torch's nor ours; the models of our zoo count as the user's."""
     return not filename.startswith((_TORCH, _OURS, "<eval_with_key>", "<string>")) or filename.startswith(_MODELS)
 
 
-def users_frame(frame: FrameType | None, until: CodeType | None = None) -> tuple[FrameType | None, bool]:
-    """The innermost of the user's frames from ``frame`` outwards, and whether activation checkpointing calls it.
+def users_frame(frame: FrameType | None, until: CodeType | None = None) -> tuple[FrameType | None, str]:
+    """The innermost of the user's frames from ``frame`` outwards, and what of torch's calls it that hides a backward.
 
-    With ``until``, frames beyond the one that runs that code are not looked at. Under activation checkpointing, the
-    frame is the one that asked for it.
+    That is ``checkpoint``, ``Function.apply``, or nothing, and the frame is then the one that asked for it. With
+    ``until``, frames beyond the one that runs that code are not looked at.
     """
     found: FrameType | None = None
-    checkpointed = False
+    hidden = ""
     while frame is not None and frame.f_code is not until:
-        filename = frame.f_code.co_filename
-        if filename == _CHECKPOINT:
-            found, checkpointed = None, True
-        elif found is None and is_users(filename):
+        code = frame.f_code
+        name = _HIDING.get((code.co_filename, code.co_name))
+        if name is not None:
+            found, hidden = None, name
+        elif found is None and is_users(code.co_filename):
             found = frame
         frame = frame.f_back
-    return found, checkpointed
+    return found, hidden
 
 
 def describe(filename: str, line: int, function: str) -> str:

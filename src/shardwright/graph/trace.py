@@ -18,8 +18,8 @@ from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
 from shardwright import torch_private
-from shardwright.errors import CaptureError
-from shardwright.graph import regions, sources
+from shardwright.errors import CaptureError, ShardwrightError
+from shardwright.graph import refusals, regions, sources
 from shardwright.graph.ir import Operand
 
 LossFunction = Callable[[Any, Any], Any]
@@ -38,32 +38,33 @@ class Trace:
 
 
 class _Annotate(TorchFunctionMode):
-    """Notes on every operator the user's line, and whether gradients are off there.
+    """Notes on every operator the user's line, and whether gradients are off there; refuses what is no graph.
 
     The exporter keeps no frame of the loss function, and forgets ``no_grad`` where it makes a graph functional.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.failed: tuple[str, str] | None = None  # the function that raised first, and where
+        self.failed = ""  # where the function stands that raised first
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        frame, checkpointed = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
+        frame, hidden = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
         source = sources.describe_frame(frame) if frame is not None else ""
-        if checkpointed and frame is not None:
-            raise CaptureError(
-                f"activation checkpointing cannot be captured, used at {_long(source, frame.f_code.co_filename)}\n"
-                "Call the function itself instead of torch.utils.checkpoint.checkpoint(function, ...)."
-            )
+        where = _long(source, frame.f_code.co_filename) if frame is not None else ""
+        name = getattr(func, "__name__", str(func))
+        refusals.refuse_hidden(hidden, where)
+        refusals.refuse_reading(name, args, where)
+        refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
         try:
             with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: not torch.is_grad_enabled()}):
-                return func(*args, **(kwargs or {}))
+                result = func(*args, **(kwargs or {}))
         except Exception:
-            if self.failed is None and frame is not None:
-                self.failed = getattr(func, "__name__", str(func)), _long(source, frame.f_code.co_filename)
+            self.failed = self.failed or where
             raise
+        refusals.refuse_unknown_shape(name, result, where)
+        return result
 
 
 def _long(source: str, filename: str) -> str:
@@ -141,8 +142,8 @@ def _copy_without_storage(model: torch.nn.Module, device: torch.device, mode: An
         memo[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
     for module in model.modules():
         for attribute in vars(module).values():
-            if isinstance(attribute, torch.Tensor):
-                memo.setdefault(id(attribute), attribute)
+            if isinstance(attribute, torch.Tensor) and not attribute.is_leaf:  # torch refuses to copy these
+                memo[id(attribute)] = attribute.detach().clone()
     try:
         return copy.deepcopy(model, memo)
     except Exception as error:
@@ -158,6 +159,7 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
     Raises:
         CaptureError: where the step is not one graph; the message names the user's line and the remedy.
     """
+    refusals.refuse_compiled(model)
     device = capture_device(model)
     mode = torch_private.fake_mode()
     copied = _copy_without_storage(model, device, mode)
@@ -175,6 +177,7 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
     call = _Call(_with_autocast(loss_fn, device), batch, _Annotate())
     with (
         warnings.catch_warnings(),
+        torch_private.quiet_exporter(),
         fx_traceback.preserve_node_meta(),
         torch.set_grad_enabled(train),
         torch.autocast(device.type, enabled=False),
@@ -184,10 +187,10 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
             program = torch.export.export(_Step(copied, call), tensors, strict=False)
             regions.inline(program)
             program = program.run_decompositions({})
-        except CaptureError:
+        except ShardwrightError:
             raise
         except Exception as error:
-            raise _explained(error, call.mode.failed) from error
+            raise refusals.explained(error, call.mode.failed) from error
     return Trace(program, copied, call.aux, call.returns_aux)
 
 
@@ -202,28 +205,3 @@ def _with_autocast(loss_fn: LossFunction, device: torch.device) -> LossFunction:
             return loss_fn(model, batch)
 
     return within_autocast
-
-
-_BRANCHES = {"__bool__", "is_nonzero"}
-_NUMBERS = {"item", "__float__", "__int__", "__index__", "tolist", "numpy", "_local_scalar_dense"}
-
-
-def _explained(error: Exception, failed: tuple[str, str] | None) -> CaptureError:
-    function, where = failed or ("", sources.source_in_traceback(error.__traceback__))
-    at = f" at {where}" if where else ""
-    if isinstance(error, torch_private.DynamicOutputShapeException):
-        return CaptureError(
-            f"the shape of what {function} returns depends on values{at}\n"
-            "Keep the shape fixed: torch.where or a multiplication by the mask instead of selecting by it."
-        )
-    if isinstance(error, torch_private.DataDependentOutputException):
-        if function in _BRANCHES:
-            return CaptureError(
-                f"a Python branch depends on the value of a tensor{at}\n"
-                "Choose with torch.where instead of if, or decide outside the loss function."
-            )
-        return CaptureError(
-            f"{function} needs the value of a tensor while the model is captured{at}\n"
-            "Keep it a tensor (return it beside the loss to read it after the step)."
-        )
-    return CaptureError(f"the model cannot be captured{at}\n{type(error).__name__}: {error}")

@@ -1,0 +1,91 @@
+"""What is no graph of known shapes, refused with the user's line and the remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from shardwright import torch_private
+from shardwright.errors import CaptureError
+from shardwright.graph import sources
+
+_BRANCHES = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
+_NUMBERS = {"item", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__"}
+
+
+def refuse_hidden(hidden: str, where: str) -> None:
+    """Refuse what has a backward of its own, which a graph of the forward would lose without a word."""
+    if hidden == "checkpoint":
+        raise CaptureError(
+            f"activation checkpointing cannot be captured, at {where}\n"
+            "Call the function itself instead of torch.utils.checkpoint.checkpoint(function, ...)."
+        )
+    if hidden:
+        raise CaptureError(
+            f"a torch.autograd.Function has a backward of its own, which cannot be captured, at {where}\n"
+            "Write the forward with torch's operators, which autograd differentiates."
+        )
+
+
+def refuse_reading(name: str, args: Sequence[Any], where: str) -> None:
+    """Refuse functions that need the value of a tensor that has none during a capture."""
+    if name in _BRANCHES and torch_private.has_no_value(args[0]):
+        raise CaptureError(
+            f"a Python branch depends on the value of a tensor, at {where}\n"
+            "Choose with torch.where(condition, a, b) instead of if, and assert outside the loss function."
+        )
+    if name in _NUMBERS and torch_private.has_no_value(args[0]):
+        raise CaptureError(
+            f"{name.strip('_')}() needs the value of a tensor while the model is captured, at {where}\n"
+            "Keep it a tensor; to read it after the step, return it beside the loss: (loss, value)."
+        )
+
+
+def refuse_closed_over(args: Sequence[Any], where: str) -> None:
+    """Refuse parameters that are not the model's: a graph would hold them as constants."""
+    for arg in args:
+        if isinstance(arg, (tuple, list)):
+            refuse_closed_over(arg, where)
+        elif isinstance(arg, torch.Tensor) and arg.requires_grad and not torch_private.is_fake(arg):
+            raise CaptureError(
+                f"the loss function uses a parameter of shape {list(arg.shape)} that is not one of the model it is "
+                f"given, at {where}\nUse the model that the loss function gets as its first argument, and make modules "
+                "with parameters, such as a learned loss, submodules of it."
+            )
+
+
+def refuse_compiled(model: torch.nn.Module) -> None:
+    """Refuse what `torch.compile` returns: it would be compiled for the whole batch."""
+    if hasattr(model, "_orig_mod"):
+        raise CaptureError("the model is compiled; give the model that torch.compile was given")
+
+
+def refuse_unknown_shape(name: str, result: Any, where: str) -> None:
+    """Refuse results whose shape is known only when their values are."""
+    tensors = result if isinstance(result, (tuple, list)) else (result,)
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in tensor.shape):
+            raise _unknown_shape(name, where)
+
+
+def _unknown_shape(name: str, where: str) -> CaptureError:
+    what = "an index by a mask" if name == "__getitem__" else name
+    return CaptureError(
+        f"the shape that {what} gives depends on the values of a tensor, at {where}\n"
+        "Keep the shape fixed: torch.where(mask, x, 0), or a product with the mask, instead of a selection."
+    )
+
+
+def explained(error: Exception, failed: str) -> CaptureError:
+    """The error of a capture that failed somewhere else, ``failed`` being where the first function did."""
+    where = failed or sources.source_in_traceback(error.__traceback__)
+    at = f", at {where}" if where else ""
+    if isinstance(error, torch_private.DynamicOutputShapeException):
+        return _unknown_shape(str(error.func), where)
+    reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+    return CaptureError(
+        f"the model cannot be captured{at}\n{type(error).__name__}: {reason}\n"
+        "If the line is right on one device, write it with tensor operations of fixed shapes."
+    )

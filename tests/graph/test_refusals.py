@@ -1,0 +1,203 @@
+"""What cannot be captured is refused with the user's line and the remedy."""
+
+import re
+import threading
+
+import pytest
+import torch
+import torch.nn.functional as F
+from graph_models import Perceptron, squares
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from shardwright.errors import CaptureError
+from shardwright.graph.capture import capture
+
+BATCH = (torch.ones(4, 8), torch.ones(4, 4))
+other = Perceptron()
+
+
+class Triple(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 3
+
+
+def item(model, batch):
+    return model(batch[0]).sum() * batch[1].sum().item()
+
+
+def number(model, batch):
+    return model(batch[0]).sum() * float(batch[1].max())
+
+
+def array(model, batch):
+    return model(batch[0]).sum() * batch[1].numpy()[0, 0]
+
+
+def branch(model, batch):
+    out = model(batch[0])
+    if out.sum() > 0:
+        out = out * 2
+    return out.sum()
+
+
+def assertion(model, batch):
+    out = model(batch[0])
+    assert out.isfinite().all()
+    return out.sum()
+
+
+def selection(model, batch):
+    out = model(batch[0])
+    return out[out > 0].sum()
+
+
+def positions(model, batch):
+    return model(batch[0])[torch.nonzero(batch[1])[:, 0]].sum()
+
+
+def distinct(model, batch):
+    return model(batch[0]).sum() * torch.unique(batch[1]).sum()
+
+
+def changed_input(model, batch):
+    batch[0].mul_(2)
+    return model(batch[0]).sum()
+
+
+def changed_parameter(model, batch):
+    with torch.no_grad():
+        model.up.weight.mul_(0.9)
+    return model(batch[0]).sum()
+
+
+def checkpointed(model, batch):
+    return checkpoint(model, batch[0], use_reentrant=False).sum()
+
+
+def reentrant(model, batch):
+    return checkpoint(model, batch[0].requires_grad_(), use_reentrant=True).sum()
+
+
+def own_backward(model, batch):
+    return Triple.apply(model(batch[0])).sum()
+
+
+def other_parameters(model, batch):
+    return F.mse_loss(model(batch[0]), other(batch[0]))
+
+
+def wrong_shapes(model, batch):
+    return F.mse_loss(model(batch[0]) @ batch[1].new_ones(3, 2), batch[1])
+
+
+def typing_error(model, batch):
+    return model(batch[0]).nope
+
+
+def no_gradient(model, batch):
+    return model(batch[0]).sum().detach()
+
+
+def not_a_scalar(model, batch):
+    return model(batch[0])
+
+
+def whole_number(model, batch):
+    return batch[0].sum().long()
+
+
+def nothing(model, batch):
+    model(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "what", "line", "remedy"),
+    [
+        (item, r"item\(\) needs the value", "batch[1].sum().item()", r"return it beside the loss"),
+        (number, r"float\(\) needs the value", "float(batch[1].max())", "Keep it a tensor"),
+        (array, r"numpy\(\) needs the value", "batch[1].numpy()[0, 0]", "Keep it a tensor"),
+        (branch, "a Python branch depends on the value", "if out.sum() > 0:", r"torch\.where"),
+        (assertion, "a Python branch depends on the value", "assert out.isfinite().all()", "assert outside"),
+        (selection, "the shape that an index by a mask", "return out[out > 0].sum()", "Keep the shape fixed"),
+        (positions, "the shape that nonzero gives", "torch.nonzero(batch[1])", "Keep the shape fixed"),
+        (distinct, "the shape that unique gives", "torch.unique(batch[1])", "Keep the shape fixed"),
+        (changed_input, "the batch is changed in place", "batch[0].mul_(2)", r"x = x\.clone\(\)"),
+        (changed_parameter, r"the parameter up\.weight is changed in place", "model.up.weight.mul_(0.9)", "a copy"),
+        (checkpointed, "activation checkpointing cannot", "checkpoint(model", "Call the function itself"),
+        (reentrant, "activation checkpointing cannot", "batch[0].requires_grad_()", "Call the function itself"),
+        (own_backward, "a backward of its own", "Triple.apply(model(batch[0]))", "torch's operators"),
+        (other_parameters, r"a parameter of shape \[16, 8\] that is not", "self.up(x)", "submodules of it"),
+        (wrong_shapes, "cannot be captured", "batch[1].new_ones(3, 2)", "RuntimeError"),
+        (typing_error, "cannot be captured", "model(batch[0]).nope", "AttributeError: .*nope"),
+    ],
+)  # fmt: skip
+def test_the_line_and_the_remedy_are_named(loss_fn, what, line, remedy, capfd):
+    with pytest.raises(CaptureError, match=what) as error:
+        capture(Perceptron(), loss_fn, BATCH)
+    text = str(error.value)
+    assert line in text
+    assert f" in {'forward' if loss_fn is other_parameters else loss_fn.__name__}: " in text
+    assert re.search(remedy, text)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "message"),
+    [
+        (no_gradient, "does not depend on any parameter that requires a gradient"),
+        (not_a_scalar, r"must be one floating-point number, got float32\[4, 4\]; reduce it with \.mean\(\)"),
+        (whole_number, r"must be one floating-point number, got int64\[\]"),
+        (nothing, r"must return the loss, or \(loss, anything else worth having\), got NoneType"),
+    ],
+)
+def test_the_loss_must_be_one(loss_fn, message):
+    with pytest.raises(CaptureError, match=message):
+        capture(Perceptron(), loss_fn, BATCH)
+
+
+def test_predict_needs_something_beside_the_loss():
+    with pytest.raises(CaptureError, match=r"returns the loss alone\nReturn \(loss, outputs\) from it"):
+        capture(Perceptron(), squares, BATCH, predict=True)
+
+
+def test_lazy_parameters():
+    with pytest.raises(CaptureError, match="weight is not initialised; run the model on one batch"):
+        capture(nn.LazyLinear(4), squares, BATCH)
+
+
+def test_models_that_cannot_be_copied():
+    model = Perceptron()
+    model.lock = threading.Lock()
+    with pytest.raises(CaptureError, match=r"cannot be copied.*lock"):
+        capture(model, squares, BATCH)
+
+
+def test_tensors_that_are_no_buffers_are_not_written():
+    class Counting(Perceptron):
+        def __init__(self):
+            super().__init__()
+            self.seen = torch.zeros(())
+
+        def forward(self, x):
+            self.seen.add_(1)
+            return super().forward(x)
+
+    model = Counting()
+    with pytest.raises(CaptureError, match=r"seen is mutated.*register it as buffer"):
+        capture(model, squares, BATCH)
+    assert model.seen == 0
+
+
+def test_a_failed_capture_changes_nothing():
+    model = Perceptron()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with pytest.raises(CaptureError):
+        capture(model, changed_parameter, BATCH)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    capture(model, squares, BATCH)
