@@ -39,6 +39,33 @@ def attached(x: Tensor, other: Tensor) -> Tensor:
     return found
 
 
+class _Nothing(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, shape: Sizes, dtype: torch.dtype, *operands: Tensor) -> Tensor:
+        ctx.operands = [
+            (x.shape, x.dtype) if wanted else None for x, wanted in zip(operands, ctx.needs_input_grad[2:], strict=True)
+        ]
+        return torch.zeros(tuple(shape), dtype=dtype, device=operands[0].device)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        zeros = [x and torch.zeros(x[0], dtype=x[1], device=gradient.device) for x in ctx.operands]
+        return None, None, *zeros
+
+
+def nothing(shapes: Sequence[Sizes], dtypes: Sequence[torch.dtype], *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
+    """What an operator makes of an empty part: results that are empty, or that add nothing to a sum over ranks.
+
+    Many operators of torch refuse empty tensors. The operands take part in the backward, as on other ranks.
+    """
+    results = tuple(
+        _Nothing.apply(shape, dtype, *operands)  # type: ignore[no-untyped-call]
+        for shape, dtype in zip(shapes, dtypes, strict=True)
+    )
+    return results[0] if len(results) == 1 else results
+
+
 def linear_bias_elsewhere(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``x @ weight.T``: one addend of a sum over ranks, to which another rank adds the bias."""
     return attached(functional.linear(x, weight), bias)
@@ -55,6 +82,11 @@ def convolution_bias_elsewhere(op: str, x: Tensor, weight: Tensor, bias: Tensor,
     return attached(getattr(torch.ops.aten, op)(x, weight, None, *settings), bias)
 
 
+def copy(x: Tensor, source: Tensor) -> Tensor:
+    """``source`` in the shape and dtype of ``x``: torch's functional copy has no derivative."""
+    return source.to(x.dtype).expand_as(x)
+
+
 def mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None) -> Tensor:
     """The local part of a mean over ``dims`` that have ``count`` elements on all ranks together."""
     return x.sum(tuple(dims), keepdim=keepdim, dtype=dtype) / count
@@ -66,8 +98,6 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int, first_row: int,
     Indices below the first part and above the last one are not masked: torch refuses them.
     """
     held = weight.shape[0]
-    if not held:
-        return attached(weight.new_zeros((*indices.shape, weight.shape[1])), weight)
     local = indices - first_row
     outside = torch.zeros_like(indices, dtype=torch.bool)
     if first_row > 0:
@@ -126,7 +156,8 @@ def randn(
     """Normal numbers, by the inverse of their distribution."""
     # The middles of the 2^24 steps of `uniform`, in float64, are neither 0 nor 1.
     drawn = randomness.uniform(key, shape, offsets, local_shape, device).to(torch.float64).add_(2.0**-25)
-    return torch.special.ndtri(drawn).to(dtype or torch.get_default_dtype())
+    normal: Tensor = torch.special.ndtri(drawn)
+    return normal.to(dtype or torch.get_default_dtype())
 
 
 def causal_attention(

@@ -109,6 +109,12 @@ class Site:
         """Whether a bias joins here: on the first of the ranks that the result is a sum over."""
         return self.is_first(self.result_layout().partial)
 
+    @cached_property
+    def merged_axes(self) -> tuple[str, ...]:
+        """The axes along which the operator communicates inside itself."""
+        factors = zip(self.rule.factors, self.strategy.axes, strict=True)
+        return self.mesh.ordered(axis for factor, axes in factors if factor.kind == "merged" for axis in axes)
+
     def same(self, **changed: Any) -> Call:
         """The same operator, with some arguments changed."""
         function = f"ops.{self.node.op.split('.')[1]}" if self.node.op in OPERATORS else f"torch.ops.{self.node.op}"
@@ -124,7 +130,10 @@ Localiser = Callable[[Site], Call]
 
 
 def _reshape(site: Site) -> Call:
-    """A local part is not always laid out in memory as the whole is: reshape, where the graph says view."""
+    """reshape where the graph says view, as a part is not always laid out in memory as the whole is; and where it says
+
+    squeeze, which would squeeze a part of size 1.
+    """
     return Call("torch.ops.aten.reshape.default", (Operand(0), site.local_result_shape()))
 
 
@@ -205,14 +214,13 @@ def _embedding(site: Site) -> Call:
     rows = site.operand_slice(0)[0]
     total = site.operand_shape(0)[0]
     if rows.stop - rows.start == total:
-        return site.same()
+        return site.same(sparse=False)  # sums over ranks are of dense tensors
     return Call("kernels.embedding", (site["weight"], site["indices"], site["padding_idx"], rows.start, total))
 
 
 def _batch_norm(site: Site) -> Call:
     """Statistics of all parts, where there are parts and the operator makes statistics."""
-    merged = [axes for f, axes in zip(site.rule.factors, site.strategy.axes, strict=True) if f.kind == "merged"]
-    axes = site.mesh.ordered(axis for along in merged for axis in along)
+    axes = site.merged_axes
     if not axes:
         return site.same()
     layout, shape = site.operand_layout(0), site.operand_shape(0)
@@ -271,8 +279,8 @@ def _attention(site: Site) -> Call:
 
 
 _ROWS: tuple[tuple[str, Localiser], ...] = (
-    ("view _unsafe_view reshape flatten unflatten", _reshape),
-    ("expand full zeros ones empty new_zeros new_ones new_full new_empty", _sized("size")),
+    ("view _unsafe_view reshape flatten unflatten squeeze", _reshape),
+    ("expand full zeros ones new_zeros new_ones new_full", _sized("size")),
     ("repeat", _repeat),
     ("arange", _arange),
     ("linear", _linear),
@@ -280,6 +288,7 @@ _ROWS: tuple[tuple[str, Localiser], ...] = (
     ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution", _convolution),
     ("group_norm native_group_norm", _group_norm),
     ("mean", _mean),
+    ("copy", lambda site: Call("kernels.copy", (Operand(0), Operand(1)))),
     ("embedding", _embedding),
     ("batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _batch_norm),
     ("native_dropout dropout", _dropout),
@@ -290,9 +299,22 @@ _ROWS: tuple[tuple[str, Localiser], ...] = (
 LOCALISERS: Mapping[str, Localiser] = {f"aten.{name}": row for names, row in _ROWS for name in names.split()}
 
 
+def _has_empty_operand(site: Site) -> bool:
+    """Whether this rank's part of an operand is empty, and the whole is not."""
+    return any(
+        0 in site.local_operand_shape(index) and 0 not in site.operand_shape(index)
+        for index in range(len(site.node.operands))
+    )
+
+
 def localise(site: Site) -> Call:
     """The local operator of a node on one rank."""
     op = site.node.op
+    if _has_empty_operand(site) and not site.merged_axes:
+        made = [site.values[name] for name in site.node.results]
+        shapes = [site.local_result_shape(index) for index in range(len(made))]
+        operands = (Operand(index) for index in range(len(site.node.operands)))
+        return Call("kernels.nothing", (shapes, [value.dtype for value in made], *operands))
     localiser = LOCALISERS.get(op.rpartition(".")[0])
     call = localiser(site) if localiser else site.same()
     if call.function.startswith("torch.ops.") and takes_device(call.function.removeprefix("torch.ops.")):

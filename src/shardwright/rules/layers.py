@@ -55,7 +55,7 @@ def batch_norm(op: Operator) -> OpRule:
         return op.bind(f"n& c *&, c, c, c, c -> n c *{statistics}")
     if any(math.prod(shape) for shape in op.results[1:]):
         return replicated_rule(op.operands, op.results)
-    return op.bind(f"n+ c *+, c, c, c, c -> n c *{', .' * (len(op.results) - 1)}")
+    return op.bind(f"n+ c+ *+, c, c, c, c -> n c *{', .' * (len(op.results) - 1)}")
 
 
 def layer_norm(op: Operator) -> OpRule:

@@ -73,7 +73,7 @@ def _name_group(
 
 
 def permute(op: Operator) -> OpRule:
-    """permute(dims), transpose(dim0, dim1), t, movedim: by the order of the dims of the operand in the result."""
+    """permute(dims), transpose(dim0, dim1), t: by the order of the dims of the operand in the result."""
     n = len(op.operands[0])
     order = list(range(n))
     if "dims" in op.arguments:
@@ -88,7 +88,7 @@ def permute(op: Operator) -> OpRule:
 
 
 def expand(op: Operator) -> OpRule:
-    """expand, broadcast_to: a dim that appears or grows is new in the result, and the gradient is summed over it."""
+    """expand: a dim that appears or grows is new in the result, and the gradient is summed over it."""
     new = len(op.results[0]) - len(op.operands[0])
     right = [f"d{i}" for i in range(len(op.results[0]))]
     left = [right[new + i] if size == op.results[0][new + i] else "." for i, size in enumerate(op.operands[0])]
@@ -120,13 +120,6 @@ def select(op: Operator) -> OpRule:
     n, dim = len(op.operands[0]), op.dim()
     left = term(("." if i == dim else f"d{i}" for i in range(n)), linear=True)
     return op.bind(f"{left} -> {term((f'd{i}' for i in range(n) if i != dim), linear=True)}")
-
-
-def same_sizes(op: Operator) -> OpRule:
-    """slice, split, chunk, pad, narrow: a dim that keeps its size is not touched, the others stay whole."""
-    shapes = [op.operands[0], *op.results]
-    dims = ["." if any(s[i] != shapes[0][i] for s in shapes) else f"d{i}" for i in range(len(shapes[0]))]
-    return op.bind(f"{term(dims, linear=True)} -> {', '.join([term(dims, linear=True)] * len(op.results))}")
 
 
 def split(op: Operator) -> OpRule:

@@ -1,0 +1,210 @@
+"""Holds a rule against its operator: run on simulated ranks and reassembled, it must equal the whole.
+
+`check` cuts the operands as the rule says, runs the local operator of every rank, forward and backward, puts results
+and gradients together as the rule says, and compares them with the operator on whole tensors.
+"""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.graph import operators
+from shardwright.graph.ir import Node, Value
+from shardwright.lower import kernels
+from shardwright.lower.local import Axes, Call, RandomKey, Site, localise
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.simulate import simulate
+from shardwright.rules.notation import Operand, OpRule, Strategy
+from shardwright.rules.table import internal_collectives, rule_of
+
+KEY = 0x5EED
+TOLERANCE = 1e-10
+
+
+@dataclass(frozen=True)
+class Invocation:
+    """An operator with whole tensors in its arguments."""
+
+    op: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+def _replaced(arg: Any, change: Callable[[Any], Any]) -> Any:
+    if isinstance(arg, (tuple, list)):
+        return tuple(_replaced(a, change) for a in arg)
+    return change(arg)
+
+
+def bound(invocation: Invocation) -> tuple[tuple[Any, ...], dict[str, Any], list[Tensor]]:
+    """The arguments with `Operand` in place of tensors, and the tensors."""
+    tensors: list[Tensor] = []
+
+    def change(arg: Any) -> Any:
+        if not isinstance(arg, Tensor):
+            return arg
+        tensors.append(arg)
+        return Operand(len(tensors) - 1)
+
+    args = _replaced(invocation.args, change)
+    return args, {name: _replaced(arg, change) for name, arg in invocation.kwargs.items()}, tensors
+
+
+def evaluate(call: Call, tensors: Sequence[Tensor], comm: Any) -> list[Tensor]:
+    """The results of a local operator."""
+
+    def change(arg: Any) -> Any:
+        if isinstance(arg, Operand):
+            return tensors[arg.index]
+        return KEY + arg.number if isinstance(arg, RandomKey) else arg
+
+    room, _, name = call.function.partition(".")
+    found: Any = {"torch": torch, "kernels": kernels, "ops": operators}[room]
+    for part in name.split("."):
+        found = getattr(found, part)
+    args: list[Any] = []
+    for arg in call.args:
+        args += [comm, arg.names] if isinstance(arg, Axes) else [_replaced(arg, change)]
+    output = found(*args, **{name: _replaced(arg, change) for name, arg in call.kwargs})
+    if isinstance(output, Tensor):
+        return [output]
+    return [tensor for tensor in output if isinstance(tensor, Tensor)]
+
+
+def site_of(
+    invocation: Invocation, rule: OpRule, strategy: Strategy, mesh: Mesh, rank: int, results: Sequence[Tensor]
+) -> Site:
+    """The invocation as the node of a graph."""
+    args, kwargs, tensors = bound(invocation)
+    operands, made = [f"x{i}" for i in range(len(tensors))], [f"y{i}" for i in range(len(results))]
+    values = {
+        name: Value(name, "result", name, tuple(t.shape), t.dtype, t.requires_grad)
+        for name, t in zip([*operands, *made], [*tensors, *results], strict=True)
+    }
+    node = Node("node", invocation.op, args, tuple(kwargs.items()), tuple(operands), tuple(made), "", "")
+    return Site(node, rule, strategy, mesh, rank, values, number=7)
+
+
+def whole(invocation: Invocation) -> list[Tensor]:
+    """The results on one device, random numbers drawn by position."""
+    args, kwargs, tensors = bound(invocation)
+    with torch.no_grad():
+        shapes = _plain(args, kwargs, invocation.op, tensors)
+    rule = rule_of(invocation.op, args, kwargs, _shapes(tensors), _shapes(shapes))
+    call = localise(site_of(invocation, rule, rule.replicated(), Mesh(()), 0, shapes))
+    if call.function.startswith("kernels."):
+        return evaluate(call, tensors, None)
+    return _plain(args, kwargs, invocation.op, tensors)
+
+
+def _plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+    function = f"ops.{op.split('.')[1]}" if op in operators.OPERATORS else f"torch.ops.{op}"
+    return evaluate(Call(function, args, tuple(kwargs.items())), tensors, None)
+
+
+def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+    return [tuple(tensor.shape) for tensor in tensors]
+
+
+def rule_for(invocation: Invocation) -> OpRule:
+    """The rule bound to the shapes of an invocation."""
+    args, kwargs, tensors = bound(invocation)
+    return rule_of(invocation.op, args, kwargs, _shapes(tensors), _shapes(whole(invocation)))
+
+
+def check(invocation: Invocation, mesh: Mesh, strategy: Strategy, rule: OpRule | None = None) -> None:
+    """Fail where the operator on local parts is not the whole operator, forward or backward.
+
+    ``rule`` stands in for the one of the table.
+    """
+    _, _, tensors = bound(invocation)
+    rule = rule or rule_for(invocation)
+    wanted = whole(invocation)
+    leaves = [i for i, t in enumerate(tensors) if t.requires_grad]
+    outputs = [j for j, t in enumerate(wanted) if t.requires_grad]
+    cotangents = [torch.randn_like(wanted[j]) for j in outputs]
+    gradients = _gradients([wanted[j] for j in outputs], [tensors[i] for i in leaves], cotangents)
+    layouts = [rule.operand_layout(i, strategy) for i in range(len(tensors))]
+    addends = [_addends(tensor.detach(), layout.partial, mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
+    result_layouts = [rule.result_layout(j, strategy, mesh) for j in range(len(wanted))]
+
+    def run(comm: Any, rank: int) -> tuple[list[Tensor], list[Tensor]]:
+        locals_ = [
+            addend[rank][layout.local_slice(t.shape, mesh, rank)].clone().requires_grad_(t.requires_grad)
+            for addend, layout, t in zip(addends, layouts, tensors, strict=True)
+        ]
+        call = localise(site_of(invocation, rule, strategy, mesh, rank, wanted))
+        results = evaluate(call, locals_, comm)
+        local_cotangents = [
+            c[result_layouts[j].local_slice(c.shape, mesh, rank)] for j, c in zip(outputs, cotangents, strict=True)
+        ]
+        found = _gradients([results[j] for j in outputs], [locals_[i] for i in leaves], local_cotangents)
+        return [result.detach() for result in results], found
+
+    operand_shapes, itemsize = _shapes(tensors), tensors[0].dtype.itemsize if tensors else 1
+    forward, backward = internal_collectives(invocation.op, rule, strategy, mesh, operand_shapes, itemsize)
+    if forward:
+
+        def run_counted(comm: Any) -> tuple[list[Tensor], list[Tensor]]:
+            found = run(comm, comm.rank)
+            if comm.rank == 0:  # whose parts are the largest: the bytes of a collective are counted there
+                assert comm.collectives == [*forward, *(backward if outputs else ())]
+            return found
+
+        ranks = simulate(mesh, run_counted)
+    else:
+        ranks = [run(None, rank) for rank in range(mesh.size)]
+
+    for j, (result, layout) in enumerate(zip(wanted, result_layouts, strict=True)):
+        _compare(f"result {j}", [results[j] for results, _ in ranks], layout, result.detach(), mesh)
+    for at, i in enumerate(leaves):
+        layout = Layout(layouts[i].dims, rule.operand_gradient_partial(i, strategy, mesh))
+        _compare(f"gradient of operand {i}", [found[at] for _, found in ranks], layout, gradients[at], mesh)
+
+
+def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
+    if not outputs or not inputs:
+        return [torch.zeros_like(x) for x in inputs]
+    found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+
+
+def _addends(tensor: Tensor, partial: Sequence[str], mesh: Mesh) -> list[Tensor]:
+    """For every rank a tensor, which sum to ``tensor`` over the axes ``partial``."""
+    found: dict[tuple[int, ...], Tensor] = {}
+    rest = tensor.clone()
+    places = list(itertools.product(*(range(mesh.sizes[axis]) for axis in partial)))
+    for place in places[1:]:
+        found[place] = (torch.randn(tensor.shape) * 3).to(tensor.dtype)
+        rest = rest - found[place]
+    found[places[0]] = rest
+    return [found[tuple(mesh.coordinates(rank)[axis] for axis in partial)] for rank in range(mesh.size)]
+
+
+def _compare(what: str, parts: list[Tensor], layout: Layout, wanted: Tensor, mesh: Mesh) -> None:
+    """The parts of all ranks, put together as ``layout`` says, equal ``wanted``."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(mesh.size):
+        at = mesh.coordinates(rank)
+        groups.setdefault(tuple(at[axis] for axis in mesh.names if axis not in layout.partial), []).append(rank)
+    covered = torch.zeros(wanted.shape, dtype=torch.bool)
+    scale = wanted.abs().max().item() if wanted.numel() and wanted.dtype != torch.bool else 1
+    for ranks in groups.values():
+        place = layout.local_slice(wanted.shape, mesh, ranks[0])
+        expected = wanted[place]
+        for rank in ranks:
+            assert parts[rank].shape == expected.shape, f"{what}: {tuple(parts[rank].shape)} on rank {rank}"
+            assert parts[rank].dtype == expected.dtype, f"{what}: {parts[rank].dtype} on rank {rank}"
+        total = parts[ranks[0]]
+        for rank in ranks[1:]:
+            total = total + parts[rank]
+        torch.testing.assert_close(
+            total, expected, rtol=0, atol=TOLERANCE * max(scale, 1), equal_nan=True, msg=lambda m: f"{what}: {m}"
+        )
+        covered[place] = True
+    assert covered.all(), f"{what}: the parts do not cover the whole"
