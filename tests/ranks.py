@@ -11,6 +11,7 @@ import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import pickle
 import socket
 import time
 import traceback
@@ -49,7 +50,7 @@ def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], p
         result = (True, fn(*args))
     except BaseException:
         result = (False, traceback.format_exc())
-    pipe.send(result)
+    pipe.send_bytes(pickle.dumps(result))  # by value: torch's own pickler would share memory that ends with us
     pipe.close()
 
 
@@ -91,7 +92,7 @@ def run_ranks(
             for pipe in ready:
                 rank = pipes[pipe]  # type: ignore[index]
                 try:
-                    ok, value = pipe.recv()  # type: ignore[union-attr]
+                    ok, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     children[rank].join(5)
                     raise RankFailed(f"rank {rank} of {n} died with exit code {children[rank].exitcode}") from None

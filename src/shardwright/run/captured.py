@@ -54,6 +54,8 @@ class Options:
     pins: Mapping[str, Any]
     batch: BatchKind | None
     gradients: Literal["mean", "sum"]
+    batch_norm: Literal["global", "per-replica"]
+    save_graphs: str | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class _Prepared:
     input_layouts: tuple[Layout, ...]
 
 
-class CapturedParallel:
+class Parallel:
     """What `sw.parallelize` returns for a model that could be captured.
 
     ``parallel(batch)`` is the loss of the global batch, the same on every rank, or (loss, aux) where the loss function
@@ -84,6 +86,7 @@ class CapturedParallel:
         plan: Plan | str | None = None,
     ) -> None:
         refuse_meta(model)
+        model.to(world.device)
         self.module = model
         self.options = options
         self.world = world
@@ -115,7 +118,7 @@ class CapturedParallel:
             self._step += 1
             self._store_buffers(prepared.plan.capture, new_buffers)
             if self.options.gradients == "sum":
-                loss = _ScaleGradient.apply(loss, float(self.world.size))
+                loss = _scaled_gradient(loss, self.world.size)
         spec = prepared.plan.capture.aux_spec
         return loss if spec is None else (loss, spec.unflatten([tensor.detach() for tensor in aux]))
 
@@ -148,7 +151,11 @@ class CapturedParallel:
         with torch.autocast(self.world.device.type, enabled=False):  # the casts are operators of the graph
             return prepared.execution(
                 [local_part(self._parameter(value.label)) for value in captured.of_kind("parameter")],
-                [self._buffer(value.label) for value in captured.of_kind("buffer")],
+                # Copies, since the backward may need what `_store_buffers` overwrites.
+                [
+                    self._buffer(v.label).clone() if v.name in captured.mutations else self._buffer(v.label)
+                    for v in captured.of_kind("buffer")
+                ],
                 inputs,
                 [captured.constants[value.name].to(self.world.device) for value in captured.of_kind("constant")],
                 seed=self._seed,
@@ -295,18 +302,23 @@ class CapturedParallel:
         """Take a state as `state_dict` gives it."""
         self.module.load_state_dict(state)
 
-    def train(self, mode: bool = True) -> CapturedParallel:
+    def train(self, mode: bool = True) -> Parallel:
         """Training mode, as `torch.nn.Module.train`."""
         self.module.train(mode)
         return self
 
-    def eval(self) -> CapturedParallel:
+    def eval(self) -> Parallel:
         """Evaluation mode, as `torch.nn.Module.eval`."""
         return self.train(False)
 
 
 def _full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _scaled_gradient(x: Tensor, factor: float) -> Tensor:
+    scaled: Tensor = _ScaleGradient.apply(x, factor)  # type: ignore[no-untyped-call]
+    return scaled
 
 
 class _ScaleGradient(torch.autograd.Function):

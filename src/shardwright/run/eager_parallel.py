@@ -1,0 +1,260 @@
+"""What `parallelize` returns for a model that cannot be captured: torch's DistributedDataParallel underneath."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from shardwright.data.order import chunk_range
+from shardwright.errors import UsageError
+from shardwright.run.batch import Batch
+from shardwright.run.eager import DataParallelStep, LossFn
+from shardwright.run.gradients import Reduction
+from shardwright.run.samples import count_samples, map_tensors
+from shardwright.run.world import World, current_world
+
+Mode = Literal["data", "single"]
+BatchKind = Literal["local", "global"]
+
+
+def parallelize_eagerly(
+    model: nn.Module,
+    loss_fn: LossFn,
+    sample_batch: Any,
+    mode: Mode = "data",
+    gradients: Reduction = "mean",
+    batch: BatchKind | None = None,
+) -> EagerParallel:
+    """`sw.parallelize` without a capture, for the modes "data" and "single", with the arguments that it knows.
+
+    The loss must be a mean over the samples of its batch, and batch normalisation sees each rank's own samples.
+
+    Raises `UsageError`, on all ranks, when something does not fit on any of them, before anything has started.
+    """
+    world = current_world()
+    splitter = _Splitter(mode, batch, world)
+    trial = _agree(_try(model, loss_fn, sample_batch, splitter), (mode, gradients, batch), world)
+    model.to(world.device)
+    for tensor in (*model.parameters(), *model.buffers()):
+        dist.broadcast(tensor.detach(), 0)
+    step = DataParallelStep(
+        model,
+        loss_fn,
+        ranks=1 if mode == "single" else world.size,
+        gradient_scale=world.size if gradients == "sum" else 1,
+        used=frozenset(trial.used),
+        returns_aux=trial.returns_aux,
+    )
+    return EagerParallel(model, step, splitter)
+
+
+class EagerParallel:
+    """``parallel(batch)`` is the loss of the global batch, the same on every rank; its backward leaves gradients.
+
+    Where the loss function returns ``(loss, aux)``, so does this, with the aux of this rank's own part, None
+    for an empty one. Made by `parallelize_eagerly`.
+    """
+
+    def __init__(self, model: nn.Module, step: DataParallelStep, splitter: _Splitter) -> None:
+        self.module = model
+        self._step = step
+        self._splitter = splitter
+
+    def __call__(self, batch: Any) -> Any:
+        part, global_size = self._splitter.split(batch)
+        return self._step(part, global_size)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        """``with parallel.accumulate():`` forward and backward of a micro-batch whose gradients are not reduced yet.
+
+        They join those of the next backward outside, which reduces the sum.
+        """
+        return self._step.accumulate()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters of the model, for an optimizer."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of the model with their names."""
+        return self.module.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the model, under its own names, whole on every rank."""
+        return self.module.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load what `state_dict` gave; every rank loads the same."""
+        self.module.load_state_dict(state_dict)
+
+    def train(self, mode: bool = True) -> EagerParallel:
+        """Set the model to training mode."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> EagerParallel:
+        """Set the model to evaluation mode."""
+        return self.train(False)
+
+
+@dataclass(frozen=True)
+class _Splitter:
+    """Finds this rank's part of a batch, on its device, and the size of the global batch where this rank knows it."""
+
+    mode: Mode
+    kind: BatchKind | None
+    world: World
+
+    def split(self, batch: Any) -> tuple[Any, int | None]:
+        count = count_samples(batch)
+        if count == 0 and not isinstance(batch, Batch) and (self.kind != "local" or self.mode == "single"):
+            raise UsageError("the batch is empty; expected at least one sample")
+        if not isinstance(batch, Batch) and self.kind is None and self.mode == "data" and self.world.size > 1:
+            raise UsageError(
+                f"nobody said how this batch of {count} samples is split over {self.world.size} ranks; pass "
+                "parallelize(..., batch='local') when each rank passes its own part, batch='global' when all pass the "
+                "same whole, or take batches from sw.loader"
+            )
+        if self.mode == "single":
+            if isinstance(batch, Batch) and count != batch.global_size:
+                raise UsageError(
+                    f"mode='single' computes the whole batch on every rank, but this is one part of it: {batch!r}; "
+                    "give sw.loader a world of one rank, or use mode='data'"
+                )
+            return self._move(batch), count
+        if not isinstance(batch, Batch) and self.kind != "global":
+            return self._move(batch), None if self.kind == "local" else count
+        global_size = batch.global_size if isinstance(batch, Batch) else count
+        start, stop = chunk_range(global_size, self.world.size, self.world.rank)
+        if count == global_size:
+            return self._move(map_tensors(lambda tensor: tensor[start:stop], _plain(batch))), global_size
+        if (batch.start, batch.stop) != (start, stop):
+            raise UsageError(
+                f"rank {self.world.rank} of {self.world.size} computes samples {start} to {stop}, but got {batch!r}; "
+                "take batches from sw.loader, made after sw.init()"
+            )
+        return self._move(batch), global_size
+
+    def _move(self, batch: Any) -> Any:
+        return map_tensors(lambda tensor: tensor.to(self.world.device, non_blocking=True), batch)
+
+
+def _plain(batch: Any) -> Any:
+    return tuple(batch) if isinstance(batch, Batch) else batch
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What trying the loss function on the sample batch showed: what does not fit, and what the loss depends on.
+
+    ``samples`` is 0 where this rank's part is empty, so that only the other ranks' trials tell anything.
+    """
+
+    problem: str | None = None
+    samples: int = 0
+    used: tuple[str, ...] = ()
+    returns_aux: bool = False
+    parameters: tuple[tuple[str, tuple[int, ...], str], ...] = ()
+
+
+def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitter) -> _Trial:
+    parameters = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    described = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
+    if not parameters:
+        return _Trial(f"{type(model).__name__} has no parameter that requires a gradient; there is nothing to train")
+    meta = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if meta:
+        return _Trial(
+            f"{len(meta)} tensors of the model are on the meta device ({', '.join(meta[:3])}, ...); give them values "
+            "first: model.to_empty(device='cpu') and initialise them"
+        )
+    try:
+        part, _ = splitter.split(sample_batch)
+        samples = count_samples(part)
+        if samples == 0:
+            return _Trial(parameters=described)
+        result = _forward(model, loss_fn, part, splitter.world.device)
+    except Exception as error:
+        return _Trial(f"the sample batch does not fit: {type(error).__name__}: {error}")
+    returns_aux = isinstance(result, tuple) and len(result) == 2
+    loss = result[0] if returns_aux else result
+    problem = _problem_with_loss(loss)
+    if problem:
+        return _Trial(problem)
+    reached = _reached(loss)
+    used = tuple(name for name, parameter in parameters.items() if id(parameter) in reached)
+    if not used:
+        return _Trial(
+            "the loss depends on no parameter of the model that requires a gradient; there is nothing to train"
+        )
+    return _Trial(None, samples, used, returns_aux, described)
+
+
+def _forward(model: nn.Module, loss_fn: LossFn, part: Any, device: torch.device) -> Any:
+    """The loss function's result, leaving the model's buffers and the random numbers as they were."""
+    model.to(device)
+    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+            return loss_fn(model, part)
+    finally:
+        with torch.no_grad():
+            for buffer, before in buffers:
+                buffer.copy_(before)
+
+
+def _problem_with_loss(loss: Any) -> str | None:
+    if not isinstance(loss, Tensor):
+        return f"the loss function returned {type(loss).__name__}; expected a scalar tensor, or (scalar tensor, aux)"
+    if loss.dim() != 0:
+        return f"the loss has shape {list(loss.shape)}; expected a scalar, the mean over the samples: loss.mean()"
+    if not loss.is_floating_point():
+        return f"the loss has dtype {loss.dtype}; expected a floating-point number"
+    if loss.grad_fn is None:
+        return "the loss is not attached to the graph; compute it from model(x), without detach(), item() or no_grad()"
+    return None
+
+
+def _reached(loss: Tensor) -> set[int]:
+    """The ids of the tensors whose gradients a backward from ``loss`` would leave."""
+    seen: set[Any] = set()
+    todo: list[Any] = [loss.grad_fn]
+    while todo:
+        node = todo.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            todo += [following for following, _ in node.next_functions]
+    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+
+
+def _agree(trial: _Trial, arguments: tuple[Any, ...], world: World) -> _Trial:
+    """The trial that stands for all ranks; raises the same `UsageError` on each when one of them has a problem."""
+    gathered: list[Any] = [None] * world.size
+    dist.all_gather_object(gathered, (trial, arguments))
+    for rank, (theirs, _) in enumerate(gathered):
+        if theirs.problem:
+            raise UsageError(theirs.problem if world.size == 1 else f"rank {rank}: {theirs.problem}")
+    first, first_arguments = gathered[0]
+    for rank, (theirs, their_arguments) in enumerate(gathered):
+        if their_arguments != first_arguments:
+            raise UsageError(
+                f"rank 0 called parallelize with (mode, gradients, batch) = {first_arguments}, rank {rank} with "
+                f"{their_arguments}; all ranks must pass the same"
+            )
+        if theirs.parameters != first.parameters:
+            ours = dict.fromkeys(first.parameters)
+            other = next((p for p in theirs.parameters if p not in ours), "fewer parameters")
+            raise UsageError(
+                f"the model of rank {rank} differs from rank 0's: it has {other}; build the same on all ranks"
+            )
+    tried = [theirs for theirs, _ in gathered if theirs.samples]
+    if not tried:
+        raise UsageError("the sample batch is empty on every rank; pass one that holds samples")
+    used = {name for theirs in tried for name in theirs.used}
+    return _Trial(None, sum(t.samples for t in tried), tuple(sorted(used)), tried[0].returns_aux, first.parameters)
