@@ -236,6 +236,7 @@ class _Converter:
             and op != "aten.detach.default"
             and any(self.values[name].needs_gradient for name in operands)
         )
+        differentiable = _DIFFERENTIABLE.get(op, len(results))
         name = stem if len(results) == 1 else self._unused(stem)
         names = tuple(
             self._add_value(
@@ -243,7 +244,9 @@ class _Converter:
                 "result",
                 stem,
                 result,
-                flows and result.dtype.is_floating_point and i < _DIFFERENTIABLE.get(op, len(results)),
+                flows
+                and (result.dtype.is_floating_point or result.dtype.is_complex)
+                and i < _DIFFERENTIABLE.get(op, len(results)),
             )
             for i, result in enumerate(results)
         )

@@ -94,7 +94,8 @@ class Capture:
         for value in self.values.values():
             text.update(f"{value}\n".encode())
         for node in self.nodes:
-            text.update(f"{node.op} {node.args} {node.kwargs} {node.operands} {node.results} {node.pin}\n".encode())
+            pin = node.pin and (node.pin.operands, node.pin.results)  # its line may move
+            text.update(f"{node.op} {node.args} {node.kwargs} {node.operands} {node.results} {pin}\n".encode())
         text.update(f"{self.loss} {self.aux} {sorted(self.mutations.items())} {self.key}".encode())
         return text.hexdigest()[:32]
 
