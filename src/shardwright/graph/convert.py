@@ -244,9 +244,7 @@ class _Converter:
                 "result",
                 stem,
                 result,
-                flows
-                and (result.dtype.is_floating_point or result.dtype.is_complex)
-                and i < _DIFFERENTIABLE.get(op, len(results)),
+                flows and i < differentiable and (result.dtype.is_floating_point or result.dtype.is_complex),
             )
             for i, result in enumerate(results)
         )
