@@ -13,6 +13,7 @@ from ranks import run_ranks
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError, WorldError
 from shardwright.run.batch import Batch
+from shardwright.run.eager_parallel import parallelize_eagerly
 
 TOLERANCE = 1e-12
 FEATURES, CLASSES = 6, 3
@@ -356,26 +357,6 @@ def test_what_does_not_fit_is_refused_on_all_ranks(build, message):
     said = run_ranks(2, refused, build)
     assert message in said[0]
     assert said[0] == said[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "automatic"}, "mode='automatic' is unknown; choose one of 'data', 'single'"),
-        ({"gradients": "max"}, "gradients='max' is unknown; choose one of 'mean', 'sum'"),
-        ({"batch": "whole"}, "batch='whole' is unknown; choose one of None, 'local', 'global'"),
-    ],
-)
-def test_unknown_choices_are_listed(options, message):
-    assert run_ranks(1, unknown_choice, options) == [message]
-
-
-def unknown_choice(options):
-    sw.init(timeout=30)
-    try:
-        parallelize_eagerly(Net(), cross_entropy, global_batch(4), **options)
-    except UsageError as error:
-        return str(error)
 
 
 def test_parallelize_needs_a_world():

@@ -1,11 +1,17 @@
 """The promise, with real processes: any number of ranks under any plan gives what one device gives."""
 
+import warnings
+
 import pytest
 import torch
 
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
+from shardwright.errors import CaptureError, ShardwrightError
+from shardwright.mesh.layout import chunk
+from shardwright.run.batch import Batch
+from shardwright.run.parallel import EagerFallback
 
 
 def train(name, rows, mode, options, steps=5, dtype=torch.float64, lr=1e-2):
@@ -75,3 +81,146 @@ def test_any_plan_gives_what_one_device_gives(name, ranks, mode, options, refere
         assert theirs[0] == pytest.approx(losses, rel=1e-10)
         assert deviation(theirs[1], gradients) < 1e-10
         assert deviation(theirs[2], state) < 1e-10
+
+
+def rows_of(batch, start, stop):
+    return Batch([t[start:stop] for t in batch], global_size=len(batch[0]), start=start, stop=stop)
+
+
+def one_step(kind, mode, options, rows):
+    """Loss and gradients of one batch, given to the ranks in one of three ways."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    world = sw.init()
+    sw.set_seed(1)
+    make, loss_fn, batch_of = NETWORKS["perceptron"]
+    sample, whole = batch_of(16), batch_of(rows, seed=3)
+    parts = {
+        "global": lambda batch: batch,
+        "loader": lambda batch: rows_of(batch, *chunk(0, len(batch[0]), world.size, world.rank)),
+        # uneven on purpose: the last rank takes what the others leave
+        "local": lambda batch: [t[world.rank :][:1] if world.rank < world.size - 1 else t[world.rank :] for t in batch],
+    }
+    chosen = None if kind == "loader" else kind
+    parallel = sw.parallelize(make(), loss_fn, parts[kind](sample), mode, batch=chosen, **options)
+    loss, logits = parallel(parts[kind](whole))
+    loss.backward()
+    predicted = parallel.predict(parts[kind](whole))
+    return loss.item(), {n: full(p.grad) for n, p in parallel.named_parameters()}, logits.shape[0], predicted
+
+
+@pytest.mark.parametrize("rows", [16, 7, 3])
+@pytest.mark.parametrize("kind", ["global", "loader", "local"])
+@pytest.mark.parametrize(("mode", "options"), [("data", {}), ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"})])
+def test_a_batch_of_any_shape_given_in_any_way(kind, mode, options, rows):
+    [(loss, gradients, _, predicted)] = run_ranks(1, one_step, "global", "single", {}, rows)
+    everyone = run_ranks(4, one_step, kind, mode, options, rows)
+    for theirs in everyone:
+        assert theirs[0] == pytest.approx(loss, rel=1e-12)
+        assert deviation(theirs[1], gradients) < 1e-12
+        assert theirs[3].shape == (rows, 12)
+        torch.testing.assert_close(theirs[3], predicted, rtol=1e-12, atol=1e-12)
+    assert sum(theirs[2] for theirs in everyone) == rows
+
+
+def accumulated(micro_batches, gradients, mode, options):
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    world = sw.init()
+    sw.set_seed(1)
+    make, loss_fn, batch_of = NETWORKS["transformer"]
+    model = make()
+    model.positions.weight.requires_grad_(False)
+    parallel = sw.parallelize(model, loss_fn, batch_of(8), mode, batch="global", gradients=gradients, **options)
+    for seed in range(micro_batches - 1):
+        with parallel.accumulate():
+            parallel(batch_of(8, seed)).backward()
+    parallel(batch_of(8, micro_batches - 1)).backward()
+    scale = world.size if gradients == "sum" else 1
+    for parameter in parallel.parameters():
+        if parameter.requires_grad:
+            parameter.grad /= scale
+    norm = torch.nn.utils.clip_grad_norm_(parallel.parameters(), 0.1)
+    found = {n: full(p.grad) for n, p in parallel.named_parameters() if p.requires_grad}
+    assert model.positions.weight.grad is None
+    return full(norm).item(), found
+
+
+@pytest.mark.parametrize(("mode", "options"), [("data", {}), ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"})])
+@pytest.mark.parametrize("gradients", ["mean", "sum"])
+def test_accumulation_clipping_sums_and_frozen_parameters(mode, options, gradients):
+    [(norm, expected)] = run_ranks(1, accumulated, 3, "mean", "single", {})
+    for their_norm, theirs in run_ranks(4, accumulated, 3, gradients, mode, options):
+        assert their_norm == pytest.approx(norm, rel=1e-10)
+        assert deviation(theirs, expected) < 1e-10
+
+
+class Branching(torch.nn.Module):
+    """Cannot be captured: it looks at a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(24, 12)
+
+    def forward(self, x):
+        y = self.layer(x.flatten(1))
+        return y if y.sum().item() > 0 else y * 2
+
+
+def uncaptured(mode):
+    sw.init()
+    sw.set_seed(0)
+    _, loss_fn, batch_of = NETWORKS["perceptron"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            parallel = sw.parallelize(Branching(), loss_fn, batch_of(8), mode, batch="global")
+            loss, _ = parallel(batch_of(8))
+        except CaptureError as error:
+            return str(error)
+    loss.backward()
+    return loss.item(), [str(w.message) for w in caught if w.category is EagerFallback]
+
+
+def test_what_cannot_be_captured_runs_by_ddp_aloud_or_is_refused():
+    everyone = run_ranks(2, uncaptured, "data")
+    assert everyone[0][0] == pytest.approx(everyone[1][0])
+    assert "item" in everyone[0][1][0]
+    assert everyone[1][1] == []
+    for message in run_ranks(2, uncaptured, "auto"):
+        assert "test_parallel.py" in message
+
+
+def refused(options):
+    world = sw.init()
+    make, loss_fn, batch_of = NETWORKS["perceptron"]
+    options = {"batch": "global", **options}
+    if options.pop("disagree", False):
+        options["gradients"] = "sum" if world.rank else "mean"
+    try:
+        sw.parallelize(make(), loss_fn, batch_of(8), **options)
+    except ShardwrightError as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mode": "automatic"}, "UsageError: mode='automatic' is unknown; choose one of 'single', 'data', 'semi-auto'"),
+        ({"search": "guess"}, "UsageError: search='guess' is unknown; choose one of None, 'propagation', 'exact'"),
+        ({"gradients": "average"}, "UsageError: gradients='average' is unknown; choose one of 'mean', 'sum'"),
+        ({"batch": "whole"}, "UsageError: batch='whole' is unknown; choose one of None, 'local', 'global'"),
+        ({"batch": None}, "UsageError: the batch is made of plain tensors: say batch='local'"),
+        ({"mesh": "dp=3"}, "UsageError: the mesh dp=3 has 3 devices, the world has 2 ranks"),
+        ({"mesh": "dp:2"}, "UsageError: a mesh is written as dp=2,tp=4; got 'dp:2'"),
+        ({"inputs": {"image": (2, 1)}}, "UsageError: inputs names ['image'], the batch has ['0', '1']"),
+        ({"pins": {"layers.7": ((2, 1), None)}}, "StrategyError: "),
+        ({"pins": {"layers.2": ((7, 1), None)}}, "StrategyError: "),
+        ({"plan": "/does/not/exist.json"}, "PlanError: cannot read the plan /does/not/exist.json: No such file"),
+        ({"disagree": True}, "UsageError: ranks disagree about the arguments: rank 0 has"),
+    ],
+)
+def test_what_does_not_fit_is_refused_on_every_rank(options, message):
+    for text in run_ranks(2, refused, options, timeout=30):
+        assert text is not None
+        assert text.startswith(message)

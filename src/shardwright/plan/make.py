@@ -27,7 +27,7 @@ from shardwright.rules.notation import OpRule, Strategy
 Mode = Literal["single", "data", "semi-auto", "auto"]
 Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
 MODES: tuple[Mode, ...] = ("single", "data", "semi-auto", "auto")
-SEARCHES = {"data": "none", "single": "none", "semi-auto": "propagation", "auto": "exact"}
+SEARCHES = {"single": "none", "data": "none", "semi-auto": "propagation", "auto": "exact"}
 
 
 def make_plan(
