@@ -79,6 +79,11 @@ class Layout:
         return frozenset(axis for dim in self.dims for axis in dim.axes)
 
     @property
+    def has_units(self) -> bool:
+        """Whether some dim is cut between multiples of a unit above 1."""
+        return any(dim.unit > 1 for dim in self.dims)
+
+    @property
     def is_replicated(self) -> bool:
         return not self.partial and not any(self.dims)
 

@@ -91,7 +91,10 @@ class Mesh:
 
     def extent(self, axes: Iterable[str]) -> int:
         """The number of parts that these axes together cut a dim into."""
-        return math.prod(self.sizes[axis] for axis in axes)
+        parts = 1
+        for axis in axes:  # a loop, since a search asks a million times
+            parts *= self.sizes[axis]
+        return parts
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """Where a rank stands on every axis."""

@@ -155,7 +155,6 @@ def possible(src: Layout, dst: Layout) -> bool:
     return set(dst.partial) <= set(src.partial)
 
 
-@lru_cache(maxsize=1 << 16)
 def redistribute(
     src: Layout, dst: Layout, gradient_partial: tuple[str, ...], shape: Shape, mesh: Mesh
 ) -> tuple[Step, ...]:
@@ -168,6 +167,15 @@ def redistribute(
         PlanError: where ``dst`` is partial over an axis over which ``src`` is not, or ``gradient_partial`` names an
             axis over which ``dst`` is not replicated.
     """
+    if all(size % mesh.size == 0 and size for size in shape) and not (src.has_units or dst.has_units):
+        shape = (mesh.size,) * len(shape)  # all parts are even: the steps do not depend on the sizes
+    return _redistribute(src, dst, gradient_partial, shape, mesh)
+
+
+@lru_cache(maxsize=1 << 18)
+def _redistribute(
+    src: Layout, dst: Layout, gradient_partial: tuple[str, ...], shape: Shape, mesh: Mesh
+) -> tuple[Step, ...]:
     if not possible(src, dst):
         made = ", ".join(axis for axis in dst.partial if axis not in src.partial)
         raise PlanError(f"a value laid out as {src} cannot become {dst}: it is not a partial sum over {made}")
