@@ -20,6 +20,39 @@ def matmul(op: Operator) -> OpRule:
     return op.bind(f"~ {left}, {right} -> ~ {result}")
 
 
+def einsum(op: Operator) -> OpRule:
+    """einsum(equation, tensors): the equation is the rule. Ellipses and diagonals are not split."""
+    left, arrow, right = op["equation"].replace(" ", "").partition("->")
+    terms = left.split(",")
+    if not arrow or "." in left or any(len(set(t)) < len(t) for t in terms):
+        return replicated_rule(op.operands, op.results)
+    size = {c: n for t, shape in zip(terms, op.operands, strict=True) for c, n in zip(t, shape, strict=True) if n > 1}
+    words = [
+        term(c + "+" * (c not in right) if n > 1 or c not in size else "." for c, n in zip(t, shape, strict=True))
+        for t, shape in zip(terms, op.operands, strict=True)
+    ]
+    return op.bind(f"~ {', '.join(words)} -> ~ {' '.join(right)}")
+
+
+def cosine_similarity(op: Operator) -> OpRule:
+    """cosine_similarity(a, b, dim): the dim stays whole; tensors that broadcast are not split."""
+    a, b = op.operands
+    if a != b:
+        return replicated_rule(op.operands, op.results)
+    dim = op.dim()
+    left = term(f"d{i}^" if i == dim else f"d{i}" for i in range(len(a)))
+    return op.bind(f"{left}, {left} -> {term(f'd{i}' for i in range(len(a)) if i != dim)}")
+
+
+def instance_norm(op: Operator) -> OpRule:
+    """Every image and channel alone, unless running statistics join the images."""
+    if op["running_mean"] is not None:
+        return replicated_rule(op.operands, op.results)
+    dots = " .".join([""] * (len(op.operands[0]) - 1))
+    affine = ", c" * (len(op.operands) - 1)
+    return op.bind(f"n c{dots}{affine} -> n c{dots}")
+
+
 def addmm(op: Operator) -> OpRule:
     """bias + a @ b, batched or not; the bias broadcasts, and joins once where the sum over k is split."""
     names = ["b", "m", "n"][-len(op.results[0]) :]

@@ -76,12 +76,14 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("where", _where),
     ("masked_fill", _masked_fill),
     ("copy", "*, ~ * -> ~ *"),
+    ("fill", "*, * -> *"),
     ("alias detach clone contiguous lift_fresh_copy", "~ * -> ~ *"),
     ("to _to_copy", views.cast),
     # made from nothing
     ("full zeros ones", "-> *"),
     ("arange", _arange),
     ("scalar_tensor", "-> *"),
+    ("linspace", "-> i^"),
     ("new_zeros new_ones new_full", views.like_shape),
     # products
     ("matmul", layers.matmul),
@@ -90,6 +92,9 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("mv", "~ m k+, k+ -> ~ m"),
     ("dot", "~ k+, k+ -> ~"),
     ("addmm baddbmm", layers.addmm),
+    ("outer", "~ i, j -> ~ i j"),
+    ("einsum", layers.einsum),
+    ("cosine_similarity", layers.cosine_similarity),
     ("linear", "~ * k+, n k+, n -> ~ * n"),
     ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution", layers.convolution),
     # reductions, scans, losses
@@ -106,6 +111,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     # layers
     ("layer_norm native_layer_norm rms_norm _fused_rms_norm", layers.layer_norm),
     ("group_norm native_group_norm", layers.group_norm),
+    ("instance_norm", layers.instance_norm),
     ("batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", layers.batch_norm),
     ("_native_batch_norm_legit_no_training", layers.batch_norm),
     ("embedding", layers.embedding),
@@ -129,6 +135,11 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("roll flip", views.roll),
     ("cat", views.cat),
     ("stack", views.stack),
+    ("unfold", views.unfold),
+    ("repeat_interleave.self_int", views.repeat_interleave),
+    ("slice_scatter select_scatter", views.scatter_slice),
+    ("pixel_shuffle pixel_unshuffle", views.last_whole(3, linear=True)),
+    ("grid_sampler grid_sampler_2d", "~ n c . ., n . . . -> ~ n c . ."),
     ("tril triu", views.last_whole(2, linear=True)),
     # indices
     ("index_select", indexing.index_select),

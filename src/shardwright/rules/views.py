@@ -160,6 +160,28 @@ def unbind(op: Operator) -> OpRule:
     return op.bind(f"{left} -> {', '.join([right] * len(op.results))}")
 
 
+def unfold(op: Operator) -> OpRule:
+    """unfold(dim, size, step): windows over a dim that stays whole, as a new last dim."""
+    dim = op.dim("dimension")
+    dims = ["." if i == dim else f"d{i}" for i in range(len(op.operands[0]))]
+    return op.bind(f"{term(dims, linear=True)} -> {term([*dims, '.'], linear=True)}")
+
+
+def repeat_interleave(op: Operator) -> OpRule:
+    """repeat_interleave(times, dim): the dim stays whole; without a dim all of it does."""
+    if op["dim"] is None:
+        return op.bind(f"{term(['.'] * len(op.operands[0]), linear=True)} -> ~ .")
+    return _whole_dims(op, [op.dim()])
+
+
+def scatter_slice(op: Operator) -> OpRule:
+    """slice_scatter(x, source, dim, ...), select_scatter: the dim stays whole; linear in both together."""
+    dim, n = op.dim(), len(op.operands[0])
+    dims = ["." if i == dim else f"d{i}" for i in range(n)]
+    source = dims if len(op.operands[1]) == n else dims[:dim] + dims[dim + 1 :]
+    return op.bind(f"{term(dims, linear=True)}, {term(source, linear=True)} -> {term(dims, linear=True)}")
+
+
 def cat(op: Operator) -> OpRule:
     """cat(tensors, dim): the dim that is joined stays whole; linear in all operands together."""
     dim = op["dim"] % len(op.results[0])
