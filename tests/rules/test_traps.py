@@ -218,6 +218,7 @@ def test_a_number_is_not_added_to_a_partial_value():
     assert not rule_for(Invocation("aten.add.Tensor", (x(4), 1.0))).linear_operands
     assert not rule_for(Invocation("aten.masked_fill.Scalar", (x(4), torch.zeros(4) > 0, 1.0))).linear_operands
     assert not rule_for(Invocation("aten._to_copy.default", (x(4),), {"dtype": torch.int64})).linear_operands
+    assert not rule_for(Invocation("aten.sum.default", (x(4).detach(),), {"dtype": torch.int64})).linear_operands
     assert not rule_for(Invocation("aten.constant_pad_nd.default", (x(4), (1, 1), 1.0))).linear_operands
 
 

@@ -47,6 +47,12 @@ class Operator:
         chosen = [given] if isinstance(given, int) else given
         return tuple(int(dim) % ndim for dim in chosen) if chosen and ndim else tuple(range(ndim))
 
+    @property
+    def keeps_sums(self) -> bool:
+        """Whether a conversion to the argument ``dtype`` leaves partial sums what they are: integers truncate them."""
+        dtype = self.arguments.get("dtype")
+        return dtype is None or bool(dtype.is_floating_point or dtype.is_complex)
+
     def bind(self, text: str, **sizes: int) -> OpRule:
         """The rule of this operator by one line of notation.
 

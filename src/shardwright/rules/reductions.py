@@ -19,8 +19,9 @@ def reduced(mark: str, *, linear: bool = False, dims: str = "dim") -> Written:
         keepdim = op.arguments.get("keepdim", False)
         left = [f"d{i}{mark if i in over else ''}" for i in range(len(op.operands[0]))]
         right = ["." if i in over else f"d{i}" for i in range(len(op.operands[0])) if keepdim or i not in over]
-        results = ", ".join([term(right, linear=linear)] * len(op.results))
-        return op.bind(f"{term(left, linear=linear)} -> {results}")
+        passes = linear and op.keeps_sums
+        results = ", ".join([term(right, linear=passes)] * len(op.results))
+        return op.bind(f"{term(left, linear=passes)} -> {results}")
 
     return write
 
@@ -30,7 +31,9 @@ def along(dim: str = "dim", *, linear: bool = False) -> Written:
 
     def write(op: Operator) -> OpRule:
         whole = op.dims(dim)
-        dims = term((f"d{i}^" if i in whole else f"d{i}" for i in range(len(op.operands[0]))), linear=linear)
+        dims = term(
+            (f"d{i}^" if i in whole else f"d{i}" for i in range(len(op.operands[0]))), linear=linear and op.keeps_sums
+        )
         return op.bind(f"{dims} -> {', '.join([dims] * len(op.results))}")
 
     return write

@@ -212,8 +212,7 @@ def last_whole(count: int, *, linear: bool = False) -> Callable[[Operator], OpRu
 
 def cast(op: Operator) -> OpRule:
     """A copy, perhaps of another dtype. Partial sums pass through unless they are truncated to integers."""
-    dtype = op.arguments.get("dtype")
-    linear = "~ " if dtype is None or dtype.is_floating_point or dtype.is_complex else ""
+    linear = "~ " if op.keeps_sums else ""
     return op.bind(f"{linear}* -> {linear}*")
 
 
