@@ -155,6 +155,37 @@ def test_accumulation_clipping_sums_and_frozen_parameters(mode, options, gradien
         assert deviation(theirs, expected) < 1e-10
 
 
+def optimized(kind, options):
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    world = sw.init()
+    sw.set_seed(1)
+    make, loss_fn, batch_of = NETWORKS["perceptron"]
+    split = {"mesh": "tp=2", "pins": {"layers.0": ((1, 1), (2, 1), None)}} if world.size > 1 else {}
+    parallel = sw.parallelize(make(), loss_fn, batch_of(8), "semi-auto", batch="global", **split)
+    optimizer = getattr(torch.optim, kind)(parallel.parameters(), lr=0.01, **options)
+    for seed in range(3):
+        optimizer.zero_grad()
+        parallel(batch_of(8, seed))[0].backward()
+        try:
+            optimizer.step()
+        except ShardwrightError as error:
+            return str(error)
+    return {n: t.clone() for n, t in parallel.full_state_dict().items()}
+
+
+@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
+def test_optimizers_update_split_parameters_as_whole_ones(kind, options):
+    [expected] = run_ranks(1, optimized, kind, options)
+    for theirs in run_ranks(2, optimized, kind, options):
+        if (kind, options) == ("SGD", {"fused": True}):
+            assert theirs.startswith("SGD(fused=True) cannot update parameters that are split between ranks")
+            assert "foreach=True" in theirs
+        else:
+            assert deviation(theirs, expected) < 1e-10
+
+
 class Branching(torch.nn.Module):
     """Cannot be captured: it looks at a value."""
 

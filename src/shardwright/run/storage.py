@@ -7,11 +7,13 @@ and fused optimizers, `clip_grad_norm_` and `GradScaler` refuse a mixture.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.errors import UsageError
 from shardwright.mesh.dtensor import device_mesh, to_placements
@@ -46,6 +48,7 @@ def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh
     """
     if not any(layout.split_axes for layout in layouts.values()):
         return
+    _watch_optimizers()
     torch_mesh = device_mesh(mesh, device.type)
     rank = dist.get_rank()
     replaced: dict[int, nn.Parameter] = {}
@@ -65,3 +68,29 @@ def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh
 def local_part(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, differentiably."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# Optimizers whose fused kernels torch cannot run on DTensors (no sharding rule in 2.13).
+_UNFUSABLE = (torch.optim.SGD, torch.optim.Adagrad)
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Let `_refuse_unfusable` look at every optimizer before its step; once per process."""
+    register_optimizer_step_pre_hook(_refuse_unfusable)
+
+
+def _refuse_unfusable(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Say before the step what torch's own error would not.
+
+    Raises:
+        UsageError: where a fused optimizer without a rule for DTensors is to update some.
+    """
+    if isinstance(optimizer, _UNFUSABLE):
+        for group in optimizer.param_groups:
+            if group.get("fused") and any(isinstance(parameter, DTensor) for parameter in group["params"]):
+                name = type(optimizer).__name__
+                raise UsageError(
+                    f"{name}(fused=True) cannot update parameters that are split between ranks: torch has no fused "
+                    f"{name} for DTensors; use {name}(..., foreach=True)"
+                )
