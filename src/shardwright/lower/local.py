@@ -214,7 +214,8 @@ def _embedding(site: Site) -> Call:
     rows = site.operand_slice(0)[0]
     total = site.operand_shape(0)[0]
     if rows.stop - rows.start == total:
-        return site.same(sparse=False)  # sums over ranks are of dense tensors
+        # Gradients are summed over ranks as dense tensors.
+        return site.same(sparse=False) if site["sparse"] else site.same()
     return Call("kernels.embedding", (site["weight"], site["indices"], site["padding_idx"], rows.start, total))
 
 
