@@ -61,6 +61,12 @@ class _LaunchCommand(click.Command):
 @click.option(
     "--grace", default=10.0, show_default=True, metavar="SECONDS", help="Between asking ranks to end and kill."
 )
+@click.option(
+    "--save-graphs",
+    metavar="DIR[:LEVEL]",
+    help="Ranks dump what they run to DIR/rank_N: level 1 the strategies, level 2 (the default) the local program too. "
+    "Sets SHARDWRIGHT_SAVE_GRAPHS, which sw.parallelize reads where its save_graphs= is not given.",
+)
 @click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.launch.program import Kind, Program, check_program
+from shardwright.launch.save_graphs import VARIABLE, SaveGraphs
 
 # What the launcher itself decides for each rank: not to be set with -x.
 RANK_VARIABLES = frozenset({
@@ -38,13 +39,15 @@ class LaunchOptions:
 def read_options(
     *, module: bool, program: bool, arguments: Sequence[str], ranks: str | None, preload: bool, tee: str | None,
     job: str | None, log_dir: str, port: int | None, devices: str | None, variables: Sequence[str], grace_s: float,
-    detach: bool,
+    detach: bool, save_graphs: str | None = None,
 ) -> LaunchOptions:  # fmt: skip
     """The job that a command line asks for. Raises `UsageError` for what cannot be served.
 
     Without ``tee``, rank 0 is shown, or nothing if the job is detached.
     """
     environment = read_variables(variables, os.environ) | visible_devices(devices, os.environ)
+    if save_graphs is not None:
+        environment[VARIABLE] = str(SaveGraphs.parse(save_graphs))
     kind: Kind = "program" if program else "module" if module else "script"
     whole = os.environ | environment
     checked = check_program(kind, arguments, whole)

@@ -10,12 +10,17 @@ from shardwright.plan.plan import Plan, Priced
 def explain(plan: Plan) -> str:
     """Three tables: what every operator does, every collective, and what each module holds and moves."""
     unlisted = plan.graph.unlisted
+    finer = "" if plan.named == plan.mesh else f" cut into {plan.mesh}"
+    sent = {"forward": 0.0, "backward": 0.0}
+    for priced in plan.collectives():
+        sent[priced.direction] += priced.bytes
     parts = [
-        f"plan: mode {plan.mode}, search {plan.search}, mesh {plan.named}, {plan.mesh.size} devices",
+        f"plan: mode {plan.mode}, search {plan.search}, mesh {plan.named}{finer}, {plan.mesh.size} devices",
         _operators(plan),
         _collectives(plan),
         _modules(plan),
-        f"each device sends {_bytes(plan.moved_bytes())} per step and holds {_bytes(plan.held_bytes())} of parameters",
+        f"each device sends {_bytes(plan.moved_bytes())} per step ({_bytes(sent['forward'])} forward, "
+        f"{_bytes(sent['backward'])} backward) and holds {_bytes(plan.held_bytes())} of parameters",
     ]
     if unlisted:
         names = ", ".join(sorted({node.op for node in unlisted}))
@@ -29,16 +34,18 @@ def _operators(plan: Plan) -> str:
         partial = "·".join(plan.layout(node.results[0]).partial) if node.results else ""
         pinned = " (pinned)" if node.pin is not None else ""
         strategies = _tuples(plan.in_strategy(node)), _tuples(plan.out_strategy(node))
-        rows.append((node.name + pinned, *strategies, partial, node.scope or "-", node.source))
+        line = node.source.partition(" in ")[0]  # the dumps show what stands there
+        rows.append((node.name + pinned, *strategies, partial, node.scope or "-", line))
     return _table(rows)
 
 
 def _collectives(plan: Plan) -> str:
-    rows = [("collective", "direction", "axes", "of", "sent bytes")]
+    rows = [("collective", "direction", "axes", "ranks of rank 0", "of", "sent")]
     found = list(plan.collectives())
     for priced in found:
         c = priced.collective
-        rows.append((c.kind, priced.direction, "·".join(c.axes), priced.cause, _bytes(priced.bytes)))
+        ranks = _ranks(plan.mesh.group(0, c.axes))
+        rows.append((c.kind, priced.direction, "·".join(c.axes), ranks, priced.cause, _bytes(priced.bytes)))
     return _table(rows) if found else "no collectives"
 
 
@@ -69,6 +76,11 @@ def _module_of(priced: Priced, parameters: set[str]) -> str:
 
 def _tuples(strategies: Sequence[tuple[int, ...]]) -> str:
     return " ".join(str(strategy).replace(" ", "") for strategy in strategies) or "-"
+
+
+def _ranks(ranks: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, ranks[:most]))
+    return f"({shown})" if len(ranks) <= most else f"({shown}, ... {len(ranks)} in all)"
 
 
 def _bytes(number: float) -> str:

@@ -22,15 +22,18 @@ from shardwright.graph.capture import capture, flatten_batch
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import apply_pins
 from shardwright.graph.rewrite import rewrite
+from shardwright.launch.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
 from shardwright.mesh.collectives import all_gather
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator
+from shardwright.mesh.redistribute import redistribute
 from shardwright.plan.hardware import for_device
 from shardwright.plan.make import Inputs, Mode, make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
+from shardwright.report.ir import save_graphs
 from shardwright.run.buckets import GradientReduction
 from shardwright.run.execute import Execution
 from shardwright.run.inputs import BatchKind, Rows, global_shapes, local_inputs, rows_of
@@ -55,7 +58,7 @@ class Options:
     batch: BatchKind | None
     gradients: Literal["mean", "sum"]
     batch_norm: Literal["global", "per-replica"]
-    save_graphs: str | None
+    save_graphs: SaveGraphs | None
 
 
 @dataclass(frozen=True)
@@ -255,6 +258,8 @@ class Parallel:
 
     def _prepare(self, key: str, plan: Plan) -> None:
         program = lower(plan, self.world.rank)
+        if self.options.save_graphs:
+            save_graphs(self.options.save_graphs, plan, program, number=len(self._programs) + 1)
         axes = {collective.axes for _, _, collective in program.collectives()}
         axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
         self._communicator.prepare([*axes, plan.mesh.names])
@@ -296,7 +301,20 @@ class Parallel:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""
-        return {name: _full(tensor) for name, tensor in self.module.state_dict().items()}
+        return {name: self._gathered(name, tensor) for name, tensor in self.module.state_dict().items()}
+
+    def _gathered(self, name: str, tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        shape, replicated = tuple(tensor.shape), Layout.replicated(tensor.ndim)
+        layout = self._storage.get(self.plan.capture.tied.get(name, name), replicated)
+        steps = redistribute(layout, replicated, (), shape, self.plan.mesh)
+        self._communicator.prepare(step.axes for step in steps)
+        with torch.no_grad():
+            whole = tensor.to_local()
+            for step in steps:
+                whole = all_gather(whole, self._communicator, **step.arguments(shape))
+        return whole
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state as `state_dict` gives it."""
@@ -310,10 +328,6 @@ class Parallel:
     def eval(self) -> Parallel:
         """Evaluation mode, as `torch.nn.Module.eval`."""
         return self.train(False)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _scaled_gradient(x: Tensor, factor: float) -> Tensor:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any, Literal, get_args
 
 from torch import nn
 
-from shardwright.errors import CaptureError
+from shardwright.errors import CaptureError, UsageError
+from shardwright.launch.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import SEARCHES, Inputs, Mode
 from shardwright.plan.plan import Plan
@@ -39,7 +42,7 @@ def parallelize(
     batch_norm: Literal["global", "per-replica"] = "global",
     batch: BatchKind | None = None,
     inputs: Inputs = "split",
-    save_graphs: str | None = None,
+    save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
 ) -> Parallel | EagerParallel:
     """Train ``model`` on all ranks as on one; every rank calls this with the same model and arguments.
 
@@ -60,7 +63,8 @@ def parallelize(
             rank passes its part, of any size; with "global" all pass the same whole batch.
         inputs: how batches come: each rank its rows ("split"), everything everywhere ("whole"), or slices per dim by
             name of the input.
-        save_graphs: a folder for dumps of the plan and of this rank's program.
+        save_graphs: a folder for dumps, or (folder, level): level 1 the strategies of all operators, level 2, the
+            default, the program of each rank too. Without it, what ``shardwright launch --save-graphs`` says.
 
     A model that cannot be captured runs by torch's DistributedDataParallel in the modes "data" and "single", with an
     `EagerFallback` warning that says why; the other modes need the capture.
@@ -71,13 +75,15 @@ def parallelize(
         StrategyError, PlanError: where pins contradict the model or the mesh, or no plan exists.
     """
     world = current_world()
-    problem = _problem(mode, search, gradients, batch_norm, batch)
+    dumps, problem = None, _problem(mode, search, gradients, batch_norm, batch)
+    try:
+        dumps = SaveGraphs.wanted(save_graphs, os.environ)
+    except UsageError as error:
+        problem = problem or str(error)
     shapes = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters()}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     agree({"the arguments": options, "the model's parameters": shapes}, problem)
-    chosen = Options(
-        mode, search, mesh_for(mesh, world.size), inputs, pins or {}, batch, gradients, batch_norm, save_graphs
-    )
+    chosen = Options(mode, search, mesh_for(mesh, world.size), inputs, pins or {}, batch, gradients, batch_norm, dumps)
     try:
         return Parallel(model, loss_fn, sample_batch, chosen, world, plan)
     except CaptureError as error:
