@@ -29,6 +29,7 @@ _PUBLIC: dict[str, str] = {
     "reduce_gradients": "shardwright.run.gradients",
     "set_seed": "shardwright.run.seed",
     "shard": "shardwright.graph.pins",
+    "verify": "shardwright.run.verify",
 }
 
 __all__ = ["__version__", *sorted(_PUBLIC)]

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
@@ -82,3 +83,15 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     if not mesh.axes:
         raise PlanError("a mesh without axes is no device mesh; on one device parameters are plain tensors")
     return init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor on every rank, without autograd; a plain tensor is whole. All ranks call it together."""
+    tensor = tensor.detach()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    placements = list(tensor.placements)
+    for axis in reversed(range(len(placements))):  # the minor axis first; at once, torch would warn of several gathers
+        placements[axis] = Replicate()
+        tensor = tensor.redistribute(placements=placements)
+    return tensor.to_local()

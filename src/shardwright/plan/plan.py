@@ -10,6 +10,7 @@ and nothing run that is not priced.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,7 +20,7 @@ from typing import Any
 from shardwright.errors import PlanError
 from shardwright.graph.ir import Capture, Node
 from shardwright.mesh.layout import Layout, Split
-from shardwright.mesh.mesh import Axis, Mesh
+from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step, redistribute
 from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
@@ -177,15 +178,15 @@ class Plan:
         return tuple(rule.result_layout(i, strategy, self.mesh).slices(self.mesh) for i in range(len(node.results)))
 
     def for_capture(self, capture: Capture) -> Plan:
-        """The same decisions for the same graph with other sizes, such as a last batch that is smaller.
+        """The same decisions for the same graph with other sizes or dtypes, such as a last batch that is smaller.
 
         Raises:
             PlanError: where the graph has other operators, or a strategy of this plan is impossible at those sizes.
         """
         graph = RuledGraph.of(capture)
-        mine = [(node.op, node.operands, node.results) for node in self.capture.nodes]
-        if mine != [(node.op, node.operands, node.results) for node in capture.nodes]:
-            raise PlanError("the graph has other operators than the one that was planned")
+        _refuse_other_graph(
+            {"operators": _fingerprint(self.capture)["operators"]}, {"operators": _fingerprint(capture)["operators"]}
+        )
         for node in capture.nodes:
             before, after = self.graph.rules[node.name], graph.rules[node.name]
             allowed = {after.factors[i].name for i in after.splittable}
@@ -200,8 +201,8 @@ class Plan:
             "format": FORMAT,
             "mode": self.mode,
             "search": self.search,
-            "named_mesh": [[axis.name, axis.size] for axis in self.named.axes],
-            "mesh": [[axis.name, axis.size] for axis in self.mesh.axes],
+            "named_mesh": _mesh_to_json(self.named),
+            "mesh": _mesh_to_json(self.mesh),
             "graph": _fingerprint(self.capture),
             "strategies": {
                 name: {"axes": [list(a) for a in strategy.axes], "partial": list(strategy.partial)}
@@ -224,10 +225,10 @@ class Plan:
             if document["format"] != FORMAT:
                 raise PlanError(f"the plan has format {document['format']}, this release reads {FORMAT}; plan again")
             _refuse_other_graph(document["graph"], _fingerprint(graph.capture))
-            return Plan(
+            plan = Plan(
                 graph,
-                Mesh(tuple(Axis(name, size) for name, size in document["mesh"])),
-                Mesh(tuple(Axis(name, size) for name, size in document["named_mesh"])),
+                _mesh_from_json(document["mesh"]),
+                _mesh_from_json(document["named_mesh"]),
                 document["mode"],
                 document["search"],
                 {
@@ -237,13 +238,17 @@ class Plan:
                 {name: _layout_from_json(layout) for name, layout in document["leaves"].items()},
                 {name: _layout_from_json(layout) for name, layout in document["outputs"].items()},
             )
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+            _refuse_incomplete(plan)
+        except PlanError:
+            raise
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is not a plan as Plan.to_json writes it: {error!r}") from error
+        return plan
 
     def save(self, path: str | Path) -> None:
         """Write the plan to a file, whole or not at all."""
         path = Path(path)
-        partial = path.with_name(path.name + ".tmp")
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two jobs may save the same plan at once
         partial.write_text(self.to_json() + "\n")
         partial.replace(path)
 
@@ -274,6 +279,15 @@ def _numel(shape: tuple[int, ...]) -> int:
     return total
 
 
+def _mesh_to_json(mesh: Mesh) -> list[list[Any]]:
+    """Every axis as name, size and, where its link is known, latency and bandwidth."""
+    return [[a.name, a.size, *([a.link.latency_s, a.link.bandwidth] if a.link else [])] for a in mesh.axes]
+
+
+def _mesh_from_json(axes: list[list[Any]]) -> Mesh:
+    return Mesh(tuple(Axis(name, size, Link(*link) if link else None) for name, size, *link in axes))
+
+
 def _layout_to_json(layout: Layout) -> dict[str, Any]:
     return {"dims": [[list(dim.axes), dim.unit] for dim in layout.dims], "partial": list(layout.partial)}
 
@@ -298,3 +312,20 @@ def _refuse_other_graph(theirs: dict[str, list[str]], ours: dict[str, list[str]]
         for planned, actual in zip(theirs[kind], mine, strict=True):
             if planned != actual:
                 raise PlanError(f"the plan was made for another model: it has {planned!r}, the model {actual!r}")
+
+
+def _refuse_incomplete(plan: Plan) -> None:
+    """A file that was edited by hand may lack a decision, or name an axis that there is not."""
+    decided = {
+        "strategies": (set(plan.strategies), {node.name for node in plan.capture.nodes}),
+        "leaves": (set(plan.leaves), {v.name for v in plan.capture.values.values() if v.kind != "result"}),
+    }
+    for kind, (found, needed) in decided.items():
+        if found != needed:
+            raise PlanError(f"the {kind} of the plan lack or add {', '.join(sorted(found ^ needed)[:5])}; plan again")
+    layouts = [*plan.leaves.values(), *plan.outputs.values()]
+    splits = [split.axes for layout in layouts for split in layout.dims] + [layout.partial for layout in layouts]
+    splits += [axes for strategy in plan.strategies.values() for axes in (*strategy.axes, strategy.partial)]
+    unknown = sorted({axis for axes in splits for axis in axes} - set(plan.mesh.names))
+    if unknown:
+        raise PlanError(f"the plan splits over {', '.join(unknown)}, which its mesh ({plan.mesh}) has not; plan again")

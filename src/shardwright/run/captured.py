@@ -224,9 +224,9 @@ class Parallel:
             if isinstance(given, str):
                 return Plan.load(given, RuledGraph.of(captured))
             if given is not None:
-                return Plan.from_json(given.to_json(), RuledGraph.of(captured))
+                return given.for_capture(captured)
             options = self.options
-            question = f"{options.mode} {options.search} {options.mesh} {options.inputs} {self.world.device.type}"
+            question = f"{options.mode} {options.search} {options.mesh!r} {options.inputs} {self.world.device.type}"
             return remembered(RuledGraph.of(captured), question, lambda: self._make(captured, {}))
 
         return on_rank_zero(make)

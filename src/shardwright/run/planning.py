@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from shardwright import __version__
@@ -48,12 +50,25 @@ def cache_directory() -> Path:
     return Path(base) / "shardwright" / "plans"
 
 
+@cache
+def planner_digest() -> str:
+    """A hash of everything that decides a plan: the sources of the planner, and the version of torch."""
+    package = Path(__file__).parents[1]
+    text = hashlib.sha256(torch.__version__.encode())
+    for room in ("mesh", "rules", "graph", "plan"):
+        for path in sorted((package / room).glob("*.py")):
+            text.update(path.name.encode() + path.read_bytes())
+    return text.hexdigest()[:32]
+
+
 def remembered(graph: RuledGraph, question: str, make: Callable[[], Plan]) -> Plan:
     """The plan of an earlier job for the same graph and ``question`` (mesh, mode, options), else a new one.
 
-    A file that cannot be read or written is ignored: the cache is never needed.
+    A plan made by another planner is not met again. A file that cannot be read or written is ignored: the cache is
+    never needed.
     """
-    key = hashlib.sha256(f"{__version__} {graph.capture.digest} {question}".encode()).hexdigest()[:32]
+    text = f"{__version__} {planner_digest()} {graph.capture.digest} {question}"
+    key = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.json"
     try:
         return Plan.load(path, graph)

@@ -1,0 +1,85 @@
+"""What a verification found, and how it prints."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shardwright.plan.plan import Plan
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The largest deviation of one kind from one reference, and where it is: tensor, step, index and rank.
+
+    ``got`` and ``expected`` are the entries there; ``skipped`` of ``entries`` are not compared (float32 parameters).
+    """
+
+    dtype: str
+    reference: str
+    kind: str
+    largest: float
+    tolerance: float
+    name: str
+    step: int
+    index: tuple[int, ...]
+    rank: int
+    got: float
+    expected: float
+    entries: int
+    skipped: int
+
+    @property
+    def ok(self) -> bool:
+        return self.largest <= self.tolerance
+
+    @property
+    def where(self) -> str:
+        at = str(list(self.index)) if self.index else ""
+        return f"{self.name}{at}, step {self.step}" if self.largest else ""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What `verify` found. ``ok`` says whether every deviation is within its tolerance; printing it gives a table."""
+
+    plan: Plan
+    steps: int
+    lr: float
+    deviations: tuple[Deviation, ...]
+    notes: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        return all(deviation.ok for deviation in self.deviations)
+
+    def __str__(self) -> str:
+        plan = self.plan
+        rows = [("dtype", "against", "what", "largest", "tolerance", "", "where")]
+        for d in self.deviations:
+            verdict = "ok" if d.ok else "BEYOND"
+            numbers = f"{d.largest:.1e}", f"{d.tolerance:.0e}"
+            rows.append((d.dtype, d.reference, d.kind, *numbers, verdict, d.where))
+        lines = [
+            f"{self.steps} steps of AdamW at {self.lr:g} on {plan.mesh.size} rank{'s' * (plan.mesh.size > 1)}: "
+            f"mode {plan.mode}, search {plan.search}, mesh {plan.named}",
+            "",
+            _table(rows),
+            "",
+            *self.notes,
+            *(_accusation(d) for d in self.deviations if not d.ok),
+            "within tolerance: the plan gives what one device gives" if self.ok else "BEYOND TOLERANCE",
+        ]
+        return "\n".join(lines)
+
+
+def _accusation(d: Deviation) -> str:
+    return (
+        f"{d.dtype} {d.kind}: {d.name}{list(d.index) if d.index else ''} is {d.got:.9g} on rank {d.rank} "
+        f"in step {d.step}, {d.reference} has {d.expected:.9g}"
+    )
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)

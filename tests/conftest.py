@@ -1,0 +1,12 @@
+"""Plans are remembered in a folder of this test session's own, so that no plan of an earlier run or of a user is met."""
+
+import os
+import tempfile
+
+# Before anything is imported that could start the fork server, whose children inherit the environment of its start.
+_cache = tempfile.TemporaryDirectory(prefix="shardwright-tests-")
+os.environ["XDG_CACHE_HOME"] = _cache.name
+
+
+def pytest_unconfigure() -> None:
+    _cache.cleanup()
