@@ -25,6 +25,7 @@ __all__ = [
     "is_fake",
     "is_operator",
     "quiet_exporter",
+    "returns_list",
     "schema_parameters",
     "tree_flatten",
     "tree_map",
@@ -160,6 +161,15 @@ class Parameter:
     name: str
     default: Any
     is_tensor: bool
+
+
+@lru_cache(maxsize=4096)
+def returns_list(op: str) -> bool:
+    """Whether ``"aten.split.Tensor"`` returns a list of tensors, even of one: no public name tells."""
+    found: Any = torch.ops
+    for part in op.split("."):
+        found = getattr(found, part, None)
+    return found is not None and [str(value.type) for value in found._schema.returns] == ["List[Tensor]"]
 
 
 @lru_cache(maxsize=4096)

@@ -59,3 +59,26 @@ def test_one_device_without_dropout_is_plain_pytorch(name):
     expected |= {f"gradient of {n}": p.grad for n, p in model.named_parameters()}
     expected |= {f"buffer {n}": b for n, b in model.named_buffers()}
     same({name: tensor for name, tensor in ours.items() if not name.startswith("aux")}, expected, 1e-12)
+
+
+class Pieces(torch.nn.Module):
+    """Operators that return lists, one of them a list of one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(6, 12)
+
+    def forward(self, x):
+        [whole] = self.layer(x).split(12, -1)
+        a, b, c = whole.chunk(3, -1)
+        return a * b + c
+
+
+def test_lists_of_results_are_unpacked():
+    torch.manual_seed(0)
+    model, batch = Pieces(), (torch.randn(8, 6),)
+    reference = run(plan_of(model, lambda m, b: m(b[0]).square().mean(), batch, Mesh(()), "single"), model, batch)
+    plan = plan_of(
+        model, lambda m, b: m(b[0]).square().mean(), batch, Mesh.of(d=4), "auto", search_method="propagation"
+    )
+    same(run(plan, model, batch), reference)

@@ -744,7 +744,11 @@ def test_rule(group):
     assert split >= ENOUGH or group[0][0] in UNSPLIT, f"split {split} times only"
 
 
+# Not what one device gives, on purpose: tests/run/test_parallel.py holds it against the model on each part.
+ELSEWHERE = {"shardwright.batch_norm_per_replica"}
+
+
 def test_every_row_has_a_case():
     tried = {op for op, _ in CASES}
     tried |= {op.rpartition(".")[0] for op in tried}
-    assert sorted(set(RULES) - tried) == []
+    assert sorted(set(RULES) - tried - ELSEWHERE) == []

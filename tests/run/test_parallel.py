@@ -1,5 +1,6 @@
 """The promise, with real processes: any number of ranks under any plan gives what one device gives."""
 
+import copy
 import warnings
 
 import pytest
@@ -255,3 +256,39 @@ def test_what_does_not_fit_is_refused_on_every_rank(options, message):
     for text in run_ranks(2, refused, options, timeout=30):
         assert text is not None
         assert text.startswith(message)
+
+
+def with_batch_norm(statistics):
+    """Loss, running statistics and a gradient of one batch of 8 rows; the plain model's on each half of it."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    sw.init()
+    sw.set_seed(1)
+    make, loss_fn, batch_of = NETWORKS["resnet"]
+    model, batch = make(), batch_of(8)
+    plain = copy.deepcopy(model)
+    parallel = sw.parallelize(model, loss_fn, batch, "data", batch="global", batch_norm=statistics)
+    loss, _ = parallel(batch)
+    loss.backward()
+    found = {"loss": loss.detach(), "gradient": model.stem.weight.grad, "mean": model.bn.running_mean}
+    losses, means = [], []
+    for part in ([t[:4] for t in batch], [t[4:] for t in batch]):
+        one = copy.deepcopy(plain)
+        half, _ = loss_fn(one, part)
+        losses.append(half)
+        means.append(one.bn.running_mean)
+        half.backward()
+        plain.stem.weight.grad = one.stem.weight.grad / 2 + (
+            0 if plain.stem.weight.grad is None else plain.stem.weight.grad
+        )
+    halves = {"loss": sum(losses).detach() / 2, "gradient": plain.stem.weight.grad, "mean": sum(means) / 2}
+    return {n: t.clone() for n, t in found.items()}, halves
+
+
+def test_batch_statistics_per_replica_are_those_of_each_part():
+    everyone = run_ranks(2, with_batch_norm, "per-replica")
+    for ours, halves in everyone:
+        for name, tensor in halves.items():
+            torch.testing.assert_close(ours[name], tensor, rtol=1e-11, atol=1e-12)
+    (whole, halves), *_ = run_ranks(2, with_batch_norm, "global")
+    assert abs(float(whole["loss"] - halves["loss"])) > 1e-6

@@ -43,7 +43,27 @@ def cross_entropy_count(
     return torch.where(counted, weight[torch.where(counted, target, 0)], 0).sum()
 
 
+def batch_norm_per_replica(
+    x: torch.Tensor,
+    weight: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    running_mean: torch.Tensor,
+    running_var: torch.Tensor,
+    momentum: float,
+    eps: float,
+) -> tuple[torch.Tensor, ...]:
+    """Batch normalisation in training whose statistics are those of a replica's own part; here, of the whole.
+
+    Results: as of ``aten._native_batch_norm_legit_functional``.
+    """
+    results: tuple[torch.Tensor, ...] = torch.ops.aten._native_batch_norm_legit_functional(
+        x, weight, bias, running_mean, running_var, True, momentum, eps
+    )
+    return results
+
+
 OPERATORS: dict[str, Callable[..., Any]] = {
+    "shardwright.batch_norm_per_replica": batch_norm_per_replica,
     "shardwright.cross_entropy_sum": cross_entropy_sum,
     "shardwright.cross_entropy_count": cross_entropy_count,
 }

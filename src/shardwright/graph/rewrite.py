@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -23,9 +23,21 @@ _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers for reduction=
 _HALF = (torch.float16, torch.bfloat16)
 
 
-def rewrite(capture: Capture) -> Capture:
-    """The capture with every mean taken apart."""
-    return means_to_sums(capture)
+def rewrite(capture: Capture, *, batch_norm: Literal["global", "per-replica"] = "global") -> Capture:
+    """The capture with every mean taken apart, and batch normalisation as asked for."""
+    rewritten = means_to_sums(capture)
+    return rewritten if batch_norm == "global" else statistics_per_replica(rewritten)
+
+
+def statistics_per_replica(capture: Capture) -> Capture:
+    """Batch normalisation over each replica's own part of the batch, as torch's DistributedDataParallel has it."""
+    nodes = tuple(
+        replace(node, op="shardwright.batch_norm_per_replica", args=(*node.args[:5], *node.args[6:]))
+        if node.op == "aten._native_batch_norm_legit_functional.default" and node.args[5]
+        else node
+        for node in capture.nodes
+    )
+    return check(replace(capture, nodes=nodes))
 
 
 def means_to_sums(capture: Capture) -> Capture:

@@ -274,6 +274,29 @@ def batch_norm(
     return normal, mean, scale
 
 
+def batch_norm_per_replica(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
+    eps: float, comm: Communicator, axes: Axes, counts: Sizes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """Batch normalisation of each rank's own part; running statistics are the mean over ranks, by values per channel.
+
+    Results as of ``aten._native_batch_norm_legit_functional``.
+    """
+    mine = x.numel() // x.shape[1]
+    if mine:
+        results = torch.ops.aten._native_batch_norm_legit_functional(
+            x, weight, bias, running_mean, running_var, True, momentum, eps
+        )
+    else:
+        scale = x.new_ones(x.shape[1]) if weight is None else weight
+        shift = x.new_zeros(x.shape[1]) if bias is None else bias
+        shape = [1, -1, *[1] * (x.ndim - 2)]
+        results = (x * scale.view(shape) + shift.view(shape), running_mean, running_var, running_mean, running_var)
+    normal, mean, scale, new_mean, new_var = results
+    running = comm.all_reduce(torch.stack([new_mean, new_var]) * (mine / sum(counts)), axes)
+    return normal, mean, scale, running[0], running[1]
+
+
 def batch_norm_running(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
     eps: float, comm: Communicator, axes: Axes, counts: Sizes,

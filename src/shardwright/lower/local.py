@@ -219,21 +219,29 @@ def _embedding(site: Site) -> Call:
     return Call("kernels.embedding", (site["weight"], site["indices"], site["padding_idx"], rows.start, total))
 
 
+def _merged_counts(site: Site, axes: tuple[str, ...]) -> list[int]:
+    """How many values per channel each rank along ``axes`` has."""
+    layout, shape = site.operand_layout(0), site.operand_shape(0)
+    parts = [layout.local_shape(shape, site.mesh, member) for member in site.mesh.group(site.rank, axes)]
+    return [local[0] * math.prod(local[2:]) for local in parts]
+
+
 def _batch_norm(site: Site) -> Call:
     """Statistics of all parts, where there are parts and the operator makes statistics."""
     axes = site.merged_axes
     if not axes:
         return site.same()
-    layout, shape = site.operand_layout(0), site.operand_shape(0)
-    counts = []
-    for member in site.mesh.group(site.rank, axes):
-        local = layout.local_shape(shape, site.mesh, member)
-        counts.append(local[0] * math.prod(local[2:]))
     affine = (site["input"], site["weight"], site["bias"])
     if site.arguments.get("running_mean") is None:
-        return Call("kernels.batch_norm", (*affine, site["eps"], Axes(axes), counts))
+        return Call("kernels.batch_norm", (*affine, site["eps"], Axes(axes), _merged_counts(site, axes)))
     running = (site["running_mean"], site["running_var"], site["momentum"])
-    return Call("kernels.batch_norm_running", (*affine, *running, site["eps"], Axes(axes), counts))
+    return Call("kernels.batch_norm_running", (*affine, *running, site["eps"], Axes(axes), _merged_counts(site, axes)))
+
+
+def _batch_norm_per_replica(site: Site) -> Call:
+    """Statistics of the part that is here."""
+    axes = site.merged_axes
+    return Call("kernels.batch_norm_per_replica", (*site.node.args, Axes(axes), _merged_counts(site, axes)))
 
 
 def _drawn(site: Site) -> tuple[Any, ...]:
@@ -297,7 +305,10 @@ _ROWS: tuple[tuple[str, Localiser], ...] = (
     ("rand rand_like randn randn_like", _rand),
     ("scaled_dot_product_attention", _attention),
 )
-LOCALISERS: Mapping[str, Localiser] = {f"aten.{name}": row for names, row in _ROWS for name in names.split()}
+LOCALISERS: Mapping[str, Localiser] = {
+    **{f"aten.{name}": row for names, row in _ROWS for name in names.split()},
+    "shardwright.batch_norm_per_replica": _batch_norm_per_replica,
+}
 
 
 def _has_empty_operand(site: Site) -> bool:
@@ -316,7 +327,7 @@ def localise(site: Site) -> Call:
         shapes = [site.local_result_shape(index) for index in range(len(made))]
         operands = (Operand(index) for index in range(len(site.node.operands)))
         return Call("kernels.nothing", (shapes, [value.dtype for value in made], *operands))
-    localiser = LOCALISERS.get(op.rpartition(".")[0])
+    localiser = LOCALISERS.get(op) or LOCALISERS.get(op.rpartition(".")[0])
     call = localiser(site) if localiser else site.same()
     if call.function.startswith("torch.ops.") and takes_device(call.function.removeprefix("torch.ops.")):
         return Call(call.function, call.args, (*call.kwargs, ("device", ANY_DEVICE)))

@@ -21,6 +21,7 @@ from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.plan.plan import Plan, Transfer
 from shardwright.rules.notation import Operand
 from shardwright.rules.table import internal_collectives
+from shardwright.torch_private import returns_list
 
 
 def lower(plan: Plan, rank: int) -> LocalProgram:
@@ -108,7 +109,7 @@ class _Lowering:
                 "operator",
                 node.results,
                 reads,
-                render(call, reads),
+                render(call, reads) + ("[0]" if len(node.results) == 1 and returns_list(node.op) else ""),
                 node=node,
                 internal=(tuple(forward), tuple(backward) if gradient else ()),
             )

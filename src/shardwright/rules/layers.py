@@ -91,6 +91,11 @@ def batch_norm(op: Operator) -> OpRule:
     return op.bind(f"n+ c+ *+, c, c, c, c -> n c *{', .' * (len(op.results) - 1)}")
 
 
+def batch_norm_per_replica(op: Operator) -> OpRule:
+    """Every part of the batch has statistics of its own; the running ones are averaged over the parts."""
+    return op.bind(f"n& c *^{', c' * (len(op.operands) - 1)} -> n c *^{', c' * (len(op.results) - 1)}")
+
+
 def layer_norm(op: Operator) -> OpRule:
     """layer_norm, rms_norm and their native forms, which return statistics too."""
     inner = [f"d{i}^" for i in range(len(op["normalized_shape"]))]

@@ -152,6 +152,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
 RULES: Mapping[str, Row] = {
     **{f"aten.{name}": row for names, row in _ROWS for name in names.split()},
     **random.LINES,
+    "shardwright.batch_norm_per_replica": layers.batch_norm_per_replica,
     "shardwright.cross_entropy_sum": reductions.cross_entropy_sum,
     "shardwright.cross_entropy_count": reductions.cross_entropy_count,
 }
@@ -199,5 +200,7 @@ def internal_collectives(
         return (), ()
     start, stop = rule.operand_layout(0, strategy).dims[1].bounds(operands[0][1], mesh, mesh.coordinates(0))
     buffer_bytes = 2 * (stop - start) * max(itemsize, 4)  # statistics are kept in float32 at least
+    if op == "shardwright.batch_norm_per_replica":  # the running statistics alone
+        return (Collective("all_reduce", axes, buffer_bytes),), ()
     gathered = Collective("all_gather", axes, buffer_bytes * mesh.extent(axes))
     return (gathered,), (Collective("all_reduce", axes, buffer_bytes),)
