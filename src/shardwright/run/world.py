@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -19,6 +18,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  
 from shardwright.errors import UsageError, WorldError
 from shardwright.launch.environment import FileMeeting, LaunchEnvironment, TcpMeeting, read_environment
 from shardwright.run.devices import gpu_index, host_names
+from shardwright.run.leave import leave
 from shardwright.run.meeting import (
     Card,
     Deadline,
@@ -31,7 +31,6 @@ from shardwright.run.meeting import (
 )
 
 _MEETING_TIMEOUT_S = 300.0
-_EXIT_TIMEOUT_S = 10.0
 
 # The world of each process group that lives: it goes with the group, and a new group gets a new one.
 _worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
@@ -212,21 +211,4 @@ def _start(world: World, store: Store, told: LaunchEnvironment, timeout: timedel
     group = dist.group.WORLD
     assert group is not None
     _worlds[group] = world
-    atexit.register(_leave, store if told.launcher == "msrun" else None)
-
-
-def _leave(served_by_scheduler: Store | None) -> None:
-    """At exit, tell msrun's scheduler, which serves until all have left, and drop the group, peers alive or not."""
-
-    def leave() -> None:
-        try:
-            if served_by_scheduler is not None:
-                served_by_scheduler.add("left", 1)
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        except (RuntimeError, OSError):  # a peer or the store has gone before us, and there is nothing left to do
-            pass
-
-    thread = threading.Thread(target=leave, daemon=True)
-    thread.start()
-    thread.join(_EXIT_TIMEOUT_S)
+    atexit.register(leave, store if told.launcher == "msrun" else None)

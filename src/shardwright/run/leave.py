@@ -1,0 +1,63 @@
+"""Leaving the world at exit, so that no thread of a process group is caught by the end of the interpreter.
+
+A worker thread of gloo drops the tensors of a collective a moment after the main thread has seen it done. Dropping one
+may need the interpreter's lock, and a thread that asks for the lock while the interpreter ends is unwound by force,
+which C++ answers with "terminate called without an active exception" and exit by SIGABRT. Destroying the group joins
+its threads, unless somebody holds a reference to it: DistributedDataParallel does, and so does a script's own variable.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not listed
+
+_EXIT_TIMEOUT_S = 10.0
+_SAMPLE_S = 0.002
+_GLOO_WORKER = "pt_gloo_runloop"
+_FUTEX_WAIT_BITSET = 9
+
+
+def leave(served_by_scheduler: Store | None) -> None:
+    """At exit, tell msrun's scheduler, which serves until all have left, and drop the group, peers alive or not."""
+    deadline_s = time.monotonic() + _EXIT_TIMEOUT_S
+    thread = threading.Thread(target=_drop_groups, args=(served_by_scheduler,), daemon=True)
+    thread.start()
+    thread.join(_EXIT_TIMEOUT_S)
+    _wait_for_idle_workers(deadline_s)
+
+
+def _drop_groups(served_by_scheduler: Store | None) -> None:
+    try:
+        if served_by_scheduler is not None:
+            served_by_scheduler.add("left", 1)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    except (RuntimeError, OSError):  # a peer or the store has gone before us, and there is nothing left to do
+        pass
+
+
+def _wait_for_idle_workers(deadline_s: float) -> None:
+    """Return when every worker that outlives its group waits for work, or at the deadline."""
+    while time.monotonic() < deadline_s and not all(map(_is_idle, Path("/proc/self/task").iterdir())):
+        time.sleep(_SAMPLE_S)
+
+
+def _is_idle(task: Path) -> bool:
+    """Whether the thread is no gloo worker, or one that waits for work.
+
+    A worker waits for work without a timeout, and with one for its peers and for the interpreter's lock.
+    """
+    try:
+        if (task / "comm").read_text().strip() != _GLOO_WORKER:
+            return True
+        system_call = (task / "syscall").read_text().split()
+    except OSError:  # it ended as we looked, or this kernel does not tell
+        return True
+    if len(system_call) < 5:  # "running"
+        return False
+    operation, timeout = int(system_call[2], 16), int(system_call[4], 16)
+    return operation & 0xF == _FUTEX_WAIT_BITSET and timeout == 0
