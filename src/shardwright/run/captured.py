@@ -216,7 +216,7 @@ class Parallel:
             training=kind == "training",
             predict=kind == "predict",
         )
-        return apply_pins(rewrite(captured), self.options.pins)
+        return apply_pins(rewrite(captured, batch_norm=self.options.batch_norm), self.options.pins)
 
     def _first_plan(self, batch: Any, rows: Rows, given: Plan | str | None) -> Plan:
         def make() -> Plan:
