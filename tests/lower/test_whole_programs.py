@@ -77,8 +77,10 @@ class Pieces(torch.nn.Module):
 def test_lists_of_results_are_unpacked():
     torch.manual_seed(0)
     model, batch = Pieces(), (torch.randn(8, 6),)
-    reference = run(plan_of(model, lambda m, b: m(b[0]).square().mean(), batch, Mesh(()), "single"), model, batch)
-    plan = plan_of(
-        model, lambda m, b: m(b[0]).square().mean(), batch, Mesh.of(d=4), "auto", search_method="propagation"
-    )
+
+    def loss_fn(m, b):
+        return m(b[0]).square().mean()
+
+    reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch)
+    plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", search_method="propagation")
     same(run(plan, model, batch), reference)
