@@ -87,12 +87,14 @@ class Seconds:
         return once_s * times + self._sum(operator_collectives(graph, node, strategy, mesh), mesh)
 
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
-        return self._sum(transfer_collectives(value, steps, mesh), mesh)
+        # The gradients of replicated parameters share a few collectives (lower.passes): each pays for its bytes alone.
+        joined = value.kind == "parameter" and [step.kind for step in steps] == ["enter"]
+        return self._sum(transfer_collectives(value, steps, mesh), mesh, latency=not joined)
 
-    def _sum(self, collectives: list[Collective], mesh: Mesh) -> float:
-        return sum(self._collective_s(c, mesh) for c in collectives)
+    def _sum(self, collectives: list[Collective], mesh: Mesh, *, latency: bool = True) -> float:
+        return sum(self._collective_s(c, mesh, latency) for c in collectives)
 
-    def _collective_s(self, collective: Collective, mesh: Mesh) -> float:
+    def _collective_s(self, collective: Collective, mesh: Mesh, latency: bool) -> float:
         links = [axis.link or self.hardware.link for axis in mesh.axes if axis.name in collective.axes]
-        latency_s = max(link.latency_s for link in links)
+        latency_s = max(link.latency_s for link in links) if latency else 0.0
         return latency_s + collective.sent_bytes(mesh) / min(link.bandwidth for link in links)

@@ -164,7 +164,7 @@ class _Problem:
     def _costs(self, value: str, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> npt.NDArray[np.float64]:
         """What it costs to bring a value from each layout to each target. Values of equal facts share their tables."""
         facts = self.space.graph.capture.values[value]
-        alike = (facts.shape, facts.dtype, facts.needs_gradient)
+        alike = (facts.shape, facts.dtype, facts.needs_gradient, facts.kind == "parameter")
         table = self.tables.get((alike, layouts, targets))
         if table is None:
             known = self.known.setdefault(alike, {})
