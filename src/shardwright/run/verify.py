@@ -338,7 +338,7 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
     wide = torch.complex128 if b.is_complex() else torch.float64
     a, b = a.to(wide), b.to(wide)
     same = (a == b) | (a.isnan() & b.isnan())
-    return (a - b).abs().nan_to_num(nan=math.inf).where(~same, 0.0)
+    return (a - b).abs().nan_to_num(nan=math.inf, posinf=math.inf).where(~same, 0.0)
 
 
 def _worst_of_all_ranks(mine: list[Deviation]) -> list[Deviation]:

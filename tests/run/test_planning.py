@@ -1,0 +1,95 @@
+"""Plans are remembered between jobs, for the same question to the same planner alone."""
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.errors import PlanError
+from shardwright.graph.capture import capture
+from shardwright.graph.rewrite import rewrite
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.ruled import RuledGraph
+from shardwright.run import planning
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture(scope="module")
+def graph():
+    captured = capture(nn.Linear(4, 4), lambda model, x: model(x).sum(), torch.zeros(4, 4))
+    return RuledGraph.of(rewrite(captured))
+
+
+def ask(graph, question="data on 2"):
+    """The plan, and whether it had to be made."""
+    made = []
+
+    def make():
+        made.append(make_plan(graph.capture, Mesh.of(ranks=2), "data"))
+        return made[0]
+
+    return planning.remembered(graph, question, make), bool(made)
+
+
+def test_a_plan_is_made_once_for_a_question(graph):
+    first, made = ask(graph)
+    again, made_again = ask(graph)
+    assert (made, made_again) == (True, False)
+    assert again == first
+    assert ask(graph, "data on 4")[1]
+
+
+def test_another_planner_is_not_answered_for(graph, monkeypatch):
+    ask(graph)
+    monkeypatch.setattr(planning, "planner_digest", lambda: "another")
+    assert ask(graph)[1]
+
+
+def test_the_planner_is_known_by_its_sources(monkeypatch, tmp_path):
+    for room in ("mesh", "rules", "graph", "plan", "run"):
+        (tmp_path / room).mkdir()
+        (tmp_path / room / "code.py").write_text("x = 1")
+    monkeypatch.setattr(planning, "__file__", str(tmp_path / "run" / "planning.py"))
+    digests = [planning.planner_digest.__wrapped__()]
+    (tmp_path / "run" / "code.py").write_text("x = 2")
+    assert planning.planner_digest.__wrapped__() == digests[0]
+    for room in ("mesh", "rules", "graph", "plan"):
+        (tmp_path / room / "code.py").write_text("x = 2")
+        digests.append(planning.planner_digest.__wrapped__())
+    assert len(set(digests)) == 5
+
+
+def test_a_damaged_file_is_made_anew(graph):
+    plan, _ = ask(graph)
+    [path] = planning.cache_directory().iterdir()
+    path.write_text(path.read_text()[:200])
+    again, made = ask(graph)
+    assert made
+    assert again == plan
+    assert not ask(graph)[1]
+
+
+def test_a_folder_that_cannot_be_written_is_no_obstacle(graph, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    assert ask(graph)[1]
+    assert ask(graph)[1]
+
+
+def test_what_cannot_be_planned_is_not_remembered(graph):
+    def fail():
+        raise PlanError("no")
+
+    for _ in range(2):
+        with pytest.raises(PlanError, match="no"):
+            planning.remembered(graph, "impossible", fail)
+
+
+def test_the_tests_remember_in_a_folder_of_their_own(monkeypatch, tmp_path_factory):
+    import conftest
+
+    assert "shardwright-tests-" in conftest._cache.name

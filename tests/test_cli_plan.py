@@ -1,0 +1,209 @@
+"""`shardwright plan` and `shardwright verify` as people call them: what they print, and their exit codes."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from shardwright.cli import main
+from shardwright.errors import UsageError
+from shardwright.run.build import BuildFunction, as_batches
+
+COMMAND = Path(sys.executable).with_name("shardwright")
+
+NET = """
+    import torch
+    from torch import nn
+
+    def loss_fn(model, batch):
+        x, y = batch
+        return nn.functional.cross_entropy(model(x), y)
+
+    def build():
+        model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 4))
+        return model, loss_fn, (torch.randn(16, 8), torch.randint(0, 4, (16,)))
+"""
+DEFECT = """
+    from shardwright.run.buckets import GradientReduction
+    GradientReduction.reduce = lambda self, keys, gradients, comm, axes: list(gradients)
+"""
+
+
+WIDE = NET.replace("8, 32", "8, 1 << 40").replace("32, 4", "1 << 40, 4")  # 53 TB of parameters
+
+
+@pytest.fixture(autouse=True)
+def _folder(tmp_path, monkeypatch):
+    for name in ("here", "tmp"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
+    monkeypatch.setattr(sys, "path", list(sys.path))  # a file that is loaded adds its folder
+    write("net.py", NET)
+
+
+def write(name, *texts):
+    Path(name).write_text("\n".join(textwrap.dedent(text) for text in texts))
+
+
+def shardwright(monkeypatch, capsys, *arguments):
+    """Exit code, standard output and standard error of the command, in this process."""
+    monkeypatch.setattr(sys, "argv", ["shardwright", *arguments])
+    with pytest.raises(SystemExit) as exit_:
+        main()
+    written = capsys.readouterr()
+    return exit_.value.code or 0, written.out, written.err
+
+
+def test_a_plan_is_shown_saved_and_loaded(monkeypatch, capsys):
+    code, shown, _ = shardwright(
+        monkeypatch, capsys, "plan", "net.py:build", "--devices", "8", "--mode", "data", "--save", "plan.json"
+    )
+    assert code == 0
+    assert "plan: mode data, search none, mesh ranks=8, 8 devices" in shown
+    assert "linear" in shown
+    assert "net.py:7" in shown
+    assert "time: building " in shown
+    assert "with storage" not in shown
+    code, loaded, _ = shardwright(monkeypatch, capsys, "plan", "net.py:build", "--load", "plan.json")
+    assert code == 0
+    assert loaded.split("time:")[0] == shown.split("time:")[0]
+    assert "loading" in loaded.split("time:")[1]
+    code, _, error = shardwright(monkeypatch, capsys, "plan", "net.py:build", "--load", "plan.json", "--devices", "4")
+    assert (code, error) == (2, "shardwright: plan.json is a plan for 8 devices, not for 4; plan again\n")
+
+
+def test_a_model_larger_than_any_memory_is_planned(monkeypatch, capsys):
+    write("net.py", WIDE)
+    arguments = ["plan", "net.py:build", "--mesh", "dp=2,tp=4", "--search", "propagation", "--hardware", "h100"]
+    code, shown, _ = shardwright(monkeypatch, capsys, *arguments)
+    assert code == 0
+    assert "mode auto, search propagation, mesh dp=2 tp=4" in shown
+
+
+def test_a_model_that_reads_values_is_built_with_storage(monkeypatch, capsys):
+    write("net.py", NET.replace("model = nn", "width = int(torch.linspace(0, 32, 2)[1].item()); model = nn"))
+    code, shown, _ = shardwright(monkeypatch, capsys, "plan", "net.py:build", "--devices", "2")
+    assert code == 0
+    assert "built with storage, since it cannot be built on the meta device: net.py:build raised RuntimeError" in shown
+    assert "at net.py:" in shown
+
+
+@pytest.mark.parametrize(
+    ("edit", "arguments", "message"),
+    [
+        (None, ["nett.py:build", "--devices", "2"], "the script nett.py does not exist"),
+        (None, ["nett.py:build", "--devices", "2"], "near it: net.py"),
+        (None, ["net.py:biuld", "--devices", "2"], "net.py has no function biuld; it has build"),
+        (None, ["net.py", "--devices", "2"], "net.py names no function; type net.py:build, build being a function"),
+        (None, ["net.py", "--devices", "2"], "functions there: loss_fn, build"),
+        (None, ["net.py:build"], "for how many devices? type --devices 8 or --mesh dp=2,tp=4"),
+        (None, ["net.py:build", "--devices", "0"], "--devices 0 is no number of devices"),
+        (None, ["net.py:build", "--mesh", "dp=2", "--devices", "4"], "--mesh dp=2 has 2 devices, --devices says 4"),
+        (None, ["net.py:build", "--mesh", "dp2"], "a mesh is written as dp=2,tp=4; got 'dp2'"),
+        (None, ["net.py:build", "--load", "none.json"], "cannot read the plan none.json: No such file"),
+        (("return model, loss_fn", "return model"), [], "it returned a tuple of 2"),
+        (("return model, ", "return [model], "), [], "its model is list, not a torch.nn.Module"),
+        (("return model, loss_fn", "return model, 1"), [], "its loss function is int, not a function of"),
+        (("return model, loss_fn,", "return"), [], "must return (model, loss_fn, batch), with a list"),
+        (("model = ", "model = 1 / 0"), [], "net.py cannot be loaded: SyntaxError"),
+        (("import torch", "import torchh"), [], "net.py cannot be loaded: ModuleNotFoundError: No module named"),
+        (("torch.randn(16, 8)", "missing"), [], "net.py:build raised NameError: name 'missing' is not defined, at net"),
+        (("model(x), y)", "model(x), y).item()"), [], "item() needs the value of a tensor"),
+        (("(16,)))", '(16,))), {"0": ((2, 1), (3, 1))}'), [], "net.py"),
+        (("(16,)))", '(16,))), {"layers.9": ((2, 1), (1, 1))}'), [], "layers.9"),
+    ],
+)  # fmt: skip
+def test_what_does_not_fit_is_one_readable_message(edit, arguments, message, monkeypatch, capsys):
+    if edit is not None:
+        assert edit[0] in NET
+        write("net.py", NET.replace(*edit))
+    arguments = arguments or ["net.py:build", "--devices", "4"]
+    code, shown, error = shardwright(monkeypatch, capsys, "plan", *arguments)
+    assert code == 2
+    assert shown == ""
+    assert error.startswith("shardwright: ")
+    assert message in error
+    assert "Traceback" not in error
+
+
+def verify_command(*arguments):
+    return subprocess.run(
+        [COMMAND, "verify", *arguments], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+    )
+
+
+def test_verify_of_a_right_plan_ends_with_0(monkeypatch, capsys):
+    assert shardwright(
+        monkeypatch, capsys, "plan", "net.py:build", "--devices", "2", "--mode", "data", "--save", "plan.json"
+    )[0] == 0  # fmt: skip
+    done = verify_command("net.py:build", "-n", "2", "--plan", "plan.json", "--steps", "2")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("2 steps of AdamW at 0.001 on 2 ranks: mode data, search none, mesh ranks=2\n")
+    assert done.stdout.endswith("within tolerance: the plan gives what one device gives\n")
+    assert done.stderr == ""
+    assert sorted(path.name for path in Path().glob("*.*")) == ["net.py", "plan.json"]
+    assert not list((Path().absolute().parent / "tmp").iterdir())
+
+
+def test_verify_of_a_defect_ends_with_1_and_names_the_tensor():
+    write("net.py", NET, DEFECT)
+    done = verify_command("net.py:build", "-n", "2", "--mode", "data", "--steps", "1", "--dtype", "float64")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "\nfloat64 gradients: 0." in done.stdout or "\nfloat64 gradients: 2." in done.stdout
+    assert done.stdout.endswith("BEYOND TOLERANCE\n")
+    assert "float32" not in done.stdout
+
+
+def test_verify_tells_what_the_ranks_have_to_say_once():
+    write("net.py", NET.replace("model(x), y)", "model(x), y).item()"))
+    done = verify_command("net.py:build", "-n", "2")
+    assert done.returncode == 2
+    assert done.stderr.startswith("shardwright: item() needs the value of a tensor while the model is captured, at ")
+    assert done.stderr.count("shardwright: ") == 1
+    assert done.stdout == ""
+
+
+def test_verify_of_a_rank_that_crashes_ends_with_2_and_names_it():
+    write("net.py", NET, "import os\nif os.environ['RANK'] == '1': os._exit(1)")
+    done = verify_command("net.py:build", "-n", "2")
+    assert done.returncode == 2
+    assert "rank 1 failed first: exit code 1" in done.stderr
+
+
+def test_verify_of_no_file_starts_nothing(monkeypatch, capsys):
+    code, _, error = shardwright(monkeypatch, capsys, "verify", "nett.py:build", "-n", "2")
+    assert code == 2
+    assert "the script nett.py does not exist" in error
+
+
+def test_one_batch_or_several():
+    import torch
+
+    x, y = torch.ones(2), torch.zeros(2)
+    assert as_batches((x, y)) == ((x, y),)
+    assert as_batches(x) == (x,)
+    assert as_batches({"x": x}) == ({"x": x},)
+    assert as_batches([(x, y), (y, x)]) == ((x, y), (y, x))
+    assert as_batches(batch for batch in [x, y]) == (x, y)
+    with pytest.raises(UsageError, match="there is no batch"):
+        as_batches([])
+
+
+def test_a_file_finds_its_neighbours_and_its_classes():
+    import pickle
+
+    write("neighbour.py", "width = 8")
+    write(
+        "net.py",
+        NET,
+        "import dataclasses, neighbour\n@dataclasses.dataclass\nclass Thing:\n    n: int = neighbour.width",
+    )
+    built = BuildFunction.parse("net.py:build").load()()
+    assert built.pins == {}
+    assert len(built.batches) == 1
+    thing = sys.modules["shardwright_build_net"].Thing()
+    assert thing.n == 8
+    assert pickle.loads(pickle.dumps(thing)) == thing
