@@ -139,6 +139,10 @@ class _Converter:
         if node.target is operator.getitem:
             source, index = node.args
             self.made[node.name] = self.made[source.name][index]  # type: ignore[union-attr, index]
+            if str(source.target) == "aten.broadcast_tensors.default":  # type: ignore[union-attr]
+                given = source.args[0][index]  # type: ignore[union-attr, index, call-overload]
+                if self.made[given.name] == self.made[node.name] and given.name in self.marks:
+                    self.marks[node.name] = self.marks[given.name]
             return
         if not torch_private.is_operator(node.target):
             raise CaptureError(

@@ -8,6 +8,7 @@ redistributions that it consists of, placed directly before their first consumer
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,7 +75,7 @@ class _Lowering:
 
     def _transfer(self, transfer: Transfer) -> None:
         variable = transfer.value
-        value = self.plan.capture.values[transfer.value]
+        value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
         for step in transfer.steps:
             fresh = self._fresh(transfer.value)
             self.instructions.append(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -41,13 +41,15 @@ class Target:
 class Transfer:
     """A value on its way to one target, shared by every consumer with that target.
 
-    ``consumers`` are (node name, operand index), or ("", i) for the i-th output of the graph.
+    ``consumers`` are (node name, operand index), or ("", i) for the i-th output of the graph. ``gradient`` says whether
+    one comes back: not to a value that has none, nor from an output other than the loss.
     """
 
     value: str
     target: Target
     steps: tuple[Step, ...]
     consumers: tuple[tuple[str, int], ...]
+    gradient: bool
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,13 @@ class Plan:
         for i, (value, layout) in enumerate(self.outputs.items()):
             found.setdefault((value, Target(layout)), []).append(("", i))
         return tuple(
-            Transfer(value, target, self._steps(value, target), tuple(uses)) for (value, target), uses in found.items()
+            Transfer(value, target, self._steps(value, target), tuple(uses), self._gradient(value, uses))
+            for (value, target), uses in found.items()
         )
+
+    def _gradient(self, value: str, uses: Sequence[tuple[str, int]]) -> bool:
+        differentiated = value == self.capture.loss or any(node for node, _ in uses)
+        return differentiated and self.capture.values[value].needs_gradient
 
     def _steps(self, value: str, target: Target) -> tuple[Step, ...]:
         shape = self.capture.values[value].shape
@@ -148,7 +155,7 @@ class Plan:
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
             if forward:
                 yield Priced(value.label, scope, "forward", forward, forward.sent_bytes(self.mesh))
-            if backward and value.needs_gradient:
+            if backward and transfer.gradient:
                 yield Priced(value.label, scope, "backward", backward, backward.sent_bytes(self.mesh))
 
     def _needs_gradient(self, node: Node) -> bool:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -73,9 +73,9 @@ def search(space: Space, objective: Objective) -> Choice:
 
 
 class _Consumer:
-    """A variable that reads a value: for each of its choices the target that it demands; None: a fixed output."""
+    """A variable that reads a value: for each of its choices the target that it demands."""
 
-    def __init__(self, variable: int | None, targets: Sequence[Target]) -> None:
+    def __init__(self, variable: int, targets: Sequence[Target]) -> None:
         self.variable = variable
         self.targets = targets
 
@@ -107,12 +107,14 @@ class _Problem:
 
     def _add_transfers(self, value: str) -> None:
         producer, layouts = self._produced(value)
+        if value in self.space.outputs:
+            self._add_output(value, producer, layouts)
         consumers = self._consumers(value)
         targets = list(dict.fromkeys(t for consumer in consumers for t in consumer.targets))
         if not targets:
             return
         kinds = list(dict.fromkeys(layouts))
-        costs = self._costs(value, tuple(kinds), tuple(targets))
+        costs = self._costs(self.space.graph.capture.values[value], tuple(kinds), tuple(targets))
         row = {layout: i for i, layout in enumerate(kinds)}
         rows = np.array([row[layout] for layout in layouts])
         column = {target: i for i, target in enumerate(targets)}
@@ -124,13 +126,21 @@ class _Problem:
         for consumer in consumers:
             columns = np.array([column[target] for target in consumer.targets])
             table = costs[rows][:, columns]
-            if not shared or consumer.variable is None:
-                scope = (producer,) if consumer.variable is None else (producer, consumer.variable)
-                self.factors.append(Factor(scope, table if consumer.variable is not None else table[:, 0]))
+            if not shared:
+                self.factors.append(Factor((producer, consumer.variable), table))
             else:
                 free = np.array([[s == c for s in [*shared, -1]] for c in columns])  # consumer x hub
                 cube = np.where(free[None], 0.0, table[:, :, None])
                 self.factors.append(Factor((producer, consumer.variable, hub), cube))
+
+    def _add_output(self, value: str, producer: int, layouts: Sequence[Layout]) -> None:
+        """A value that leaves the program is brought to its layout; a gradient comes back to the loss alone."""
+        capture = self.space.graph.capture
+        facts = capture.values[value]
+        if value != capture.loss:
+            facts = replace(facts, needs_gradient=False)
+        costs = self._costs(facts, tuple(layouts), (Target(self.space.outputs[value]),))
+        self.factors.append(Factor((producer,), costs[:, 0]))
 
     def _produced(self, value: str) -> tuple[int, list[Layout]]:
         """The variable that decides how a value is made or stored, and the layout under each of its choices."""
@@ -153,17 +163,14 @@ class _Problem:
             if (variable, targets) not in seen:  # an operator that reads a value twice in the same way pays once
                 seen.add((variable, targets))
                 found.append(_Consumer(variable, targets))
-        if value in self.space.outputs:
-            found.append(_Consumer(None, [Target(self.space.outputs[value])]))
         return found
 
     def _targets(self, node: Node, index: int) -> list[Target]:
         space = self.space
         return [target_of(space.graph, node, index, s, space.mesh) for s in space.strategies[node.name]]
 
-    def _costs(self, value: str, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> npt.NDArray[np.float64]:
+    def _costs(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> npt.NDArray[np.float64]:
         """What it costs to bring a value from each layout to each target. Values of equal facts share their tables."""
-        facts = self.space.graph.capture.values[value]
         alike = (facts.shape, facts.dtype, facts.needs_gradient, facts.kind == "parameter")
         table = self.tables.get((alike, layouts, targets))
         if table is None:
@@ -185,9 +192,8 @@ class _Problem:
         self, consumers: Sequence[_Consumer], costs: npt.NDArray[np.float64], column: Mapping[Target, int], rows: int
     ) -> list[int]:
         """The columns of targets that at least two consumers may demand and that may cost something."""
-        free = [consumer for consumer in consumers if consumer.variable is not None]
-        demanded = [column[target] for consumer in free for target in set(consumer.targets)]
+        demanded = [column[target] for consumer in consumers for target in set(consumer.targets)]
         finite = np.where(np.isfinite(costs), costs, 0.0).max(axis=0)
         shared = [at for at in dict.fromkeys(demanded) if demanded.count(at) > 1 and finite[at] > 0]
-        widest = max((len(consumer.targets) for consumer in free), default=0)
+        widest = max((len(consumer.targets) for consumer in consumers), default=0)
         return shared if rows * widest * (len(shared) + 1) <= SHARING_LIMIT else []
