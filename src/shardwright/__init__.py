@@ -13,8 +13,19 @@ __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _PUBLIC: dict[str, str] = {
+    "Callback": "shardwright.run.callbacks",
+    "EMA": "shardwright.run.callbacks",
+    "EarlyStopping": "shardwright.run.callbacks",
+    "LossMonitor": "shardwright.run.callbacks",
+    "CIFAR10": "shardwright.data.cifar",
     "MNIST": "shardwright.data.mnist",
+    "ModelCheckpoint": "shardwright.run.callbacks",
+    "NanGuard": "shardwright.run.callbacks",
+    "ProgressBar": "shardwright.run.callbacks",
+    "Trainer": "shardwright.run.trainer",
     "World": "shardwright.run.world",
+    "constant_schedule": "shardwright.run.schedules",
+    "cosine_schedule": "shardwright.run.schedules",
     "create_group": "shardwright.run.groups",
     "destroy_group": "shardwright.run.groups",
     "get_group_rank_from_world_rank": "shardwright.run.groups",
@@ -26,9 +37,11 @@ _PUBLIC: dict[str, str] = {
     "init": "shardwright.run.world",
     "loader": "shardwright.run.loader",
     "parallelize": "shardwright.run.parallel",
+    "polynomial_schedule": "shardwright.run.schedules",
     "reduce_gradients": "shardwright.run.gradients",
     "set_seed": "shardwright.run.seed",
     "shard": "shardwright.graph.pins",
+    "step_schedule": "shardwright.run.schedules",
     "verify": "shardwright.run.verify",
 }
 

@@ -8,6 +8,7 @@
     ├── CaptureError            the model cannot be turned into a graph; names the user's line
     ├── PlanError               no plan fits the pins, the mesh or the graph
     │   └── StrategyError       a pin or strategy is impossible for its operator
+    ├── TrainingError           a run cannot go on: its loss is not finite
     └── LoweringError           a plan could not be turned into a local program (a defect of ours)
 
 Every message says what was got, what was expected and, where there is one, what to type.
@@ -46,6 +47,10 @@ class PlanError(ShardwrightError, ValueError):
 
 class StrategyError(PlanError):
     """A strategy that is impossible for its operator."""
+
+
+class TrainingError(ShardwrightError, RuntimeError):
+    """A training run cannot go on."""
 
 
 class LoweringError(ShardwrightError, RuntimeError):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
 
@@ -12,3 +14,27 @@ def loss_line(epoch: int, step: int, loss: float) -> str:
     'epoch: 1 step: 50, loss is 2.2963896'
     """
     return f"epoch: {epoch} step: {step}, loss is {np.float32(loss)!s}"
+
+
+def validation_line(epoch: int, loss: float, metrics: Mapping[str, float]) -> str:
+    """The line of one validation, with four decimals.
+
+    >>> validation_line(3, 0.12341, {"accuracy": 0.9876})
+    'val | epoch: 3 | loss: 0.1234 | accuracy: 0.9876'
+    """
+    return " | ".join(
+        ["val", f"epoch: {epoch}", *(f"{name}: {value:.4f}" for name, value in {"loss": loss, **metrics}.items())]
+    )
+
+
+def start_line(micro_batches: Sequence[int], ranks: int, rates: Sequence[float], precision: str) -> str:
+    """What a run begins with, so that nobody need guess it: the samples of each batch of the first step, and the rates.
+
+    >>> start_line([32, 32], 2, [0.1, 0.1], "bf16")
+    'global batch: 64 samples (2 x 32) on 2 ranks, learning rate: 0.1, precision: bf16'
+    """
+    parts = f" ({len(micro_batches)} x {micro_batches[0]})" if len(micro_batches) > 1 else ""
+    where = f"{ranks} rank{'s' if ranks > 1 else ''}"
+    distinct = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
+    batch = f"global batch: {sum(micro_batches)} samples{parts} on {where}"
+    return f"{batch}, learning rate: {distinct}, precision: {precision}"

@@ -24,6 +24,7 @@ from shardwright.graph.pins import apply_pins
 from shardwright.graph.rewrite import rewrite
 from shardwright.launch.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
+from shardwright.lower.program import LocalProgram
 from shardwright.mesh.collectives import all_gather
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -149,21 +150,33 @@ class Parallel:
         """Inside, backwards do not reduce the gradients of replicated parameters; the next one outside reduces all."""
         return self._reduction.deferred()
 
+    def replay(self, batch: Any) -> tuple[LocalProgram, dict[str, Any]]:
+        """The forward of the training step that was run last, once more for the same ``batch``: this rank's program,
+        and the value of each of its variables. Draws the same random numbers and changes nothing.
+        """
+        prepared, inputs = self._ready("training", batch)
+        leaves = self._leaves(prepared.plan.capture, inputs)
+        with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
+            values = prepared.execution.variables(*leaves, seed=self._seed, step=self._step - 1)
+        return prepared.execution.program, values
+
     def _run(self, prepared: _Prepared, inputs: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-        captured = prepared.plan.capture
+        leaves = self._leaves(prepared.plan.capture, inputs)
         with torch.autocast(self.world.device.type, enabled=False):  # the casts are operators of the graph
-            return prepared.execution(
-                [local_part(self._parameter(value.label)) for value in captured.of_kind("parameter")],
-                # Copies, since the backward may need what `_store_buffers` overwrites.
-                [
-                    self._buffer(v.label).clone() if v.name in captured.mutations else self._buffer(v.label)
-                    for v in captured.of_kind("buffer")
-                ],
-                inputs,
-                [captured.constants[value.name].to(self.world.device) for value in captured.of_kind("constant")],
-                seed=self._seed,
-                step=self._step,
-            )
+            return prepared.execution(*leaves, seed=self._seed, step=self._step)
+
+    def _leaves(
+        self, captured: Capture, inputs: Sequence[Tensor]
+    ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor], list[Tensor]]:
+        """Parameters, buffers, inputs and constants, as a program takes them."""
+        # Copies, since the backward may need what `_store_buffers` overwrites.
+        buffers = [
+            self._buffer(v.label).clone() if v.name in captured.mutations else self._buffer(v.label)
+            for v in captured.of_kind("buffer")
+        ]
+        parameters = [local_part(self._parameter(value.label)) for value in captured.of_kind("parameter")]
+        constants = [captured.constants[value.name].to(self.world.device) for value in captured.of_kind("constant")]
+        return parameters, buffers, inputs, constants
 
     def _store_buffers(self, captured: Capture, new: Sequence[Tensor]) -> None:
         with torch.no_grad():

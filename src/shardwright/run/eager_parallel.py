@@ -70,6 +70,19 @@ class EagerParallel:
         part, global_size = self._splitter.split(batch)
         return self._step(part, global_size)
 
+    def part_size(self, batch: Any) -> int:
+        """How many samples of ``batch`` this rank computes."""
+        return count_samples(self._splitter.split(batch)[0])
+
+    def global_size(self, batch: Any) -> int:
+        """How many samples the global batch of ``batch`` has; all ranks call it together."""
+        part, global_size = self._splitter.split(batch)
+        if global_size is not None:
+            return global_size
+        total = torch.tensor(count_samples(part), device=self._splitter.world.device)
+        dist.all_reduce(total)
+        return int(total)
+
     def accumulate(self) -> AbstractContextManager[None]:
         """``with parallel.accumulate():`` forward and backward of a micro-batch whose gradients are not reduced yet.
 

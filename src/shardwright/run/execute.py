@@ -43,11 +43,11 @@ class Execution:
         self._comm = comm
         self._device = device
         self._reduction = reduction
+        self._names = dict(_NAMES)
         name = f"<program of rank {program.rank} {id(self):x}>"
         linecache.cache[name] = (len(program.source), None, program.source.splitlines(keepends=True), name)
-        namespace: dict[str, Any] = dict(_NAMES)
-        exec(compile(program.source, name, "exec"), namespace)
-        self._step: Callable[..., Outputs] = namespace["step"]
+        exec(compile(program.source, name, "exec"), self._names)
+        self._step: Callable[..., Outputs] = self._names["step"]
 
     def __call__(
         self,
@@ -60,13 +60,32 @@ class Execution:
         step: int,
     ) -> Outputs:
         """Run the forward. ``seed`` and ``step`` fix the random numbers, together with global positions."""
-        return self._step(
-            parameters,
-            buffers,
-            inputs,
-            constants,
-            self._comm,
-            lambda number: mixed(mixed(mixed(seed) ^ step) ^ number),
-            self._device,
-            self._reduction,
-        )
+        key = _keys(seed, step)
+        return self._step(parameters, buffers, inputs, constants, self._comm, key, self._device, self._reduction)
+
+    def variables(
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        constants: Sequence[Tensor],
+        *,
+        seed: int,
+        step: int,
+    ) -> dict[str, Any]:
+        """Run the same forward one instruction at a time and keep every variable, under its name in the program."""
+        program = self.program
+        names = (*program.parameters, *program.buffers, *program.inputs, *program.constants)
+        found: dict[str, Any] = dict(zip(names, [*parameters, *buffers, *inputs, *constants], strict=True))
+        surroundings = {"comm": self._comm, "key": _keys(seed, step), "device": self._device}
+        scope = self._names | surroundings | {"reduce_gradients": self._reduction}
+        for instruction in program.instructions:
+            results = eval(instruction.text, scope, found)
+            single = len(instruction.outputs) == 1 and instruction.kind != "bucket"
+            found.update(zip(instruction.outputs, [results] if single else results, strict=True))
+        return found
+
+
+def _keys(seed: int, step: int) -> Callable[[int], int]:
+    """What the operators of a step draw their random numbers from, by their number."""
+    return lambda number: mixed(mixed(mixed(seed) ^ step) ^ number)
