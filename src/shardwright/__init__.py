@@ -13,11 +13,11 @@ __version__ = "0.1.0"
 
 # public name -> the module that defines it
 _PUBLIC: dict[str, str] = {
+    "CIFAR10": "shardwright.data.cifar",
     "Callback": "shardwright.run.callbacks",
     "EMA": "shardwright.run.callbacks",
     "EarlyStopping": "shardwright.run.callbacks",
     "LossMonitor": "shardwright.run.callbacks",
-    "CIFAR10": "shardwright.data.cifar",
     "MNIST": "shardwright.data.mnist",
     "ModelCheckpoint": "shardwright.run.callbacks",
     "NanGuard": "shardwright.run.callbacks",

@@ -23,7 +23,7 @@ def data() -> None:
 
 
 @data.command()
-@click.option("--format", default="mnist", show_default=True, help="The data set whose files are written: mnist.")
+@click.option("--format", default="mnist", show_default=True, help="mnist, cifar10 or cifar10-binary.")
 @click.option("--out", type=click.Path(file_okay=False), required=True, metavar="DIR", help="The folder to write to.")
 @click.option("--force", is_flag=True, help="Replace another data set that is there already.")
 def digits(format: str, out: str, force: bool) -> None:

@@ -88,7 +88,7 @@ def test_another_data_set_is_replaced_only_by_force(tmp_path, name):
 
 
 def test_a_format_that_is_not_there():
-    with pytest.raises(UsageError, match="expected a format among mnist, got 'lmdb'"):
+    with pytest.raises(UsageError, match="expected a format among cifar10, cifar10-binary, mnist, got 'lmdb'"):
         write_digits("anywhere", "lmdb")
     assert "mnist" in FORMATS
 

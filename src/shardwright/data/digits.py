@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.data import mnist
+from shardwright.data import cifar, mnist
 from shardwright.data.idx import Bytes, idx_bytes
 from shardwright.data.order import permutation
 from shardwright.errors import DataError, UsageError
@@ -63,8 +64,8 @@ def _test_quotas(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     return quotas
 
 
-def enlarge(images: Bytes) -> Bytes:
-    """(n, 8, 8) from 0 to 16 -> (n, 28, 28) from 0 to 255: bilinear to 20 x 20, centred in 28 x 28 as MNIST's are.
+def enlarge(images: Bytes, side: int = mnist.SIDE) -> Bytes:
+    """(n, 8, 8) from 0 to 16 -> (n, side, side) from 0 to 255: bilinear to 20 x 20, centred as MNIST's are.
 
     In whole numbers throughout, so that the bytes are the same on every machine.
     """
@@ -80,7 +81,7 @@ def enlarge(images: Bytes) -> Bytes:
         weights[row, min(low + 1, old - 1)] += fraction
     scaled = weights @ images.astype(np.int64) @ weights.T * 255
     full = _LARGEST_VALUE * unit**2
-    margin = (mnist.SIDE - new) // 2
+    margin = (side - new) // 2
     return np.pad((scaled + full // 2) // full, ((0, 0), (margin, margin), (margin, margin))).astype(np.uint8)
 
 
@@ -94,8 +95,20 @@ def mnist_files() -> dict[str, bytes]:
     return files
 
 
-# format -> its files, name -> contents
-FORMATS: dict[str, Callable[[], dict[str, bytes]]] = {"mnist": mnist_files}
+def cifar_files(version: cifar.Version) -> dict[str, bytes]:
+    """The files of a version of CIFAR-10, path -> contents: the digits of `mnist_files` in grey, 32 x 32."""
+    train, test = (
+        (np.repeat(enlarge(part.images, cifar.SIDE)[:, None], 3, axis=1), part.labels) for part in split(load_digits())
+    )
+    return cifar.cifar_files(version, train, test, names=[str(digit) for digit in range(cifar.CLASSES)])
+
+
+# format -> its files, path -> contents
+FORMATS: dict[str, Callable[[], dict[str, bytes]]] = {
+    "mnist": mnist_files,
+    "cifar10": partial(cifar_files, cifar.PYTHON),
+    "cifar10-binary": partial(cifar_files, cifar.BINARY),
+}
 
 
 def write_digits(out: str | os.PathLike[str], format: str, force: bool = False) -> list[Path]:

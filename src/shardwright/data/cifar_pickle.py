@@ -1,0 +1,154 @@
+"""The pickles of CIFAR-10's python version, read without executing what they say.
+
+A pickle is a program: it names functions and calls them. Here the few names that such a file needs stand for classes of
+this module, which keep what they are called with and do nothing; every other name is refused. Not even NumPy's own
+functions are called with a file's arguments, since they trust the sizes that they are told.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import struct
+import warnings
+from typing import Any
+
+import numpy as np
+
+from shardwright.data.idx import Bytes
+
+Contents = dict[str, Any]
+
+
+class RefusedPickle(Exception):
+    """A pickle that names something which a file of CIFAR-10 does not need, or uses it in another way."""
+
+
+class _Inert:
+    """What a name in a pickle stands for: it keeps its arguments and the state that it is given."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+        self.state: Any = ()
+
+    def __setstate__(self, state: Any) -> None:
+        self.state = state
+
+
+class _Dtype(_Inert):
+    pass
+
+
+class _Array(_Inert):
+    """``_reconstruct(ndarray, shape, type)`` with the state (version, shape, dtype, Fortran order, bytes)."""
+
+    def bytes_of(self) -> Bytes:
+        _, shape, dtype, fortran, contents = self.state
+        return _array(contents, dtype, shape, fortran)
+
+
+class _Buffer(_Inert):
+    """``_frombuffer(bytes, dtype, shape, order)``, what protocol 5 writes."""
+
+    def bytes_of(self) -> Bytes:
+        contents, dtype, shape, order = self.arguments
+        return _array(contents, dtype, shape, order != "C")
+
+
+class _Encoded(_Inert):
+    """``_codecs.encode(text, "latin1")``, what Python 3 writes for bytes in protocol 2."""
+
+    def __bytes__(self) -> bytes:
+        text, encoding = self.arguments
+        if encoding != "latin1":
+            raise RefusedPickle(f"bytes in the encoding {encoding!r}")
+        return str(text).encode("latin1")
+
+
+_NAMES: dict[tuple[str, str], Any] = {
+    ("numpy", "dtype"): _Dtype,
+    ("numpy", "ndarray"): "ndarray",
+    ("_codecs", "encode"): _Encoded,
+    **{(f"numpy.{core}.multiarray", "_reconstruct"): _Array for core in ("core", "_core")},
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _Buffer for core in ("core", "_core")},
+}
+
+
+# Python's own unpickler and not the one in C: that one fills as much memory as a file of ten bytes tells it to.
+class _Unpickler(pickle._Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _NAMES:
+            raise RefusedPickle(f"it names {module}.{name}, which could run code")
+        return _NAMES[module, name]
+
+
+def read_pickle(contents: bytes) -> Contents:
+    """The dictionary in a pickle of strings, numbers, lists, dictionaries and arrays of bytes; keys become text.
+
+    Raises `RefusedPickle`, with the offset and the reason, for anything else.
+    """
+    file = io.BytesIO(contents)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            found = _Unpickler(file, encoding="bytes").load()
+        if not isinstance(found, dict):
+            raise RefusedPickle(f"it holds a {type(found).__name__}")
+        return {_text(key): value for key, value in found.items()}
+    except Exception as error:  # an unpickler raises whatever a damaged file leads it to
+        reason = str(error) if isinstance(error, RefusedPickle) else f"{type(error).__name__}: {error}"
+        raise RefusedPickle(f"at offset {file.tell()}: expected a pickled dictionary, got: {reason}") from error
+
+
+def byte_array(value: Any) -> Bytes:
+    """The array of unsigned bytes that was read; raises `RefusedPickle` where it is none."""
+    if not isinstance(value, (_Array, _Buffer)):
+        raise RefusedPickle(f"expected an array of bytes, got a {type(value).__name__}")
+    try:
+        return value.bytes_of()
+    except (ValueError, TypeError) as error:
+        raise RefusedPickle(f"expected an array of bytes, got: {error}") from error
+
+
+def _array(contents: Any, dtype: Any, shape: Any, fortran: Any) -> Bytes:
+    if not isinstance(dtype, _Dtype) or _text(dtype.arguments[0]) != "u1":
+        raise RefusedPickle("expected an array of unsigned bytes, got one of another type")
+    if not isinstance(contents, (bytes, bytearray, _Encoded)):
+        raise RefusedPickle(f"expected the bytes of an array, got a {type(contents).__name__}")
+    return np.frombuffer(bytes(contents), dtype=np.uint8).reshape(shape, order="F" if fortran else "C")
+
+
+def _text(value: Any) -> str:
+    return bytes(value).decode("latin1") if isinstance(value, (bytes, _Encoded)) else str(value)
+
+
+def pickle_bytes(value: Any) -> bytes:
+    """``value`` as Python 2 pickled it: dicts, lists, bytes, ints and arrays of bytes.
+
+    >>> pickle.loads(pickle_bytes({b"labels": [3, 7]}), encoding="bytes")
+    {b'labels': [3, 7]}
+    """
+    return b"\x80\x02" + _encoded(value) + b"."
+
+
+def _encoded(value: Any) -> bytes:
+    if isinstance(value, bytes):
+        return b"T" + struct.pack("<i", len(value)) + value
+    if isinstance(value, int):
+        return b"J" + struct.pack("<i", value)
+    if isinstance(value, list):
+        return b"](" + b"".join(map(_encoded, value)) + b"e"
+    if isinstance(value, dict):
+        return b"}(" + b"".join(_encoded(key) + _encoded(item) for key, item in value.items()) + b"u"
+    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
+        return _encoded_array(value)
+    raise TypeError(f"expected dicts, lists, bytes, ints and arrays of bytes, got {value!r:.60}")
+
+
+def _encoded_array(array: Bytes) -> bytes:
+    """``_reconstruct(ndarray, (0,), "b")``, then its state (1, shape, dtype, False, contents)."""
+    shape = b"(" + b"".join(_encoded(length) for length in array.shape) + b"t"
+    dtype_state = b"(K\x03U\x01|NNN" + _encoded(-1) * 2 + b"K\x00tb"
+    dtype = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R" + dtype_state
+    made = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
+    return made + b"(K\x01" + shape + dtype + b"\x89" + _encoded(array.tobytes()) + b"tb"

@@ -1,0 +1,88 @@
+"""Labelled images in memory: what the readers of MNIST and CIFAR-10 have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.data.idx import Bytes
+from shardwright.data.order import even_range
+from shardwright.data.transforms import Keys, Transform
+from shardwright.errors import UsageError
+
+
+class LabelledImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
+    """Pairs of an image, float32 of shape (c, h, w) in [0, 1], and its label, int64 of shape ().
+
+    Args:
+        images: bytes of shape (n, c, h, w).
+        labels: of shape (n,).
+        shard: (number, index): keep one of that many contiguous parts, whose sizes differ by at most one.
+        transform: a `Transform`, which maps whole batches and whose random numbers belong to (seed, epoch, sample
+            index), or any function of one image.
+    """
+
+    def __init__(
+        self,
+        images: Bytes,
+        labels: Bytes,
+        shard: tuple[int, int] = (1, 0),
+        transform: Transform | Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        start, stop = even_range(len(labels), *shard)
+        # Copies, so that a shard does not hold the memory of the whole.
+        self._images = torch.from_numpy(images[start:stop].copy())
+        self._labels = torch.from_numpy(labels[start:stop].copy()).long()
+        self.transform = transform
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, Tensor]:
+        return self.__getitems__([range(len(self))[index]])[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Tensor]]:
+        """What torch's DataLoader calls for a batch; random transforms draw as in the first epoch of seed 0."""
+        images, labels = self._rows(indices)
+        if isinstance(self.transform, Transform):
+            images = self.transform(images, Keys.of(indices))
+        elif self.transform is not None:
+            return [(self.transform(image), label) for image, label in zip(images, labels, strict=True)]
+        return list(zip(images, labels, strict=True))
+
+    def gather(self, indices: Sequence[int], seed: int = 0, epoch: int = 0) -> tuple[Any, Tensor]:
+        """The collated batch of one or more ``indices``: images of shape (n, c, h, w), labels of shape (n,).
+
+        What `sw.loader` calls, since taking rows of one tensor is many times faster than stacking samples.
+        """
+        if self.transform is not None and not isinstance(self.transform, Transform):
+            images, labels = torch.utils.data.default_collate(self.__getitems__(indices))
+            return images, labels
+        images, labels = self._rows(indices)
+        if self.transform is not None:
+            images = self.transform(images, Keys.of(indices, seed, epoch))
+        return images, labels
+
+    def _rows(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        rows = torch.as_tensor(indices, dtype=torch.int64)
+        return self._images[rows].float().div_(255), self._labels[rows]
+
+
+def checked_shard(kind: str, num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
+    """(number of shards, which one); raises `UsageError` for a shard that does not exist."""
+    if num_shards is None and shard_id is None:
+        return 1, 0
+    if num_shards is None or shard_id is None:
+        raise UsageError(
+            f"num_shards and shard_id go together, got num_shards={num_shards}, shard_id={shard_id}; "
+            f"for example {kind}(root, num_shards=4, shard_id=0)"
+        )
+    if num_shards < 1 or not 0 <= shard_id < num_shards:
+        raise UsageError(
+            f"expected num_shards of at least 1 and shard_id from 0 to num_shards - 1, "
+            f"got num_shards={num_shards}, shard_id={shard_id}"
+        )
+    return num_shards, shard_id
