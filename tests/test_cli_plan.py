@@ -11,6 +11,7 @@ from shardwright.cli import main
 from shardwright.errors import UsageError
 from shardwright.run.build import BuildFunction, as_batches
 
+PAGE = Path(__file__).parents[1] / "docs" / "verify.md"
 COMMAND = Path(sys.executable).with_name("shardwright")
 
 NET = """
@@ -207,3 +208,16 @@ def test_a_file_finds_its_neighbours_and_its_classes():
     thing = sys.modules["shardwright_build_net"].Thing()
     assert thing.n == 8
     assert pickle.loads(pickle.dumps(thing)) == thing
+
+
+def test_the_page_about_verify_tells_the_truth(monkeypatch, capsys):
+    page = PAGE.read_text()
+    write("net.py", page.split("```python\n")[1].split("```")[0])
+    commands = [line.split()[1:] for line in page.splitlines() if line.startswith("shardwright ")]
+    commands.append(["plan", "net.py:build", "--load", "plan.json"])
+    assert [command[0] for command in commands] == ["verify", "plan", "verify", "plan"]
+    for command in commands[1::2]:
+        assert " ".join(command) in page
+        assert shardwright(monkeypatch, capsys, *command)[0] == 0
+    done = verify_command(*commands[2][1:])
+    assert done.returncode == 0, done.stdout + done.stderr
