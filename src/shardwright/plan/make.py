@@ -59,7 +59,7 @@ def make_plan(
     if method not in ("none", "propagation", "exact"):
         raise UsageError(f"unknown search {method!r}; the searches are propagation, exact")
     graph = RuledGraph.of(capture)
-    atoms = _planning_mesh(graph, mesh, mode, method)
+    atoms = _planning_mesh(graph, mesh, mode, method, inputs)
     given = "whole" if mode == "single" else inputs
     leaves = _fixed_leaves(capture, atoms, given, storage or {}, every_rank=mode == "data")
     outputs = _outputs(capture, atoms, leaves)
@@ -78,14 +78,15 @@ def make_plan(
 MOST_AXES = {"exact": 2, "propagation": 3}
 
 
-def _planning_mesh(graph: RuledGraph, mesh: Mesh, mode: Mode, method: str) -> Mesh:
+def _planning_mesh(graph: RuledGraph, mesh: Mesh, mode: Mode, method: str, inputs: Inputs) -> Mesh:
     """The axes that a plan speaks of: as few as serve, unless pins need finer ones.
 
-    Data parallelism takes one axis, which cuts a batch that does not divide as loaders do: ceil-sized parts first.
+    Data parallelism takes one axis, which cuts a batch that does not divide as loaders do: ceil-sized parts first;
+    unless the slices of the inputs are given, which may need several.
     """
-    if mode in ("single", "data"):
-        return Mesh.of(ranks=mesh.size).without_ones()
     atoms = mesh.atomic()
+    if mode in ("single", "data"):
+        return atoms if isinstance(inputs, Mapping) else Mesh.of(ranks=mesh.size).without_ones()
     pinned = [node for node in graph.capture.nodes if node.pin is not None]
     for count in range(MOST_AXES[method], len(atoms.axes)):
         coarse = mesh.grouped(count)
