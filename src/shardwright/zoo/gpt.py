@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+Turns = tuple[Tensor, Tensor]  # cosines and sines
 Positions = Literal["learned", "rotary"]
 POSITIONS: tuple[Positions, ...] = ("learned", "rotary")
 _DEVIATION = 0.02  # of the initial weights
@@ -26,31 +27,38 @@ class Attention(nn.Module):
         self.heads, self.dropout = heads, dropout
         self.q, self.k, self.v, self.out = (nn.Linear(width, width) for _ in range(4))
 
-    def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
+    def forward(self, x: Tensor, turns: Turns | None) -> Tensor:
         b, s, d = x.shape
         q, k, v = (part(x).view(b, s, self.heads, d // self.heads).transpose(1, 2) for part in (self.q, self.k, self.v))
-        if angles is not None:
-            q, k = rotate(q, angles), rotate(k, angles)
+        if turns is not None:
+            q, k = rotate(q, *turns), rotate(k, *turns)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=self.dropout if self.training else 0.0)
         out: Tensor = self.out(y.transpose(1, 2).reshape(b, s, d))
         return out
 
 
-def rotary_angles(sequence_length: int, head_width: int) -> Tensor:
-    """Radians by which each pair of coordinates turns at each position: [sequence_length, head_width / 2]."""
+def rotary_turns(sequence_length: int, head_width: int) -> Turns:
+    """Cosine and sine of the angle by which each pair of coordinates turns at each position.
+
+    Both are of shape [sequence_length, head_width]: coordinate i and coordinate i + head_width / 2 are a pair, and the
+    sine of the first is negative.
+    """
     frequencies = _LONGEST_WAVE ** (-torch.arange(0, head_width, 2) / head_width)
-    return torch.arange(sequence_length)[:, None] * frequencies
+    angles = torch.arange(sequence_length)[:, None] * frequencies
+    cosine, sine = angles.cos(), angles.sin()
+    return torch.cat([cosine, cosine], dim=1), torch.cat([-sine, sine], dim=1)
 
 
-def rotate(x: Tensor, angles: Tensor) -> Tensor:
-    """Turn coordinate i of the first half and coordinate i of the second as a pair by ``angles``.
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Turn each pair of coordinates by the angle of its position.
 
     Su et al., *RoFormer*, 2021, arXiv:2104.09864, which pairs neighbouring coordinates instead: the same up to the
-    order of a layer's outputs. x: [batch, heads, sequence, head_width], angles: [sequence, head_width / 2].
+    order of a layer's outputs. x: [batch, heads, sequence, head_width]; the tables may be longer than the sequence.
     """
-    cosine, sine = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
-    first, second = x.chunk(2, dim=-1)
-    return torch.cat([first * cosine - second * sine, first * sine + second * cosine], dim=-1)
+    length, half = x.shape[-2], x.shape[-1] // 2
+    # Cut here, not once for all layers: one small value that all of them read would tie all their strategies together.
+    cosine, sine = cosine[:length].to(x.dtype), sine[:length].to(x.dtype)
+    return x * cosine + x.roll(half, -1) * sine
 
 
 class Layer(nn.Module):
@@ -63,8 +71,8 @@ class Layer(nn.Module):
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.drop = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, angles: Tensor | None) -> Tensor:
-        x = x + self.drop(self.attention(self.norm1(x), angles))
+    def forward(self, x: Tensor, turns: Turns | None) -> Tensor:
+        x = x + self.drop(self.attention(self.norm1(x), turns))
         out: Tensor = x + self.drop(self.down(F.gelu(self.up(self.norm2(x)))))
         return out
 
@@ -81,7 +89,8 @@ class GPT(nn.Module):
         ValueError: where the width is no multiple of the heads, or the heads' width is odd under rotary positions.
     """
 
-    angles: Tensor | None
+    cosine: Tensor
+    sine: Tensor
 
     def __init__(
         self,
@@ -99,9 +108,10 @@ class GPT(nn.Module):
         self.sequence_length = sequence_length
         self.tokens = nn.Embedding(vocabulary, width)
         self.positions = nn.Embedding(sequence_length, width) if positions == "learned" else None
-        # Not in the state: it follows from the arguments.
-        angles = rotary_angles(sequence_length, width // heads) if positions == "rotary" else None
-        self.register_buffer("angles", angles, persistent=False)
+        if positions == "rotary":  # not in the state: they follow from the arguments
+            cosine, sine = rotary_turns(sequence_length, width // heads)
+            self.register_buffer("cosine", cosine, persistent=False)
+            self.register_buffer("sine", sine, persistent=False)
         self.drop = nn.Dropout(dropout)
         self.layers = nn.ModuleList(Layer(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
@@ -128,9 +138,9 @@ class GPT(nn.Module):
         if self.positions is not None:
             x = x + self.positions(torch.arange(length, device=ids.device))
         x = self.drop(x)
-        angles = None if self.angles is None else self.angles[:length]
+        turns = (self.cosine, self.sine) if self.positions is None else None
         for layer in self.layers:
-            x = layer(x, angles)
+            x = layer(x, turns)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
