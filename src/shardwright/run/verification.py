@@ -61,7 +61,7 @@ class Verification:
             numbers = f"{d.largest:.1e}", f"{d.tolerance:.0e}"
             rows.append((d.dtype, d.reference, d.kind, *numbers, verdict, d.where))
         lines = [
-            f"{self.steps} steps of AdamW at {self.lr:g} on {plan.mesh.size} rank{'s' * (plan.mesh.size > 1)}: "
+            f"{_counted(self.steps, 'step')} of AdamW at {self.lr:g} on {_counted(plan.mesh.size, 'rank')}: "
             f"mode {plan.mode}, search {plan.search}, mesh {plan.named}",
             "",
             _table(rows),
@@ -71,6 +71,10 @@ class Verification:
             "within tolerance: the plan gives what one device gives" if self.ok else "BEYOND TOLERANCE",
         ]
         return "\n".join(lines)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" + "s" * (number != 1)
 
 
 def _accusation(d: Deviation) -> str:
