@@ -114,10 +114,10 @@ class _Converter:
             else:
                 self.of_label[label] = self._add_value(label, kind, label, tensor, self.train and tensor.requires_grad)
 
-    def _add_value(self, stem: str, kind: Kind, label: str, tensor: torch.Tensor, needs_gradient: bool) -> str:
+    def _add_value(self, stem: str, kind: Kind, label: str | None, tensor: torch.Tensor, needs_gradient: bool) -> str:
         name = self._unused(stem)
         shape = tuple(int(size) for size in tensor.shape)
-        self.values[name] = Value(name, kind, label, shape, tensor.dtype, needs_gradient)
+        self.values[name] = Value(name, kind, name if label is None else label, shape, tensor.dtype, needs_gradient)
         return name
 
     def _unused(self, stem: str) -> str:
@@ -140,9 +140,7 @@ class _Converter:
             source, index = node.args
             self.made[node.name] = self.made[source.name][index]  # type: ignore[union-attr, index]
             if str(source.target) == "aten.broadcast_tensors.default":  # type: ignore[union-attr]
-                given = source.args[0][index]  # type: ignore[union-attr, index, call-overload]
-                if self.made[given.name] == self.made[node.name] and given.name in self.marks:
-                    self.marks[node.name] = self.marks[given.name]
+                self._pass_mark_on(source.args[0][index], node)  # type: ignore[union-attr, index, arg-type]
             return
         if not torch_private.is_operator(node.target):
             raise CaptureError(
@@ -181,6 +179,11 @@ class _Converter:
             self.made[node.name] = [next(results) if isinstance(val, torch.Tensor) else None for val in vals]
         else:
             self.made[node.name] = next(results)
+
+    def _pass_mark_on(self, given: fx.Node, node: fx.Node) -> None:
+        """Losses broadcast their operands: a pin on one that already has the shape is for the loss itself."""
+        if self.made[given.name] == self.made[node.name] and given.name in self.marks:
+            self.marks[node.name] = self.marks[given.name]
 
     def _same_value(self, op: str, node: fx.Node) -> str | None:
         """The operand of an operator that only passes it on."""
@@ -246,7 +249,7 @@ class _Converter:
             self._add_value(
                 stem if len(results) == 1 else f"{name}_out{i}",
                 "result",
-                stem,
+                name if len(results) > 1 else None,
                 result,
                 flows and i < differentiable and (result.dtype.is_floating_point or result.dtype.is_complex),
             )

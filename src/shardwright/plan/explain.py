@@ -10,7 +10,7 @@ from shardwright.plan.plan import Plan, Priced
 def explain(plan: Plan) -> str:
     """Three tables: what every operator does, every collective, and what each module holds and moves."""
     unlisted = plan.graph.unlisted
-    finer = "" if plan.named == plan.mesh else f" cut into {plan.mesh}"
+    finer = f" cut into {plan.mesh}" if len(plan.mesh.axes) > len(plan.named.axes) else ""
     sent = {"forward": 0.0, "backward": 0.0}
     for priced in plan.collectives():
         sent[priced.direction] += priced.bytes

@@ -150,7 +150,7 @@ class Plan:
     def _transfer_collectives(self, transfer: Transfer) -> Iterator[Priced]:
         value = self.capture.values[transfer.value]
         producer = self.graph.producers.get(transfer.value)
-        scope = producer[0].scope if producer else value.label
+        scope = producer[0].scope if producer else ""
         for step in transfer.steps:
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
             if forward:
