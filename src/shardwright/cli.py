@@ -156,6 +156,29 @@ def verify(target: str, ranks: str | None, dtypes: tuple[str, ...], **options: A
     sys.exit(verify_file(target, ranks, options | {"dtypes": dtypes or ("float64", "float32")}))
 
 
+@cli.command()
+@click.option("--config", required=True, metavar="FILE.yaml", help="A file, or the name of a shipped configuration.")
+@click.option("-o", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key: -o train.epochs=3.")
+@click.option("-n", "--ranks", metavar="N", help="Check everything, then launch N ranks; without it this process runs.")
+def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:
+    """Train as a configuration says.
+
+    \b
+    shardwright train --config mnist_mlp -o data.root=DIR               alone
+    shardwright train -n 8 --config cifar10_resnet50.yaml               on 8 processes
+    shardwright launch -n 8 -m shardwright train --config FILE.yaml     the same; also torchrun and mpirun
+    """
+    from shardwright.zoo import train as zoo
+
+    if ranks is None:
+        zoo.train(config, overrides)
+        return
+    from shardwright.launch.local import launch as launch_job
+
+    zoo.prepare(config, overrides)
+    sys.exit(launch_job(zoo.job(config, overrides, ranks)))
+
+
 def main() -> None:
     """The entry point: our own errors are one readable message and exit code 2, not a traceback."""
     try:
