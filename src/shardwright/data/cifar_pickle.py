@@ -97,6 +97,7 @@ def read_pickle(contents: bytes) -> Contents:
         return {_text(key): value for key, value in found.items()}
     except Exception as error:  # an unpickler raises whatever a damaged file leads it to
         reason = str(error) if isinstance(error, RefusedPickle) else f"{type(error).__name__}: {error}"
+        reason = "the end of the file" if isinstance(error, EOFError) else reason
         raise RefusedPickle(f"at offset {file.tell()}: expected a pickled dictionary, got: {reason}") from error
 
 

@@ -7,6 +7,7 @@ can go on from it on any other number of ranks.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -84,7 +85,8 @@ def loader(
 
     Args:
         dataset: anything with ``len(dataset)`` and ``dataset[index]``; a sample is a tensor or a tuple of them (what
-            torch's ``default_collate`` stacks). A dataset with ``gather(indices)`` returns whole batches at once.
+            torch's ``default_collate`` stacks). A dataset with ``gather(indices)`` returns whole batches at once; with
+            ``gather(indices, seed, epoch)`` it is told what random numbers are to depend on, beside the indices.
         batch_size: samples of the global batch, or
         per_rank_batch_size: samples per rank; the global batch is that times the ranks.
         seed: with the epoch it fixes the order.
@@ -172,7 +174,7 @@ class Loader:
         self._rank, self._size = rank, size
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._rows = _Rows(dataset, collate_fn)
+        self._rows = _Rows(dataset, collate_fn, seed)
         self._plan = plan
         self._unchecked = check_data and size > 1
         self._position = Position()
@@ -247,7 +249,7 @@ class Loader:
         self._check_once()
         position = self._next()
         indices = self._order(position.epoch)[position.samples : position.samples + self.batch_size]
-        return _as_batch(self._rows[indices], _Part(indices, len(indices), 0, len(indices)))
+        return _as_batch(self._rows[indices, position.epoch], _Part(indices, len(indices), 0, len(indices)))
 
     def __iter__(self) -> Iterator[Batch]:
         self._check_once()
@@ -287,7 +289,7 @@ class Loader:
         tensors = DataLoader(
             self._rows,
             batch_size=None,
-            sampler=[part.indices for part in parts],
+            sampler=[(part.indices, begin.epoch) for part in parts],
             num_workers=self._num_workers,
             pin_memory=self._pin_memory,
             collate_fn=_unchanged,
@@ -309,18 +311,23 @@ class Loader:
 
 
 class _Rows(torch.utils.data.Dataset[Any]):
-    """The dataset as DataLoader sees it: one item is the collated batch of some indices."""
+    """The dataset as DataLoader sees it: one item is the collated batch of some indices in some epoch."""
 
-    def __init__(self, dataset: Any, collate_fn: Collate | None) -> None:
+    def __init__(self, dataset: Any, collate_fn: Collate | None, seed: int) -> None:
         self._dataset = dataset
         self._collate: Collate = default_collate if collate_fn is None else collate_fn
         self._gather = getattr(dataset, "gather", None) if collate_fn is None else None
+        self._keyed = (
+            self._gather is not None and {"seed", "epoch"} <= inspect.signature(self._gather).parameters.keys()
+        )
+        self._seed = seed
 
-    def __getitem__(self, indices: npt.NDArray[np.int64]) -> tuple[Any, ...]:
+    def __getitem__(self, request: tuple[npt.NDArray[np.int64], int]) -> tuple[Any, ...]:
+        indices, epoch = request
         # An empty part still has to show the shapes and types of the others: one sample tells them.
         chosen: list[int] = indices.tolist() or [0]
         if self._gather is not None:
-            collated = self._gather(chosen)
+            collated = self._gather(chosen, **({"seed": self._seed, "epoch": epoch} if self._keyed else {}))
         elif hasattr(self._dataset, "__getitems__"):
             collated = self._collate(self._dataset.__getitems__(chosen))
         else:
