@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "numpy", "torch.distributed.tensor"]
+PRELOAD = ["torch", "torch.distributed", "numpy", "torch.distributed.tensor", "shardwright.run.parallel"]
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)

@@ -208,6 +208,8 @@ def _start(world: World, store: Store, told: LaunchEnvironment, timeout: timedel
         timeout=timeout,
         device_id=world.device if on_gpu else None,
     )
+    if not on_gpu:
+        dist.barrier()  # a rank that left at once would break the connections that others are still making
     group = dist.group.WORLD
     assert group is not None
     _worlds[group] = world
