@@ -1,4 +1,4 @@
-"""Plans are remembered in a folder of this test session's own, so that no plan of an earlier run or of a user is met."""
+"""Plans are remembered in a folder of this test session, so that no plan of an earlier run or of a user is met."""
 
 import os
 import tempfile
