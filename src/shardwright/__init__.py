@@ -15,6 +15,7 @@ __version__ = "0.1.0"
 _PUBLIC: dict[str, str] = {
     "CIFAR10": "shardwright.data.cifar",
     "Callback": "shardwright.run.callbacks",
+    "CharacterText": "shardwright.data.text",
     "EMA": "shardwright.run.callbacks",
     "EarlyStopping": "shardwright.run.callbacks",
     "LossMonitor": "shardwright.run.callbacks",
@@ -22,6 +23,7 @@ _PUBLIC: dict[str, str] = {
     "ModelCheckpoint": "shardwright.run.callbacks",
     "NanGuard": "shardwright.run.callbacks",
     "ProgressBar": "shardwright.run.callbacks",
+    "RandomImages": "shardwright.data.random_images",
     "Trainer": "shardwright.run.trainer",
     "World": "shardwright.run.world",
     "constant_schedule": "shardwright.run.schedules",
