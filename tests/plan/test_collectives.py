@@ -27,8 +27,8 @@ class Attention(nn.Module):
         super().__init__()
         self.heads, self.fused = heads, fused
         names = ["qkv"] if fused else ["q", "k", "v"]
-        self.project = nn.ModuleDict({name: nn.Linear(width, 3 * width // len(names), bias=False) for name in names})
-        self.o = nn.Linear(width, width, bias=False)
+        self.project = nn.ModuleDict({name: nn.Linear(width, 3 * width // len(names)) for name in names})
+        self.o = nn.Linear(width, width)
 
     def forward(self, x):
         b, s, width = x.shape
@@ -43,7 +43,7 @@ class Layer(nn.Module):
         super().__init__()
         self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads, fused)
-        self.up, self.down = nn.Linear(width, 4 * width, bias=False), nn.Linear(4 * width, width, bias=False)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.add = sw.shard(torch.add, ((rows, 1, 1), (rows, 1, 1)))
 
     def forward(self, x):

@@ -17,25 +17,25 @@ from shardwright.mesh.collectives import Axes, Communicator
 Sizes = Sequence[int]
 
 
-class _Attached(torch.autograd.Function):
+class _AddedElsewhere(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, other: Tensor) -> Tensor:
-        ctx.other = other.shape, other.dtype, other.device
+    def forward(ctx: Any, x: Tensor, bias: Tensor, broadcast: Sizes, factor: float) -> Tensor:
+        ctx.bias = bias.shape, bias.dtype, tuple(broadcast), factor
         return x.view_as(x)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
-        shape, dtype, device = ctx.other
-        return gradient, torch.zeros(shape, dtype=dtype, device=device)
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None, None]:
+        shape, dtype, broadcast, factor = ctx.bias
+        return gradient, (gradient.sum_to_size(broadcast) * factor).reshape(shape).to(dtype), None, None
 
 
-def attached(x: Tensor, other: Tensor) -> Tensor:
-    """``x``, with ``other`` as an input of its graph whose gradient is zero.
+def added_elsewhere(x: Tensor, bias: Tensor, broadcast: Sizes | None = None, factor: float = 1) -> Tensor:
+    """``x``, an addend of a sum over ranks to which another rank adds ``factor * bias`` in the shape ``broadcast``.
 
-    A bias that joins on another rank has to take part in the backward here too: what follows may communicate.
+    The gradient of the bias is that of the whole sum: every rank makes it for itself, and none has to send it.
     """
-    found: Tensor = _Attached.apply(x, other)  # type: ignore[no-untyped-call]
+    found: Tensor = _AddedElsewhere.apply(x, bias, broadcast or bias.shape, factor)  # type: ignore[no-untyped-call]
     return found
 
 
@@ -66,20 +66,29 @@ def nothing(shapes: Sequence[Sizes], dtypes: Sequence[torch.dtype], *operands: T
     return results[0] if len(results) == 1 else results
 
 
+def nothing_but_bias(
+    shape: Sizes, dtype: torch.dtype, bias: Tensor, broadcast: Sizes, factor: float, *operands: Tensor
+) -> Tensor:
+    """What a product with nothing to sum over makes here: zeros, to which another rank adds the bias."""
+    nothing_here: Tensor = _Nothing.apply(shape, dtype, *operands)  # type: ignore[no-untyped-call]
+    return added_elsewhere(nothing_here, bias, broadcast, factor)
+
+
 def linear_bias_elsewhere(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     """``x @ weight.T``: one addend of a sum over ranks, to which another rank adds the bias."""
-    return attached(functional.linear(x, weight), bias)
+    return added_elsewhere(functional.linear(x, weight), bias)
 
 
-def product_bias_elsewhere(bias: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """``alpha * (a @ b)``: one addend of a sum over ranks, to which another rank adds the bias."""
+def product_bias_elsewhere(bias: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """``alpha * (a @ b)``: one addend of a sum over ranks, to which another rank adds ``beta * bias``."""
     product = a @ b
-    return attached(product if alpha == 1 else product * alpha, bias)
+    return added_elsewhere(product if alpha == 1 else product * alpha, bias, factor=beta)
 
 
 def convolution_bias_elsewhere(op: str, x: Tensor, weight: Tensor, bias: Tensor, *settings: Any) -> Tensor:
     """The convolution ``op`` without its bias: one addend of a sum over ranks, to which another rank adds the bias."""
-    return attached(getattr(torch.ops.aten, op)(x, weight, None, *settings), bias)
+    result = getattr(torch.ops.aten, op)(x, weight, None, *settings)
+    return added_elsewhere(result, bias, (len(bias), *[1] * (weight.ndim - 2)))
 
 
 def copy(x: Tensor, source: Tensor) -> Tensor:

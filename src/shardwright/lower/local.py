@@ -175,7 +175,7 @@ def _linear(site: Site) -> Call:
 def _addmm(site: Site) -> Call:
     if site.adds_bias():
         return site.same()
-    return Call("kernels.product_bias_elsewhere", (Operand(0), Operand(1), Operand(2), site["alpha"]))
+    return Call("kernels.product_bias_elsewhere", (Operand(0), Operand(1), Operand(2), site["beta"], site["alpha"]))
 
 
 def _convolution(site: Site) -> Call:
@@ -311,6 +311,16 @@ LOCALISERS: Mapping[str, Localiser] = {
 }
 
 
+def _nothing_but_bias(site: Site, bias: int, shape: list[int], dtype: torch.dtype) -> Call:
+    """A product whose part of the sum is empty; the bias, which another rank adds, has its gradient all the same."""
+    broadcast = site.local_operand_shape(bias)
+    if "conv" in site.node.op:
+        broadcast = [*broadcast, *[1] * (len(site.operand_shape(1)) - 2)]
+    others = (Operand(index) for index in range(len(site.node.operands)) if index != bias)
+    factor = site.arguments.get("beta", 1)
+    return Call("kernels.nothing_but_bias", (shape, dtype, Operand(bias), broadcast, factor, *others))
+
+
 def _has_empty_operand(site: Site) -> bool:
     """Whether this rank's part of an operand is empty, and the whole is not."""
     return any(
@@ -326,6 +336,9 @@ def localise(site: Site) -> Call:
         made = [site.values[name] for name in site.node.results]
         shapes = [site.local_result_shape(index) for index in range(len(made))]
         operands = (Operand(index) for index in range(len(site.node.operands)))
+        for bias in site.rule.added_operands:
+            if 0 not in shapes[0]:
+                return _nothing_but_bias(site, bias, shapes[0], made[0].dtype)
         return Call("kernels.nothing", (shapes, [value.dtype for value in made], *operands))
     localiser = LOCALISERS.get(op) or LOCALISERS.get(op.rpartition(".")[0])
     call = localiser(site) if localiser else site.same()

@@ -61,7 +61,7 @@ def addmm(op: Operator) -> OpRule:
     new = len(result) - len(bias)
     left = term(names[new + i] if size == result[new + i] else "." for i, size in enumerate(bias))
     batch = "b " if len(result) == 3 else ""
-    return op.bind(f"{left}, ~ {batch}m k+, {batch}k+ n -> ~ {batch}m n")
+    return op.bind(f"! {left}, ~ {batch}m k+, {batch}k+ n -> ~ {batch}m n")
 
 
 def convolution(op: Operator) -> OpRule:
@@ -73,11 +73,11 @@ def convolution(op: Operator) -> OpRule:
     groups = op["groups"]
     if groups == 1:
         weight = "c+ o" if transposed else "o c+"
-        return op.bind(f"~ {n}c+{dots}, {weight}{dots}, o -> ~ {n}o{dots}")
+        return op.bind(f"~ {n}c+{dots}, {weight}{dots}, ! o -> ~ {n}o{dots}")
     channels = op.operands[0][-spatial - 1] // groups
     outputs = op.results[0][-spatial - 1] // groups
     weight = "(g i^) o^" if transposed else "(g o^) i^"
-    return op.bind(f"~ {n}(g i^){dots}, {weight}{dots}, (g o^) -> ~ {n}(g o^){dots}", g=groups, i=channels, o=outputs)
+    return op.bind(f"~ {n}(g i^){dots}, {weight}{dots}, ! (g o^) -> ~ {n}(g o^){dots}", g=groups, i=channels, o=outputs)
 
 
 def batch_norm(op: Operator) -> OpRule:

@@ -1,7 +1,7 @@
 """The one-line language in which an operator says how it may be split.
 
     matmul     m k+, k+ n -> m n
-    linear     ~ * k+, n k+ -> ~ * n
+    linear     ~ * k+, n k+, ! n -> ~ * n
     softmax    * d^ -> * d^
     view       (h d) -> h d
 
@@ -17,6 +17,8 @@ nothing else.
     *          any number of dims, aligned to the right; dims of size 1 broadcast and are not split
     ~          the operator is linear in the operands so marked together: partial values may come in there, and then
                leave as partial in the results so marked
+    !          the operand is added once: on one of the ranks over which the result is partial. Its gradient is that of
+               the whole sum all the same, on every one of them
     .          a dim that belongs to this place alone and may not be split
 
 The marks are written, never inferred. In the manner of nnScaler's annotations and Shardy's sharding rules.
@@ -84,6 +86,7 @@ class OpRule:
     results: tuple[Dims, ...]
     linear_operands: frozenset[int] = frozenset()
     linear_results: frozenset[int] = frozenset()
+    added_operands: frozenset[int] = frozenset()
     listed: bool = True  # False: the operator has no rule and is replicated
 
     @cached_property
@@ -130,8 +133,10 @@ class OpRule:
         """
         axes = self._axes(strategy)
         held = {axis for dim in self.operands[index] for name in dim[:1] for axis in axes[name]}
-        if index in self.linear_operands:
+        if index in self.linear_operands | self.added_operands:
             held.update(strategy.partial)
+        if index in self.added_operands:
+            held.update(axis for f in self.factors if f.kind == "sum" for axis in axes[f.name])
         return mesh.ordered(strategy.used - held)
 
     def replicated(self) -> Strategy:
@@ -179,17 +184,18 @@ class OpRule:
         mark = {"free": "", "sum": "+", "merged": "&", "frozen": "^"}
         kinds = {factor.name: mark[factor.kind] for factor in self.factors}
 
-        def side(tensors: tuple[Dims, ...], linear: frozenset[int]) -> str:
+        def side(tensors: tuple[Dims, ...], linear: frozenset[int], added: frozenset[int] = frozenset()) -> str:
             texts = []
             for i, dims in enumerate(tensors):
-                words = ["~"] * (i in linear)
+                words = ["~"] * (i in linear) + ["!"] * (i in added)
                 for dim in dims:
                     names = " ".join(name + kinds[name] for name in dim)
                     words.append(f"({names})" if len(dim) > 1 else names or ".")
                 texts.append(" ".join(words))
             return ", ".join(texts)
 
-        return f"{side(self.operands, self.linear_operands)} -> {side(self.results, self.linear_results)}"
+        operands = side(self.operands, self.linear_operands, self.added_operands)
+        return f"{operands} -> {side(self.results, self.linear_results)}"
 
 
 @dataclass(frozen=True)
@@ -198,6 +204,7 @@ class _Term:
 
     dims: Dims
     linear: bool
+    added: bool
 
 
 @dataclass(frozen=True)
@@ -238,6 +245,7 @@ class Pattern:
             tuple(without_ones[len(operands) :]),
             frozenset(i for i, term in enumerate(self.operands) if term.linear),
             frozenset(i for i, term in enumerate(self.results) if term.linear),
+            frozenset(i for i, term in enumerate(self.operands) if term.added),
         )
 
     def _expand(self, term: _Term, shape: Shape, operands: Sequence[Shape], results: Sequence[Shape]) -> Dims:
@@ -295,11 +303,13 @@ _MARKS: dict[str, Kind] = {"+": "sum", "&": "merged", "^": "frozen"}
 
 def _parse_term(text: str, kinds: dict[str, Kind], whole: str) -> _Term:
     dims: list[tuple[str, ...]] = []
-    linear = False
+    linear = added = False
     merged: list[str] | None = None
     for token in text.replace("(", " ( ").replace(")", " ) ").split():
         if token == "~":
             linear = True
+        elif token == "!":
+            added = True
         elif token == "(" and merged is None:
             merged = []
         elif token == ")" and merged is not None:
@@ -320,7 +330,7 @@ def _parse_term(text: str, kinds: dict[str, Kind], whole: str) -> _Term:
                 merged.append(name)
     if merged is not None:
         raise StrategyError(f"a bracket is not closed in the rule {whole!r}")
-    return _Term(tuple(dims), linear)
+    return _Term(tuple(dims), linear, added)
 
 
 def replicated_rule(operands: Sequence[Shape], results: Sequence[Shape]) -> OpRule:

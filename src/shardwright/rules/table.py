@@ -95,7 +95,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("outer", "~ i, j -> ~ i j"),
     ("einsum", layers.einsum),
     ("cosine_similarity", layers.cosine_similarity),
-    ("linear", "~ * k+, n k+, n -> ~ * n"),
+    ("linear", "~ * k+, n k+, ! n -> ~ * n"),
     ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution", layers.convolution),
     # reductions, scans, losses
     ("sum mean", reductions.reduced("+", linear=True)),
