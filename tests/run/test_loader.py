@@ -275,7 +275,7 @@ def test_arguments_that_do_not_fit(arguments, message):
 @pytest.mark.parametrize(
     ("dataset", "message"),
     [
-        (iter([1, 2]), "expected a dataset with __len__ .*, got list_iterator without"),
+        (iter([1, 2]), "got a list_iterator, which can be read only once; .* pass the function that makes it"),
         ({1, 2}, "expected a dataset with __getitem__ .*, got set without"),
         ([], r"the dataset \(list\) is empty"),
     ],

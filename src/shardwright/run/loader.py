@@ -10,8 +10,8 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,40 +19,15 @@ import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, default_collate
 
-from shardwright.data.order import KEY_LIMIT, chunk_range, permutation, worker_seed
+from shardwright.data.iterable import as_stream
+from shardwright.data.order import KEY_LIMIT, permutation, worker_seed
 from shardwright.errors import UsageError
 from shardwright.launch.environment import read_environment
 from shardwright.run.batch import Batch
+from shardwright.run.position import Collate, Cut, Position, Ranks, columns_of
+from shardwright.run.position import Loader as Loader
 from shardwright.run.same_data import check_same_data
-
-
-class Ranks(Protocol):
-    """A `World`, or anything else that knows which of how many ranks this is."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-
-
-class Cut(Protocol):
-    """A plan, or anything else that knows which rows of a global batch of ``rows`` a rank is to be given."""
-
-    def batch_rows(self, rank: int, rows: int) -> tuple[int, int]: ...
-
-
-class Collate(Protocol):
-    """Turns a list of samples into a tensor, or a tuple of tensors, with the samples along dim 0."""
-
-    def __call__(self, samples: list[Any], /) -> Any: ...
-
-
-@dataclass(frozen=True)
-class Position:
-    """The place in the data: ``samples`` of the order of ``epoch`` have been handed out."""
-
-    epoch: int = 0
-    samples: int = 0
+from shardwright.run.stream_loader import StreamLoader
 
 
 @dataclass(frozen=True)
@@ -81,16 +56,18 @@ def loader(
     plan: Cut | None = None,
     check_data: bool = True,
 ) -> Loader:
-    """A `Loader` over ``dataset``, which is the same whole dataset on every rank.
+    """A loader over ``dataset``, which is the same whole dataset on every rank.
 
     Args:
         dataset: anything with ``len(dataset)`` and ``dataset[index]``; a sample is a tensor or a tuple of them (what
             torch's ``default_collate`` stacks). A dataset with ``gather(indices)`` returns whole batches at once; with
             ``gather(indices, seed, epoch)`` it is told what random numbers are to depend on, beside the indices.
+            Or a stream: an iterable dataset, or a function that makes an iterator (see `Stream`); every rank reads all
+            of it, which `StreamLoader` tells more about.
         batch_size: samples of the global batch, or
         per_rank_batch_size: samples per rank; the global batch is that times the ranks.
         seed: with the epoch it fixes the order.
-        shuffle: a new order each epoch (default), or the order of the dataset.
+        shuffle: a new order each epoch (default), or the order of the dataset; a stream has only its own.
         drop_last: leave out a last batch that is not full.
         evaluate: every sample exactly once, in the order of the dataset; the same as ``shuffle=False``, and it refuses
             what would break that.
@@ -104,7 +81,9 @@ def loader(
     Raises `UsageError` for arguments that do not fit.
     """
     rank, size = _rank_and_size(world)
-    _check_dataset(dataset)
+    stream = as_stream(dataset)
+    if stream is None:
+        _check_dataset(dataset)
     if (batch_size is None) == (per_rank_batch_size is None):
         raise UsageError(
             "expected either batch_size (samples of the global batch) or per_rank_batch_size (samples per rank), got "
@@ -124,11 +103,30 @@ def loader(
             + "=True"
         )
     batch_size = batch_size or (per_rank_batch_size or 0) * size
+    if stream is not None:
+        refused = "shuffle=True" if shuffle else f"num_workers={num_workers}" if num_workers else ""
+        if refused:
+            raise UsageError(
+                f"{stream.name} is a stream: its samples come in an order of their own, and each process reads them "
+                f"all; remove {refused}"
+            )
+        return StreamLoader(
+            stream,
+            batch_size,
+            rank=rank,
+            size=size,
+            anew=evaluate or shuffle is False,
+            drop_last=drop_last,
+            pin_memory=pin_memory,
+            collate_fn=collate_fn,
+            plan=plan,
+            check_data=check_data,
+        )
     if drop_last and batch_size > len(dataset):
         raise UsageError(
             f"drop_last=True leaves no batch: the global batch is {batch_size}, the dataset has {len(dataset)} samples"
         )
-    return Loader(
+    return IndexedLoader(
         dataset,
         batch_size,
         rank=rank,
@@ -144,7 +142,7 @@ def loader(
     )
 
 
-class Loader:
+class IndexedLoader(Loader):
     """Yields this rank's part of each global batch as a `Batch`; made by `sw.loader`.
 
     One ``for`` loop is one pass, to the end of the epoch; the next loop is the next epoch. Where a loop is left
@@ -169,17 +167,12 @@ class Loader:
         plan: Cut | None,
         check_data: bool,
     ) -> None:
+        super().__init__(batch_size, rank, size, plan)
         self.dataset = dataset
-        self.batch_size = batch_size
-        self._rank, self._size = rank, size
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._rows = _Rows(dataset, collate_fn, seed)
-        self._plan = plan
         self._unchecked = check_data and size > 1
-        self._position = Position()
-        self._loaded = False  # the position was loaded: the next pass begins there even without shuffling
-        self._passes = 0
 
     def __len__(self) -> int:
         """The number of global batches in a whole epoch."""
@@ -189,49 +182,9 @@ class Loader:
         left = len(self.dataset) - samples
         return left // self.batch_size if self._drop_last else -(-left // self.batch_size)
 
-    @property
-    def epoch(self) -> int:
-        """The epoch that is under way, or the next one between two passes; the first is 0."""
-        return self._position.epoch
-
-    def set_epoch(self, epoch: int) -> None:
-        """Begin ``epoch`` with the next loop, unless it is the epoch that is under way already."""
-        if epoch < 0:
-            raise UsageError(f"expected an epoch of at least 0, got {epoch}")
-        if epoch != self.epoch:
-            self._move_to(Position(epoch))
-
-    def state_dict(self) -> dict[str, Any]:
-        """The position and what makes it valid; it counts the samples handed out, not those read ahead."""
-        return {**asdict(self._position), **self._identity()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where the loader that made ``state`` was; batch size and number of ranks may differ.
-
-        Raises `UsageError` where the position would not mean the same samples.
-        """
-        if state.keys() != self.state_dict().keys():
-            raise UsageError(
-                f"expected what state_dict() of a loader returned ({', '.join(self.state_dict())}), "
-                f"got {', '.join(map(str, state)) or 'nothing'}"
-            )
-        for name, ours in self._identity().items():
-            if state[name] != ours:
-                raise UsageError(
-                    f"the saved position belongs to a loader with {name}={state[name]}, this one has {name}={ours}: "
-                    "going on would repeat some samples and skip others; make this loader as that one was"
-                )
-        self._move_to(Position(state["epoch"], state["samples"]))
-        self._loaded = True
-        self._position = self._next()
-
     def _identity(self) -> dict[str, Any]:
         """What fixes the order of every epoch."""
         return {"seed": self._seed, "shuffle": self._shuffle, "dataset_size": len(self.dataset)}
-
-    def _move_to(self, position: Position) -> None:
-        self._position = position
-        self._passes += 1  # a loop that is under way ends with an error: its batches are no longer the next ones
 
     def _next(self) -> Position:
         """Where the next loop begins."""
@@ -278,12 +231,6 @@ class Loader:
             parts.append(_Part(rows[start:stop], len(rows), start, stop))
         return parts
 
-    def _cut(self, rows: int) -> tuple[int, int]:
-        """Which of the rows of a global batch are this rank's."""
-        if self._plan is not None:
-            return self._plan.batch_rows(self._rank, rows)
-        return chunk_range(rows, self._size, self._rank)
-
     def _pass(self, number: int, begin: Position) -> Iterator[Batch]:
         parts = self._parts(begin)
         tensors = DataLoader(
@@ -298,11 +245,7 @@ class Loader:
         )
         samples = begin.samples
         for part, rows in zip(parts, tensors, strict=True):
-            if number != self._passes:
-                raise UsageError(
-                    "this loop is no longer the loader's own: a newer one has begun, or the position was set; "
-                    "one loader serves one loop at a time"
-                )
+            self._must_be(number)
             samples += part.global_size
             self._position = Position(begin.epoch, samples)
             yield _as_batch(rows, part)
@@ -332,14 +275,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
             collated = self._collate(self._dataset.__getitems__(chosen))
         else:
             collated = self._collate([self._dataset[index] for index in chosen])
-        columns = tuple(collated) if isinstance(collated, Sequence) else (collated,)
-        for column in columns:
-            if not isinstance(column, torch.Tensor) or len(column) != len(chosen):
-                raise UsageError(
-                    f"expected a sample to be a tensor or a tuple of tensors and numbers, got a batch with a "
-                    f"{type(column).__name__} of {len(chosen)} samples; pass a collate_fn that returns tensors "
-                    "with the samples along dim 0"
-                )
+        columns = columns_of(collated, len(chosen))
         return columns if len(indices) else tuple(column[:0] for column in columns)
 
 
@@ -369,8 +305,8 @@ def _check_dataset(dataset: Any) -> None:
     for method, purpose in (("__len__", "its size"), ("__getitem__", "a sample by its index")):
         if not hasattr(dataset, method):
             raise UsageError(
-                f"expected a dataset with {method} ({purpose}), got {type(dataset).__name__} without; an iterable "
-                "dataset has no order that ranks can agree on: give it a list of its samples"
+                f"expected a dataset with {method} ({purpose}), got {type(dataset).__name__} without; or a stream: "
+                "a function that makes an iterator, or an IterableDataset"
             )
     if len(dataset) == 0:
         raise UsageError(f"the dataset ({type(dataset).__name__}) is empty; expected at least one sample")

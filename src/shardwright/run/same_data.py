@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import pickle
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,8 +46,27 @@ def check_same_data(dataset: Any) -> None:
 
     Raises `DataError` on every rank, with the ranks that differ from the majority and in what they differ.
     """
+    _compare_over_ranks(fingerprint(dataset))
+
+
+def check_same_stream(samples: Callable[[], Iterator[Any]]) -> None:
+    """`check_same_data` for the first samples of a stream; ``samples()`` begins it anew."""
+    _compare_over_ranks(stream_fingerprint(samples))
+
+
+def stream_fingerprint(samples: Callable[[], Iterator[Any]]) -> Fingerprint:
+    """The checksums of the first `SAMPLED` samples, and how many of those there are."""
+    try:
+        with _same_random_numbers():
+            checksums = tuple(enumerate(map(_checksum, itertools.islice(samples(), SAMPLED))))
+            return Fingerprint(len(checksums), checksums)
+    except Exception as error:  # told to all ranks, so that none waits for this one
+        return Fingerprint(0, failure=f"{type(error).__name__}: {error}")
+
+
+def _compare_over_ranks(ours: Fingerprint) -> None:
     prints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(prints, fingerprint(dataset))
+    dist.all_gather_object(prints, ours)
     differences = compare(prints)
     if differences:
         raise DataError(

@@ -1,0 +1,116 @@
+"""Batches of data that come one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import default_collate
+
+from shardwright.data.iterable import Stream
+from shardwright.errors import UsageError
+from shardwright.run.batch import Batch
+from shardwright.run.position import Collate, Cut, Loader, Position, columns_of
+from shardwright.run.same_data import check_same_stream
+
+
+class StreamLoader(Loader):
+    """Yields this rank's part of each global batch of a stream as a `Batch`; made by `sw.loader`.
+
+    Every rank reads every sample, and collates its own rows: what it costs to make a sample is paid on each. One
+    ``for`` loop is one pass, to the end of the stream; the next loop is the next epoch. Where a loop is left early, the
+    next one continues it, by reading and throwing away what was handed out (see `Stream` for a shorter way); with
+    ``anew`` (``evaluate=True`` or ``shuffle=False``) every loop begins at the first sample. The ranks compare the first
+    samples alone: where streams end at different places, the ranks wait for each other.
+    """
+
+    def __init__(
+        self,
+        stream: Stream,
+        batch_size: int,
+        *,
+        rank: int,
+        size: int,
+        anew: bool,
+        drop_last: bool,
+        pin_memory: bool,
+        collate_fn: Collate | None,
+        plan: Cut | None,
+        check_data: bool,
+    ) -> None:
+        super().__init__(batch_size, rank, size, plan)
+        self.stream = stream
+        self._anew, self._drop_last, self._pin_memory = anew, drop_last, pin_memory
+        self._collate: Collate = default_collate if collate_fn is None else collate_fn
+        self._unchecked = check_data and size > 1
+
+    def _identity(self) -> dict[str, Any]:
+        return {"stream": self.stream.name}
+
+    def _next(self) -> Position:
+        return Position(self.epoch) if self._anew and not self._loaded else self._position
+
+    def sample_batch(self) -> Batch:
+        """The whole global batch that comes next, the same on every rank; the position stays where it is.
+
+        Every rank must call it, since the ranks compare their data first.
+        """
+        self._check_once()
+        _, samples = next(self._global_batches(self._next()))
+        return self._batch(samples, 0, len(samples))
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._check_once()
+        self._move_to(self._next())
+        self._loaded = False
+        return self._pass(self._passes, self._position)
+
+    def _check_once(self) -> None:
+        # With a world that was passed in and is not the default group there is nobody to ask.
+        if self._unchecked and dist.is_initialized() and dist.get_world_size() == self._size:
+            check_same_stream(self.stream.samples)
+        self._unchecked = False
+
+    def _pass(self, number: int, begin: Position) -> Iterator[Batch]:
+        epoch = begin.epoch
+        for position, samples in self._global_batches(begin):
+            self._must_be(number)
+            self._position, epoch = position, position.epoch
+            yield self._batch(samples, *self._cut(len(samples)))
+        if number == self._passes:
+            self._position = Position(epoch + 1)
+
+    def _global_batches(self, begin: Position) -> Iterator[tuple[Position, list[Any]]]:
+        """Each global batch to the end of the epoch, with the position after it.
+
+        A position at the end of an epoch, which nobody knew to be its end, is the beginning of the next.
+        """
+        epoch, start = begin.epoch, begin.samples
+        while True:
+            source, position = self.stream.samples(epoch, start), start
+            while samples := list(islice(source, self.batch_size)):
+                if self._drop_last and len(samples) < self.batch_size:
+                    break
+                position += len(samples)
+                yield Position(epoch, position), samples
+            if position > start:
+                return
+            if start == 0:
+                raise UsageError(
+                    f"{self.stream.name} gave no batch in epoch {epoch}: expected at least "
+                    f"{self.batch_size if self._drop_last else 1} samples from what can be begun anew in every epoch"
+                )
+            epoch, start = epoch + 1, 0
+
+    def _batch(self, samples: list[Any], start: int, stop: int) -> Batch:
+        # An empty part still has to show the shapes and types of the others: one sample tells them.
+        chosen = samples[start:stop] or samples[:1]
+        columns = columns_of(self._collate(chosen), len(chosen))
+        if start == stop:
+            columns = tuple(column[:0] for column in columns)
+        if self._pin_memory and torch.cuda.is_available():
+            columns = tuple(column.pin_memory() for column in columns)
+        return Batch(columns, global_size=len(samples), start=start, stop=stop)
