@@ -82,7 +82,8 @@ class ProgressBar(Callback):
         self._task = TaskID(0)
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        if trainer.world.rank == 0 and sys.stdout.isatty():
+        # OpenMPI's ranks have terminals of their own as stdout, from which it copies; their stderr tells.
+        if trainer.world.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty():
             self._progress = Progress(transient=True)
             self._progress.start()
 

@@ -12,8 +12,10 @@ from torch.utils.data import TensorDataset
 from shardwright.data import cifar, mnist
 from shardwright.data.cifar import CIFAR10
 from shardwright.data.mnist import MNIST
+from shardwright.data.random_images import RandomImages
+from shardwright.data.text import CharacterText
 from shardwright.data.transforms import Compose, Normalise, RandomCrop, RandomHorizontalFlip, Transform
-from shardwright.zoo.options import Cifar10Data, DataOptions, MnistData, TableData
+from shardwright.zoo.options import CharacterData, Cifar10Data, DataOptions, MnistData, RandomData, TableData
 
 # Mean and deviation of the training images, by channel.
 _MNIST_MOMENTS = ((0.1307,), (0.3081,))
@@ -70,6 +72,19 @@ def _cifar10(options: Cifar10Data) -> Data:
     return Data(train, CIFAR10(options.root, train=False, transform=normalise), cifar.CLASSES)
 
 
+def _random(options: RandomData) -> Data:
+    train, test = (
+        RandomImages(count, options.shape, options.classes, seed)
+        for seed, count in enumerate((options.samples, options.test_samples))
+    )
+    return Data(train, test, options.classes)
+
+
+def _characters(options: CharacterData) -> Data:
+    train, test = (CharacterText(options.path, options.sequence_length, train=part) for part in (True, False))
+    return Data(train, test, len(train.vocabulary))
+
+
 def _table(options: TableData) -> Data:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(options.samples, options.inputs, generator=generator)
@@ -80,5 +95,7 @@ def _table(options: TableData) -> Data:
 _MAKERS: dict[type, Callable[[Any], Data]] = {
     MnistData: _mnist,
     Cifar10Data: _cifar10,
+    RandomData: _random,
+    CharacterData: _characters,
     TableData: _table,
 }

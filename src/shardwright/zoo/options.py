@@ -248,7 +248,10 @@ SchedulerOptions = Constant | Cosine | Steps | Polynomial
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """``steps`` ends the run early, counted in optimizer steps; a null switches the thing off."""
+    """``steps`` ends the run early, counted in optimizer steps, and leaves the schedule that of all epochs.
+
+    A null switches a thing off.
+    """
 
     epochs: int = at_least(1, 10)
     steps: int | None = at_least(1, None)

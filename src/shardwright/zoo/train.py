@@ -137,12 +137,11 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     if how and world.rank == 0:
         print(how, flush=True)
     optimizer = make_optimizer(config.optimizer, parallel.parameters(), lr)
-    steps = min(config.train.steps or config.train.epochs * per_epoch, config.train.epochs * per_epoch)
     trainer = Trainer(
         parallel,
         optimizer,
         _callbacks(config.train, per_epoch, output),
-        scheduler=make_schedule(config.scheduler, optimizer, steps, per_epoch),
+        scheduler=make_schedule(config.scheduler, optimizer, config.train.epochs * per_epoch, per_epoch),
         clip_norm=config.train.clip_norm,
         accumulate=config.train.accumulate,
         precision=config.train.precision,

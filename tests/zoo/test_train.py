@@ -1,0 +1,155 @@
+"""`shardwright train`: every shipped configuration runs, the same on several ranks as on one, under every launcher."""
+
+import contextlib
+import io
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from shardwright.data.digits import write_digits
+from shardwright.data.random_images import RandomDataWarning
+from shardwright.zoo.config import load_config, shipped_names
+
+BIN = Path(sys.executable).parent
+
+# What makes each shipped configuration small: three steps on few samples, the shape of everything as it is.
+SHORT = ["train.steps=3", "train.log_every=1", "system.dtype=float64"]
+NARROW = ["model.width=8", "data.flip=false", "data.crop=2", "data.root={cifar10}", "eval.batch_size=180"]
+SMALL = {
+    "mnist_mlp": ["data.root={mnist}"],
+    "cifar10_resnet18": [*NARROW, "data.batch_size=12"],
+    "cifar10_resnet50": [*NARROW, "data.batch_size_per_rank=null", "data.batch_size=12"],
+    "gpt_char": ["model.width=32", "model.layers=2", "data.batch_size=8"],
+    "quickstart": [],
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    found = {name: tmp_path_factory.mktemp(name) for name in ("mnist", "cifar10")}
+    for name, folder in found.items():
+        write_digits(folder, name)
+    return {name: str(folder) for name, folder in found.items()}
+
+
+def run(name, overrides, output):
+    """What a run prints on this rank, and its losses with all their digits."""
+    import shardwright.run.callbacks as callbacks
+    from shardwright.zoo.train import train
+
+    torch.set_num_threads(1)
+    losses = []
+    line = callbacks.loss_line
+    callbacks.loss_line = lambda epoch, step, loss: losses.append(loss) or line(epoch, step, loss)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()) as out:
+            trainer = train(name, [*overrides, f"train.output_dir={output}"])
+    finally:
+        callbacks.loss_line = line
+    return out.getvalue(), losses, trainer.evaluation
+
+
+def run_shipped(folders, output):
+    return {
+        name: run(name, [*SHORT, *(o.format(**folders) for o in overrides)], f"{output}/{name}")
+        for name, overrides in SMALL.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def shipped(folders, tmp_path_factory):
+    """ranks -> what rank 0 found, and where the runs were saved."""
+    outputs = {ranks: str(tmp_path_factory.mktemp(f"ranks{ranks}")) for ranks in (1, 2)}
+    return {r: (run_ranks(r, run_shipped, folders, output, timeout=110)[0], output) for r, output in outputs.items()}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_every_shipped_configuration_trains_on_two_ranks_as_on_one(name, shipped, folders):
+    assert sorted(SMALL) == shipped_names()
+    (one, _), (two, output) = shipped[1], shipped[2]
+    assert len(one[name][1]) == 3
+    assert two[name][1] == pytest.approx(one[name][1], rel=1e-10)
+    assert two[name][2].loss == pytest.approx(one[name][2].loss, rel=1e-9)
+    assert two[name][2].metrics == pytest.approx(one[name][2].metrics, abs=1e-12)
+    assert two[name][2].samples == one[name][2].samples
+    config = load_config(f"{output}/{name}/config.yaml")
+    assert config.train.steps == 3
+    assert (Path(output) / name / "epoch_1.pt").is_file()
+    assert re.search(r"^global batch: \d+ samples on 2 ranks, learning rate: ", two[name][0], re.MULTILINE)
+    assert re.search(r"^val \| epoch: 1 \| loss: \d+\.\d{4}", two[name][0], re.MULTILINE)
+
+
+def with_everything(output):
+    overrides = [
+        "train.precision=bf16", "train.accumulate=2", "train.clip_norm=0.1", "train.ema_decay=0.9", "train.epochs=2",
+        "train.early_stopping_patience=5", "train.log_every=1", "train.checkpoint=per-rank",
+        "optimizer.scale_lr=linear", "optimizer.base_batch=8", "model.frozen=[w2]",
+        "scheduler.name=polynomial", "scheduler.warmup_epochs=1",
+    ]  # fmt: skip
+    return run("quickstart", overrides, output)[0]
+
+
+def test_what_a_configuration_can_ask_for_works_together(tmp_path):
+    text = run_ranks(2, with_everything, str(tmp_path))[0]
+    assert "learning rate: 0.2 x 32 / 8 = 0.8 (optimizer.scale_lr: linear)" in text
+    assert "global batch: 32 samples (2 x 16) on 2 ranks, learning rate: 0.8, precision: bf16" in text
+    state = torch.load(tmp_path / "rank_1/epoch_2.pt", weights_only=True)
+    assert len(state["optimizer"]["state"]) == 1  # of w alone
+    assert state["steps"] == 4
+
+
+RANDOM = """
+data: {type: random, samples: 24, test_samples: 11, shape: [3, 8, 8], batch_size: 8}
+model: {name: perceptron, hidden: [8]}
+"""
+
+
+def on_random_data(config, output):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        _, _, evaluation = run(config, ["train.epochs=1"], output)
+    return [str(w.message) for w in caught if w.category is RandomDataWarning], evaluation.samples
+
+
+def test_random_data_need_no_file_and_say_what_to_expect(tmp_path):
+    (tmp_path / "random.yaml").write_text(RANDOM)
+    for messages, samples in run_ranks(3, on_random_data, str(tmp_path / "random.yaml"), str(tmp_path / "run")):
+        assert "one half" in messages[0]
+        assert samples == 11
+
+
+LAUNCHERS = {
+    "alone": [],
+    "launch a module": [BIN / "shardwright", "launch", "-n", "2", "-m", "shardwright"],
+    "launch a program": [BIN / "shardwright", "launch", "-n", "2", "--", BIN / "shardwright"],
+    "train -n": [],
+    "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "shardwright"],
+    "mpirun": [BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", BIN / "shardwright"],
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_it_runs_under_every_launcher(launcher, tmp_path):
+    command = [
+        *(LAUNCHERS[launcher] or [BIN / "shardwright"]),
+        "train",
+        *(["-n", "2"] if launcher == "train -n" else []),
+    ]
+    arguments = ["--config", "quickstart", "-o", "train.epochs=1", "-o", "parallel.mode=data"]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.findall(r"^epoch: 1 step: (\d), loss is \d", done.stdout, re.MULTILINE) == ["1", "2", "3", "4"]
+    assert done.stdout.count("val | epoch: 1 | loss: ") == 1
+    ranks = "1 rank," if launcher == "alone" else "2 ranks,"
+    assert f"global batch: 16 samples on {ranks}" in done.stdout
+    assert (tmp_path / "train_output/quickstart/config.yaml").is_file()
