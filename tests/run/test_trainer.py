@@ -1,6 +1,7 @@
 """The trainer on several ranks, with each thing that people do to a training step, against plain PyTorch on one."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
+from shardwright.errors import UsageError
 
 # Splits by the batch, and by the parameters: the first operator pinned over its output channels or features.
 MODES = {
@@ -237,3 +239,97 @@ def test_an_evaluation_of_1001_images_on_3_ranks_counts_1001():
         assert evaluation.loss == pytest.approx(loss, rel=1e-12)
         assert evaluation.metrics["accuracy"] * 1001 == pytest.approx(right, abs=1e-9)
         assert evaluation.metrics["mean"] == pytest.approx(right / 1001, rel=1e-12)
+
+
+class Branching(torch.nn.Module):
+    """Cannot be captured: it looks at a value."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(24, 12)
+
+    def forward(self, x):
+        y = self.layer(x.flatten(1))
+        return y if y.sum().item() > -1e9 else y * 2
+
+
+def uncaptured(batch_size):
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    sw.init()
+    sw.set_seed(1)
+    x, y = NETWORKS["perceptron"][2](50)
+    dataset = torch.utils.data.TensorDataset(x, y)
+    model = Branching()
+
+    def loss_fn(model, batch):
+        images, labels = batch
+        logits = model(images)
+        right = logits.argmax(1) == labels
+        loss = torch.nn.functional.cross_entropy(logits, labels)
+        return loss, {"accuracy": right.sum(), "mean": right.double().mean()}
+
+    train, validate = sw.loader(dataset, 25), sw.loader(dataset, batch_size, evaluate=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that it runs by DistributedDataParallel
+        parallel = sw.parallelize(model, loss_fn, train.sample_batch(), "data")
+    trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), accumulate=2, precision="bf16")
+    trainer.fit(train)
+    trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))
+    evaluation = trainer.evaluate(validate)
+    with torch.no_grad():
+        loss, metrics = loss_fn(model, (x, y))
+    return type(parallel).__name__, evaluation, loss.item(), metrics["accuracy"].item()
+
+
+def test_what_cannot_be_captured_is_evaluated_exactly_too():
+    for kind, evaluation, loss, right in run_ranks(3, uncaptured, 16):  # the last batch has two samples for three ranks
+        assert kind == "EagerParallel"
+        assert evaluation.samples == 50
+        assert evaluation.loss == pytest.approx(loss, rel=1e-12)
+        assert evaluation.metrics == pytest.approx({"accuracy": right / 50, "mean": right / 50}, rel=1e-12)
+
+
+def by_torchs_loader():
+    torch.set_num_threads(1)
+    world = sw.init()
+    sw.set_seed(1)
+    make, loss_fn, batch_of = NETWORKS["perceptron"]
+    dataset = torch.utils.data.TensorDataset(*batch_of(20))
+    sampler = torch.utils.data.DistributedSampler(dataset, world.size, world.rank)
+    loader = torch.utils.data.DataLoader(dataset, batch_size=5, sampler=sampler)
+    parallel = sw.parallelize(make(), loss_fn, next(iter(loader)), "data", batch="local")
+    orders = Orders(sampler)
+    trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), [orders])
+    trainer.fit(loader, epochs=9, steps=5)
+    return orders.seen, trainer.epoch, trainer.steps, trainer._samples(next(iter(loader)))
+
+
+class Orders(sw.Callback):
+    def __init__(self, sampler):
+        self.sampler = sampler
+        self.seen = []
+
+    def on_epoch_begin(self, trainer):
+        self.seen.append(list(self.sampler))
+
+
+def test_torch_s_own_loader_is_shuffled_anew_each_epoch_and_steps_end_the_run():
+    for orders, epoch, steps, samples in run_ranks(2, by_torchs_loader):
+        assert len(orders) == 3
+        assert orders[0] != orders[1] != orders[2]
+        assert (epoch, steps, samples) == (3, 5, 10)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8' is unknown; choose one of float32, bf16, fp16"),
+        ({"accumulate": 0}, "expected accumulate, batches per optimizer step, to be at least 1, got 0"),
+        ({"clip_norm": 0}, "expected clip_norm to be more than 0, or None for no clipping, got 0"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(UsageError) as refused:
+        sw.Trainer(None, None, **options)
+    assert message in str(refused.value)
