@@ -11,6 +11,7 @@ from shardwright.zoo import TwoMatmuls
 from whole import plan_of, run, same
 
 SEARCH = make.search
+EIGHT = Mesh.of(d=8)
 
 
 def square(model, batch):
@@ -21,7 +22,7 @@ def square(model, batch):
 def plan(monkeypatch):
     """`plan_of` the quick start, where a search is too wide on more than so many axes."""
 
-    def planned(most, mesh=Mesh.of(d=8), **options):
+    def planned(most, mesh=EIGHT, **options):
         def search(space, objective):
             if len(space.mesh.axes) > most:
                 raise TooWide("the search would need a table")

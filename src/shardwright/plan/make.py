@@ -17,6 +17,7 @@ from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.cost import Bytes, Objective, Seconds
 from shardwright.plan.data import data_parallel
+from shardwright.plan.exact import TooWide
 from shardwright.plan.hardware import Hardware, for_device
 from shardwright.plan.pins import pinned_strategies
 from shardwright.plan.plan import Plan, target_of
@@ -55,30 +56,32 @@ def make_plan(
     """
     if mode not in MODES:
         raise UsageError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
-    method = search_method or SEARCHES[mode]
-    if method not in ("none", "propagation", "exact"):
-        raise UsageError(f"unknown search {method!r}; the searches are propagation, exact")
+    if search_method not in (None, "propagation", "exact"):
+        raise UsageError(f"unknown search {search_method!r}; the searches are propagation, exact")
+    method = "none" if mode in ("single", "data") else search_method or SEARCHES[mode]
     graph = RuledGraph.of(capture)
-    atoms = _planning_mesh(graph, mesh, mode, method, inputs)
     given = "whole" if mode == "single" else inputs
-    leaves = _fixed_leaves(capture, atoms, given, storage or {}, every_rank=mode == "data")
-    outputs = _outputs(capture, atoms, leaves)
-    if mode in ("single", "data"):
-        choice = data_parallel(graph, atoms, leaves, outputs)
-    else:
-        everything = method == "exact"
-        strategies = {n.name: _choices(n, graph.rules[n.name], atoms, everything) for n in capture.nodes}
-        space = Space(graph, atoms, strategies, _with_parameters(graph, atoms, strategies, leaves), outputs)
-        objective: Objective = Seconds(hardware or for_device("cpu")) if everything else Bytes()
-        choice = _searched(space, objective)
-    return Plan(graph, atoms, mesh, mode, method, choice.strategies, choice.leaves, outputs)
+    most_axes = MOST_AXES[method]
+    while True:
+        atoms = _planning_mesh(graph, mesh, mode, most_axes, inputs)
+        leaves = _fixed_leaves(capture, atoms, given, storage or {}, every_rank=mode == "data")
+        outputs = _outputs(capture, atoms, leaves)
+        try:
+            choice = _choice(graph, atoms, method, leaves, outputs, hardware)
+        except TooWide as error:
+            # Fewer axes serve as well, unless what is given needs as many.
+            if most_axes == 1 or len(atoms.axes) > most_axes or storage or isinstance(inputs, Mapping):
+                raise _no_plan(atoms, error) from None
+            most_axes -= 1
+            continue
+        return Plan(graph, atoms, mesh, mode, method, choice.strategies, choice.leaves, outputs)
 
 
 # Strategies grow with the power of the axes: 216 for a linear layer on three axes, where exactness costs half a minute.
-MOST_AXES = {"exact": 2, "propagation": 3}
+MOST_AXES = {"exact": 2, "propagation": 3, "none": 1}
 
 
-def _planning_mesh(graph: RuledGraph, mesh: Mesh, mode: Mode, method: str, inputs: Inputs) -> Mesh:
+def _planning_mesh(graph: RuledGraph, mesh: Mesh, mode: Mode, most_axes: int, inputs: Inputs) -> Mesh:
     """The axes that a plan speaks of: as few as serve, unless pins need finer ones.
 
     Data parallelism takes one axis, which cuts a batch that does not divide as loaders do: ceil-sized parts first;
@@ -88,7 +91,7 @@ def _planning_mesh(graph: RuledGraph, mesh: Mesh, mode: Mode, method: str, input
     if mode in ("single", "data"):
         return atoms if isinstance(inputs, Mapping) else Mesh.of(ranks=mesh.size).without_ones()
     pinned = [node for node in graph.capture.nodes if node.pin is not None]
-    for count in range(MOST_AXES[method], len(atoms.axes)):
+    for count in range(most_axes, len(atoms.axes)):
         coarse = mesh.grouped(count)
         try:
             for node in pinned:
@@ -99,13 +102,31 @@ def _planning_mesh(graph: RuledGraph, mesh: Mesh, mode: Mode, method: str, input
     return atoms
 
 
-def _searched(space: Space, objective: Objective) -> Choice:
+def _choice(
+    graph: RuledGraph,
+    mesh: Mesh,
+    method: str,
+    leaves: Mapping[str, Sequence[Layout]],
+    outputs: Mapping[str, Layout],
+    hardware: Hardware | None,
+) -> Choice:
+    """What ``method`` chooses on ``mesh``."""
+    if method == "none":
+        return data_parallel(graph, mesh, leaves, outputs)
+    everything = method == "exact"
+    strategies = {n.name: _choices(n, graph.rules[n.name], mesh, everything) for n in graph.capture.nodes}
+    space = Space(graph, mesh, strategies, _with_parameters(graph, mesh, strategies, leaves), outputs)
+    objective: Objective = Seconds(hardware or for_device("cpu")) if everything else Bytes()
     try:
         return search(space, objective)
+    except TooWide:
+        raise
     except PlanError as error:
-        raise PlanError(
-            f"no plan was found on the mesh {space.mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'"
-        ) from None
+        raise _no_plan(mesh, error) from None
+
+
+def _no_plan(mesh: Mesh, error: PlanError) -> PlanError:
+    return PlanError(f"no plan was found on the mesh {mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'")
 
 
 def _fixed_leaves(
