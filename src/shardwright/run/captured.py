@@ -150,15 +150,15 @@ class Parallel:
         """Inside, backwards do not reduce the gradients of replicated parameters; the next one outside reduces all."""
         return self._reduction.deferred()
 
-    def replay(self, batch: Any) -> tuple[LocalProgram, dict[str, Any]]:
-        """The forward of the training step that was run last, once more for the same ``batch``: this rank's program,
-        and the value of each of its variables. Draws the same random numbers and changes nothing.
+    def replay(self, batch: Any) -> tuple[Capture, LocalProgram, dict[str, Any]]:
+        """The forward of the training step that was run last, once more for the same ``batch``: the graph, this rank's
+        program, and the value of each of its variables. Draws the same random numbers and changes nothing.
         """
         prepared, inputs = self._ready("training", batch)
         leaves = self._leaves(prepared.plan.capture, inputs)
         with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
             values = prepared.execution.variables(*leaves, seed=self._seed, step=self._step - 1)
-        return prepared.execution.program, values
+        return prepared.plan.capture, prepared.execution.program, values
 
     def _run(self, prepared: _Prepared, inputs: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
         leaves = self._leaves(prepared.plan.capture, inputs)

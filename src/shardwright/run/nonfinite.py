@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.graph.ir import Capture
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.run.captured import Parallel
 
@@ -30,8 +31,9 @@ def first_non_finite(parallel: Parallel, batch: Any) -> Origin | None:
     All ranks call it together and get the same answer: the earliest in the program, and of equal ones that of the
     lowest rank. None where the loss is finite this time.
     """
-    program, values = parallel.replay(batch)
-    mine = _origin(program, {name: value for name, value in values.items() if _is_bad(value)}, parallel.world.rank)
+    capture, program, values = parallel.replay(batch)
+    bad = {name: value for name, value in values.items() if _is_bad(value)}
+    mine = _origin(capture, program, bad, parallel.world.rank)
     everyone: list[Origin | None] = [mine]
     if parallel.world.size > 1:
         everyone = [None] * parallel.world.size
@@ -40,7 +42,7 @@ def first_non_finite(parallel: Parallel, batch: Any) -> Origin | None:
     return min(found, key=lambda origin: (origin.position, origin.rank), default=None)
 
 
-def _origin(program: LocalProgram, bad: Mapping[str, Tensor], rank: int) -> Origin | None:
+def _origin(capture: Capture, program: LocalProgram, bad: Mapping[str, Tensor], rank: int) -> Origin | None:
     """This rank's first value that is not finite, among those that reach the loss through such values.
 
     So the infinities of an attention mask are innocent. A NaN may be made of infinities, which then are its origin.
@@ -66,7 +68,8 @@ def _origin(program: LocalProgram, bad: Mapping[str, Tensor], rank: int) -> Orig
         first = min(causes, key=lambda name: position.get(name, -1))
     if first in position:
         return Origin(position[first], rank, _operator(program.instructions[position[first]], bad[first]))
-    return Origin(-1, rank, f"{_kind(program, first)} {first}, {_how(bad[first])} before the step")
+    leaf = capture.values[first]
+    return Origin(-1, rank, f"{leaf.kind} {leaf.label}, {_how(bad[first])} before the step")
 
 
 def _is_bad(value: Any) -> bool:
@@ -79,13 +82,6 @@ def _operator(instruction: Instruction, value: Tensor) -> str:
         return f"the redistribution of {names}, {_how(value)}"
     node = instruction.node
     return f"{node.op} in {node.scope or 'the loss function'} ({node.source}), {_how(value)}"
-
-
-def _kind(program: LocalProgram, name: str) -> str:
-    for kind, names in (("parameter", program.parameters), ("buffer", program.buffers), ("input", program.inputs)):
-        if name in names:
-            return kind
-    return "constant"
 
 
 def _how(value: Tensor) -> str:
