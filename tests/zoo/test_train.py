@@ -135,7 +135,10 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+SLOW = {"torchrun", "launch a program"}  # the same environment and the same launcher as others here
+
+
+@pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAUNCHERS])
 def test_it_runs_under_every_launcher(launcher, tmp_path):
     command = [
         *(LAUNCHERS[launcher] or [BIN / "shardwright"]),
