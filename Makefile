@@ -1,6 +1,8 @@
 # Needs only Python 3.11+ (3.11 or 3.12 tested) and make. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
+# Two files of tests at a time: many of them wait for processes that they started.
+TOGETHER := -n 2 --dist loadfile
 
 .PHONY: help setup demo test test-all lint clean
 
@@ -19,10 +21,10 @@ demo: setup
 	@scripts/demo
 
 test: setup lint
-	@$(BIN)/python -m pytest -m "not slow"
+	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow"
 
 test-all: setup lint
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest $(TOGETHER)
 
 lint: setup
 	@$(BIN)/ruff check .
