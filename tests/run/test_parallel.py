@@ -54,7 +54,7 @@ def one_step(kind, mode, options, rows):
     return loss.item(), {n: full(p.grad) for n, p in parallel.named_parameters()}, logits.shape[0], predicted
 
 
-@pytest.mark.parametrize("rows", [16, 7, 3])
+@pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.slow), 7, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", ["global", "loader", "local"])
 @pytest.mark.parametrize(("mode", "options"), [("data", {}), ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"})])
 def test_a_batch_of_any_shape_given_in_any_way(kind, mode, options, rows):

@@ -87,9 +87,3 @@ def test_what_cannot_be_planned_is_not_remembered(graph):
     for _ in range(2):
         with pytest.raises(PlanError, match="no"):
             planning.remembered(graph, "impossible", fail)
-
-
-def test_the_tests_remember_in_a_folder_of_their_own(monkeypatch, tmp_path_factory):
-    import conftest
-
-    assert "shardwright-tests-" in conftest._cache.name

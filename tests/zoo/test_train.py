@@ -70,6 +70,7 @@ def shipped(folders, tmp_path_factory):
     return {r: (run_ranks(r, run_shipped, folders, output, timeout=110)[0], output) for r, output in outputs.items()}
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", SMALL)
 def test_every_shipped_configuration_trains_on_two_ranks_as_on_one(name, shipped, folders):
     assert sorted(SMALL) == shipped_names()
