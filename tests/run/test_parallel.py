@@ -234,3 +234,28 @@ def test_batch_statistics_per_replica_are_those_of_each_part():
             torch.testing.assert_close(ours[name], tensor, rtol=1e-11, atol=1e-12)
     (whole, halves), *_ = run_ranks(2, with_batch_norm, "global")
     assert abs(float(whole["loss"] - halves["loss"])) > 1e-6
+
+
+def evaluated_under_a_given_plan(path):
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    world = sw.init()
+    sw.set_seed(1)
+    make, loss_fn, batch_of = NETWORKS["transformer"]
+    options = {"mesh": "dp=2,tp=2", "search": "propagation"} if world.size == 4 else {}
+    model, batch = make(), batch_of(8)
+    parallel = sw.parallelize(model, loss_fn, batch, "auto" if options else "single", batch="global", **options)
+    if options:
+        if world.rank == 0:
+            parallel.plan.save(path)
+        torch.distributed.barrier()
+        sw.set_seed(1)
+        parallel = sw.parallelize(make(), loss_fn, batch, batch="global", plan=path)
+    return parallel.eval()(batch_of(8, 1)).item()
+
+
+def test_what_comes_after_a_given_plan_is_planned_on_its_mesh(tmp_path):
+    [expected] = run_ranks(1, evaluated_under_a_given_plan, "")
+    assert run_ranks(4, evaluated_under_a_given_plan, str(tmp_path / "plan.json")) == pytest.approx(
+        [expected] * 4, rel=1e-10
+    )

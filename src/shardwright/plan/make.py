@@ -40,6 +40,7 @@ def make_plan(
     inputs: Inputs = "split",
     hardware: Hardware | None = None,
     storage: Mapping[str, Layout] | None = None,
+    axes: Mesh | None = None,
 ) -> Plan:
     """Decide the layout of every value and the strategy of every operator.
 
@@ -47,6 +48,7 @@ def make_plan(
         mesh: the devices; axes are split further where strategies need it.
         search_method: "propagation" or "exact"; by default the usual one of the mode.
         inputs: "split": each rank is given its rows of the batch; "whole": all of it; or slices per dim by input name.
+        axes: the mesh that the plan must speak of, of an earlier plan whose storage is given; by default chosen.
         storage: layouts that parameters have already, by value name; they are then not free.
 
     Raises:
@@ -63,7 +65,7 @@ def make_plan(
     given = "whole" if mode == "single" else inputs
     most_axes = MOST_AXES[method]
     while True:
-        atoms = _planning_mesh(graph, mesh, mode, most_axes, inputs)
+        atoms = axes or _planning_mesh(graph, mesh, mode, most_axes, inputs)
         leaves = _fixed_leaves(capture, atoms, given, storage or {}, every_rank=mode == "data")
         outputs = _outputs(capture, atoms, leaves)
         try:

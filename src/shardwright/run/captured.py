@@ -240,7 +240,7 @@ class Parallel:
                 return given.for_capture(captured)
             options = self.options
             question = f"{options.mode} {options.search} {options.mesh!r} {options.inputs} {self.world.device.type}"
-            return remembered(RuledGraph.of(captured), question, lambda: self._make(captured, {}))
+            return remembered(RuledGraph.of(captured), question, lambda: self._make(captured))
 
         return on_rank_zero(make)
 
@@ -253,11 +253,25 @@ class Parallel:
             try:
                 return self.plan.for_capture(captured)
             except PlanError:
-                return self._make(captured, storage)
+                return self._alongside(captured, storage)
 
         return on_rank_zero(make)
 
-    def _make(self, captured: Capture, storage: Mapping[str, Layout]) -> Plan:
+    def _alongside(self, captured: Capture, storage: Mapping[str, Layout]) -> Plan:
+        """A plan for another graph of the same model, on the mesh of the first plan, which may have been given."""
+        first = self.plan
+        return make_plan(
+            captured,
+            first.named,
+            first.mode,  # type: ignore[arg-type]  # a plan's mode is one of the modes
+            search_method=None if first.search == "none" else first.search,
+            inputs=self.options.inputs,
+            hardware=for_device(self.world.device.type),
+            storage=storage,
+            axes=first.mesh,
+        )
+
+    def _make(self, captured: Capture) -> Plan:
         options = self.options
         return make_plan(
             captured,
@@ -266,7 +280,6 @@ class Parallel:
             search_method=options.search,
             inputs=options.inputs,
             hardware=for_device(self.world.device.type),
-            storage=storage,
         )
 
     def _prepare(self, key: str, plan: Plan) -> None:
