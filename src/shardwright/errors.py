@@ -9,6 +9,7 @@
     ├── PlanError               no plan fits the pins, the mesh or the graph
     │   └── StrategyError       a pin or strategy is impossible for its operator
     ├── TrainingError           a run cannot go on: its loss is not finite
+    ├── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
     └── LoweringError           a plan could not be turned into a local program (a defect of ours)
 
 Every message says what was got, what was expected and, where there is one, what to type.
@@ -51,6 +52,10 @@ class StrategyError(PlanError):
 
 class TrainingError(ShardwrightError, RuntimeError):
     """A training run cannot go on."""
+
+
+class CheckpointError(ShardwrightError, RuntimeError):
+    """A checkpoint cannot be written, is damaged, or does not fit what it is to be loaded into."""
 
 
 class LoweringError(ShardwrightError, RuntimeError):

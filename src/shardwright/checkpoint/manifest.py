@@ -1,0 +1,199 @@
+"""The index of a checkpoint: what is in it, and where.
+
+A checkpoint is a directory. Its tensors lie in the files of `torch.distributed.checkpoint`, one or more of a rank,
+each a row of containers that ``torch.save`` wrote; ``.metadata`` is that format's own index, for its own reader.
+``checkpoint.json`` is ours: a person can read it, and it knows the checksum of every block of every file, and where
+inside a container the elements themselves begin, so that a rank reads no bytes but those that it needs.
+
+A box is a range of every dim: ``offsets`` is its first corner, ``sizes`` its extent. The boxes of a tensor's chunks
+cover the tensor exactly once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+import xxhash
+
+from shardwright.errors import CheckpointError
+
+MANIFEST = "checkpoint.json"
+FORMAT = "shardwright-checkpoint-1"
+BLOCK_BYTES = 4 << 20
+"""Checksums are of blocks of this many bytes: what is read of a large tensor is checked without reading all of it."""
+
+
+def checksum(data: Any) -> str:
+    """The 64-bit XXH3 of a bytes-like object, as the program ``xxh3sum`` prints it."""
+    return xxhash.xxh3_64_hexdigest(data)
+
+
+@dataclass(frozen=True)
+class Box:
+    """A part of a tensor: one range of every dim.
+
+    >>> Box((0, 4), (2, 8)).common(Box((1, 0), (9, 6)))
+    Box(offsets=(1, 4), sizes=(1, 2))
+    """
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @staticmethod
+    def of(slices: Sequence[slice]) -> Box:
+        """The box of what `Layout.local_slice` returns."""
+        return Box(tuple(part.start for part in slices), tuple(part.stop - part.start for part in slices))
+
+    @property
+    def numel(self) -> int:
+        return math.prod(self.sizes)
+
+    def common(self, other: Box) -> Box:
+        """What both cover; a box without elements where that is nothing."""
+        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
+        stops = (
+            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        )
+        return Box(starts, tuple(max(stop - start, 0) for start, stop in zip(starts, stops, strict=True)))
+
+    def slices_in(self, outer: Box) -> tuple[slice, ...]:
+        """Where this box lies in ``outer``, of which it is a part."""
+        return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes, strict=True))
+
+
+@dataclass(frozen=True)
+class Place:
+    """A container: ``length`` bytes of ``file`` from ``start`` on. ``data`` is where in it the elements begin (0 for
+    a value that is no tensor). ``checksums`` are of its blocks of `BLOCK_BYTES`, counted from ``start``.
+    """
+
+    file: str
+    start: int
+    length: int
+    data: int
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor, and where its elements lie, in row-major order."""
+
+    box: Box
+    place: Place
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor. ``path`` is where it stands in the nested state: ``("optimizer", "state", "fc.weight", "exp_avg")``."""
+
+    path: tuple[str, ...]
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+@dataclass(frozen=True)
+class ValueEntry:
+    """Anything else that ``torch.load(..., weights_only=True)`` reads back."""
+
+    path: tuple[str, ...]
+    place: Place
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+
+Entry = TensorEntry | ValueEntry
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file beside the manifest. ``checksum`` is of the whole of it, None where the checksums of the entries in it,
+    which cover every byte, say more.
+    """
+
+    size_bytes: int
+    checksum: str | None = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What is in a checkpoint.
+
+    ``info`` is for people and for choosing among checkpoints: step, epoch, time, world size, mesh, versions, metrics.
+    """
+
+    entries: Mapping[str, Entry]
+    files: Mapping[str, FileRecord]
+    info: Mapping[str, Any] = field(default_factory=dict)
+
+    def tensors(self) -> Iterator[TensorEntry]:
+        return (entry for entry in self.entries.values() if isinstance(entry, TensorEntry))
+
+    def values(self) -> Iterator[ValueEntry]:
+        return (entry for entry in self.entries.values() if isinstance(entry, ValueEntry))
+
+    def to_text(self) -> str:
+        """JSON whose first line holds the checksum of all that follows it."""
+        body = {
+            "format": FORMAT,
+            "block_bytes": BLOCK_BYTES,
+            "info": dict(self.info),
+            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+        }
+        head = json.dumps(body, indent=1)[1:-2]
+        lines = [f"  {json.dumps(_to_json(entry))}" for _, entry in sorted(self.entries.items())]
+        rest = head.lstrip("\n") + ',\n "entries": [\n' + ",\n".join(lines) + "\n ]\n}\n"
+        return f'{{ "checksum": "{checksum(rest.encode())}",\n{rest}'
+
+    @staticmethod
+    def from_text(text: str | bytes, source: str) -> Manifest:
+        """The manifest that `to_text` wrote; ``source`` is the name of its file, for errors.
+
+        Raises:
+            CheckpointError: where it was altered, is incomplete, or has another format.
+        """
+        raw = text.encode() if isinstance(text, str) else text
+        first, _, rest = raw.partition(b"\n")
+        if first != f'{{ "checksum": "{checksum(rest)}",'.encode():
+            raise CheckpointError(
+                f"{source} was altered or is incomplete: its first line is not the checksum of the rest"
+            )
+        found = json.loads(raw)
+        if found["format"] != FORMAT or found["block_bytes"] != BLOCK_BYTES:
+            raise CheckpointError(
+                f"{source} has the format {found['format']} with blocks of {found['block_bytes']} bytes; "
+                f"this version reads {FORMAT} with blocks of {BLOCK_BYTES}"
+            )
+        entries = [_from_json(entry) for entry in found["entries"]]
+        files = {name: FileRecord(**record) for name, record in found["files"].items()}
+        return Manifest({entry.name: entry for entry in entries}, files, found["info"])
+
+
+def _to_json(entry: Entry) -> dict[str, Any]:
+    if isinstance(entry, ValueEntry):
+        return {"path": entry.path, **asdict(entry.place)}
+    chunks = [{**asdict(chunk.box), **asdict(chunk.place)} for chunk in entry.chunks]
+    dtype = str(entry.dtype).removeprefix("torch.")
+    return {"path": entry.path, "dtype": dtype, "shape": entry.shape, "chunks": chunks}
+
+
+def _from_json(found: dict[str, Any]) -> Entry:
+    if "chunks" not in found:
+        return ValueEntry(tuple(found["path"]), _place(found))
+    chunks = tuple(Chunk(Box(tuple(c["offsets"]), tuple(c["sizes"])), _place(c)) for c in found["chunks"])
+    return TensorEntry(tuple(found["path"]), getattr(torch, found["dtype"]), tuple(found["shape"]), chunks)
+
+
+def _place(found: dict[str, Any]) -> Place:
+    return Place(found["file"], found["start"], found["length"], found["data"], tuple(found["checksums"]))
