@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import re
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import WorldError
+from shardwright.launch.hosts import expand_hosts, expand_tasks
 
 # Ports below Linux's ephemeral range, so that no outgoing connection holds the one that a job derives.
 _DERIVED_PORTS = range(20000, 32000)
@@ -228,54 +228,6 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
         job=job,
         host=hosts[node],
     )
-
-
-def expand_hosts(nodelist: str) -> list[str]:
-    """The hosts of a Slurm node list, in its order.
-
-    >>> expand_hosts("gnode[08,10-12],login,rack[1-2]n[1-2]")
-    ['gnode08', 'gnode10', 'gnode11', 'gnode12', 'login', 'rack1n1', 'rack1n2', 'rack2n1', 'rack2n2']
-
-    Raises `WorldError` when brackets or ranges are broken.
-    """
-    hosts: list[str] = []
-    for pattern in re.split(r",(?![^\[]*\])", nodelist.strip()):
-        expanded = [""]
-        for text, brackets in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", pattern):
-            choices = [text] if text else _expand_ranges(brackets, nodelist)
-            expanded = [prefix + choice for prefix in expanded for choice in choices]
-        if not pattern or pattern.count("[") != pattern.count("]"):
-            raise WorldError(f"the Slurm node list {nodelist!r} cannot be read; expected names like gnode[10,20-25]")
-        hosts += expanded
-    return hosts
-
-
-def _expand_ranges(ranges: str, nodelist: str) -> list[str]:
-    numbers: list[str] = []
-    for part in ranges.split(","):
-        match = re.fullmatch(r"(\d+)(?:-(\d+))?", part)
-        if not match:
-            raise WorldError(f"{part!r} in the Slurm node list {nodelist!r} is no number and no range like 20-25")
-        first, last = match[1], match[2] or match[1]
-        numbers += [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
-    return numbers
-
-
-def expand_tasks(tasks_per_node: str) -> list[int]:
-    """The number of tasks on each host, in the order of the hosts.
-
-    >>> expand_tasks("4(x2),1")
-    [4, 4, 1]
-
-    Raises `WorldError` when the text has another form.
-    """
-    tasks: list[int] = []
-    for part in tasks_per_node.split(","):
-        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part)
-        if not match:
-            raise WorldError(f"SLURM_TASKS_PER_NODE={tasks_per_node!r} cannot be read; expected something like 4(x2),1")
-        tasks += [int(match[1])] * int(match[2] or 1)
-    return tasks
 
 
 @dataclass(frozen=True)
