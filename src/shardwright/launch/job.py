@@ -13,6 +13,7 @@ import os
 import shutil
 import socket
 import time
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,8 @@ from shardwright.errors import UsageError
 from shardwright.launch.processes import start_ticks
 
 _STATE_FILES = ("job.json", "failed.json")
+FAILED_VARIABLE = "SHARDWRIGHT_FAILED_MARK"
+"""Tells a rank where ``failed.json`` will be. It is there before the other ranks are told to end."""
 _RESERVED_BYTES = 4096
 RUNNING, SUCCEEDED, FAILED, INTERRUPTED, LOST = "running", "succeeded", "failed", "interrupted", "lost"
 
@@ -63,12 +66,16 @@ class JobFolder:
     def error_file(self, rank: int) -> Path:
         return (self.rank(rank) / "error.json").absolute()
 
+    @property
+    def failed_mark(self) -> Path:
+        return (self.path / "failed.json").absolute()
+
     def write_state(self, state: JobState) -> None:
         _replace(self.path / "job.json", asdict(state))
 
     def write_failure(self, rank: int | None, cause: str, time_s: float) -> None:
         """``rank`` is None where the supervisor of the ranks itself failed."""
-        _replace(self.path / "failed.json", {"rank": rank, "cause": cause, "time_s": time_s})
+        _replace(self.failed_mark, {"rank": rank, "cause": cause, "time_s": time_s})
 
     def read_state(self) -> JobState | None:
         """None where there is no readable state. A launcher that is gone without a word leaves the job `LOST`."""
@@ -93,6 +100,12 @@ class JobFolder:
     def remove(self) -> None:
         """Of a job that never started."""
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def is_marked_as_failed(environment: Mapping[str, str]) -> bool:
+    """In a rank: whether the launcher has marked its job as failed."""
+    mark = environment.get(FAILED_VARIABLE)
+    return mark is not None and os.path.exists(mark)
 
 
 def _temporary(path: Path) -> Path:

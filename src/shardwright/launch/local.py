@@ -25,7 +25,15 @@ from pathlib import Path
 from shardwright.errors import LaunchError
 from shardwright.launch.console import Console
 from shardwright.launch.failure import RankEnd, describe_ranks, first_failure, read_error_file, signal_name
-from shardwright.launch.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, JobState, create_job_folder
+from shardwright.launch.job import (
+    FAILED,
+    FAILED_VARIABLE,
+    INTERRUPTED,
+    SUCCEEDED,
+    JobFolder,
+    JobState,
+    create_job_folder,
+)
 from shardwright.launch.logs import RankLogs
 from shardwright.launch.options import RANK_VARIABLES, LaunchOptions
 from shardwright.launch.port import PortLease, lease_port
@@ -74,6 +82,7 @@ def rank_variables(ranks: int, port: int, run_id: str, folder: JobFolder) -> dic
             "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": run_id,
             "TORCHELASTIC_ERROR_FILE": os.fspath(folder.error_file(rank)),
+            FAILED_VARIABLE: os.fspath(folder.failed_mark),
         }
         for rank in range(ranks)
     }  # fmt: skip
