@@ -6,18 +6,23 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import lru_cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DynamicOutputShapeException",
+    "add_gloo_inside",
     "casts",
+    "dcp_storage_info",
     "empty_like_on",
     "fake_mode",
     "has_no_value",
@@ -32,6 +37,13 @@ __all__ = [
     "tree_unflatten",
     "version",
 ]
+
+
+def add_gloo_inside(group: dist.ProcessGroup, store: Store, timeout: timedelta) -> None:
+    """Let gloo answer what ``group``, a subclass in Python, does not: calls from C++ pass by some methods of such a
+    subclass, and adding a backend to a group has no public name."""
+    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), timeout)
+    group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -161,6 +173,13 @@ class Parameter:
     name: str
     default: Any
     is_tensor: bool
+
+
+def dcp_storage_info(file: str, start: int, length: int) -> Any:
+    """Where a container lies, as the reader of ``torch.distributed.checkpoint`` looks it up: its class is private."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo  # half a second, and needed by saves alone
+
+    return _StorageInfo(file, start, length)
 
 
 @lru_cache(maxsize=4096)

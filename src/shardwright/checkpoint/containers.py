@@ -1,0 +1,120 @@
+"""A tensor or a value as a container: what ``torch.save`` writes, with checksums, and where its elements begin."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, BinaryIO, cast
+
+import torch
+import xxhash
+from torch import Tensor
+
+from shardwright.checkpoint.manifest import BLOCK_BYTES, Place
+from shardwright.errors import CheckpointError
+
+_RECORD = b"archive/data/0"  # the elements' record in the zip archive
+_HEADER_BYTES = 30  # of a local header of a zip archive, before the name
+
+
+@contextmanager
+def without_crc() -> Iterator[None]:
+    """``torch.save`` without CRC-32 sums, which cost more than writing and which its reader does not look at."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+class _Summed:
+    """A file in front of ``file`` that notes the checksum of every block, and the first bytes before the elements."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.file = file
+        self.length = 0
+        self.head = bytearray()
+        self.checksums: list[str] = []
+        self._block = xxhash.xxh3_64()
+        self._room = BLOCK_BYTES
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if _RECORD not in self.head or len(self.head) < self._data_at():
+            self.head += view[:4096]
+        self.length += len(view)
+        self.file.write(view)
+        rest = view
+        while len(rest) >= self._room:
+            self._block.update(rest[: self._room])
+            rest = rest[self._room :]
+            self._cut()
+        self._block.update(rest)
+        self._room -= len(rest)
+        return len(view)
+
+    def flush(self) -> None:
+        """What torch.save asks of a file; there is nothing here to flush."""
+
+    def _cut(self) -> None:
+        self.checksums.append(self._block.hexdigest())
+        self._block = xxhash.xxh3_64()
+        self._room = BLOCK_BYTES
+
+    def _data_at(self) -> int:
+        """Where the elements begin: after the name and the padding in the local header of their record."""
+        name = self.head.index(_RECORD)
+        lengths = self.head[name - 4 : name]
+        return name + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
+
+    def place(self, name: str, start: int, tensor: bool) -> Place:
+        if self._room < BLOCK_BYTES:
+            self._cut()
+        return Place(name, start, self.length, self._data_at() if tensor else 0, tuple(self.checksums))
+
+
+def write_tensor(file: BinaryIO, tensor: Tensor, name: str, start: int) -> Place:
+    """Write a plain tensor of the CPU as a container at ``start`` of the file called ``name``.
+
+    A part of a larger tensor that is contiguous is written from where it lies, without a copy.
+    """
+    summed = _Summed(file)
+    torch.save(_alone(tensor), cast(BinaryIO, summed))
+    return summed.place(name, start, tensor=True)
+
+
+def _alone(tensor: Tensor) -> Tensor:
+    """The same elements as the only ones of their storage: torch.save writes the whole storage of a view."""
+    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    storage = tensor.untyped_storage()[start : start + tensor.numel() * size]
+    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+
+
+def packed(path: tuple[str, ...], value: Any) -> bytes:
+    """A value that is no tensor, as ``torch.save`` writes it.
+
+    Raises:
+        CheckpointError: where a weights-only load would not read it back.
+    """
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
+    except Exception as error:
+        raise CheckpointError(
+            f"the entry {'.'.join(path)} is a {type(value).__name__}, which cannot be read back by "
+            f"torch.load(..., weights_only=True): {str(error).strip().splitlines()[0]}. Save numbers, strings, "
+            "tensors and lists and dictionaries of them"
+        ) from error
+    return buffer.getvalue()
+
+
+def write_value(file: BinaryIO, data: bytes, name: str, start: int) -> Place:
+    """Write what `packed` made as a container at ``start`` of the file called ``name``."""
+    summed = _Summed(file)
+    summed.write(data)
+    return summed.place(name, start, tensor=False)

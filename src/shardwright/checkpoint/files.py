@@ -1,0 +1,125 @@
+"""The file operations of a save, all of them: a test puts an object that fails in this one's place."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import io
+import os
+from typing import Any, BinaryIO, Protocol
+
+
+class Locked(Exception):
+    """Another process holds the lock; the text is what it wrote about itself."""
+
+
+class Files(Protocol):
+    """Where checkpoints lie. Paths are strings, joined by ``/``; failures are OSError.
+
+    ``renames`` says that a directory changes its name at one instant: a checkpoint is then written under another name
+    first. Where it is not so, its objects are written under their final names and the manifest last.
+    """
+
+    renames: bool
+
+    def make_directory(self, path: str) -> None: ...
+    def list(self, path: str) -> list[str]: ...
+    def is_directory(self, path: str) -> bool: ...
+    def read(self, path: str) -> bytes: ...
+    def create(self, path: str) -> Any: ...
+    def finish(self, file: Any) -> None: ...
+    def rename(self, old: str, new: str) -> None: ...
+    def exchange(self, one: str, other: str) -> None: ...
+    def sync_directory(self, path: str) -> None: ...
+    def remove(self, path: str) -> None: ...
+    def remove_directory(self, path: str) -> None: ...
+    def lock(self, path: str, owner: str) -> Any: ...
+    def unlock(self, lock: Any) -> None: ...
+
+
+class LocalFiles:
+    """A file system of this host, or one that is mounted on it."""
+
+    renames = True
+
+    def make_directory(self, path: str) -> None:
+        """Make the directory and those above it, as far as they lack."""
+        os.makedirs(path, exist_ok=True)
+
+    def list(self, path: str) -> list[str]:
+        """The names in a directory, sorted; none where there is no directory."""
+        try:
+            return sorted(os.listdir(path))
+        except FileNotFoundError:
+            return []
+
+    def is_directory(self, path: str) -> bool:
+        return os.path.isdir(path) and not os.path.islink(path)
+
+    def read(self, path: str) -> bytes:
+        with open(path, "rb") as file:
+            return file.read()
+
+    def create(self, path: str) -> BinaryIO:
+        """A new file to write to; what is there under this name is an error."""
+        return io.BufferedWriter(io.FileIO(path, "x"), 1 << 20)
+
+    def finish(self, file: BinaryIO) -> None:
+        """Wait until all that was written is on the disk, and close."""
+        file.flush()
+        os.fsync(file.fileno())
+        file.close()
+
+    def rename(self, old: str, new: str) -> None:
+        os.rename(old, new)
+
+    def exchange(self, one: str, other: str) -> None:
+        """Two directories swap their names at one instant; OSError where the file system cannot."""
+        exchange = 2  # RENAME_EXCHANGE of renameat2(2), which Python does not offer
+        current_directory = -100
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "renameat2"):
+            raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS), one)
+        if libc.renameat2(current_directory, os.fsencode(one), current_directory, os.fsencode(other), exchange):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), one)
+
+    def sync_directory(self, path: str) -> None:
+        """Wait until the names in a directory are on the disk."""
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def remove(self, path: str) -> None:
+        os.unlink(path)
+
+    def remove_directory(self, path: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def lock(self, path: str, owner: str) -> int:
+        """Hold a lock until `unlock` or the end of this process, however it ends.
+
+        Raises `Locked` where another process, or another part of this one, holds it.
+        """
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, owner.encode(), 0)
+        except BlockingIOError:
+            holder = os.pread(descriptor, 4096, 0).decode(errors="replace")
+            os.close(descriptor)
+            raise Locked(holder) from None
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return descriptor
+
+    def unlock(self, lock: int) -> None:
+        with contextlib.suppress(OSError):  # forked children may hold copies of the descriptor: closing is not enough
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        os.close(lock)

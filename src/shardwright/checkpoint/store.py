@@ -1,0 +1,251 @@
+"""A directory of checkpoints.
+
+::
+
+    DIR/latest                              one line: the name of the checkpoint saved last
+    DIR/step-00000100/checkpoint.json       the manifest; a directory without a valid one is no checkpoint
+    DIR/step-00000100/.metadata, __R_0.distcp ...
+    DIR/.saving-step-00000200-NONCE/        a save under way, or what is left of one that died
+    DIR/.removing-step-00000050-NONCE/      an old one on its way out
+    DIR/.lock                               held while a save is under way
+
+The order of a save is: write under the hidden name, fsync every file, fsync the directory, rename, fsync ``DIR``, move
+``latest`` (written anew and renamed, too), remove what the retention gives up. So at every instant what ``latest``
+names is complete; where ``latest`` itself is lost, the checkpoint with the highest ``sequence`` in its manifest is it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint.files import Files, LocalFiles, Locked
+from shardwright.checkpoint.manifest import MANIFEST, Manifest
+from shardwright.checkpoint.retention import KEEP_ALL, Retention
+from shardwright.errors import CheckpointError
+
+LATEST = "latest"
+LOCK = ".lock"
+SAVING = ".saving-"
+REMOVING = ".removing-"
+
+
+@dataclass(frozen=True)
+class WritingPlace:
+    """Where the ranks write the files of a save."""
+
+    directory: str
+    tag: str
+
+    def file(self, rank: int) -> str:
+        """The name of the file of ``rank``, in the manner of DCP."""
+        return f"__{rank}_{self.tag}.distcp"
+
+
+@dataclass(frozen=True)
+class Save:
+    """A save under way, as rank 0 knows it."""
+
+    name: str
+    place: WritingPlace
+    nonce: str
+    sequence: int
+    lock: Any = field(repr=False)
+
+    @property
+    def directory(self) -> str:
+        return self.place.directory
+
+
+class Store:
+    """The checkpoints in one directory. Only rank 0 changes it; every rank may read.
+
+    ``retention`` says which old checkpoints a new one displaces.
+    """
+
+    def __init__(self, directory: str | Path, files: Files | None = None, retention: Retention = KEEP_ALL) -> None:
+        self.directory = str(directory).rstrip("/") or "/"
+        self.files: Files = LocalFiles() if files is None else files
+        self.retention = retention
+
+    def path(self, name: str) -> str:
+        """Where the checkpoint ``name`` lies."""
+        return f"{self.directory}/{name}"
+
+    def manifest(self, name: str) -> Manifest:
+        """The manifest of a checkpoint.
+
+        Raises:
+            CheckpointError: where there is none, or it is damaged.
+        """
+        path = f"{self.path(name)}/{MANIFEST}"
+        try:
+            return Manifest.from_text(self.files.read(path), path)
+        except OSError as error:
+            raise CheckpointError(f"{self.path(name)} is no complete checkpoint: {_says(error)}") from error
+
+    def complete(self) -> dict[str, Manifest]:
+        """Every checkpoint with a valid manifest, the one saved first at the beginning."""
+        found = {}
+        for name in self.files.list(self.directory):
+            if not name.startswith(".") and self.files.is_directory(self.path(name)):
+                with contextlib.suppress(CheckpointError):
+                    found[name] = self.manifest(name)
+        return dict(sorted(found.items(), key=lambda item: (_sequence(item[1]), item[0])))
+
+    def latest(self) -> str | None:
+        """The name of the newest complete checkpoint, None where there is none.
+
+        That is what the pointer says; where the pointer is missing, damaged or names what is not complete, all
+        manifests are read.
+        """
+        with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
+            name = self.files.read(self.path(LATEST)).decode().removesuffix("\n")
+            if _is_name(name):
+                self.manifest(name)
+                return name
+        return next(reversed(self.complete()), None)
+
+    def begin(self, name: str) -> Save:
+        """Make room for a checkpoint: take the lock, remove what dead saves left, make the directory to write into.
+
+        Raises:
+            CheckpointError: where the name cannot be one, another save is under way here, or the file system refuses.
+        """
+        if not _is_name(name):
+            raise CheckpointError(
+                f"{name!r} cannot be the name of a checkpoint: it would be a directory in {self.directory}, not hidden "
+                f"and not called {LATEST}; for example step-00000100"
+            )
+        with self._told(f"cannot begin to save {self.path(name)}"):
+            self.files.make_directory(self.directory)
+            lock = self._lock()
+            try:
+                self._remove_leftovers()
+                nonce = secrets.token_hex(4)
+                directory = self.path(f"{SAVING}{name}-{nonce}")
+                sequence = 1 + max((_sequence(manifest) for manifest in self.complete().values()), default=0)
+                self.files.make_directory(directory)
+            except BaseException:
+                self.files.unlock(lock)
+                raise
+        return Save(name, WritingPlace(directory, "0"), nonce, sequence, lock)
+
+    def write(self, save: Save, name: str, data: bytes) -> None:
+        """Write a small file of the checkpoint, to the disk."""
+        file = self.files.create(f"{save.directory}/{name}")
+        try:
+            file.write(data)
+        except BaseException:
+            file.close()
+            raise
+        self.files.finish(file)
+
+    def commit(self, save: Save, manifest: Manifest) -> None:
+        """Make the save a checkpoint, the latest; then remove those that the retention gives up.
+
+        Raises:
+            CheckpointError: where the file system refuses; the save is then as if never begun.
+        """
+        final = self.path(save.name)
+        with self._told(f"cannot complete {final}"):
+            self.write(save, MANIFEST, manifest.to_text().encode())
+            self.files.sync_directory(save.directory)
+            if self.files.is_directory(final):
+                self.files.exchange(save.directory, final)
+            else:
+                self.files.rename(save.directory, final)
+            self.files.sync_directory(self.directory)
+            self._point(save)
+        self._retire(save)
+        self.files.unlock(save.lock)
+
+    def abort(self, save: Save) -> None:
+        """Take back what was written; what cannot be removed now, the next save removes."""
+        with contextlib.suppress(OSError):
+            self._remove_tree(save.directory)
+        self.files.unlock(save.lock)
+
+    def _point(self, save: Save) -> None:
+        pointer = self.path(f".{LATEST}-{save.nonce}")
+        file = self.files.create(pointer)
+        file.write(f"{save.name}\n".encode())
+        self.files.finish(file)
+        self.files.rename(pointer, self.path(LATEST))
+        self.files.sync_directory(self.directory)
+
+    def _retire(self, save: Save) -> None:
+        """Remove what is no longer wanted. The new checkpoint stands already: a failure here is a warning."""
+        try:
+            if self.files.is_directory(save.directory):  # what the exchange put there
+                self._remove_tree(save.directory)
+            for name in self.retention.given_up(self.complete(), save.name):
+                going = self.path(f"{REMOVING}{name}-{save.nonce}")
+                self.files.rename(self.path(name), going)
+                self.files.sync_directory(self.directory)
+                self._remove_tree(going)
+        except OSError as error:
+            warnings.warn(
+                f"{self.path(save.name)} is saved, but an older checkpoint could not be removed: {_says(error)}",
+                stacklevel=2,
+            )
+
+    def _remove_leftovers(self) -> None:
+        """What saves that died have left. The lock is held, so that none of it belongs to one that lives."""
+        for name in self.files.list(self.directory):
+            if name.startswith((SAVING, REMOVING)):
+                self._remove_tree(self.path(name))
+            elif name.startswith(f".{LATEST}-"):
+                self.files.remove(self.path(name))
+
+    def _remove_tree(self, path: str) -> None:
+        for name in self.files.list(path):
+            inner = f"{path}/{name}"
+            if self.files.is_directory(inner):
+                self._remove_tree(inner)
+            else:
+                self.files.remove(inner)
+        self.files.remove_directory(path)
+
+    def _lock(self) -> Any:
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        try:
+            return self.files.lock(
+                self.path(LOCK), f"process {os.getpid()} on host {socket.gethostname()}, since {now}"
+            )
+        except Locked as locked:
+            raise CheckpointError(
+                f"another save into {self.directory} is under way, by {locked or 'a process that left no name'}. "
+                "Two jobs must not save into one directory: give this one another, or wait until the other has ended"
+            ) from None
+
+    @contextmanager
+    def _told(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise CheckpointError(f"{what}: {_says(error)}") from error
+
+
+def _says(error: OSError) -> str:
+    """The error in words, with the file, without the number."""
+    where = f" ({error.filename})" if error.filename else ""
+    return f"{error.strerror or error}{where}"
+
+
+def _is_name(name: str) -> bool:
+    return bool(name) and "/" not in name and not name.startswith(".") and name != LATEST and name.isprintable()
+
+
+def _sequence(manifest: Manifest) -> int:
+    found: Mapping[str, Any] = manifest.info
+    return int(found.get("sequence", 0))
