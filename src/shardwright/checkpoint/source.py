@@ -1,0 +1,384 @@
+"""A checkpoint as bytes that are checked: files of this host, or behind a URL that fsspec knows.
+
+Nothing that is read here is used before its checksum has been compared, and nothing is read that is not asked for but
+the rest of the blocks of 4 MiB in which it lies.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import fsspec
+import torch
+
+from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Place, ValueEntry, checksum
+from shardwright.errors import CheckpointError, UsageError
+
+LATEST = "latest"
+# protocol -> the package that speaks it; fsspec has the others on board
+_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+
+
+class Folder(Protocol):
+    """A directory to read from. ``where`` is how its user calls it."""
+
+    where: str
+    threads: int
+
+    def sizes(self) -> dict[str, int]:
+        """The files in it with their bytes, hidden ones too; empty where there is no such directory."""
+
+    def folders(self) -> list[str]:
+        """The directories in it, sorted, without hidden ones."""
+
+    def inner(self, name: str) -> Folder: ...
+
+    def outer(self) -> Folder: ...
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        """Fill ``buffer`` with what stands in a file from byte ``start`` on; how many bytes there were."""
+
+    def read(self, name: str) -> bytes: ...
+
+
+class LocalFolder:
+    """A directory of this host."""
+
+    threads = 2
+
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        self.where = os.fspath(where).rstrip("/") or "/"
+
+    def sizes(self) -> dict[str, int]:
+        try:
+            with os.scandir(self.where) as found:
+                return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+
+    def folders(self) -> list[str]:
+        try:
+            with os.scandir(self.where) as found:
+                return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def inner(self, name: str) -> LocalFolder:
+        return LocalFolder(os.path.join(self.where, name))
+
+    def outer(self) -> LocalFolder:
+        return LocalFolder(os.path.dirname(os.path.abspath(self.where)))
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        descriptor = os.open(os.path.join(self.where, name), os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            done = 0
+            while done < len(buffer):
+                count = os.preadv(descriptor, [buffer[done:]], start + done)
+                if not count:
+                    break
+                done += count
+            return done
+        finally:
+            os.close(descriptor)
+
+    def read(self, name: str) -> bytes:
+        return Path(self.where, name).read_bytes()
+
+
+class RemoteFolder:
+    """A directory behind a URL."""
+
+    threads = 8
+
+    def __init__(self, where: str) -> None:
+        self.where = where.rstrip("/")
+        self.files, self.root = _file_system(self.where)
+
+    def _listing(self) -> list[dict[str, Any]]:
+        try:
+            return list(self.files.ls(self.root, detail=True))
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+
+    def sizes(self) -> dict[str, int]:
+        return {_last(f["name"]): int(f["size"]) for f in self._listing() if f["type"] == "file"}
+
+    def folders(self) -> list[str]:
+        names = (_last(f["name"]) for f in self._listing() if f["type"] == "directory")
+        return sorted(name for name in names if not name.startswith("."))
+
+    def inner(self, name: str) -> RemoteFolder:
+        return RemoteFolder(f"{self.where}/{name}")
+
+    def outer(self) -> RemoteFolder:
+        return RemoteFolder(self.where.rsplit("/", 1)[0])
+
+    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+        data = self.files.cat_file(f"{self.root.rstrip('/')}/{name}", start=start, end=start + len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def read(self, name: str) -> bytes:
+        return bytes(self.files.cat_file(f"{self.root.rstrip('/')}/{name}"))
+
+
+def open_folder(where: str | os.PathLike[str]) -> Folder:
+    """The folder at a path or URL.
+
+    Raises:
+        UsageError: for a protocol that is unknown or whose package is not installed.
+    """
+    return RemoteFolder(os.fspath(where)) if "://" in os.fspath(where) else LocalFolder(where)
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    protocol = url.split("://")[0]
+    try:
+        files, root = fsspec.core.url_to_fs(url)
+    except ImportError as error:
+        remedy = f"type: pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(error)
+        raise UsageError(f"{url}: reading {protocol}:// needs a package that is not installed; {remedy}") from error
+    except ValueError as error:
+        raise UsageError(f"{url}: expected a path, or a URL such as s3://, gs:// or file://; got {error}") from error
+    return files, root
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rsplit("/", 1)[-1]
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a file, and which entry of the checkpoint lies there (None: the file as a whole)."""
+
+    file: str
+    entry: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}" + (f" (entry {self.entry})" if self.entry else "")
+
+
+class _Scratch(threading.local):
+    """The last block that a thread read of which it needed a part only: the next part is often in it too."""
+
+    key: tuple[str, int, int] | None = None
+
+    def __init__(self) -> None:
+        self.memory = bytearray(BLOCK_BYTES)
+
+
+class Source:
+    """One checkpoint to read from. Its methods may be called from several threads at once."""
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._scratch = _Scratch()
+
+    @property
+    def where(self) -> str:
+        return self.folder.where
+
+    def read(self, entry: str, place: Place, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of a container from its byte ``start`` on, and check every block of them.
+
+        Raises:
+            CheckpointError: where a block is not what was written, or the file ends before it.
+        """
+        stop = start + len(buffer)
+        for index in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
+            first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
+            if start <= first and last <= stop:
+                self._fetch(entry, place, index, buffer[first - start : last - start])
+                continue
+            scratch, key = self._scratch, (place.file, place.start, index)
+            block = memoryview(scratch.memory)[: last - first]
+            if scratch.key != key:
+                scratch.key = None
+                self._fetch(entry, place, index, block)
+                scratch.key = key
+            low, high = max(first, start), min(last, stop)
+            buffer[low - start : high - start] = block[low - first : high - first]
+
+    def _fetch(self, entry: str, place: Place, index: int, block: memoryview) -> None:
+        start = place.start + index * BLOCK_BYTES
+        try:
+            count = self.folder.read_into(place.file, start, block)
+        except FileNotFoundError:
+            raise self.damaged(Damage(place.file, entry, "the file is missing")) from None
+        except OSError as error:
+            raise self.damaged(Damage(place.file, entry, f"cannot be read: {error.strerror or error}")) from error
+        if count < len(block):
+            what = f"ends at byte {start + count}, where {len(block) - count} more were written"
+            raise self.damaged(Damage(place.file, entry, what))
+        if checksum(block) != place.checksums[index]:
+            what = f"bytes {start} to {start + len(block) - 1} are not what was written: their checksum differs"
+            raise self.damaged(Damage(place.file, entry, what))
+
+    def value(self, entry: ValueEntry) -> Any:
+        """What an entry that is no tensor holds."""
+        data = bytearray(entry.place.length)
+        self.read(entry.name, entry.place, 0, memoryview(data))
+        return torch.load(io.BytesIO(data), weights_only=True)
+
+    def file(self, name: str) -> bytes:
+        """A whole small file of the checkpoint: ``plan.json``, ``config.yaml``.
+
+        Raises:
+            CheckpointError: where the checkpoint has none of that name, or it was altered.
+        """
+        if name not in self.manifest.files:
+            names = ", ".join(sorted(n for n, record in self.manifest.files.items() if record.checksum))
+            raise CheckpointError(f"{self.where} has no {name}; it has: {names}")
+        if found := damaged_file(self.folder, self.manifest, name):
+            raise self.damaged(found)
+        return self.folder.read(name)
+
+    def check_files(self) -> None:
+        """Every file is there with all its bytes, and the small ones are what was written.
+
+        Raises:
+            CheckpointError: which names all that are not.
+        """
+        found = [*wrong_sizes(self.folder, self.manifest)]
+        bad = {damage.file for damage in found}
+        whole = [name for name, record in self.manifest.files.items() if record.checksum and name not in bad]
+        found += [damage for name in sorted(whole) if (damage := damaged_file(self.folder, self.manifest, name))]
+        if found:
+            raise self.damaged(*found)
+
+    def damaged(self, *found: Damage) -> CheckpointError:
+        """The error that tells of damage, and what to do."""
+        return damage_error(self.folder, found)
+
+
+def damage_error(folder: Folder, found: tuple[Damage, ...] | list[Damage]) -> CheckpointError:
+    """The error that tells of damage in the checkpoint in ``folder``, and which other one to take."""
+    told = "; ".join(str(damage) for damage in found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+    text = f"{folder.where} is damaged: {told}"
+    outer = folder.outer()
+    name = _last(os.path.abspath(folder.where) if isinstance(folder, LocalFolder) else folder.where)
+    others = [other for other in intact(outer) if other != name]
+    if others:
+        text += f". {outer.where}/{others[-1]} is the newest other one that has all its bytes"
+    return CheckpointError(f"{text}. `shardwright checkpoint verify {outer.where}` names all damage in all of them")
+
+
+def wrong_sizes(folder: Folder, manifest: Manifest) -> Iterator[Damage]:
+    """The files that are missing, too short or too long."""
+    sizes = folder.sizes()
+    for name, record in sorted(manifest.files.items()):
+        if name not in sizes:
+            yield Damage(name, None, "the file is missing")
+        elif sizes[name] != record.size_bytes:
+            yield Damage(name, None, f"has {sizes[name]} bytes, {record.size_bytes} were written")
+
+
+def damaged_file(folder: Folder, manifest: Manifest, name: str) -> Damage | None:
+    """What is wrong with a file that has a checksum of its own."""
+    record = manifest.files[name]
+    try:
+        data = folder.read(name)
+    except OSError as error:
+        return Damage(name, None, f"cannot be read: {error.strerror or error}")
+    if record.checksum is not None and checksum(data) != record.checksum:
+        return Damage(name, None, "is not what was written: its checksum differs")
+    return None
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest in a folder.
+
+    Raises:
+        CheckpointError: where there is none, or it is damaged.
+    """
+    source = f"{folder.where}/{MANIFEST}"
+    try:
+        return Manifest.from_text(folder.read(MANIFEST), source)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from error
+
+
+def checkpoints(folder: Folder) -> dict[str, Manifest]:
+    """The checkpoints in a directory of them that have a valid manifest, the one saved first at the beginning."""
+    found = {}
+    for name in folder.folders():
+        try:
+            found[name] = read_manifest(folder.inner(name))
+        except CheckpointError:
+            continue
+    return dict(sorted(found.items(), key=lambda item: (int(item[1].info.get("sequence", 0)), item[0])))
+
+
+def intact(folder: Folder) -> list[str]:
+    """Those of which every file has all its bytes, the newest last."""
+    return [name for name, manifest in checkpoints(folder).items() if not [*wrong_sizes(folder.inner(name), manifest)]]
+
+
+def pointed_at(folder: Folder) -> str | None:
+    """The name that ``latest`` holds, None where the pointer is missing or is not one line with a name."""
+    try:
+        text = folder.read(LATEST).decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    name = text.removesuffix("\n")
+    return name if text == f"{name}\n" and name.isprintable() and "/" not in name and name else None
+
+
+def latest(folder: Folder) -> str | None:
+    """The newest checkpoint of a directory of them, None where it has none.
+
+    Where the pointer is damaged, a warning says so, and the manifests tell.
+    """
+    name = pointed_at(folder)
+    if name is not None and MANIFEST in folder.inner(name).sizes():
+        return name
+    newest = next(reversed(checkpoints(folder)), None)
+    if newest is not None:
+        what = f"names {name}, which is no checkpoint here" if name else "is missing or damaged"
+        warnings.warn(f"{folder.where}/{LATEST} {what}; reading the newest complete one, {newest}", stacklevel=3)
+    return newest
+
+
+def open_source(where: str | os.PathLike[str] | Folder) -> Source:
+    """The checkpoint at a path or URL; of a directory of checkpoints the latest.
+
+    Raises:
+        CheckpointError: where there is none, or its manifest is damaged.
+    """
+    folder = open_folder(where) if isinstance(where, str | os.PathLike) else where
+    sizes = folder.sizes()
+    if MANIFEST not in sizes:
+        name = None if ".metadata" in sizes else latest(folder)
+        if name is None:
+            raise CheckpointError(_no_checkpoint(folder, sizes))
+        folder = folder.inner(name)
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        raise damage_error(folder, [Damage(MANIFEST, None, str(error))]) from error
+    return Source(folder, manifest)
+
+
+def _no_checkpoint(folder: Folder, sizes: dict[str, int]) -> str:
+    if ".metadata" in sizes:
+        return (
+            f"{folder.where} has a .metadata but no {MANIFEST}: torch.distributed.checkpoint wrote it. Read it "
+            "with its dcp.load, or turn it into one of ours: python -m torch.distributed.checkpoint.format_utils "
+            f"dcp_to_torch {folder.where} FILE.pt, then shardwright checkpoint split FILE.pt --to DIR"
+        )
+    found = sorted([*sizes, *(f"{name}/" for name in folder.folders())])
+    listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") or "nothing, or is not there"
+    return (
+        f"no checkpoint in {folder.where}: expected {MANIFEST} in it, or directories that have one and a file "
+        f"`{LATEST}` that names one of them; it has {listed}"
+    )

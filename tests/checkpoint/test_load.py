@@ -1,0 +1,327 @@
+"""Whatever was saved by some ranks is loaded by any others, each reading the blocks of its own parts alone."""
+
+import contextlib
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
+
+from ranks import run_ranks
+from shardwright.checkpoint import containers, load, manifest, pieces, source
+from shardwright.checkpoint.load import read_box
+from shardwright.checkpoint.manifest import Box
+from shardwright.checkpoint.pieces import Piece
+from shardwright.checkpoint.ranks import OneRank, ProcessRanks
+from shardwright.checkpoint.save import save
+from shardwright.checkpoint.source import LocalFolder, Source, open_source
+from shardwright.checkpoint.store import Store
+from shardwright.errors import CheckpointError, UsageError
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from simulated_ranks import SimulatedRanks
+
+DTYPES = [
+    torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.int8, torch.uint8, torch.bool,
+    torch.complex64, torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+MESHES = [Mesh(()), Mesh.of(a=2), Mesh.of(a=3), Mesh.of(a=6), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3)]
+pieces_cut = pieces.cut
+
+
+@contextlib.contextmanager
+def small_blocks(block_bytes, slab_bytes, chunk_bytes):
+    """Files of a few bytes then have the seams of files of gigabytes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (manifest, containers, source, load):
+            patch.setattr(module, "BLOCK_BYTES", block_bytes)
+        patch.setattr(load, "SLAB_BYTES", slab_bytes)
+        patch.setattr(pieces, "cut", lambda box, item: pieces_cut(box, item, chunk_bytes))
+        yield
+
+
+def values(shape, dtype, seed):
+    generator = torch.Generator().manual_seed(seed)
+    raw = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, generator=generator)
+    if dtype == torch.bool:
+        raw = raw % 2
+    return raw.view(dtype).reshape(shape)
+
+
+def same(a, b):
+    raw = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(*raw)
+
+
+def piece(path, whole, layout, mesh, rank):
+    part = whole[layout.local_slice(whole.shape, mesh, rank)] if mesh.axes else whole
+    return Piece(path, tuple(whole.shape), whole.dtype, layout, mesh, part.clone())
+
+
+def save_as(directory, state, **files):
+    return save(Store(directory), "step-1", state, {"step": 1}, files, OneRank())
+
+
+@st.composite
+def layouts(draw, ndim, mesh):
+    """Any assignment of the axes to the dims, or to none."""
+    dims = [draw(st.integers(-1, ndim - 1)) if ndim else -1 for _ in mesh.axes]
+    return Layout.split(ndim, {d: [a for a, at in zip(mesh.names, dims, strict=True) if at == d] for d in range(ndim)})
+
+
+@st.composite
+def cases(draw):
+    before, after = draw(st.sampled_from(MESHES)), draw(st.sampled_from(MESHES))
+    tensors = {}
+    for i in range(draw(st.integers(1, 3))):
+        shape = draw(st.lists(st.sampled_from([0, 1, 2, 5, 7, 12]), max_size=3))
+        whole = values(shape, draw(st.sampled_from(DTYPES)), i)
+        tensors["model", f"t{i}"] = (whole, draw(layouts(len(shape), before)), draw(layouts(len(shape), after)))
+    sizes = draw(st.sampled_from([64, 4096])), draw(st.sampled_from([32, 100, 4096])), draw(st.sampled_from([48, 4096]))
+    return before, after, tensors, sizes
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(cases())
+def test_any_layout_is_loaded_as_any_other(tmp_path, case):
+    before, after, tensors, sizes = case
+    with small_blocks(*sizes):
+
+        def save_part(ranks):
+            state = {path: piece(path, whole, old, before, ranks.rank) for path, (whole, old, _) in tensors.items()}
+            return save(Store(tmp_path), "s", state, {}, {}, ranks)
+
+        assert None in SimulatedRanks.run(before.size, save_part) or before.size == 1
+        for rank in range(after.size):
+            wanted = {path: piece(path, torch.zeros_like(whole), new, after, rank)
+                      for path, (whole, _, new) in tensors.items()}  # fmt: skip
+            load.load(tmp_path / "s", wanted, rank=rank)
+            for path, (whole, _, new) in tensors.items():
+                part = whole[new.local_slice(whole.shape, after, rank)] if after.axes else whole
+                assert same(wanted[path].local, part), (path, rank, new)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_any_box_is_read_from_few_blocks(tmp_path, data):
+    shape = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+    offsets = tuple(data.draw(st.integers(0, n - 1)) for n in shape)
+    box = Box(offsets, tuple(data.draw(st.integers(1, n - o)) for n, o in zip(shape, offsets, strict=True)))
+    block = data.draw(st.sampled_from([32, 64, 4096]))
+    with small_blocks(block, data.draw(st.sampled_from([16, 64, 4096])), 1 << 20):
+        whole = values(shape, torch.int16, 0)
+        save_as(tmp_path, {("x",): whole})
+        read = Counting(tmp_path / "step-1")
+        found = read_box(Source(read, open_source(tmp_path).manifest), read_entry(tmp_path, "x"), box)
+        where = tuple(slice(o, o + n) for o, n in zip(box.offsets, box.sizes, strict=True))
+        assert same(found, whole[where])
+        place = read_entry(tmp_path, "x").chunks[0].place
+        needed = torch.arange(whole.numel()).reshape(shape)[where].flatten() * 2 + place.data
+        blocks = {int(i) // block for i in [*needed, *(needed + 1)]}
+        assert set(read.blocks(place.start, block)) == blocks
+        straight = max(len(blocks), 1)
+        assert len(read.reads) <= 2 * straight + len(needed)
+
+
+class Counting(LocalFolder):
+    """Notes what is read of the files of tensors."""
+
+    def __init__(self, where):
+        super().__init__(where)
+        self.reads = []
+
+    def read_into(self, name, start, buffer):
+        self.reads.append((name, start, len(buffer)))
+        return super().read_into(name, start, buffer)
+
+    def blocks(self, start, block_bytes):
+        return [(at - start) // block_bytes for _, at, _ in self.reads]
+
+
+def read_entry(directory, name):
+    return open_source(directory).manifest.entries[name]
+
+
+def test_a_rank_reads_about_its_own_part(tmp_path):
+    """An eighth of the rows of 64 MiB is 8 MiB: with the seams at most two blocks more; memory stays within bounds."""
+    whole = torch.arange(1 << 24, dtype=torch.float32).reshape(1 << 12, 1 << 12)
+    save_as(tmp_path, {("w",): whole})
+    mesh = Mesh.of(a=8)
+    for dim, most in ((0, 16 << 20), (1, 72 << 20)):
+        read = Counting(tmp_path / "step-1")
+        part = piece(("w",), whole, Layout.split(2, {dim: ["a"]}), mesh, 3)
+        part.local.zero_()
+        load.load(Source(read, open_source(tmp_path).manifest), {("w",): part}, rank=3, threads=1)
+        assert torch.equal(part.local, whole.chunk(8, dim)[3])
+        assert sum(count for _, _, count in read.reads) <= most
+        assert max(count for _, _, count in read.reads) <= manifest.BLOCK_BYTES
+        assert len({start for _, start, _ in read.reads}) == len(read.reads), "a block was read twice"
+
+
+def test_memory_that_is_not_contiguous_is_filled_too(tmp_path):
+    whole = torch.randn(6, 8)
+    save_as(tmp_path, {("t",): whole, ("s",): whole[0]})
+    into, strided = torch.zeros(8, 6).t(), torch.zeros(16)[::2]
+    load.load(tmp_path, {("t",): into, ("s",): strided})
+    assert torch.equal(into, whole)
+    assert torch.equal(strided, whole[0])
+
+
+def test_values_come_back_and_a_tensor_without_room_comes_whole(tmp_path):
+    state = {("run", "epoch"): 3, ("run", "rng"): torch.arange(5), ("optimizer", "param_groups", "0"): {"lr": 0.5}}
+    save_as(tmp_path, state)
+    loaded = load.load(tmp_path, dict.fromkeys(state))
+    assert loaded.values["run", "epoch"] == 3
+    assert torch.equal(loaded.values["run", "rng"], torch.arange(5))
+    assert loaded.values["optimizer", "param_groups", "0"] == {"lr": 0.5}
+    assert loaded.manifest.info["step"] == 1
+
+
+def test_autograd_sees_that_a_parameter_changed(tmp_path):
+    save_as(tmp_path, {("w",): torch.ones(3)})
+    weight = torch.nn.Parameter(torch.zeros(3))
+    loss = (weight * weight).sum()
+    load.load(tmp_path, {("w",): weight})
+    assert torch.equal(weight, torch.ones(3))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+# What does not fit
+
+
+def model_state(*names, shape=(2, 3)):
+    return {("model", name): torch.zeros(shape) for name in names}
+
+
+def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp_path):
+    saved = {**model_state("encoder.0.weight", "encoder.1.weight"), ("model", "head"): torch.ones(4, 2),
+             ("model", "half"): torch.ones(2), ("model", "same"): torch.ones(2), ("run", "epoch"): 1}  # fmt: skip
+    save_as(tmp_path, saved)
+    wanted = {**model_state("backbone.0.weight", "backbone.1.weight"), ("model", "head"): torch.zeros(5, 2),
+              ("model", "half"): torch.zeros(2, dtype=torch.float64), ("model", "same"): torch.zeros(2)}  # fmt: skip
+    with pytest.raises(CheckpointError) as failure:
+        load.load(tmp_path, wanted)
+    assert str(failure.value).splitlines() == [
+        f"{tmp_path}/step-1 does not fit what it is to be loaded into:",
+        "  2 wanted here, missing in the checkpoint: model.backbone.0.weight, model.backbone.1.weight",
+        "  2 in the checkpoint, not known here: model.encoder.0.weight, model.encoder.1.weight",
+        "  1 of another shape or kind: model.head is [4, 2] in the checkpoint, [5, 2] here",
+        "  1 of another dtype: model.half is float32 in the checkpoint, float64 here",
+        "Other names for the same? rename={'encoder.*': 'backbone.*'}",
+        "strict=False loads what fits, converts dtypes, leaves the rest as it is and returns their names.",
+    ]
+    assert all(not tensor.any() for tensor in wanted.values())
+
+    loaded = load.load(tmp_path, wanted, strict=False).match
+    assert wanted["model", "half"].tolist() == [1, 1]
+    assert wanted["model", "same"].tolist() == [1, 1]
+    assert not wanted["model", "head"].any()
+    assert loaded.missing == ("model.backbone.0.weight", "model.backbone.1.weight")
+    assert loaded.extra == ("model.encoder.0.weight", "model.encoder.1.weight")
+    assert len(loaded.differing) == len(loaded.converted) == 1
+
+
+def test_long_lists_are_cut(tmp_path):
+    save_as(tmp_path, {("model", "a"): torch.zeros(1)})
+    with pytest.raises(CheckpointError, match=r"40 wanted here, missing .*model\.n9, and 30 more"):
+        load.load(tmp_path, model_state(*(f"n{i}" for i in range(40))))
+
+
+def test_a_section_that_is_not_there_is_told(tmp_path):
+    save_as(tmp_path, model_state("a"))
+    with pytest.raises(CheckpointError, match="nothing at all under: ema"):
+        load.load(tmp_path, {("ema", "a"): torch.zeros(2, 3)})
+    load.load(tmp_path, model_state("a"))  # and what nobody asks for is not extra
+
+
+def test_the_suggested_rename_works_for_the_optimizer_too(tmp_path):
+    saved = {
+        ("model", "module.encoder.w"): torch.ones(2),
+        ("optimizer", "state", "module.encoder.w", "m"): torch.ones(2),
+    }
+    save_as(tmp_path, saved)
+    wanted = {("model", "encoder.w"): torch.zeros(2), ("optimizer", "state", "encoder.w", "m"): torch.zeros(2)}
+    with pytest.raises(CheckpointError, match=r"rename=\{'module\.\*': '\*'\}"):
+        load.load(tmp_path, wanted)
+    load.load(tmp_path, wanted, rename={"module.*": "*"})
+    assert all(tensor.all() for tensor in wanted.values())
+    load.load(tmp_path, wanted, rename=lambda name: name.removeprefix("module."))
+
+
+@pytest.mark.parametrize(
+    ("rename", "message"),
+    [
+        ({"decodr.*": "x.*"}, r"no entry of the checkpoint has a name that fits 'decodr\.\*'; near are: decoder.w"),
+        ({"decoder.w": "*"}, "the new name has more"),
+        (
+            {"decoder.*": "w", "encoder.*": "w"},
+            "rename= makes one name of model.decoder.w and model.encoder.w: model.w",
+        ),
+    ],
+)
+def test_renames_that_cannot_be_are_refused(tmp_path, rename, message):
+    save_as(tmp_path, model_state("decoder.w", "encoder.w"))
+    with pytest.raises(UsageError, match=message):
+        load.load(tmp_path, model_state("decoder.w", "encoder.w"), rename=rename)
+
+
+def test_places_that_cannot_be_filled_are_named(tmp_path):
+    save_as(tmp_path, {("w",): torch.ones(2)})
+    with pytest.raises(CheckpointError, match=r"w is on the meta device.*model.to_empty"):
+        load.load(tmp_path, {("w",): torch.zeros(2, device="meta")})
+    partial = Piece(("w",), (2,), torch.float32, Layout.split(1, {}, ["a"]), Mesh.of(a=1), torch.zeros(2))
+    with pytest.raises(CheckpointError, match="w is partial over a here"):
+        load.load(tmp_path, {("w",): partial}, rank=0)
+
+
+def test_a_value_where_a_tensor_is_wanted_is_named(tmp_path):
+    save_as(tmp_path, {("w",): 3})
+    with pytest.raises(CheckpointError, match="w is no tensor in the checkpoint, but one here"):
+        load.load(tmp_path, {("w",): torch.zeros(())})
+
+
+def test_chunks_that_do_not_cover_the_tensor_are_refused(tmp_path):
+    found = save_as(tmp_path, {("w",): torch.ones(4)})
+    entry = found.entries["w"]
+    short = replace(entry, chunks=(replace(entry.chunks[0], box=Box((0,), (3,))),))
+    broken = Source(LocalFolder(tmp_path / "step-1"), replace(found, entries={"w": short}))
+    with pytest.raises(CheckpointError, match="have 3 of the 4 elements"):
+        load.load(broken, {("w",): torch.zeros(4)})
+
+
+# Real ranks
+
+
+def _save_on_a_mesh(directory):
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    torch.manual_seed(0)
+    wholes = [torch.randn(7, 6), torch.randn(5), torch.randn(3, 4).bfloat16()]
+    placements = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]]
+    state = {("model", f"w{i}"): distribute_tensor(whole, mesh, placed)
+             for i, (whole, placed) in enumerate(zip(wholes, placements, strict=True))}  # fmt: skip
+    save(Store(directory), "step-1", state, {}, {}, ProcessRanks(timeout_s=30))
+    torch.distributed.destroy_process_group()
+    return wholes
+
+
+def _load_on_another(directory, wholes):
+    torch.distributed.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (3,))
+    for placed in ([Shard(0)], [Replicate()]):
+        state = {("model", f"w{i}"): distribute_tensor(torch.zeros_like(w), mesh, placed) for i, w in enumerate(wholes)}
+        load.load(directory, state)
+        for i, whole in enumerate(wholes):
+            found = state["model", f"w{i}"]
+            assert isinstance(found, DTensor)
+            assert torch.equal(found.full_tensor(), whole), i
+    torch.distributed.destroy_process_group()
+
+
+def test_four_processes_save_and_three_load(tmp_path):
+    wholes = run_ranks(4, _save_on_a_mesh, tmp_path)[0]
+    run_ranks(3, _load_on_another, tmp_path, wholes)
