@@ -103,6 +103,31 @@ def test_a_rank_table_meets_at_its_first_server(tmp_path, kind):
     assert (told.meeting.address, told.meeting.server_rank) == ("10.0.0.1", 0)
 
 
+def test_a_single_server_meets_on_the_loopback_and_may_have_more_devices_than_ranks(tmp_path):
+    """As shell loops set them: DEVICE_NUM counts what the server has."""
+    devices = [{"device_id": str(4 + i), "rank_id": str(i)} for i in range(4)]
+    (tmp_path / "table.json").write_text(json.dumps({"server_list": [{"server_id": "192.0.2.7", "device": devices}]}))
+    loop = {"RANK_TABLE_FILE": str(tmp_path / "table.json"), "RANK_SIZE": "4", "DEVICE_NUM": "8"}
+    told = read_environment(loop | {"RANK_ID": "2", "DEVICE_ID": "6"})
+    assert (told.rank, told.size, told.local_rank, told.local_size, told.device_id) == (2, 4, 2, 4, 6)
+    assert (told.host, told.meeting.address, told.meeting.server_rank) == ("192.0.2.7", "127.0.0.1", 0)
+
+
+def test_version_1_2_meets_at_the_address_of_its_first_server(tmp_path):
+    servers = [
+        {"server_id": f"node_{s}", "host_ip": f"10.0.0.{s}", "device": [{"device_id": 0, "rank_id": s}]} for s in (0, 1)
+    ]
+    (tmp_path / "table.json").write_text(json.dumps({"version": "1.2", "server_list": servers}))
+    told = read_environment({"RANK_TABLE_FILE": str(tmp_path / "table.json"), "RANK_ID": "1"})
+    assert (told.host, told.meeting.address) == ("node_1", "10.0.0.0")
+
+
+def test_one_of_several_ranks_without_a_table_is_no_world_of_one():
+    with pytest.raises(WorldError, match=r"RANK_ID=1 and RANK_SIZE=4 say .* but RANK_TABLE_FILE is not set; set it"):
+        read_environment({"RANK_ID": "1", "RANK_SIZE": "4", "DEVICE_ID": "1"})
+    assert read_environment({"RANK_ID": "0", "RANK_SIZE": "1", "DEVICE_ID": "3"}).size == 1
+
+
 def test_the_lowest_rank_on_the_first_server_serves(tmp_path):
     env = write_table(tmp_path / "table.json", ranks=(2, 3, 0, 1))
     assert read_environment(env | {"RANK_ID": "0"}).meeting.server_rank == 2
@@ -124,7 +149,11 @@ def test_a_rank_table_is_checked_against_the_variables(tmp_path, variables, mess
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [(None, "cannot be read: No such file"), ("{", "is no JSON"), ("{}", "is no rank table of version 1.0: KeyError")],
+    [
+        (None, "cannot be read: No such file"),
+        ("{", "is no JSON"),
+        ("{}", "is no rank table: server_list .* is missing"),
+    ],
 )
 def test_a_broken_rank_table_is_named(tmp_path, text, message):
     path = tmp_path / "table.json"

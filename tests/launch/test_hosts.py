@@ -170,8 +170,8 @@ def test_hosts_without_slots_are_asked_and_this_one_is_not():
 
 def test_this_host_by_name_and_address():
     assert all(is_this_host(name) for name in ("localhost", "127.0.0.1", "127.1.2.3", socket.gethostname()))
-    # Addresses for documentation (RFC 5737, RFC 3849), a multicast one, and the one that means any.
-    assert not any(is_this_host(name) for name in ("192.0.2.1", "2001:db8::1", "224.0.0.1", "0.0.0.0", "::"))
+    # A reserved address (RFC 1112), one for documentation (RFC 3849), a multicast one, and the one that means any.
+    assert not any(is_this_host(name) for name in ("240.0.0.1", "2001:db8::1", "224.0.0.1", "0.0.0.0", "::"))
 
 
 def test_a_name_server_that_is_away_holds_nobody(monkeypatch):

@@ -10,16 +10,15 @@ none is complete, the missing variables are named.
 from __future__ import annotations
 
 import hashlib
-import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from os import getuid
 from pathlib import Path
-from typing import Any
 
-from shardwright.errors import WorldError
-from shardwright.launch.hosts import expand_hosts, expand_tasks
+from shardwright.errors import UsageError, WorldError
+from shardwright.launch.hosts import expand_hosts, expand_tasks, read_text
+from shardwright.launch.rank_table import RankTable, and_more, parse_rank_table
 
 # Ports below Linux's ephemeral range, so that no outgoing connection holds the one that a job derives.
 _DERIVED_PORTS = range(20000, 32000)
@@ -102,6 +101,11 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
             f"{seen} says that {launcher.name} started this process, but {missing} is not set; "
             f"{launcher.name} sets {', '.join(launcher.required)}: set what is missing, or unset them all to run "
             "one process"
+        )
+    if environ.get("RANK_ID") and environ.get("RANK_SIZE", "1") != "1":
+        raise WorldError(
+            f"RANK_ID={environ['RANK_ID']} and RANK_SIZE={environ['RANK_SIZE']} say that this is one of several ranks, "
+            "but RANK_TABLE_FILE is not set; set it to the rank table, as `shardwright ranktable make` writes it"
         )
     return LaunchEnvironment(launcher="none", rank=0, size=1, local_rank=0, local_size=1)
 
@@ -230,72 +234,49 @@ def _slurm(environ: Mapping[str, str]) -> LaunchEnvironment:
     )
 
 
-@dataclass(frozen=True)
-class _TableDevice:
-    rank: int
-    device_id: int
-    server: int  # position in the server list
-
-
 def _rank_table(environ: Mapping[str, str]) -> LaunchEnvironment:
     path = Path(environ["RANK_TABLE_FILE"])
-    servers, devices = _read_table(path)
+    table, text = _read_table(path)
     rank = _integer(environ, "RANK_ID")
-    if rank not in devices:
-        raise WorldError(f"RANK_ID={rank} is not in {path}, which has the ranks 0 to {len(devices) - 1}")
-    mine = devices[rank]
+    if rank not in table.placed:
+        raise WorldError(f"RANK_ID={rank} is not in {path}, which has the ranks 0 to {table.size - 1}")
+    server, device = table.placed[rank]
+    # DEVICE_NUM is what the host has, or what the job uses of it: scripts set both.
     size, device_id = _optional_integer(environ, "RANK_SIZE"), _optional_integer(environ, "DEVICE_ID")
-    if size not in (None, len(devices)):
-        raise WorldError(f"RANK_SIZE={size}, but {path} has {len(devices)} ranks")
-    if device_id not in (None, mine.device_id):
+    if size not in (None, table.size):
+        raise WorldError(f"RANK_SIZE={size}, but {path} has {table.size} ranks")
+    if device_id not in (None, device.device_id):
         raise WorldError(
-            f"DEVICE_ID={device_id}, but {path} gives rank {rank} device {mine.device_id} of {servers[mine.server]}; "
-            f"set DEVICE_ID={mine.device_id}, or unset it"
+            f"DEVICE_ID={device_id}, but {path} gives rank {rank} device {device.device_id} of {server.server_id}; "
+            f"set DEVICE_ID={device.device_id}, or unset it"
         )
-    local = sorted(d.rank for d in devices.values() if d.server == mine.server)
-    # The meeting point is the first server of the table, whichever ranks it holds.
-    server_rank = min(d.rank for d in devices.values() if d.server == 0)
-    port = _optional_integer(environ, "MASTER_PORT") or derived_port(path.read_text())
+    local = sorted(device.rank for device in server.devices)
+    # The meeting point is the first server of the table, whichever ranks it holds; a single one is this host, whatever
+    # address of it the table has.
+    first = table.servers[0]
+    address = first.address if len(table.servers) > 1 else "127.0.0.1"
+    port = _optional_integer(environ, "MASTER_PORT") or derived_port(text)
     return LaunchEnvironment(
         launcher="rank table",
         rank=rank,
-        size=len(devices),
+        size=table.size,
         local_rank=local.index(rank),
         local_size=len(local),
-        meeting=TcpMeeting(servers[0], port, server_rank),
-        host=servers[mine.server],
-        device_id=mine.device_id,
+        meeting=TcpMeeting(address, port, min(device.rank for device in first.devices)),
+        host=server.server_id,
+        device_id=device.device_id,
     )
 
 
-def _read_table(path: Path) -> tuple[list[str], dict[int, _TableDevice]]:
-    """The server ids and the device of each rank; ids may be strings or integers."""
+def _read_table(path: Path) -> tuple[RankTable, str]:
     try:
-        table: dict[str, Any] = json.loads(path.read_text())
-        servers = [str(server["server_id"]) for server in table["server_list"]]
-        listed = [
-            _TableDevice(int(device["rank_id"]), int(device["device_id"]), position)
-            for position, server in enumerate(table["server_list"])
-            for device in server["device"]
-        ]
-    except OSError as error:
-        raise WorldError(f"RANK_TABLE_FILE={path} cannot be read: {error.strerror}") from error
-    except json.JSONDecodeError as error:
-        raise WorldError(f"RANK_TABLE_FILE={path} is no JSON: {error}") from error
-    except (KeyError, TypeError, ValueError) as error:
-        raise WorldError(
-            f"RANK_TABLE_FILE={path} is no rank table of version 1.0: {type(error).__name__}: {error}; expected "
-            "server_list with server_id and device, each with device_id and rank_id"
-        ) from error
-    devices = {device.rank: device for device in listed}
-    if len(devices) != len(listed) or sorted(devices) != list(range(len(listed))) or not listed:
-        ranks = sorted(device.rank for device in listed)
-        raise WorldError(f"RANK_TABLE_FILE={path} has the ranks {ranks}; expected each of 0 to {len(listed) - 1} once")
-    if len({(device.server, device.device_id) for device in listed}) != len(listed):
-        raise WorldError(f"RANK_TABLE_FILE={path} gives one device of a server to two ranks")
-    if "server_count" in table and str(table["server_count"]) != str(len(servers)):
-        raise WorldError(f"RANK_TABLE_FILE={path} says server_count {table['server_count']}, but lists {len(servers)}")
-    return servers, devices
+        text = read_text(path, "the rank table")
+    except UsageError as error:
+        raise WorldError(f"RANK_TABLE_FILE={path}: {error}") from None
+    table, problems = parse_rank_table(text)
+    if problems:
+        raise WorldError(f"RANK_TABLE_FILE={path} is no rank table: {problems[0]}{and_more(problems, path)}")
+    return table, text
 
 
 # Innermost first.

@@ -189,6 +189,11 @@ def _split_address(word: str, place: str, form: str) -> tuple[str | None, str, s
     return user or None, name, colon + rest
 
 
+def is_host_name(text: str) -> bool:
+    """A name that a host may have, or an address, IPv6 without brackets."""
+    return _NAME.fullmatch(text) is not None or _is_ipv6(text)
+
+
 def _is_ipv6(text: str) -> bool:
     try:
         # ssh takes a scope to be part of the name, and so do we, as long as it can be one.

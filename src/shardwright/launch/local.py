@@ -73,8 +73,9 @@ def launch(options: LaunchOptions) -> int:
         lease.close()
 
 
-def rank_variables(ranks: int, port: int, run_id: str, folder: JobFolder) -> dict[int, dict[str, str]]:
-    """torchrun's variables for each rank of a job on this host alone."""
+def rank_variables(options: LaunchOptions, port: int, run_id: str, folder: JobFolder) -> dict[int, dict[str, str]]:
+    """torchrun's variables, and what a rank table adds to them, for each rank of a job on this host alone."""
+    ranks = options.ranks
     return {
         rank: {
             "RANK": str(rank), "LOCAL_RANK": str(rank), "ROLE_RANK": str(rank), "ROLE_NAME": "default",
@@ -83,7 +84,7 @@ def rank_variables(ranks: int, port: int, run_id: str, folder: JobFolder) -> dic
             "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": run_id,
             "TORCHELASTIC_ERROR_FILE": os.fspath(folder.error_file(rank)),
             FAILED_VARIABLE: os.fspath(folder.failed_mark),
-        }
+        } | options.rank_environments.get(rank, {})
         for rank in range(ranks)
     }  # fmt: skip
 
@@ -154,7 +155,7 @@ class _Launcher:
         assert supervisor.stdout is not None
         self.orders = supervisor.stdin.fileno()
         self.events = supervisor.stdout.fileno()
-        ranks = rank_variables(self.options.ranks, self.lease.port, self.run_id, self.folder)
+        ranks = rank_variables(self.options, self.lease.port, self.run_id, self.folder)
         self._order(Start(self.options.program, preload, ranks, tuple(held)).to_message())
         self.selector.register(self.events, selectors.EVENT_READ, self._take_events)
         return supervisor

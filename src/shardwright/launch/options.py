@@ -10,6 +10,7 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.launch.program import Kind, Program, check_program
+from shardwright.launch.rank_table import TABLE_VARIABLES, launched_here, read_rank_table
 from shardwright.launch.save_graphs import VARIABLE, SaveGraphs
 
 # What the launcher itself decides for each rank: not to be set with -x.
@@ -22,7 +23,11 @@ RANK_VARIABLES = frozenset({
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A job on one host. ``environment`` is what its ranks have in common beyond what the launcher was given."""
+    """A job on one host.
+
+    ``environment`` is what its ranks have in common beyond what the launcher was given, ``rank_environments`` what
+    single ranks have beside torchrun's variables.
+    """
 
     program: Program
     ranks: int
@@ -34,18 +39,23 @@ class LaunchOptions:
     environment: dict[str, str] = field(default_factory=dict)
     grace_s: float = 10.0
     detach: bool = False
+    rank_environments: dict[int, dict[str, str]] = field(default_factory=dict)
 
 
 def read_options(
     *, module: bool, program: bool, arguments: Sequence[str], ranks: str | None, preload: bool, tee: str | None,
     job: str | None, log_dir: str, port: int | None, devices: str | None, variables: Sequence[str], grace_s: float,
-    detach: bool, save_graphs: str | None = None,
+    detach: bool, save_graphs: str | None = None, rank_table: str | None = None,
 ) -> LaunchOptions:  # fmt: skip
     """The job that a command line asks for. Raises `UsageError` for what cannot be served.
 
     Without ``tee``, rank 0 is shown, or nothing if the job is detached.
     """
-    environment = read_variables(variables, os.environ) | visible_devices(devices, os.environ)
+    given = read_variables(variables, os.environ)
+    by_rank = read_table_ranks(rank_table, ranks, devices, given)
+    if by_rank:
+        ranks, devices = str(len(by_rank)), table_gpus(by_rank, os.environ | given)
+    environment = given | visible_devices(devices, os.environ)
     if save_graphs is not None:
         environment[VARIABLE] = str(SaveGraphs.parse(save_graphs))
     kind: Kind = "program" if program else "module" if module else "script"
@@ -60,6 +70,7 @@ def read_options(
         program=checked, ranks=number, preload=preload,
         shown=read_tee(tee or ("none" if detach else "0"), number),
         job=job, log_dir=Path(log_dir), port=port, environment=environment, grace_s=grace_s, detach=detach,
+        rank_environments=by_rank,
     )  # fmt: skip
 
 
@@ -70,6 +81,40 @@ def read_ranks(text: str | None, environment: Mapping[str, str]) -> int:
     if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
         raise UsageError(f"-n {text} is no number of ranks; type a whole number from 1 on, or -n auto for one per GPU")
     return int(text)
+
+
+def read_table_ranks(
+    rank_table: str | None, ranks: str | None, devices: str | None, given: Mapping[str, str]
+) -> dict[int, dict[str, str]]:
+    """``--rank-table``: what each rank of the table is told; nothing without one.
+
+    Raises `UsageError` where the table is broken or not this host's, or the other words of the command contradict it.
+    """
+    if rank_table is None:
+        return {}
+    path = Path(rank_table)
+    table = read_rank_table(path)
+    if ranks not in (None, "auto", str(table.size)):
+        raise UsageError(f"-n {ranks}, but {path} has {table.size} ranks; leave -n out")
+    if devices is not None:
+        raise UsageError(f"--devices {devices}: the devices are those of {path}; leave --devices out")
+    if refused := [name for name in TABLE_VARIABLES if name in given]:
+        raise UsageError(f"-x {refused[0]}: the launcher sets {refused[0]} for each rank itself, from {path}")
+    return launched_here(table, path)
+
+
+def table_gpus(by_rank: Mapping[int, Mapping[str, str]], environment: Mapping[str, str]) -> str | None:
+    """The devices of a rank table as GPUs, where this host has any: local rank N is to see its own as number N."""
+    ids = [variables["DEVICE_ID"] for variables in by_rank.values()]
+    gpus = count_gpus(environment)
+    if gpus == 0:
+        return None
+    if environment.get("CUDA_VISIBLE_DEVICES") is None and (beyond := [name for name in ids if int(name) >= gpus]):
+        raise UsageError(
+            f"the rank table gives out the devices {', '.join(beyond)}, but this host has the GPUs 0 to {gpus - 1}; to "
+            "run on its CPUs set CUDA_VISIBLE_DEVICES= (nothing)"
+        )
+    return ",".join(ids)
 
 
 def count_gpus(environment: Mapping[str, str]) -> int:

@@ -1,0 +1,1 @@
+"""What a cluster is asked and told outside of a job."""

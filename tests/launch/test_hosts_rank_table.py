@@ -1,0 +1,85 @@
+"""`shardwright launch --rank-table` starts the ranks of a table, if all of them are this machine's."""
+
+import json
+
+import pytest
+
+from shardwright.errors import UsageError
+from shardwright.launch.hosts import Hosts
+from shardwright.launch.options import table_gpus
+from shardwright.launch.rank_table import RankTable
+
+SHOW = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE | $RANK_TABLE_FILE $RANK_ID $RANK_SIZE $DEVICE_ID $DEVICE_NUM"'
+
+
+def write_table(launching, hosts):
+    (launching.folder / "table.json").write_text(RankTable.from_hosts(Hosts.from_list(hosts)).to_json())
+    return "table.json"
+
+
+def test_every_rank_is_told_its_place_in_the_table(launching):
+    # Two servers that are both this machine, and ids as numbers, as other tools write them.
+    servers = [
+        {"server_id": name, "device": [{"device_id": 4 + d, "rank_id": r} for d, r in devices]}
+        for name, devices in (("localhost", [(0, 2)]), ("127.0.0.1", [(0, 1), (1, 0)]))
+    ]
+    (launching.folder / "table.json").write_text(json.dumps({"server_count": 2, "server_list": servers}))
+    stray = {"RANK_ID": "9", "DEVICE_ID": "9", "CUDA_VISIBLE_DEVICES": ""}
+    ended = launching.run("--rank-table", "table.json", "--", "sh", "-c", SHOW, env=stray)
+    assert ended.code == 0, ended.stderr
+    path = launching.folder / "table.json"
+    assert [launching.log(rank) for rank in range(3)] == [
+        f"0 0 3 | {path} 0 3 5 2\n", f"1 1 3 | {path} 1 3 4 2\n", f"2 2 3 | {path} 2 3 4 1\n",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hosts", "arguments", "message"),
+    [
+        ("127.0.0.1:2", ["-n", "4"], "-n 4, but table.json has 2 ranks; leave -n out"),
+        (
+            "127.0.0.1:2",
+            ["--devices", "0,1"],
+            "--devices 0,1: the devices are those of table.json; leave --devices out",
+        ),
+        ("127.0.0.1:2", ["-x", "DEVICE_ID=3"], "-x DEVICE_ID: the launcher sets DEVICE_ID for each rank itself, from"),
+        ("240.0.0.1:2", [], "--rank-table table.json: its server 240.0.0.1 is not this host; launch on that host, or"),
+        (
+            "127.0.0.1:2,240.0.0.1:1,240.0.0.2:1",
+            [],
+            "of its 3 servers, 240.0.0.1, 240.0.0.2 are not this host, and launching on other hosts is not there yet",
+        ),
+        (None, [], "the rank table table.json cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_launched_is_said(launching, hosts, arguments, message):
+    if hosts is not None:
+        write_table(launching, hosts)
+    ended = launching.run("--rank-table", "table.json", *arguments, "--", "true")
+    assert ended.code == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (launching.folder / "log_output").exists()
+
+
+def test_the_devices_of_a_table_are_the_gpus_that_the_ranks_see(monkeypatch):
+    by_rank = {0: {"DEVICE_ID": "5"}, 1: {"DEVICE_ID": "4"}}
+    assert table_gpus(by_rank, {"CUDA_VISIBLE_DEVICES": "4,5,6"}) == "5,4"
+    assert table_gpus(by_rank, {"CUDA_VISIBLE_DEVICES": ""}) is None
+    monkeypatch.setattr("shardwright.launch.options.count_gpus", lambda _: 8)
+    assert table_gpus(by_rank, {}) == "5,4"
+    monkeypatch.setattr("shardwright.launch.options.count_gpus", lambda _: 5)
+    with pytest.raises(
+        UsageError, match="gives out the devices 5, but this host has the GPUs 0 to 4; to run on its CPUs"
+    ):
+        table_gpus(by_rank, {})
+
+
+def test_the_gpus_of_a_table_reach_the_ranks(launching):
+    table = write_table(launching, "127.0.0.1:2")
+    show = ["--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    ended = launching.run("--rank-table", table, *show, env={"CUDA_VISIBLE_DEVICES": "1,0"})
+    assert (ended.code, ended.stdout) == (0, "0,1\n")
+    ended = launching.run("--rank-table", table, *show, env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert ended.code == 2
+    assert "CUDA_VISIBLE_DEVICES=0 leaves no device 1" in ended.stderr
