@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
@@ -49,13 +49,15 @@ NO_BOX = Box((), ())
 class Prepared:
     """What this rank writes: ``chunks`` lie in the memory of the CPU or will be copied there, one at a time.
 
-    ``digest`` is of what the state is, which must be the same on all ranks; ``values`` rank 0 alone writes.
+    ``digest`` is of what the state is, which must be the same on all ranks; ``values`` rank 0 alone writes. ``also``
+    are the other paths of a tensor that stands under several: it is written once.
     """
 
     described: tuple[str, ...]
     pieces: Mapping[str, Piece]
     shares: Sequence[Share]
     values: Mapping[tuple[str, ...], bytes]
+    also: Mapping[tuple[str, ...], str]
 
 
 @dataclass(frozen=True)
@@ -75,10 +77,15 @@ def prepare(state: State, ranks: Ranks) -> Prepared:
     """
     pieces: dict[str, Piece] = {}
     values: dict[tuple[str, ...], bytes] = {}
+    also: dict[tuple[str, ...], str] = {}
+    first: dict[int, str] = {}
     described = []
     for path, value in state.items():
         name = _name(path)
-        if isinstance(value, Tensor | Piece):
+        if isinstance(value, Tensor | Piece) and first.setdefault(id(value), name) != name:
+            also[path] = first[id(value)]
+            described.append(f"{name}: the same as {also[path]}")
+        elif isinstance(value, Tensor | Piece):
             piece = value if isinstance(value, Piece) else Piece.of(path, value)
             _check(piece)
             pieces[name] = piece
@@ -90,7 +97,7 @@ def prepare(state: State, ranks: Ranks) -> Prepared:
     if len(described) != len({line.partition(": ")[0] for line in described}):
         raise CheckpointError(f"two entries of the state have the same name: {_twice(state)}")
     mine = [share for share in shares(list(pieces.values()), ranks.size) if share.writer == ranks.rank]
-    return Prepared(tuple(sorted(described)), pieces, mine, values)
+    return Prepared(tuple(sorted(described)), pieces, mine, values, also)
 
 
 def _name(path: tuple[str, ...]) -> str:
@@ -262,6 +269,10 @@ def _entries(prepared: Prepared, written: Sequence[Written]) -> dict[str, Entry]
     for name, piece in prepared.pieces.items():
         found = tuple(sorted(chunks[name], key=lambda chunk: chunk.box.offsets))
         entries[name] = TensorEntry(piece.path, piece.dtype, piece.shape, found)
+    for path, name in prepared.also.items():
+        same = entries[name]
+        assert isinstance(same, TensorEntry)
+        entries[".".join(path)] = replace(same, path=path)
     return entries
 
 
