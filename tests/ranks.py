@@ -15,7 +15,7 @@ import pickle
 import socket
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 PRELOAD = ["torch", "torch.distributed", "numpy", "torch.distributed.tensor", "shardwright.run.parallel"]
@@ -59,13 +59,18 @@ class RankFailed(AssertionError):
 
 
 def run_ranks(
-    n: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, env: dict[str, str] | None = None
+    n: int,
+    fn: Callable[..., Any],
+    *args: Any,
+    timeout: float = 60,
+    env: dict[str, str] | None = None,
+    dying: Container[int] = (),
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``n`` processes and return their results in rank order.
 
     ``fn`` must be importable (defined at the top of a module). Raises `RankFailed` with the traceback of
     the rank that failed first, or with the names of the ranks that had not finished after ``timeout`` seconds;
-    no process outlives the call.
+    no process outlives the call. The result of a rank in ``dying``, which may end without one, is its exit code.
     """
     port = free_port()
     children, pipes = [], {}
@@ -95,6 +100,9 @@ def run_ranks(
                     ok, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
                     children[rank].join(5)
+                    if rank in dying:
+                        results[rank] = children[rank].exitcode
+                        continue
                     raise RankFailed(f"rank {rank} of {n} died with exit code {children[rank].exitcode}") from None
                 if not ok:
                     raise RankFailed(f"rank {rank} of {n} raised:\n{value}")

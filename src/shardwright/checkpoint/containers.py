@@ -37,6 +37,7 @@ class _Summed:
         self.length = 0
         self.head = bytearray()
         self.checksums: list[str] = []
+        self.failure: BaseException | None = None
         self._block = xxhash.xxh3_64()
         self._room = BLOCK_BYTES
 
@@ -45,7 +46,11 @@ class _Summed:
         if _RECORD not in self.head or len(self.head) < self._data_at():
             self.head += view[:4096]
         self.length += len(view)
-        self.file.write(view)
+        try:
+            self.file.write(view)
+        except BaseException as failure:
+            self.failure = failure
+            raise
         rest = view
         while len(rest) >= self._room:
             self._block.update(rest[: self._room])
@@ -81,7 +86,10 @@ def write_tensor(file: BinaryIO, tensor: Tensor, name: str, start: int) -> Place
     A part of a larger tensor that is contiguous is written from where it lies, without a copy.
     """
     summed = _Summed(file)
-    torch.save(_alone(tensor), cast(BinaryIO, summed))
+    try:
+        torch.save(_alone(tensor), cast(BinaryIO, summed))
+    except Exception as error:  # torch tells what it was writing, and not why that failed
+        raise summed.failure or error from None
     return summed.place(name, start, tensor=True)
 
 

@@ -8,6 +8,8 @@ import errno
 import fcntl
 import io
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
 
@@ -30,6 +32,7 @@ class Files(Protocol):
     def read(self, path: str) -> bytes: ...
     def create(self, path: str) -> Any: ...
     def finish(self, file: Any) -> None: ...
+    def discard(self, file: Any) -> None: ...
     def rename(self, old: str, new: str) -> None: ...
     def exchange(self, one: str, other: str) -> None: ...
     def sync_directory(self, path: str) -> None: ...
@@ -45,8 +48,8 @@ class LocalFiles:
     renames = True
 
     def make_directory(self, path: str) -> None:
-        """Make the directory and those above it, as far as they lack."""
-        os.makedirs(path, exist_ok=True)
+        """Make a directory in one that is there."""
+        os.mkdir(path)
 
     def list(self, path: str) -> list[str]:
         """The names in a directory, sorted; none where there is no directory."""
@@ -71,6 +74,11 @@ class LocalFiles:
         file.flush()
         os.fsync(file.fileno())
         file.close()
+
+    def discard(self, file: BinaryIO) -> None:
+        """Close a file that is not finished, whatever of it is there."""
+        with contextlib.suppress(OSError):  # closing writes what is left in the buffer, which may fail again
+            file.close()
 
     def rename(self, old: str, new: str) -> None:
         os.rename(old, new)
@@ -100,7 +108,7 @@ class LocalFiles:
         """Remove an empty directory."""
         os.rmdir(path)
 
-    def lock(self, path: str, owner: str) -> int:
+    def lock(self, path: str, owner: str) -> FileLock:
         """Hold a lock until `unlock` or the end of this process, however it ends.
 
         Raises `Locked` where another process, or another part of this one, holds it.
@@ -117,9 +125,35 @@ class LocalFiles:
         except BaseException:
             os.close(descriptor)
             raise
-        return descriptor
+        return FileLock(descriptor)
 
-    def unlock(self, lock: int) -> None:
-        with contextlib.suppress(OSError):  # forked children may hold copies of the descriptor: closing is not enough
-            fcntl.flock(lock, fcntl.LOCK_UN)
-        os.close(lock)
+    def unlock(self, lock: FileLock) -> None:
+        lock.release()
+
+
+class FileLock:
+    """A lock that this process holds."""
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor: int | None = descriptor
+
+    def release(self) -> None:
+        """Give it back; a second call does nothing."""
+        descriptor, self.descriptor = self.descriptor, None
+        if descriptor is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_UN)  # forked children may hold copies: closing is not enough
+            finally:
+                os.close(descriptor)
+
+
+@contextmanager
+def written(files: Files, path: str) -> Iterator[Any]:
+    """A new file to write to, which is on the disk at the end; where that fails it is closed and may be incomplete."""
+    file = files.create(path)
+    try:
+        yield file
+        files.finish(file)
+    except BaseException:
+        files.discard(file)
+        raise

@@ -88,7 +88,7 @@ class ProcessRanks:
         try:
             return self._receive(rank)
         except RuntimeError as error:
-            return Lost(f"did not answer: {_first_line(error)}")
+            return Lost(f"ended or did not answer within {self.timeout.total_seconds():g} s: {_first_line(error)}")
 
     def _send(self, value: Any, to: int) -> None:
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)

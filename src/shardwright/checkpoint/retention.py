@@ -34,9 +34,13 @@ class Retention:
         if self.mode not in ("min", "max"):
             raise CheckpointError(f"mode={self.mode!r}: say whether 'min' or 'max' is best")
 
+    @property
+    def keeps_all(self) -> bool:
+        return self.latest_k is None and self.top_k is None
+
     def given_up(self, complete: Mapping[str, Manifest], newest: str) -> Sequence[str]:
         """Which of the complete checkpoints, oldest first, go now that ``newest`` stands."""
-        if self.latest_k is None and self.top_k is None:
+        if self.keeps_all:
             return []
         kept = {newest, *list(complete)[-(self.latest_k or 1) :], *self.best(complete)}
         return [name for name in complete if name not in kept]

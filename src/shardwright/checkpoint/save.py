@@ -10,7 +10,6 @@ takes back what was written, and all ranks raise the same error.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -22,6 +21,7 @@ from torch import Tensor
 from shardwright import __version__
 from shardwright.checkpoint.containers import packed, without_crc, write_tensor, write_value
 from shardwright.checkpoint.dcp import METADATA, metadata
+from shardwright.checkpoint.files import written
 from shardwright.checkpoint.manifest import (
     MANIFEST,
     Box,
@@ -172,8 +172,8 @@ def write(
             save = begun
             failure = _first_failure(answers)
             if failure is None:
-                written = [found for _, found in answers]
-                failure, manifest = _attempt(lambda: _finish(store, save, prepared, written, info, files))
+                parts = [found for _, found in answers]
+                failure, manifest = _attempt(lambda: _finish(store, save, prepared, parts, info, files))
         failure = ranks.broadcast(failure)
         if failure is not None:
             raise CheckpointError(failure)
@@ -204,20 +204,13 @@ def _write_share(store: Store, place: WritingPlace, prepared: Prepared, rank: in
     if not prepared.values and not prepared.shares:
         return Written(name, 0, places)
     size = 0
-    file = store.files.create(f"{place.directory}/{name}")
-    try:
+    with written(store.files, f"{place.directory}/{name}") as file, without_crc():
         for path, data in prepared.values.items():
             places[".".join(path), NO_BOX] = at = write_value(file, data, name, size)
             size += at.length
-        with without_crc():
-            for share in prepared.shares:
-                places[share.name, share.box] = at = write_tensor(file, _elements(prepared, share, rank), name, size)
-                size += at.length
-    except BaseException:
-        with contextlib.suppress(OSError):
-            file.close()
-        raise
-    store.files.finish(file)
+        for share in prepared.shares:
+            places[share.name, share.box] = at = write_tensor(file, _elements(prepared, share, rank), name, size)
+            size += at.length
     return Written(name, size, places)
 
 
@@ -232,13 +225,13 @@ def _finish(
     store: Store,
     save: Save,
     prepared: Prepared,
-    written: Sequence[Written],
+    parts: Sequence[Written],
     info: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> Manifest:
     """Write the indexes, and commit."""
-    entries = _entries(prepared, written)
-    records = {w.file: FileRecord(w.size_bytes) for w in written if w.places}
+    entries = _entries(prepared, parts)
+    records = {w.file: FileRecord(w.size_bytes) for w in parts if w.places}
     index = metadata(Manifest(entries, {}))
     for name, data in {**files, METADATA: index}.items():
         if name in records or name == MANIFEST:
@@ -249,7 +242,7 @@ def _finish(
         **info,
         "sequence": save.sequence,
         "saved": datetime.now(UTC).isoformat(timespec="milliseconds"),
-        "world_size": len(written),
+        "world_size": len(parts),
         "versions": {"shardwright": __version__, "torch": str(torch.__version__)},
     }
     manifest = Manifest(entries, records, about)
@@ -257,9 +250,9 @@ def _finish(
     return manifest
 
 
-def _entries(prepared: Prepared, written: Sequence[Written]) -> dict[str, Entry]:
+def _entries(prepared: Prepared, parts: Sequence[Written]) -> dict[str, Entry]:
     chunks: dict[str, list[Chunk]] = {}
-    for w in written:
+    for w in parts:
         for (name, box), place in w.places.items():
             chunks.setdefault(name, []).append(Chunk(box, place))
     entries: dict[str, Entry] = {}

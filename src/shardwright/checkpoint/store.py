@@ -21,14 +21,14 @@ import os
 import secrets
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.files import Files, LocalFiles, Locked
+from shardwright.checkpoint.files import Files, LocalFiles, Locked, written
 from shardwright.checkpoint.manifest import MANIFEST, Manifest
 from shardwright.checkpoint.retention import KEEP_ALL, Retention
 from shardwright.errors import CheckpointError
@@ -100,7 +100,7 @@ class Store:
             if not name.startswith(".") and self.files.is_directory(self.path(name)):
                 with contextlib.suppress(CheckpointError):
                     found[name] = self.manifest(name)
-        return dict(sorted(found.items(), key=lambda item: (_sequence(item[1]), item[0])))
+        return dict(sorted(found.items(), key=lambda item: (_sequence(item[1]), _saved(item[1]), item[0])))
 
     def latest(self) -> str | None:
         """The name of the newest complete checkpoint, None where there is none.
@@ -127,13 +127,14 @@ class Store:
                 f"and not called {LATEST}; for example step-00000100"
             )
         with self._told(f"cannot begin to save {self.path(name)}"):
-            self.files.make_directory(self.directory)
+            self._make_directories(self.directory)
             lock = self._lock()
             try:
                 self._remove_leftovers()
                 nonce = secrets.token_hex(4)
                 directory = self.path(f"{SAVING}{name}-{nonce}")
-                sequence = 1 + max((_sequence(manifest) for manifest in self.complete().values()), default=0)
+                newest = self.latest()
+                sequence = 1 + (_sequence(self.manifest(newest)) if newest else 0)
                 self.files.make_directory(directory)
             except BaseException:
                 self.files.unlock(lock)
@@ -142,13 +143,7 @@ class Store:
 
     def write(self, save: Save, name: str, data: bytes) -> None:
         """Write a small file of the checkpoint, to the disk."""
-        file = self.files.create(f"{save.directory}/{name}")
-        try:
-            file.write(data)
-        except BaseException:
-            file.close()
-            raise
-        self.files.finish(file)
+        self._write(f"{save.directory}/{name}", data)
 
     def commit(self, save: Save, manifest: Manifest) -> None:
         """Make the save a checkpoint, the latest; then remove those that the retention gives up.
@@ -167,28 +162,35 @@ class Store:
             self.files.sync_directory(self.directory)
             self._point(save)
         self._retire(save)
-        self.files.unlock(save.lock)
+        self._unlock(save)
 
     def abort(self, save: Save) -> None:
         """Take back what was written; what cannot be removed now, the next save removes."""
         with contextlib.suppress(OSError):
             self._remove_tree(save.directory)
-        self.files.unlock(save.lock)
+        self._unlock(save)
+
+    def _unlock(self, save: Save) -> None:
+        with contextlib.suppress(OSError):  # the lock ends with the process at the latest
+            self.files.unlock(save.lock)
 
     def _point(self, save: Save) -> None:
         pointer = self.path(f".{LATEST}-{save.nonce}")
-        file = self.files.create(pointer)
-        file.write(f"{save.name}\n".encode())
-        self.files.finish(file)
+        self._write(pointer, f"{save.name}\n".encode())
         self.files.rename(pointer, self.path(LATEST))
         self.files.sync_directory(self.directory)
+
+    def _write(self, path: str, data: bytes) -> None:
+        with written(self.files, path) as file:
+            file.write(data)
 
     def _retire(self, save: Save) -> None:
         """Remove what is no longer wanted. The new checkpoint stands already: a failure here is a warning."""
         try:
             if self.files.is_directory(save.directory):  # what the exchange put there
                 self._remove_tree(save.directory)
-            for name in self.retention.given_up(self.complete(), save.name):
+            everything = {} if self.retention.keeps_all else self.complete()
+            for name in self.retention.given_up(everything, save.name):
                 going = self.path(f"{REMOVING}{name}-{save.nonce}")
                 self.files.rename(self.path(name), going)
                 self.files.sync_directory(self.directory)
@@ -198,6 +200,16 @@ class Store:
                 f"{self.path(save.name)} is saved, but an older checkpoint could not be removed: {_says(error)}",
                 stacklevel=2,
             )
+
+    def _make_directories(self, path: str) -> None:
+        """Make the directory and those above it, as far as they lack, and see to it that a crash leaves them."""
+        if not path or self.files.is_directory(path):
+            return
+        parent = path.rpartition("/")[0] or ("/" if path.startswith("/") else ".")
+        self._make_directories(parent)
+        with contextlib.suppress(FileExistsError):  # another process was as fast
+            self.files.make_directory(path)
+        self.files.sync_directory(parent)
 
     def _remove_leftovers(self) -> None:
         """What saves that died have left. The lock is held, so that none of it belongs to one that lives."""
@@ -247,5 +259,8 @@ def _is_name(name: str) -> bool:
 
 
 def _sequence(manifest: Manifest) -> int:
-    found: Mapping[str, Any] = manifest.info
-    return int(found.get("sequence", 0))
+    return int(manifest.info.get("sequence", 0))
+
+
+def _saved(manifest: Manifest) -> str:
+    return str(manifest.info.get("saved", ""))

@@ -1,0 +1,106 @@
+"""Whatever happens while a checkpoint is saved, a good one loads, and the next save removes what is left."""
+
+import errno
+import os
+
+import pytest
+
+from faulty_files import Disk, Faulty, Killed, crashes
+from saved import good_step, no_leftovers, save_step
+from shardwright.checkpoint.files import LocalFiles
+from shardwright.checkpoint.retention import Retention
+from shardwright.checkpoint.store import Store
+from shardwright.errors import CheckpointError
+
+KEEP_ONE = Retention(latest_k=1)
+
+
+def kill():
+    raise Killed
+
+
+def full():
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def points(files, directory, replaced, every):
+    """At which operations the second save into ``directory`` is to fail, in which an old checkpoint goes.
+
+    All of them, but of the pieces of which torch.save writes a file only one in ``every``.
+    """
+    save_step(Store(directory, files), 1, name="same" if replaced else None)
+    counted = Faulty(files)
+    save_step(Store(directory, counted, KEEP_ONE), 2, name="same" if replaced else None)
+    assert {"create", "write", "finish", "sync_directory", "rename", "remove", "lock"} < set(counted.done)
+    assert ("exchange" in counted.done) == replaced
+    return [at for at, name in enumerate(counted.done) if name != "write" or at % every == 0]
+
+
+EVERY = [pytest.param(20, id="some"), pytest.param(1, id="every", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("replaced", [False, True], ids=["another name", "the same name"])
+@pytest.mark.parametrize("first", [False, True], ids=["second save", "first save"])
+def test_a_machine_that_fails_at_any_operation_leaves_a_good_checkpoint(first, replaced, every):
+    name = "same" if replaced else None
+    for at in [*points(Disk(), "/runs/mine", replaced, every), 10**6]:
+        for keeps in crashes(seeds=1 if every > 1 else 6):
+            disk = Disk()
+            if not first:
+                save_step(Store("/runs/mine", disk), 1, name=name)
+            returned = False
+            try:
+                save_step(Store("/runs/mine", Faulty(disk, at, kill, stays=True), KEEP_ONE), 2, name=name)
+                returned = True
+            except Killed:
+                pass
+            left = disk.after_crash(keeps)
+            store = Store("/runs/mine", left, KEEP_ONE)
+            if returned or not first or store.latest() is not None:
+                step = good_step(store)
+                assert step == 2 if returned else step in (1, 2)
+            save_step(store, 3, name=name)
+            assert good_step(store) == 3
+            no_leftovers(store)
+            assert list(store.complete()) == [name or "step-3"]
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("replaced", [False, True], ids=["another name", "the same name"])
+def test_a_process_that_dies_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, replaced, every):
+    name = "same" if replaced else None
+    for at in points(LocalFiles(), str(tmp_path / "counted"), replaced, every):
+        directory = tmp_path / str(at)
+        save_step(Store(directory), 1, name=name)
+        dying = Faulty(LocalFiles(), at, kill, stays=True)
+        with pytest.raises(Killed):
+            save_step(Store(directory, dying, KEEP_ONE), 2, name=name)
+        dying.release()
+        assert good_step(Store(directory)) in (1, 2)
+        save_step(Store(directory, retention=KEEP_ONE), 3, name=name)
+        assert good_step(Store(directory)) == 3
+        no_leftovers(Store(directory))
+
+
+@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])
+@pytest.mark.filterwarnings("ignore:.*is saved, but an older checkpoint could not be removed")
+def test_an_operation_that_fails_is_an_error_and_the_last_good_one_stays(tmp_path, stays, every):
+    failures = points(LocalFiles(), str(tmp_path / "counted"), False, every)
+    told = []
+    for at in failures:
+        directory = tmp_path / str(at)
+        save_step(Store(directory), 1)
+        failing = Faulty(LocalFiles(), at, full, stays=stays)
+        try:
+            save_step(Store(directory, failing, KEEP_ONE), 2)
+        except CheckpointError as error:
+            told.append(str(error))
+        assert good_step(Store(directory)) in (1, 2)
+        failing.release()
+        save_step(Store(directory, retention=KEEP_ONE), 3)
+        assert good_step(Store(directory)) == 3
+        no_leftovers(Store(directory))
+    assert len(told) > len(failures) / 2
+    assert all("No space left on device" in message for message in told), told
