@@ -26,6 +26,7 @@ _PUBLIC: dict[str, str] = {
     "RandomImages": "shardwright.data.random_images",
     "Trainer": "shardwright.run.trainer",
     "World": "shardwright.run.world",
+    "checkpoint": "shardwright.checkpoint",
     "constant_schedule": "shardwright.run.schedules",
     "cosine_schedule": "shardwright.run.schedules",
     "create_group": "shardwright.run.groups",
@@ -47,6 +48,9 @@ _PUBLIC: dict[str, str] = {
     "verify": "shardwright.run.verify",
 }
 
+# those that are modules themselves: sw.checkpoint.save
+_ROOMS = {"checkpoint"}
+
 __all__ = ["__version__", *sorted(_PUBLIC)]
 
 
@@ -55,7 +59,8 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(
             f"module 'shardwright' has no attribute {name!r}; public names: {', '.join(sorted(_PUBLIC))}"
         )
-    value = getattr(importlib.import_module(_PUBLIC[name]), name)
+    module = importlib.import_module(_PUBLIC[name])
+    value = module if name in _ROOMS else getattr(module, name)
     globals()[name] = value
     return value
 

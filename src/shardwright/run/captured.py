@@ -346,6 +346,14 @@ class Parallel:
         """Take a state as `state_dict` gives it."""
         self.module.load_state_dict(state)
 
+    def random_state(self) -> dict[str, int]:
+        """What the random numbers of the next training step depend on, beside positions: the same on every rank."""
+        return {"seed": self._seed, "step": self._step}
+
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """Draw from here on what the one that gave ``state`` would draw; every rank calls it with the same."""
+        self._seed, self._step = state["seed"], state["step"]
+
     def train(self, mode: bool = True) -> Parallel:
         """Training mode, as `torch.nn.Module.train`."""
         self.module.train(mode)
