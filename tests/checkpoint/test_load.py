@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,8 +12,8 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from ranks import run_ranks
-from shardwright.checkpoint import containers, load, manifest, pieces, source
-from shardwright.checkpoint.load import read_box
+from shardwright.checkpoint import containers, manifest, pieces, source
+from shardwright.checkpoint.load import load, read_box
 from shardwright.checkpoint.manifest import Box
 from shardwright.checkpoint.pieces import Piece
 from shardwright.checkpoint.ranks import OneRank, ProcessRanks
@@ -30,15 +31,16 @@ DTYPES = [
 ]  # fmt: skip
 MESHES = [Mesh(()), Mesh.of(a=2), Mesh.of(a=3), Mesh.of(a=6), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3)]
 pieces_cut = pieces.cut
+LOAD = sys.modules["shardwright.checkpoint.load"]  # the package has a function of that name
 
 
 @contextlib.contextmanager
 def small_blocks(block_bytes, slab_bytes, chunk_bytes):
     """Files of a few bytes then have the seams of files of gigabytes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (manifest, containers, source, load):
+        for module in (manifest, containers, source, LOAD):
             patch.setattr(module, "BLOCK_BYTES", block_bytes)
-        patch.setattr(load, "SLAB_BYTES", slab_bytes)
+        patch.setattr(LOAD, "SLAB_BYTES", slab_bytes)
         patch.setattr(pieces, "cut", lambda box, item: pieces_cut(box, item, chunk_bytes))
         yield
 
@@ -98,7 +100,7 @@ def test_any_layout_is_loaded_as_any_other(tmp_path, case):
         for rank in range(after.size):
             wanted = {path: piece(path, torch.zeros_like(whole), new, after, rank)
                       for path, (whole, _, new) in tensors.items()}  # fmt: skip
-            load.load(tmp_path / "s", wanted, rank=rank)
+            load(tmp_path / "s", wanted, rank=rank)
             for path, (whole, _, new) in tensors.items():
                 part = whole[new.local_slice(whole.shape, after, rank)] if after.axes else whole
                 assert same(wanted[path].local, part), (path, rank, new)
@@ -154,7 +156,7 @@ def test_a_rank_reads_about_its_own_part(tmp_path):
         read = Counting(tmp_path / "step-1")
         part = piece(("w",), whole, Layout.split(2, {dim: ["a"]}), mesh, 3)
         part.local.zero_()
-        load.load(Source(read, open_source(tmp_path).manifest), {("w",): part}, rank=3, threads=1)
+        load(Source(read, open_source(tmp_path).manifest), {("w",): part}, rank=3, threads=1)
         assert torch.equal(part.local, whole.chunk(8, dim)[3])
         assert sum(count for _, _, count in read.reads) <= most
         assert max(count for _, _, count in read.reads) <= manifest.BLOCK_BYTES
@@ -165,7 +167,7 @@ def test_memory_that_is_not_contiguous_is_filled_too(tmp_path):
     whole = torch.randn(6, 8)
     save_as(tmp_path, {("t",): whole, ("s",): whole[0]})
     into, strided = torch.zeros(8, 6).t(), torch.zeros(16)[::2]
-    load.load(tmp_path, {("t",): into, ("s",): strided})
+    load(tmp_path, {("t",): into, ("s",): strided})
     assert torch.equal(into, whole)
     assert torch.equal(strided, whole[0])
 
@@ -173,7 +175,7 @@ def test_memory_that_is_not_contiguous_is_filled_too(tmp_path):
 def test_values_come_back_and_a_tensor_without_room_comes_whole(tmp_path):
     state = {("run", "epoch"): 3, ("run", "rng"): torch.arange(5), ("optimizer", "param_groups", "0"): {"lr": 0.5}}
     save_as(tmp_path, state)
-    loaded = load.load(tmp_path, dict.fromkeys(state))
+    loaded = load(tmp_path, dict.fromkeys(state))
     assert loaded.values["run", "epoch"] == 3
     assert torch.equal(loaded.values["run", "rng"], torch.arange(5))
     assert loaded.values["optimizer", "param_groups", "0"] == {"lr": 0.5}
@@ -184,7 +186,7 @@ def test_autograd_sees_that_a_parameter_changed(tmp_path):
     save_as(tmp_path, {("w",): torch.ones(3)})
     weight = torch.nn.Parameter(torch.zeros(3))
     loss = (weight * weight).sum()
-    load.load(tmp_path, {("w",): weight})
+    load(tmp_path, {("w",): weight})
     assert torch.equal(weight, torch.ones(3))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -204,7 +206,7 @@ def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp
     wanted = {**model_state("backbone.0.weight", "backbone.1.weight"), ("model", "head"): torch.zeros(5, 2),
               ("model", "half"): torch.zeros(2, dtype=torch.float64), ("model", "same"): torch.zeros(2)}  # fmt: skip
     with pytest.raises(CheckpointError) as failure:
-        load.load(tmp_path, wanted)
+        load(tmp_path, wanted)
     assert str(failure.value).splitlines() == [
         f"{tmp_path}/step-1 does not fit what it is to be loaded into:",
         "  2 wanted here, missing in the checkpoint: model.backbone.0.weight, model.backbone.1.weight",
@@ -216,7 +218,7 @@ def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp
     ]
     assert all(not tensor.any() for tensor in wanted.values())
 
-    loaded = load.load(tmp_path, wanted, strict=False).match
+    loaded = load(tmp_path, wanted, strict=False).match
     assert wanted["model", "half"].tolist() == [1, 1]
     assert wanted["model", "same"].tolist() == [1, 1]
     assert not wanted["model", "head"].any()
@@ -228,14 +230,14 @@ def test_everything_that_does_not_fit_is_told_at_once_and_nothing_is_changed(tmp
 def test_long_lists_are_cut(tmp_path):
     save_as(tmp_path, {("model", "a"): torch.zeros(1)})
     with pytest.raises(CheckpointError, match=r"40 wanted here, missing .*model\.n9, and 30 more"):
-        load.load(tmp_path, model_state(*(f"n{i}" for i in range(40))))
+        load(tmp_path, model_state(*(f"n{i}" for i in range(40))))
 
 
 def test_a_section_that_is_not_there_is_told(tmp_path):
     save_as(tmp_path, model_state("a"))
     with pytest.raises(CheckpointError, match="nothing at all under: ema"):
-        load.load(tmp_path, {("ema", "a"): torch.zeros(2, 3)})
-    load.load(tmp_path, model_state("a"))  # and what nobody asks for is not extra
+        load(tmp_path, {("ema", "a"): torch.zeros(2, 3)})
+    load(tmp_path, model_state("a"))  # and what nobody asks for is not extra
 
 
 def test_the_suggested_rename_works_for_the_optimizer_too(tmp_path):
@@ -246,10 +248,10 @@ def test_the_suggested_rename_works_for_the_optimizer_too(tmp_path):
     save_as(tmp_path, saved)
     wanted = {("model", "encoder.w"): torch.zeros(2), ("optimizer", "state", "encoder.w", "m"): torch.zeros(2)}
     with pytest.raises(CheckpointError, match=r"rename=\{'module\.\*': '\*'\}"):
-        load.load(tmp_path, wanted)
-    load.load(tmp_path, wanted, rename={"module.*": "*"})
+        load(tmp_path, wanted)
+    load(tmp_path, wanted, rename={"module.*": "*"})
     assert all(tensor.all() for tensor in wanted.values())
-    load.load(tmp_path, wanted, rename=lambda name: name.removeprefix("module."))
+    load(tmp_path, wanted, rename=lambda name: name.removeprefix("module."))
 
 
 @pytest.mark.parametrize(
@@ -266,22 +268,22 @@ def test_the_suggested_rename_works_for_the_optimizer_too(tmp_path):
 def test_renames_that_cannot_be_are_refused(tmp_path, rename, message):
     save_as(tmp_path, model_state("decoder.w", "encoder.w"))
     with pytest.raises(UsageError, match=message):
-        load.load(tmp_path, model_state("decoder.w", "encoder.w"), rename=rename)
+        load(tmp_path, model_state("decoder.w", "encoder.w"), rename=rename)
 
 
 def test_places_that_cannot_be_filled_are_named(tmp_path):
     save_as(tmp_path, {("w",): torch.ones(2)})
     with pytest.raises(CheckpointError, match=r"w is on the meta device.*model.to_empty"):
-        load.load(tmp_path, {("w",): torch.zeros(2, device="meta")})
+        load(tmp_path, {("w",): torch.zeros(2, device="meta")})
     partial = Piece(("w",), (2,), torch.float32, Layout.split(1, {}, ["a"]), Mesh.of(a=1), torch.zeros(2))
     with pytest.raises(CheckpointError, match="w is partial over a here"):
-        load.load(tmp_path, {("w",): partial}, rank=0)
+        load(tmp_path, {("w",): partial}, rank=0)
 
 
 def test_a_value_where_a_tensor_is_wanted_is_named(tmp_path):
     save_as(tmp_path, {("w",): 3})
     with pytest.raises(CheckpointError, match="w is no tensor in the checkpoint, but one here"):
-        load.load(tmp_path, {("w",): torch.zeros(())})
+        load(tmp_path, {("w",): torch.zeros(())})
 
 
 def test_chunks_that_do_not_cover_the_tensor_are_refused(tmp_path):
@@ -290,7 +292,7 @@ def test_chunks_that_do_not_cover_the_tensor_are_refused(tmp_path):
     short = replace(entry, chunks=(replace(entry.chunks[0], box=Box((0,), (3,))),))
     broken = Source(LocalFolder(tmp_path / "step-1"), replace(found, entries={"w": short}))
     with pytest.raises(CheckpointError, match="have 3 of the 4 elements"):
-        load.load(broken, {("w",): torch.zeros(4)})
+        load(broken, {("w",): torch.zeros(4)})
 
 
 # Real ranks
@@ -314,7 +316,7 @@ def _load_on_another(directory, wholes):
     mesh = init_device_mesh("cpu", (3,))
     for placed in ([Shard(0)], [Replicate()]):
         state = {("model", f"w{i}"): distribute_tensor(torch.zeros_like(w), mesh, placed) for i, w in enumerate(wholes)}
-        load.load(directory, state)
+        load(directory, state)
         for i, whole in enumerate(wholes):
             found = state["model", f"w{i}"]
             assert isinstance(found, DTensor)
