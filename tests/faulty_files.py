@@ -19,10 +19,13 @@ class Killed(BaseException):
 class Faulty:
     """``files``, of which the ``at``-th operation (counted from 0) calls ``fault`` first, and with ``stays`` all later.
 
-    A write that is the ``at``-th leaves half of its bytes. ``done`` lists what was called.
+    ``at`` may be a name, for every operation of that name. A write that is the ``at``-th leaves half of its bytes.
+    ``done`` lists what was called.
     """
 
-    def __init__(self, files: Any, at: int | None = None, fault: Callable[[], Any] | None = None, stays: bool = False):
+    def __init__(
+        self, files: Any, at: int | str | None = None, fault: Callable[[], Any] | None = None, stays: bool = False
+    ):
         self.files, self.at, self.fault, self.stays = files, at, fault, stays
         self.renames = files.renames
         self.done: list[str] = []
@@ -49,7 +52,7 @@ class Faulty:
     def step(self, name: str) -> None:
         count = len(self.done)
         self.done.append(name)
-        if self.at is not None and (count == self.at or (self.stays and count > self.at)):
+        if name == self.at or (isinstance(self.at, int) and (count == self.at or (self.stays and count > self.at))):
             self.fault()
 
     def release(self) -> None:
