@@ -210,19 +210,26 @@ class Source:
             buffer[low - start : high - start] = block[low - first : high - first]
 
     def _fetch(self, entry: str, place: Place, index: int, block: memoryview) -> None:
+        if found := self.check_block(entry, place, index, block):
+            raise self.damaged(found)
+
+    def check_block(self, entry: str, place: Place, index: int, block: memoryview) -> Damage | None:
+        """Read one block of a container into ``block``, which has its size; what is wrong with it."""
         start = place.start + index * BLOCK_BYTES
         try:
             count = self.folder.read_into(place.file, start, block)
         except FileNotFoundError:
-            raise self.damaged(Damage(place.file, entry, "the file is missing")) from None
+            return Damage(place.file, entry, "the file is missing")
         except OSError as error:
-            raise self.damaged(Damage(place.file, entry, f"cannot be read: {error.strerror or error}")) from error
+            return Damage(place.file, entry, f"cannot be read: {error.strerror or error}")
         if count < len(block):
-            what = f"ends at byte {start + count}, where {len(block) - count} more were written"
-            raise self.damaged(Damage(place.file, entry, what))
+            return Damage(
+                place.file, entry, f"ends at byte {start + count}, where {len(block) - count} more were written"
+            )
         if checksum(block) != place.checksums[index]:
             what = f"bytes {start} to {start + len(block) - 1} are not what was written: their checksum differs"
-            raise self.damaged(Damage(place.file, entry, what))
+            return Damage(place.file, entry, what)
+        return None
 
     def value(self, entry: ValueEntry) -> Any:
         """What an entry that is no tensor holds."""
