@@ -68,6 +68,11 @@ class _LaunchCommand(click.Command):
     help="Ranks dump what they run to DIR/rank_N: level 1 the strategies, level 2 (the default) the local program too. "
     "Sets SHARDWRIGHT_SAVE_GRAPHS, which sw.parallelize reads where its save_graphs= is not given.",
 )
+@click.option(
+    "--via", type=click.Choice(["local", "mpirun"]), default="local", show_default=True, help="Who starts the ranks."
+)
+@click.option("--backend", type=click.Choice(["gloo", "nccl", "mpi"]), help="For sw.init() where it is given none.")
+@click.option("--mca", multiple=True, nargs=2, metavar="NAME VALUE", help="A setting for mpirun.")
 @click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -80,6 +85,7 @@ def launch(
     shardwright launch -n 8 train.py ARGS
     shardwright launch -n 8 -m package.module ARGS
     shardwright launch -n 8 -- PROGRAM ARGS
+    shardwright launch -n 8 --via mpirun --backend mpi train.py ARGS
 
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
@@ -90,6 +96,8 @@ def launch(
     job = read_options(
         arguments=command, program=program, preload=not no_preload, log_dir=log_dir, grace_s=grace, **options
     )
+    if "--allow-run-as-root" in job.carrier:
+        click.echo("shardwright: mpirun is told that it may run as root; it would rather not", err=True)
     sys.exit(launch_job(job))
 
 
@@ -117,7 +125,10 @@ _SEARCHES = click.Choice(["propagation", "exact"])
 @click.option("--mode", type=_MODES, default="auto", show_default=True, help="How much the planner decides.")
 @click.option("--search", type=_SEARCHES, help="How it searches; without it the usual way of the mode.")
 @click.option("--inputs", type=click.Choice(["split", "whole"]), default="split", show_default=True, help="Of batches.")
-@click.option("--hardware", type=click.Choice(["cpu", "h100"]), default="cpu", show_default=True, help="Prices whose.")
+@click.option(
+    "--hardware", default="cpu", show_default=True, metavar="NAME|FILE.json",
+    help="Prices whose: cpu, v100, a100, h100, h200, or a profile that `shardwright bench --save-profile` wrote.",
+)  # fmt: skip
 @click.option("--save", metavar="plan.json", help="Write the plan, for sw.parallelize(plan=...).")
 @click.option("--load", metavar="plan.json", help="Check that this plan fits, and show it, in place of planning.")
 @click.argument("target", metavar="FILE.py:build")

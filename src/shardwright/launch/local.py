@@ -156,7 +156,7 @@ class _Launcher:
         self.orders = supervisor.stdin.fileno()
         self.events = supervisor.stdout.fileno()
         ranks = rank_variables(self.options, self.lease.port, self.run_id, self.folder)
-        self._order(Start(self.options.program, preload, ranks, tuple(held)).to_message())
+        self._order(Start(self.options.program, preload, ranks, tuple(held), self.options.carrier).to_message())
         self.selector.register(self.events, selectors.EVENT_READ, self._take_events)
         return supervisor
 

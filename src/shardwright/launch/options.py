@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.errors import UsageError
+from shardwright.launch.mpirun import find_mpirun, mpirun_command, read_backend, read_mca, runs_as_root
 from shardwright.launch.program import Kind, Program, check_program
 from shardwright.launch.rank_table import TABLE_VARIABLES, launched_here, read_rank_table
 from shardwright.launch.save_graphs import VARIABLE, SaveGraphs
@@ -26,7 +27,7 @@ class LaunchOptions:
     """A job on one host.
 
     ``environment`` is what its ranks have in common beyond what the launcher was given, ``rank_environments`` what
-    single ranks have beside torchrun's variables.
+    single ranks have beside torchrun's variables. ``carrier`` is mpirun's command line where mpirun starts them.
     """
 
     program: Program
@@ -40,12 +41,14 @@ class LaunchOptions:
     grace_s: float = 10.0
     detach: bool = False
     rank_environments: dict[int, dict[str, str]] = field(default_factory=dict)
+    carrier: tuple[str, ...] = ()
 
 
 def read_options(
     *, module: bool, program: bool, arguments: Sequence[str], ranks: str | None, preload: bool, tee: str | None,
     job: str | None, log_dir: str, port: int | None, devices: str | None, variables: Sequence[str], grace_s: float,
-    detach: bool, save_graphs: str | None = None, rank_table: str | None = None,
+    detach: bool, save_graphs: str | None = None, rank_table: str | None = None, via: str = "local",
+    backend: str | None = None, mca: Sequence[tuple[str, str]] = (),
 ) -> LaunchOptions:  # fmt: skip
     """The job that a command line asks for. Raises `UsageError` for what cannot be served.
 
@@ -55,7 +58,8 @@ def read_options(
     by_rank = read_table_ranks(rank_table, ranks, devices, given)
     if by_rank:
         ranks, devices = str(len(by_rank)), table_gpus(by_rank, os.environ | given)
-    environment = given | visible_devices(devices, os.environ)
+    environment = given | visible_devices(devices, os.environ) | read_backend(backend, via)
+    settings = read_mca(mca, via)
     if save_graphs is not None:
         environment[VARIABLE] = str(SaveGraphs.parse(save_graphs))
     kind: Kind = "program" if program else "module" if module else "script"
@@ -66,11 +70,12 @@ def read_options(
         raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
     if not grace_s >= 0:
         raise UsageError(f"--grace {grace_s} is no time; type the seconds that ranks get to end by themselves")
+    carrier = mpirun_command(find_mpirun(whole), number, settings, runs_as_root()) if via == "mpirun" else ()
     return LaunchOptions(
-        program=checked, ranks=number, preload=preload,
+        program=checked, ranks=number, preload=preload and not carrier,
         shown=read_tee(tee or ("none" if detach else "0"), number),
         job=job, log_dir=Path(log_dir), port=port, environment=environment, grace_s=grace_s, detach=detach,
-        rank_environments=by_rank,
+        rank_environments=by_rank, carrier=carrier,
     )  # fmt: skip
 
 

@@ -38,12 +38,14 @@ class Start:
     """What a supervisor starts: one process per entry of ``ranks``, each with its own variables beside the common ones.
 
     ``preload``: import torch once and fork the ranks. ``held``: file descriptors that ranks must not inherit.
+    ``carrier``: the command, of mpirun, that is to start the ranks, in place of the supervisor itself.
     """
 
     program: Program
     preload: bool
     ranks: dict[int, dict[str, str]]
     held: tuple[int, ...] = ()
+    carrier: tuple[str, ...] = ()
 
     def to_message(self) -> Message:
         return asdict(self)
@@ -56,6 +58,7 @@ class Start:
             preload=message["preload"],
             ranks={int(rank): variables for rank, variables in message["ranks"].items()},
             held=tuple(message["held"]),
+            carrier=tuple(message["carrier"]),
         )
 
 

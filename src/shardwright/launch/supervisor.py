@@ -42,7 +42,7 @@ _MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's ki
 
 
 @dataclass
-class _Rank:
+class RankProcess:
     pid: int
     pipes: dict[str, int]
     signalled: bool = False
@@ -50,7 +50,7 @@ class _Rank:
 
 
 @dataclass
-class _Ending:
+class Ending:
     """The one grace period, common to all ranks and to what they leave behind."""
 
     tell_at_s: float  # when what ranks left behind is told to end
@@ -80,10 +80,10 @@ class _MemoryKills:
 class Supervisor:
     """The supervision of ranks that are already running, until none is left."""
 
-    def __init__(self, orders: int, events: int, decoder: Decoder, ranks: dict[int, _Rank]) -> None:
+    def __init__(self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess]) -> None:
         self.orders, self.events, self.decoder, self.ranks = orders, events, decoder, ranks
         self.backlog = bytearray()
-        self.ending: _Ending | None = None
+        self.ending: Ending | None = None
         self.memory_kills = _MemoryKills()
         self.selector = selectors.DefaultSelector()
         self.reading = False
@@ -210,7 +210,7 @@ class Supervisor:
                 self._report(by_pid[pid], status)
         if not self.ending and all(process.ended for process in self.ranks.values()):
             now_s = time.monotonic()
-            self.ending = _Ending(now_s + _LEFT_TO_ITSELF_S, now_s + _LEFT_GRACE_S)
+            self.ending = Ending(now_s + _LEFT_TO_ITSELF_S, now_s + _LEFT_GRACE_S)
         return False
 
     def _report(self, rank: int, status: int) -> None:
@@ -220,20 +220,22 @@ class Supervisor:
         elif os.WIFCONTINUED(status):
             self._tell({"event": "continued", "rank": rank})
         else:
-            ended_s = time.time()
-            code = os.waitstatus_to_exitcode(status)
-            process.ended = True
-            self._drain(rank)
-            killed_by_us = self.ending is not None and process.pid in self.ending.killed
-            out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent()
-            self._tell({
-                "event": "exited", "rank": rank, "code": code, "time_s": ended_s,
-                "signalled": process.signalled, "out_of_memory": out_of_memory,
-            })  # fmt: skip
+            self._exited(rank, os.waitstatus_to_exitcode(status), time.time())
+
+    def _exited(self, rank: int, code: int, ended_s: float) -> None:
+        process = self.ranks[rank]
+        process.ended = True
+        self._drain(rank)
+        killed_by_us = self.ending is not None and process.pid in self.ending.killed
+        out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent()
+        self._tell({
+            "event": "exited", "rank": rank, "code": code, "time_s": ended_s,
+            "signalled": process.signalled, "out_of_memory": out_of_memory,
+        })  # fmt: skip
 
     # --- ending them
 
-    def _living(self) -> list[_Rank]:
+    def _living(self) -> list[RankProcess]:
         return [process for process in self.ranks.values() if not process.ended]
 
     def _signal_ranks(self, signum: int) -> None:
@@ -244,7 +246,7 @@ class Supervisor:
         """Signal the ranks; what ranks leave behind is told to end as they go; one deadline for all of it."""
         now_s = time.monotonic()
         if self.ending is None:
-            self.ending = _Ending(now_s, now_s + grace_s)
+            self.ending = Ending(now_s, now_s + grace_s)
         self.ending.tell_at_s = now_s
         self.ending.kill_at_s = min(self.ending.kill_at_s, now_s + grace_s)
         for process in self._living():
@@ -252,7 +254,7 @@ class Supervisor:
             send_signal(process.pid, signum)
             send_signal(process.pid, signal.SIGCONT)  # a stopped rank hears the signal, too
 
-    def _advance(self, ending: _Ending) -> None:
+    def _advance(self, ending: Ending) -> None:
         now_s = time.monotonic()
         if now_s < ending.scan_at_s:
             return
@@ -317,7 +319,7 @@ def _become_rank(parent: int, variables: dict[str, str], pipes: dict[str, int], 
     os.environ.update(variables)
 
 
-def _execute(command_line: list[str]) -> None:
+def execute(command_line: list[str]) -> None:
     for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)  # what Python ignores or handles, a program of any kind must not
     try:
@@ -327,14 +329,14 @@ def _execute(command_line: list[str]) -> None:
         os._exit(127)
 
 
-def _not_started(events: int, message: str) -> NoReturn:
+def not_started(events: int, message: str) -> NoReturn:
     kill_all(lambda: descendants(os.getpid()), _UNKILLABLE_S)
     with contextlib.suppress(BrokenPipeError):
         _write(events, encode({"event": "not_started", "message": message}))
     os._exit(1)
 
 
-def _start_rank(private: list[int]) -> tuple[_Rank, dict[str, int]]:
+def _start_rank(private: list[int]) -> tuple[RankProcess, dict[str, int]]:
     """Fork. The pid is 0 in the child, to which the writing ends of the pipes belong."""
     ours, theirs = {}, {}
     for stream in STREAMS:
@@ -344,7 +346,7 @@ def _start_rank(private: list[int]) -> tuple[_Rank, dict[str, int]]:
     with warnings.catch_warnings():
         # Python 3.12 warns where numpy's thread pool exists: it is idle, and its library restarts it after a fork.
         warnings.simplefilter("ignore", DeprecationWarning)
-        return _Rank(os.fork(), ours), theirs
+        return RankProcess(os.fork(), ours), theirs
 
 
 def main() -> None:
@@ -354,24 +356,28 @@ def main() -> None:
     decoder = Decoder()
     orders, events = _take_stdio()
     start = _read_start(orders, decoder)
+    if start.carrier:
+        from shardwright.launch.carried import supervise
+
+        supervise(start, orders, events, decoder)
     if start.preload:
         try:
             zygote.preload()
         except BaseException:
-            _not_started(events, traceback.format_exc())
+            not_started(events, traceback.format_exc())
     die_with_parent(0)
-    ranks: dict[int, _Rank] = {}
+    ranks: dict[int, RankProcess] = {}
     private = [orders, events, *start.held]
     supervisor = os.getpid()
     for rank, variables in start.ranks.items():
         try:
             process, pipes = _start_rank(private)
         except OSError as error:
-            _not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
+            not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
         if process.pid == 0:
             _become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
             if not start.preload:
-                _execute(start.program.command_line())
+                execute(start.program.command_line())
             return zygote.run(start.program)
         for fd in pipes.values():
             os.close(fd)

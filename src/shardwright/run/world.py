@@ -16,7 +16,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.errors import UsageError, WorldError
-from shardwright.launch.environment import FileMeeting, LaunchEnvironment, TcpMeeting, read_environment
+from shardwright.launch.environment import (
+    FileMeeting,
+    LaunchEnvironment,
+    TcpMeeting,
+    read_environment,
+)
+from shardwright.launch.mpirun import BACKEND_VARIABLE
+from shardwright.run import mpi
 from shardwright.run.devices import gpu_index, host_names
 from shardwright.run.leave import leave
 from shardwright.run.meeting import (
@@ -70,7 +77,8 @@ def init(
     Understands torchrun and ``shardwright launch``, msrun, rank tables, OpenMPI, MPICH and Intel MPI, and Slurm;
     where several left their variables, the innermost counts (`shardwright.launch.environment`).
 
-    ``backend`` is nccl where torch sees GPUs, else gloo, unless given. ``init_method`` (``tcp://HOST:PORT`` or
+    ``backend`` is nccl where torch sees GPUs, else gloo, unless given here or by ``shardwright launch --backend``;
+    "mpi" is for ranks that mpirun started (`shardwright.run.mpi`). ``init_method`` (``tcp://HOST:PORT`` or
     ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the launcher says. ``timeout`` (seconds or
     timedelta) bounds the wait for the other ranks, 300 s unless given, and every collective, torch's default unless
     given. A second call returns the same world; a process group that the script has made itself is adopted.
@@ -81,7 +89,10 @@ def init(
     """
     if dist.is_initialized():
         return _existing(backend, rank, world_size)
+    backend = backend or os.environ.get(BACKEND_VARIABLE) or None
     told = _told(init_method, rank, world_size)
+    if backend == mpi.BACKEND:
+        mpi.prepare(told)
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if timeout_s is not None and timeout_s <= 0:
         raise UsageError(f"timeout={timeout} must be more than 0 seconds")
@@ -120,7 +131,7 @@ def _existing(backend: str | None, rank: int | None, world_size: int | None) -> 
 def _adopt() -> World:
     """The world of a process group that the script has set up itself; every rank must take part."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    backend = str(dist.get_backend())
+    backend = mpi.own_name(str(dist.get_backend()))
     on_gpu = "nccl" in backend
     hosts: list[str] = [""] * size
     dist.all_gather_object(hosts, socket.gethostname())
@@ -201,7 +212,7 @@ def _start(world: World, store: Store, told: LaunchEnvironment, timeout: timedel
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     dist.init_process_group(
-        world.backend,
+        mpi.registered_name(world.backend),
         store=PrefixStore("group", store),
         rank=world.rank,
         world_size=world.size,
