@@ -24,6 +24,7 @@ def parse_arguments():
     parser.add_argument("--momentum", type=float, default=0.0)
     parser.add_argument("--gradients", choices=["mean", "sum"], default="mean")
     parser.add_argument("--dtype", choices=["float32", "float64"], default="float32")
+    parser.add_argument("--log-every", type=int, default=10, metavar="STEPS")
     parser.add_argument("--checkpoint", metavar="PATH", help="where rank 0 writes the full state at the end")
     return parser.parse_args()
 
@@ -50,8 +51,7 @@ def count_right(model, loader, device):
 
 
 def main():
-    args = parse_arguments()
-    world = sw.init()
+    args, world = parse_arguments(), sw.init()
     sw.set_seed(0)
     hidden = nn.Linear(784, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU()
     model = nn.Sequential(nn.Flatten(), *hidden, nn.Linear(512, 10)).to(getattr(torch, args.dtype))
@@ -66,7 +66,7 @@ def main():
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        if step % 10 == 0 and world.rank == 0:
+        if step % args.log_every == 0 and world.rank == 0:
             print(loss_line(epoch, step, loss.item()), flush=True)
     right = count_right(parallel.eval().module, test, world.device)
     if world.rank == 0:
