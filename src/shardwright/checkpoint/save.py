@@ -34,7 +34,7 @@ from shardwright.checkpoint.manifest import (
     ValueEntry,
     checksum,
 )
-from shardwright.checkpoint.pieces import Piece, Share, State, shares
+from shardwright.checkpoint.pieces import Piece, State, shares
 from shardwright.checkpoint.ranks import Lost, Ranks
 from shardwright.checkpoint.store import Save, Store, WritingPlace
 from shardwright.errors import CheckpointError
@@ -47,15 +47,16 @@ NO_BOX = Box((), ())
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What this rank writes: ``chunks`` lie in the memory of the CPU or will be copied there, one at a time.
+    """What is saved, and what of it this rank writes.
 
-    ``digest`` is of what the state is, which must be the same on all ranks; ``values`` rank 0 alone writes. ``also``
-    are the other paths of a tensor that stands under several: it is written once.
+    ``described`` must be the same on all ranks. ``parts`` are the chunks that this rank writes: views of the state, on
+    any device. ``values`` rank 0 alone writes. ``also`` are the other paths of a tensor that stands under several: it
+    is written once.
     """
 
     described: tuple[str, ...]
     pieces: Mapping[str, Piece]
-    shares: Sequence[Share]
+    parts: Mapping[Part, Tensor]
     values: Mapping[tuple[str, ...], bytes]
     also: Mapping[tuple[str, ...], str]
 
@@ -96,8 +97,17 @@ def prepare(state: State, ranks: Ranks) -> Prepared:
                 values[path] = packed(path, value)
     if len(described) != len({line.partition(": ")[0] for line in described}):
         raise CheckpointError(f"two entries of the state have the same name: {_twice(state)}")
-    mine = [share for share in shares(list(pieces.values()), ranks.size) if share.writer == ranks.rank]
-    return Prepared(tuple(sorted(described)), pieces, mine, values, also)
+    parts = {
+        (share.name, share.box): _part(pieces[share.name], share.box, ranks.rank)
+        for share in shares(list(pieces.values()), ranks.size)
+        if share.writer == ranks.rank
+    }
+    return Prepared(tuple(sorted(described)), pieces, parts, values, also)
+
+
+def _part(piece: Piece, box: Box, rank: int) -> Tensor:
+    """A view of a box that this rank holds."""
+    return piece.local[box.slices_in(piece.box(rank))]
 
 
 def _name(path: tuple[str, ...]) -> str:
@@ -143,7 +153,7 @@ def save(
         CheckpointError: the same on every rank that lives, whichever failed; the store then has the checkpoints that
             it had before.
     """
-    failure, prepared = _attempt(lambda: prepare(state, ranks))
+    failure, prepared = attempt(lambda: prepare(state, ranks))
     return write(store, name, prepared, info, files, ranks, failure)
 
 
@@ -161,11 +171,11 @@ def write(
     try:
         failure = _agree(ranks, failure, prepared.described if prepared else ())
         if failure is None and ranks.rank == 0:
-            failure, begun = _attempt(lambda: store.begin(name))
+            failure, begun = attempt(lambda: store.begin(name))
         failure, place = ranks.broadcast((failure, begun and begun.place))
         if failure is not None or prepared is None:
             raise CheckpointError(failure)
-        answer = _attempt(lambda: _write_share(store, place, prepared, ranks.rank))
+        answer = attempt(lambda: _write_share(store, place, prepared, ranks.rank))
         answers = ranks.gather(answer)
         manifest = None
         if answers is not None and begun is not None:
@@ -173,7 +183,7 @@ def write(
             failure = _first_failure(answers)
             if failure is None:
                 parts = [found for _, found in answers]
-                failure, manifest = _attempt(lambda: _finish(store, save, prepared, parts, info, files))
+                failure, manifest = attempt(lambda: _finish(store, save, prepared, parts, info, files))
         failure = ranks.broadcast(failure)
         if failure is not None:
             raise CheckpointError(failure)
@@ -201,24 +211,17 @@ def _write_share(store: Store, place: WritingPlace, prepared: Prepared, rank: in
     """Write the chunks of this rank, and on rank 0 the values; to the disk. No file where there is nothing."""
     name = place.file(rank)
     places: dict[Part, Place] = {}
-    if not prepared.values and not prepared.shares:
+    if not prepared.values and not prepared.parts:
         return Written(name, 0, places)
     size = 0
     with written(store.files, f"{place.directory}/{name}") as file, without_crc():
         for path, data in prepared.values.items():
             places[".".join(path), NO_BOX] = at = write_value(file, data, name, size)
             size += at.length
-        for share in prepared.shares:
-            places[share.name, share.box] = at = write_tensor(file, _elements(prepared, share, rank), name, size)
+        for part, tensor in prepared.parts.items():
+            places[part] = at = write_tensor(file, tensor.to("cpu"), name, size)
             size += at.length
     return Written(name, size, places)
-
-
-def _elements(prepared: Prepared, share: Share, rank: int) -> Tensor:
-    """The tensor of a share, on the CPU; a view where it can be."""
-    piece = prepared.pieces[share.name]
-    part = piece.local[share.box.slices_in(piece.box(rank))]
-    return part.to("cpu")
 
 
 def _finish(
@@ -269,7 +272,7 @@ def _entries(prepared: Prepared, parts: Sequence[Written]) -> dict[str, Entry]:
     return entries
 
 
-def _attempt(do: Callable[[], Any]) -> tuple[str | None, Any]:
+def attempt(do: Callable[[], Any]) -> tuple[str | None, Any]:
     """What went wrong in words, or None, and what came out."""
     try:
         return None, do()
