@@ -5,8 +5,8 @@
 
 A host is a network namespace (with its own interface, named unlike those of the others), a UTS namespace (its name),
 a PID namespace (it sees its own processes alone) and a mount namespace (its /etc/hosts knows all of them). Files and
-users are this machine's. The hosts and this machine stand on one bridge; `HostNetwork.cut` and `HostNetwork.slow` act on
-the link of a host. ssh is told by ``HostNetwork.config`` alone, here and on each host: nothing in ~/.ssh is read or
+users are this machine's. The hosts and this machine stand on one bridge; `HostNetwork.cut` and `HostNetwork.slow` act
+on the link of a host. ssh is told by ``HostNetwork.config`` alone, here and on each host: nothing in ~/.ssh is read or
 written.
 
 At the end everything is removed. Where this process is killed, the kernel ends all processes of its hosts; what has a

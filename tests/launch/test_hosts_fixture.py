@@ -22,6 +22,28 @@ def network(tmp_path_factory):
         yield network
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda patch: patch.setattr(os, "geteuid", lambda: 1000), "making network namespaces takes root"),
+        (lambda patch: patch.setattr(hosts, "_PATH", "/nothere"), "no ip, tc, sshd, .* on this machine; type `apt-get"),
+        (
+            lambda patch: patch.setattr(
+                hosts, "_must", lambda *_: (_ for _ in ()).throw(RuntimeError("not permitted"))
+            ),
+            "network namespaces cannot be made here: not permitted",
+        ),
+    ],
+)
+def test_where_hosts_cannot_be_made_the_reason_is_said(monkeypatch, change, reason):
+    monkeypatch.setattr(hosts, "remove_stale", lambda: None)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(hosts.shutil, "which", lambda program, path: None if path == "/nothere" else program)
+    change(monkeypatch)
+    with pytest.raises(pytest.skip.Exception, match=reason), host_network(1, Path("nothere")):
+        pass
+
+
 def test_ssh_reaches_each_host_and_each_says_its_own_name(network):
     for name in ("host1", "host2"):
         done = network.ssh(name, "hostname")

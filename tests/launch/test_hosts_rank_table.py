@@ -1,9 +1,14 @@
 """`shardwright launch --rank-table` starts the ranks of a table, if all of them are this machine's."""
 
 import json
+import subprocess
+import sys
+import textwrap
 
 import pytest
+from launching import COMMAND
 
+from hosts import host_network
 from shardwright.errors import UsageError
 from shardwright.launch.hosts import Hosts
 from shardwright.launch.options import table_gpus
@@ -83,3 +88,61 @@ def test_the_gpus_of_a_table_reach_the_ranks(launching):
     ended = launching.run("--rank-table", table, *show, env={"CUDA_VISIBLE_DEVICES": "0"})
     assert ended.code == 2
     assert "CUDA_VISIBLE_DEVICES=0 leaves no device 1" in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
+        yield network
+
+
+def test_each_host_launches_its_own_table_and_no_other(network, tmp_path):
+    for name, host in network.hosts.items():
+        (tmp_path / f"{name}.json").write_text(RankTable.from_hosts(Hosts.from_list(f"{host.address}:2")).to_json())
+    (tmp_path / "both.json").write_text(
+        RankTable.from_hosts(Hosts.from_list(",".join(f"{h.address}:1" for h in network.hosts.values()))).to_json()
+    )
+
+    def launch(host, table):
+        return network.ssh(host, f"cd {tmp_path} && {COMMAND} launch --rank-table {table} -- sh -c 'echo $DEVICE_NUM'")
+
+    assert launch("host1", "host1.json").stdout == "2\n"
+    refused = launch("host2", "host1.json")
+    address = network.hosts["host1"].address
+    assert refused.returncode == 2
+    assert f"its server {address} is not this host; launch on that host" in refused.stderr
+    assert f"of its 2 servers, {address} is not this host, and launching on" in launch("host2", "both.json").stderr
+
+
+WORLD = """
+    import torch, torch.distributed as dist
+    import shardwright as sw
+    world = sw.init(timeout=60)
+    total = torch.tensor(world.rank)
+    dist.all_reduce(total)
+    print(world.rank, world.size, world.local_rank, world.local_size, world.host, total.item())
+"""
+
+
+@pytest.mark.slow
+def test_ranks_started_by_hand_on_two_servers_find_each_other(network, tmp_path):
+    """As people loop over the ranks on each server, with one table that all of them read."""
+    addresses = [host.address for host in network.hosts.values()]
+    table = RankTable.from_hosts(Hosts.from_list(",".join(f"{address}:2" for address in addresses)))
+    (tmp_path / "table.json").write_text(table.to_json())
+    (tmp_path / "world.py").write_text(textwrap.dedent(WORLD))
+    loop = textwrap.dedent(f"""
+        cd {tmp_path}
+        export RANK_TABLE_FILE=table.json RANK_SIZE=4 DEVICE_NUM=8 OMP_NUM_THREADS=1
+        for i in 0 1; do
+            RANK_ID=$((FIRST + i)) DEVICE_ID=$i {sys.executable} world.py > rank.$((FIRST + i)) 2> err.$i.$FIRST &
+        done
+        wait
+    """)
+    other = network.ssh_command("host2", f"FIRST=2; {loop}")
+    with subprocess.Popen(other, stdin=subprocess.DEVNULL) as second:
+        network.ssh("host1", f"FIRST=0; {loop}", timeout_s=100)
+        second.wait(20)
+    said = [(tmp_path / f"rank.{rank}").read_text() for rank in range(4)]
+    errors = "".join(path.read_text() for path in tmp_path.glob("err.*"))
+    assert said == [f"{rank} 4 {rank % 2} 2 {addresses[rank // 2]} 6\n" for rank in range(4)], errors
