@@ -40,6 +40,18 @@ class Instruction:
         """The redistributions that this instruction performs, with the value that each moves."""
         return ((self.value, self.step),) if self.value is not None and self.step is not None else self.bucket
 
+    def collectives(self, mesh: Mesh) -> list[tuple[str, str, Collective]]:
+        """What this instruction communicates, as (cause, direction, collective); a bucket's members singly."""
+        found = []
+        for value, step in self.steps():
+            forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
+            found += [(value.label, "forward", forward)] if forward else []
+            found += [(value.label, "backward", backward)] if backward and value.needs_gradient else []
+        if self.node is not None:
+            for direction, collectives in zip(("forward", "backward"), self.internal, strict=True):
+                found += [(self.node.name, direction, collective) for collective in collectives]
+        return found
+
 
 @dataclass(frozen=True)
 class LocalProgram:
@@ -59,16 +71,7 @@ class LocalProgram:
 
     def collectives(self) -> list[tuple[str, str, Collective]]:
         """Every collective as (cause, direction, collective), those inside buckets singly, in order of the program."""
-        found = []
-        for instruction in self.instructions:
-            for value, step in instruction.steps():
-                forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
-                found += [(value.label, "forward", forward)] if forward else []
-                found += [(value.label, "backward", backward)] if backward and value.needs_gradient else []
-            if instruction.node is not None:
-                for direction, collectives in zip(("forward", "backward"), instruction.internal, strict=True):
-                    found += [(instruction.node.name, direction, collective) for collective in collectives]
-        return found
+        return [found for instruction in self.instructions for found in instruction.collectives(self.mesh)]
 
     @cached_property
     def source(self) -> str:

@@ -33,6 +33,10 @@ class GradientReduction:
         )
         return result
 
+    @property
+    def deferring(self) -> bool:
+        return self._deferring
+
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Backwards inside leave the gradients of these parameters unreduced, and their ``.grad`` as it was."""

@@ -193,6 +193,10 @@ class Parallel:
             found.append(tensor)
         return found
 
+    def executions(self) -> list[Execution]:
+        """The programs that were made so far, each with a count of its runs."""
+        return [prepared.execution for prepared in self._programs.values()]
+
     # Preparing
 
     def _ready(self, kind: Kind, batch: Any) -> tuple[_Prepared, list[Tensor]]:

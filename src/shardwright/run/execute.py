@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import linecache
+from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from shardwright.mesh.collectives import Communicator
 from shardwright.run.buckets import GradientReduction
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
+# A forward alone, one whose backward reduces the gradients, and one whose backward leaves them to a later one.
+Run = Literal["forward", "reduced", "deferred"]
 
 _STEPS = ("all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter")
 # What the source of a program may name.
@@ -33,13 +36,15 @@ _NAMES = {
 class Execution:
     """Runs a local program: loss, auxiliary outputs and new buffers from this rank's parts.
 
-    Tracebacks show the lines of the program, since they are what runs.
+    Tracebacks show the lines of the program, since they are what runs. ``runs`` counts how often it was called and how;
+    a call with gradients is taken to be followed by one backward, in the same ``accumulate()`` or outside of it.
     """
 
     def __init__(
         self, program: LocalProgram, comm: Communicator, device: torch.device, reduction: GradientReduction
     ) -> None:
         self.program = program
+        self.runs: Counter[Run] = Counter()
         self._comm = comm
         self._device = device
         self._reduction = reduction
@@ -61,6 +66,8 @@ class Execution:
     ) -> Outputs:
         """Run the forward. ``seed`` and ``step`` fix the random numbers, together with global positions."""
         key = _keys(seed, step)
+        with_gradients: Run = "deferred" if self._reduction.deferring else "reduced"
+        self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
         return self._step(parameters, buffers, inputs, constants, self._comm, key, self._device, self._reduction)
 
     def variables(

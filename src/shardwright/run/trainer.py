@@ -27,6 +27,7 @@ from shardwright.run.captured import Parallel
 from shardwright.run.eager_parallel import EagerParallel
 from shardwright.run.inputs import rows_of
 from shardwright.run.precision import Precision, autocast, check_precision, gradient_scaler
+from shardwright.run.traffic import TrafficWatch
 from shardwright.run.world import current_world
 
 
@@ -123,7 +124,8 @@ class Trainer:
     ) -> None:
         """Train for ``epochs`` passes over ``loader``, or until ``steps`` optimizer steps where those are fewer.
 
-        After every epoch, and at the end, ``validate`` is evaluated and rank 0 prints its line.
+        After every epoch, and at the end, ``validate`` is evaluated and rank 0 prints its line. A run on several ranks
+        ends with what the network devices moved, beside what the plan predicted (`shardwright.run.traffic`).
         """
         if epochs < 1 or (steps is not None and steps < 1):
             raise UsageError(f"expected epochs and steps of at least 1, got epochs={epochs}, steps={steps}")
@@ -133,6 +135,7 @@ class Trainer:
             for callback in self.callbacks:
                 closing.callback(self._call, callback, "close")
             self._call_all("on_fit_begin")
+            traffic = TrafficWatch(self.parallel, self.world)
             for _ in range(epochs):
                 self.epoch += 1
                 self._train_epoch(loader, last_step)
@@ -142,6 +145,7 @@ class Trainer:
                 if self._stopping:
                     break
             self._call_all("on_fit_end")
+            traffic.end()
 
     def _train_epoch(self, loader: Iterable[Any], last_step: int | None) -> None:
         sampler = getattr(loader, "sampler", None)
