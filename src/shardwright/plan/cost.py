@@ -3,20 +3,24 @@
     cost(plan) = sum over operators of operator(node, strategy) + sum over transfers of transfer(value, steps)
 
 Seconds: an operator takes the larger of its share of flops and of bytes, at least the launch floor, three times with
-its backward; a collective takes its link's latency and its bytes over the bandwidth. Overlap is not counted.
+its backward; a collective takes what the hardware's curve says for its kind, its bytes, its number of ranks and its
+link (`Hardware.collective_s`). Overlap is not counted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
+
+import torch
 
 from shardwright.graph.facts import bytes_moved, flops
 from shardwright.graph.ir import Node, Value
-from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.mesh import Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step
-from shardwright.plan.hardware import Hardware
+from shardwright.plan.hardware import Hardware, Where, where_along
 from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 from shardwright.rules.table import internal_collectives
@@ -80,7 +84,7 @@ class Seconds:
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         parts = mesh.extent(axis for axes in strategy.axes for axis in axes)
-        work_s = flops(node, graph.capture) / self.hardware.flops
+        work_s = flops(node, graph.capture) / self.hardware.flops_in(_dtype(graph, node))
         traffic_s = bytes_moved(node, graph.capture) / self.hardware.memory_bandwidth
         once_s = max(work_s / parts, traffic_s / parts, self.hardware.launch_s)
         times = 1 + BACKWARD * needs_gradient(graph, node)
@@ -89,12 +93,37 @@ class Seconds:
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         # The gradients of replicated parameters share a few collectives (lower.passes): each pays for its bytes alone.
         joined = value.kind == "parameter" and [step.kind for step in steps] == ["enter"]
-        return self._sum(transfer_collectives(value, steps, mesh), mesh, latency=not joined)
+        return self._sum(transfer_collectives(value, steps, mesh), mesh, shared=joined)
 
-    def _sum(self, collectives: list[Collective], mesh: Mesh, *, latency: bool = True) -> float:
-        return sum(self._collective_s(c, mesh, latency) for c in collectives)
+    def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
+        return sum(self._collective_s(c, mesh, shared) for c in collectives)
 
-    def _collective_s(self, collective: Collective, mesh: Mesh, latency: bool) -> float:
-        links = [axis.link or self.hardware.link for axis in mesh.axes if axis.name in collective.axes]
-        latency_s = max(link.latency_s for link in links) if latency else 0.0
-        return latency_s + collective.sent_bytes(mesh) / min(link.bandwidth for link in links)
+    def _collective_s(self, collective: Collective, mesh: Mesh, shared: bool) -> float:
+        ranks, where, given = _road(mesh, collective.axes, self.hardware.ranks_per_host)
+        seconds = 0.0
+        if where is not None:
+            price = self.hardware.shared_s if shared else self.hardware.collective_s
+            seconds = price(collective.kind, collective.bytes, ranks, where)
+        for link in given:
+            latency_s = 0.0 if shared else link.latency_s
+            seconds = max(seconds, latency_s + collective.sent_bytes(mesh) / link.bandwidth)
+        return seconds
+
+
+@lru_cache(maxsize=1 << 12)  # a search asks a million times
+def _road(mesh: Mesh, axes: tuple[str, ...], ranks_per_host: int | None) -> tuple[int, Where | None, tuple[Link, ...]]:
+    """The number of ranks along ``axes``, the hardware's link for them, and the links that the axes bring themselves.
+
+    The hardware's is None where every axis brings its own; among several links the slowest counts.
+    """
+    along = [axis for axis in mesh.axes if axis.name in axes and axis.size > 1]
+    given = tuple(axis.link for axis in along if axis.link is not None)
+    where = where_along(mesh, axes, ranks_per_host) if len(given) < len(along) else None
+    return mesh.extent(axes), where, given
+
+
+def _dtype(graph: RuledGraph, node: Node) -> torch.dtype:
+    """What a node computes in: the dtype of its first floating-point operand."""
+    values = graph.capture.values
+    dtypes = (values[name].dtype for name in (*node.operands, *node.results))
+    return next((dtype for dtype in dtypes if dtype.is_floating_point), torch.float32)

@@ -1,39 +1,355 @@
-"""What the planner believes of the machines: a few numbers per device and per link.
+"""What the planner believes of the machines: a device's speeds, and what collectives take over its links.
 
-The figures below are for planning before anything was measured; they order plans sensibly and promise no seconds.
+A `Hardware` is read from a profile: one JSON file, measured by ``shardwright bench --save-profile`` or shipped here
+under ``profiles/`` with its sources named. A collective's time is a `Curve` over the bytes of its whole buffer
+(`mesh.redistribute.Collective.bytes`), in segments of latency plus bytes over bandwidth, one curve for every kind of
+collective, number of ranks, and kind of link: "inside" a host or "between" hosts.
+
+An axis of a mesh picks its link by where its ranks stand. Ranks are numbered host by host, in row-major order over the
+mesh, so that a group along some axes spans blocks of (stride x size of its major axis) ranks: it is inside a host where
+such blocks divide ``ranks_per_host``, else it is between hosts. `Axis.link`, where given, counts instead.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+import os
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache, cached_property
+from importlib import resources
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args
 
-from shardwright.mesh.mesh import Link
+import torch
+
+from shardwright.errors import UsageError
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.redistribute import CollectiveKind
+
+Where = Literal["inside", "between"]
+FORMAT = "shardwright hardware profile"
+VERSION = 1
+# A gradient that shares a collective with others pays its share of a bucket of this size (lower.passes makes them).
+SHARED_BYTES = 32 * 2**20
+_KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Segment:
+    """From ``from_bytes`` on, a buffer of b bytes takes ``latency_s + b / bandwidth`` seconds.
+
+    ``latency_s`` is below zero where larger buffers are slower by the byte.
+    """
+
+    from_bytes: int
+    latency_s: float
+    bandwidth: float
+
+    def seconds(self, size_bytes: float) -> float:
+        return self.latency_s + size_bytes / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds over bytes, in segments that begin at 0 and never fall.
+
+    >>> curve = Curve((Segment(0, 1e-3, 1e9), Segment(1_000_000, 0.0, 5e8)))
+    >>> round(curve.seconds(500_000), 6), round(curve.seconds(4_000_000), 6)
+    (0.0015, 0.008)
+
+    Raises:
+        UsageError: where the segments do not begin at 0, are out of order, or fall.
+    """
+
+    segments: tuple[Segment, ...]
+
+    def __post_init__(self) -> None:
+        if not self.segments or self.segments[0].from_bytes != 0:
+            raise UsageError("the segments of a curve begin with from_bytes 0")
+        for segment in self.segments:
+            if not (segment.bandwidth > 0 and segment.seconds(segment.from_bytes) > 0):
+                raise UsageError(f"{segment} takes no time; latency and bandwidth must give more than 0 seconds")
+        for left, right in zip(self.segments, self.segments[1:], strict=False):
+            if right.from_bytes <= left.from_bytes:
+                raise UsageError(f"the segments of a curve rise: {right.from_bytes} follows {left.from_bytes}")
+            if right.seconds(right.from_bytes) < left.seconds(right.from_bytes) * (1 - 1e-6):
+                raise UsageError(f"more bytes would take less time at {right.from_bytes} bytes: {left}, then {right}")
+
+    @cached_property
+    def _starts(self) -> list[int]:
+        return [segment.from_bytes for segment in self.segments]
+
+    def seconds(self, size_bytes: float) -> float:
+        """The time of a collective on a buffer of so many bytes."""
+        return self.segments[bisect_right(self._starts, size_bytes) - 1].seconds(size_bytes)
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    """What one kind of collective takes among ``ranks`` ranks; ``points`` are the (bytes, seconds) it was fitted to."""
+
+    where: Where
+    collective: CollectiveKind
+    ranks: int
+    curve: Curve
+    points: tuple[tuple[int, float], ...] = ()
+
+    def residuals(self) -> list[float]:
+        """How far each fitted point is from the curve, as a part of the point: 0.1 is predicted 10 % too slow."""
+        return [self.curve.seconds(size) / seconds - 1 for size, seconds in self.points]
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """One device and the link between devices.
+    """One device and the links between devices.
 
     Args:
-        flops: floating-point operations per second in float32 products.
-        memory_bandwidth: bytes per second of a device's memory.
+        flops: floating-point operations per second in matrix products, by the name of the dtype.
+        memory_bandwidth: bytes per second that a device reads and writes together.
         launch_s: seconds that any operator takes at least.
-        link: used along every axis of a mesh that does not say otherwise.
+        links: what collectives take; for every kind of link all kinds of collectives.
+        ranks_per_host: how many neighbouring ranks share a host; None puts all of them on one.
+        sources: where the figures come from.
     """
 
     name: str
-    flops: float
+    device: str
+    flops: tuple[tuple[str, float], ...]
     memory_bandwidth: float
     launch_s: float
-    link: Link
+    links: tuple[LinkCost, ...]
+    ranks_per_host: int | None = None
+    sources: tuple[str, ...] = ()
+
+    @cached_property
+    def _flops(self) -> dict[str, float]:
+        return dict(self.flops)
+
+    def flops_in(self, dtype: torch.dtype) -> float:
+        """The speed of products in ``dtype``; a dtype that the profile does not know counts as float32."""
+        return self._flops.get(str(dtype).removeprefix("torch."), self._flops["float32"])
+
+    def collective_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: Where) -> float:
+        """The seconds of a collective on a buffer of ``size_bytes``."""
+        curve, scale, extra_s = self._choose(kind, ranks, where)
+        return curve.seconds(size_bytes * scale) + extra_s
+
+    def shared_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: Where) -> float:
+        """The share that ``size_bytes`` have in the time of a collective that moves many such values at once."""
+        return self.collective_s(kind, SHARED_BYTES, ranks, where) * size_bytes / SHARED_BYTES
+
+    @cached_property
+    def _chosen(self) -> dict[tuple[CollectiveKind, int, Where], tuple[Curve, float, float]]:
+        return {}
+
+    def _choose(self, kind: CollectiveKind, ranks: int, where: Where) -> tuple[Curve, float, float]:
+        """The curve that fits best, what to scale the bytes by, and the seconds to add.
+
+        A number of ranks that was not measured takes the next smaller one, or the smallest: as many bytes sent per
+        rank take as long, and the latency grows with the steps of a tree, log2(ranks).
+        """
+        key = kind, ranks, where
+        if key not in self._chosen:
+            curves = {c.ranks: c.curve for c in self.links if c.collective == kind and c.where == where}
+            if not curves:
+                raise UsageError(self._no_link(where))
+            nearest = max((known for known in curves if known <= ranks), default=min(curves))
+            curve = curves[nearest]
+            scale = (1 - 1 / ranks) / (1 - 1 / nearest)
+            extra_s = curve.seconds(0) * (math.log2(ranks) / math.log2(nearest) - 1)
+            self._chosen[key] = curve, scale, extra_s
+        return self._chosen[key]
+
+    def _no_link(self, where: Where) -> str:
+        known = ", ".join(sorted({link.where for link in self.links})) or "no links"
+        between = "; run `shardwright bench --save-profile` over several hosts" if where == "between" else ""
+        return f"the hardware profile {self.name} knows {known}, but a group of this mesh is {where} hosts{between}"
+
+    def on_hosts(self, hosts: Sequence[str]) -> Hardware:
+        """The same hardware for ranks that stand on these hosts, rank 0's first."""
+        counts = {hosts.count(host) for host in hosts}
+        alike = len(counts) == 1 and all(hosts[i] == hosts[i - i % min(counts)] for i in range(len(hosts)))
+        # Hosts with different numbers of ranks, or ranks dealt out in turn: no block of ranks is surely inside one.
+        here = None if len(set(hosts)) == 1 else min(counts) if alike else 1
+        return replace(self, ranks_per_host=here)
+
+    # The file
+
+    def to_json(self) -> str:
+        """The profile as a file holds it."""
+        found = {"format": FORMAT, "version": VERSION, **asdict(self), "flops": dict(self.flops)}
+        found["links"] = [_link_to_json(link) for link in self.links]
+        return json.dumps(found, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str, origin: str = "the text") -> Hardware:
+        """The profile that `to_json` wrote; ``origin`` is named in messages.
+
+        Raises:
+            UsageError: where the text is no profile, with what is wrong in it.
+        """
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise UsageError(f"{origin} is no JSON: {error}") from None
+        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            raise UsageError(f'{origin} is no hardware profile: expected an object with "format": "{FORMAT}"')
+        if found.get("version") != VERSION:
+            raise UsageError(f"{origin} has version {found.get('version')} of the format, this program reads {VERSION}")
+        try:
+            hardware = _from_fields(found)
+        except (UsageError, TypeError, ValueError) as error:
+            raise UsageError(f"{origin}: {error}") from None
+        return hardware
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the profile; a file that was there is replaced once the new one is whole."""
+        target = Path(path)
+        draft = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            draft.write_text(self.to_json())
+            draft.replace(target)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            raise UsageError(f"cannot write the profile {target}: {error.strerror}") from None
+
+    @staticmethod
+    def load(path: str | os.PathLike[str]) -> Hardware:
+        """Read a profile; raises `UsageError` where there is none."""
+        try:
+            text = Path(path).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is no text"
+            raise UsageError(f"cannot read the hardware profile {path}: {reason}") from None
+        return Hardware.from_json(text, str(path))
 
 
-# One core of a current server, ranks on one host talking through gloo (1.3 ms per small collective, measured).
-CPU_HOST = Hardware("cpu", flops=4e10, memory_bandwidth=8e9, launch_s=5e-6, link=Link(1.3e-3, 1.5e9))
-# NVIDIA H100 SXM data sheet: 989 dense bf16 and 67 float32 TFLOP/s, 3.35 TB/s, NVLink 450 GB/s each way; half of each.
-H100 = Hardware("h100", flops=3e14, memory_bandwidth=1.7e12, launch_s=5e-6, link=Link(2e-5, 2.2e11))
+def _link_to_json(link: LinkCost) -> dict[str, Any]:
+    segments = [asdict(segment) for segment in link.curve.segments]
+    plain = {"where": link.where, "collective": link.collective, "ranks": link.ranks, "segments": segments}
+    return plain | ({"points": [list(point) for point in link.points]} if link.points else {})
 
 
-def for_device(device_type: str) -> Hardware:
-    """The figures for ``cpu`` or ``cuda``."""
-    return H100 if device_type == "cuda" else CPU_HOST
+def _from_fields(found: Mapping[str, Any]) -> Hardware:
+    flops = _field(found, "flops", dict)
+    if "float32" not in flops:
+        raise UsageError('flops needs a figure for "float32"')
+    links = tuple(_link(link) for link in _field(found, "links", list))
+    for where in {link.where for link in links}:
+        if missing := [k for k in _KINDS if not any(c.collective == k and c.where == where for c in links)]:
+            raise UsageError(f"the links {where} hosts lack {', '.join(missing)}")
+    per_host = found.get("ranks_per_host")
+    if per_host is not None and not (isinstance(per_host, int) and per_host > 0):
+        raise UsageError(f"ranks_per_host is {per_host!r}; expected a whole number from 1 on, or null")
+    return Hardware(
+        name=_field(found, "name", str),
+        device=_field(found, "device", str),
+        flops=tuple((name, _positive(flops, name)) for name in flops),
+        memory_bandwidth=_positive(found, "memory_bandwidth"),
+        launch_s=_positive(found, "launch_s"),
+        links=links,
+        ranks_per_host=per_host,
+        sources=tuple(map(str, _field(found, "sources", list))),
+    )
+
+
+def _link(found: Any) -> LinkCost:
+    where, kind, ranks = _field(found, "where", str), _field(found, "collective", str), _field(found, "ranks", int)
+    if where not in get_args(Where) or kind not in _KINDS or ranks < 2:
+        raise UsageError(
+            f"a link is {where} hosts with {kind} among {ranks} ranks; expected {' or '.join(get_args(Where))}, one "
+            f"of {', '.join(_KINDS)}, and 2 ranks or more"
+        )
+    segments = tuple(
+        Segment(_field(s, "from_bytes", int), float(_field(s, "latency_s", (int, float))), _positive(s, "bandwidth"))
+        for s in _field(found, "segments", list)
+    )
+    points = tuple((int(size), float(seconds)) for size, seconds in found.get("points", ()))
+    return LinkCost(where, kind, ranks, Curve(segments), points)
+
+
+def _field(found: Any, name: str, kind: type[T] | tuple[type, ...]) -> Any:
+    if not isinstance(found, dict) or name not in found:
+        raise UsageError(f"{name} is missing in {str(found)[:80]}")
+    if not isinstance(found[name], kind) or isinstance(found[name], bool):
+        raise UsageError(f"{name} is {found[name]!r}, which is no {getattr(kind, '__name__', 'number')}")
+    return found[name]
+
+
+def _positive(found: Any, name: str) -> float:
+    value = float(_field(found, name, (int, float)))
+    if not 0 < value < math.inf:
+        raise UsageError(f"{name} is {value}; expected a number above 0")
+    return value
+
+
+def where_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int | None) -> Where:
+    """Whether the groups along ``axes`` stay inside a host; see the top of this file.
+
+    >>> mesh = Mesh.of(dp=2, tp=8)
+    >>> where_along(mesh, ["tp"], 8), where_along(mesh, ["dp"], 8), where_along(mesh, ["dp"], 16)
+    ('inside', 'between', 'inside')
+    """
+    if ranks_per_host is None:
+        return "inside"
+    stride = block = 1
+    for axis in reversed(mesh.axes):
+        stride *= axis.size
+        if axis.name in axes and axis.size > 1:
+            block = stride
+    return "inside" if ranks_per_host % block == 0 else "between"
+
+
+# The shipped profiles
+
+ALIASES = {"cpu": "cpu_host"}
+_FOLDER = resources.files("shardwright.plan") / "profiles"
+
+
+@cache
+def shipped_names() -> tuple[str, ...]:
+    """The names of the shipped profiles."""
+    names = [entry.name for entry in _FOLDER.iterdir()]
+    return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
+
+
+@cache
+def shipped(name: str) -> Hardware:
+    """The shipped profile of that name; raises `UsageError` where there is none."""
+    name = ALIASES.get(name, name)
+    if name not in shipped_names():
+        raise UsageError(f"there is no shipped profile {name!r}; the names are {', '.join(shipped_names())}")
+    return Hardware.from_json((_FOLDER / f"{name}.json").read_text(), f"the shipped profile {name}")
+
+
+def read_hardware(given: Hardware | str | os.PathLike[str]) -> Hardware:
+    """Hardware as a user names it: a value, the name of a shipped profile, or the path of a file.
+
+    >>> read_hardware("cpu").name
+    'cpu_host'
+
+    Raises:
+        UsageError: where it is none of these.
+    """
+    if isinstance(given, Hardware):
+        return given
+    if isinstance(given, str) and ALIASES.get(given, given) in shipped_names():
+        return shipped(given)
+    if Path(given).suffix != ".json" and not Path(given).exists():
+        raise UsageError(
+            f"{given} is no hardware that is known; type one of {', '.join([*ALIASES, *shipped_names()])}, or the path "
+            "of a profile that `shardwright bench --save-profile FILE.json` wrote"
+        )
+    return Hardware.load(given)
+
+
+def for_device(device_type: str, device_name: Callable[[], str] | None = None) -> Hardware:
+    """The shipped figures for ``cpu`` or ``cuda``; a GPU whose name tells no shipped model counts as an H100."""
+    if device_type != "cuda":
+        return shipped("cpu_host")
+    told = (device_name or torch.cuda.get_device_name)() if device_name or torch.cuda.is_available() else ""
+    return shipped(next((name for name in shipped_names() if name.upper() in told.upper()), "h100"))

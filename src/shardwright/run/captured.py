@@ -30,7 +30,7 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator
 from shardwright.mesh.redistribute import redistribute
-from shardwright.plan.hardware import for_device
+from shardwright.plan.hardware import Hardware, for_device
 from shardwright.plan.make import Inputs, Mode, make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
@@ -60,6 +60,7 @@ class Options:
     gradients: Literal["mean", "sum"]
     batch_norm: Literal["global", "per-replica"]
     save_graphs: SaveGraphs | None
+    hardware: Hardware | None = None  # asked for on rank 0 alone, which plans
 
 
 @dataclass(frozen=True)
@@ -243,7 +244,7 @@ class Parallel:
             if given is not None:
                 return given.for_capture(captured)
             options = self.options
-            question = f"{options.mode} {options.search} {options.mesh!r} {options.inputs} {self.world.device.type}"
+            question = f"{options.mode} {options.search} {options.mesh!r} {options.inputs} {self._hardware().to_json()}"
             return remembered(RuledGraph.of(captured), question, lambda: self._make(captured))
 
         return on_rank_zero(make)
@@ -270,10 +271,14 @@ class Parallel:
             first.mode,  # type: ignore[arg-type]  # a plan's mode is one of the modes
             search_method=None if first.search == "none" else first.search,
             inputs=self.options.inputs,
-            hardware=for_device(self.world.device.type),
+            hardware=self._hardware(),
             storage=storage,
             axes=first.mesh,
         )
+
+    def _hardware(self) -> Hardware:
+        """What plans are priced by: the user's profile or the shipped one, on the hosts that there are."""
+        return (self.options.hardware or for_device(self.world.device.type)).on_hosts(self.world.hosts)
 
     def _make(self, captured: Capture) -> Plan:
         options = self.options
@@ -283,7 +288,7 @@ class Parallel:
             options.mode,
             search_method=options.search,
             inputs=options.inputs,
-            hardware=for_device(self.world.device.type),
+            hardware=self._hardware(),
         )
 
     def _prepare(self, key: str, plan: Plan) -> None:

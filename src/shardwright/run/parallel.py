@@ -13,6 +13,7 @@ from torch import nn
 from shardwright.errors import CaptureError, UsageError
 from shardwright.launch.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.hardware import Hardware, read_hardware
 from shardwright.plan.make import SEARCHES, Inputs, Mode
 from shardwright.plan.plan import Plan
 from shardwright.run.agree import agree
@@ -42,6 +43,7 @@ def parallelize(
     batch_norm: Literal["global", "per-replica"] = "global",
     batch: BatchKind | None = None,
     inputs: Inputs = "split",
+    hardware: Hardware | str | PathLike[str] | None = None,
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
 ) -> Parallel | EagerParallel:
     """Train ``model`` on all ranks as on one; every rank calls this with the same model and arguments.
@@ -63,6 +65,9 @@ def parallelize(
             rank passes its part, of any size; with "global" all pass the same whole batch.
         inputs: how batches come: each rank its rows ("split"), everything everywhere ("whole"), or slices per dim by
             name of the input.
+        hardware: what search="exact" prices plans by: the name of a shipped profile ("h100"), the path of one that
+            ``shardwright bench --save-profile`` wrote, or its value; read on rank 0 alone, which plans for all. By
+            default the shipped profile of the device.
         save_graphs: a folder for dumps, or (folder, level): level 1 the strategies of all operators, level 2, the
             default, the program of each rank too. Without it, what ``shardwright launch --save-graphs`` says.
 
@@ -75,15 +80,17 @@ def parallelize(
         StrategyError, PlanError: where pins contradict the model or the mesh, or no plan exists.
     """
     world = current_world()
-    dumps, problem = None, _problem(mode, search, gradients, batch_norm, batch)
+    dumps, known, problem = None, None, _problem(mode, search, gradients, batch_norm, batch)
     try:
         dumps = SaveGraphs.wanted(save_graphs, os.environ)
+        known = read_hardware(hardware) if hardware is not None and world.rank == 0 else None
     except UsageError as error:
         problem = problem or str(error)
     shapes = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters()}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     agree({"the arguments": options, "the model's parameters": shapes}, problem)
-    chosen = Options(mode, search, mesh_for(mesh, world.size), inputs, pins or {}, batch, gradients, batch_norm, dumps)
+    devices = mesh_for(mesh, world.size)
+    chosen = Options(mode, search, devices, inputs, pins or {}, batch, gradients, batch_norm, dumps, known)
     try:
         return Parallel(model, loss_fn, sample_batch, chosen, world, plan)
     except CaptureError as error:

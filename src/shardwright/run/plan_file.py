@@ -17,13 +17,11 @@ from shardwright.graph.pins import apply_pins
 from shardwright.graph.rewrite import rewrite
 from shardwright.graph.trace import LossFunction
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.hardware import CPU_HOST, H100
+from shardwright.plan.hardware import read_hardware
 from shardwright.plan.make import Mode, make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
 from shardwright.run.build import BuildFunction, Built
-
-HARDWARE = {"cpu": CPU_HOST, "h100": H100}
 
 
 @dataclass(frozen=True)
@@ -55,12 +53,14 @@ def plan_file(
     Args:
         target: ``FILE.py:build``; the model is made on the meta device, or for real where that fails.
         devices: how many; those of the mesh or of the loaded plan where None.
+        hardware: whose prices: the name of a shipped profile, or the path of one.
         load: a saved plan, in place of a search.
 
     Raises:
         UsageError: where the file, the function or an argument does not fit.
         CaptureError, StrategyError, PlanError: as `sw.parallelize` does.
     """
+    known = read_hardware(hardware)
     build = BuildFunction.parse(target).load()
     chosen = None if load else _mesh(devices, mesh)
     seconds: dict[str, float] = {}
@@ -74,9 +74,7 @@ def plan_file(
         plan = _timed(
             seconds,
             "planning",
-            lambda: make_plan(
-                graph.capture, chosen, mode, search_method=search, inputs=inputs, hardware=HARDWARE[hardware]
-            ),
+            lambda: make_plan(graph.capture, chosen, mode, search_method=search, inputs=inputs, hardware=known),
         )
     else:
         plan = _timed(seconds, "loading", lambda: Plan.load(load or "", graph))

@@ -101,7 +101,7 @@ def verify(
             return Plan.load(plan, graph)
         if plan is not None:
             return Plan.from_json(plan.to_json(), graph)
-        hardware = for_device(world.device.type)
+        hardware = for_device(world.device.type).on_hosts(world.hosts)
         return make_plan(captured, chosen, mode, search_method=search, inputs=inputs, hardware=hardware)
 
     used = on_rank_zero(make)

@@ -1,0 +1,253 @@
+"""Hardware profiles as files: they come back equal, say what is wrong in them, and price what the planner asks."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.errors import UsageError
+from shardwright.mesh.mesh import Axis, Link, Mesh
+from shardwright.mesh.redistribute import Collective
+from shardwright.plan.cost import Seconds
+from shardwright.plan.hardware import (
+    SHARED_BYTES,
+    Curve,
+    Hardware,
+    LinkCost,
+    Segment,
+    for_device,
+    read_hardware,
+    shipped,
+    shipped_names,
+    where_along,
+)
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+MIB = 2**20
+
+
+def hardware(**changes):
+    """Two ranks inside a host and two between hosts, each kind with times of its own; 8 ranks inside for one kind."""
+    links = [
+        LinkCost(where, kind, 2, Curve((Segment(0, base * (i + 1), 1e9), Segment(MIB, base * (i + 1), 1e9))))
+        for where, base in (("inside", 1e-4), ("between", 1e-3))
+        for i, kind in enumerate(KINDS)
+    ]
+    links.append(LinkCost("inside", "all_reduce", 8, Curve((Segment(0, 5e-4, 2e9),)), points=((MIB, 1e-3),)))
+    made = Hardware("h", "a device", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e-6, tuple(links), 4, ("a book",))
+    return replace(made, **changes)
+
+
+def test_a_profile_comes_back_equal(tmp_path):
+    path = tmp_path / "hardware.json"
+    hardware().save(path)
+    assert Hardware.load(path) == hardware()
+    assert read_hardware(path) == read_hardware(str(path)) == read_hardware(hardware()) == hardware()
+    assert [file.name for file in tmp_path.iterdir()] == ["hardware.json"]
+
+
+@pytest.mark.parametrize("name", ["a100", "cpu_host", "h100", "h200", "v100"])
+def test_shipped_profiles_name_their_sources(name):
+    found = shipped(name)
+    assert found.name == name
+    assert found.sources
+    assert any("data sheet" in source or "measured" in source.lower() for source in found.sources)
+    assert {(c.where, c.collective) for c in found.links} >= {(w, k) for w in ("inside", "between") for k in KINDS}
+    for kind in KINDS:
+        times = [found.collective_s(kind, 2**p, 2, "inside") for p in range(31)]
+        assert times == sorted(times)
+        assert found.collective_s(kind, MIB, 2, "inside") <= found.collective_s(kind, MIB, 2, "between")
+
+
+def test_all_files_of_the_folder_were_looked_at():
+    assert shipped_names() == ("a100", "cpu_host", "h100", "h200", "v100")
+
+
+def test_newer_gpus_are_faster():
+    flops = [shipped(name).flops_in(torch.float16) for name in ("cpu_host", "v100", "a100", "h100")]
+    assert flops == sorted(flops)
+    assert shipped("h200").memory_bandwidth > shipped("h100").memory_bandwidth
+
+
+@pytest.mark.parametrize(
+    ("device", "told", "name"),
+    [
+        ("cpu", "", "cpu_host"),
+        ("cuda", "NVIDIA H200", "h200"),
+        ("cuda", "NVIDIA A100-SXM4-80GB", "a100"),
+        ("cuda", "Tesla V100-SXM2-16GB", "v100"),
+        ("cuda", "Some GPU", "h100"),
+    ],
+)
+def test_the_profile_of_a_device(device, told, name):
+    assert for_device(device, lambda: told).name == name
+
+
+def broken(path, value):
+    """The JSON of `hardware` with one entry changed; None removes it."""
+    found = json.loads(hardware().to_json())
+    inner = found
+    for step in path[:-1]:
+        inner = inner[step]
+    if value is None:
+        del inner[path[-1]]
+    else:
+        inner[path[-1]] = value
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "is no JSON"),
+        ("[]", 'expected an object with "format"'),
+        (broken(["format"], "other"), "is no hardware profile"),
+        (broken(["version"], 9), "has version 9 of the format, this program reads 1"),
+        (broken(["flops"], {"float64": 1e9}), 'flops needs a figure for "float32"'),
+        (broken(["flops", "float32"], -1), "float32 is -1.0; expected a number above 0"),
+        (broken(["memory_bandwidth"], None), "memory_bandwidth is missing"),
+        (broken(["launch_s"], "fast"), "launch_s is 'fast', which is no number"),
+        (broken(["links", 0, "where"], "beside"), "expected inside or between"),
+        (broken(["links", 0, "ranks"], 1), "2 ranks or more"),
+        (broken(["links", 1], None), "the links inside hosts lack all_gather"),
+        (broken(["links", 0, "segments"], []), "begin with from_bytes 0"),
+        (broken(["links", 0, "segments", 0, "from_bytes"], 5), "begin with from_bytes 0"),
+        (broken(["links", 0, "segments", 0, "bandwidth"], 0), "bandwidth is 0.0; expected a number above 0"),
+        (broken(["links", 0, "segments", 1, "from_bytes"], 0), "the segments of a curve rise: 0 follows 0"),
+        (broken(["links", 0, "segments", 0, "latency_s"], -1.0), "takes no time"),
+        (broken(["links", 0, "segments", 1, "latency_s"], -1e-3), "takes no time|less time"),
+        (broken(["links", 0, "points"], [1]), "f.json: "),
+        (broken(["ranks_per_host"], 0), "ranks_per_host is 0; expected a whole number from 1 on, or null"),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_in_a_file(text, message, tmp_path):
+    path = tmp_path / "f.json"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message) as caught:
+        Hardware.load(path)
+    assert str(path) in str(caught.value)
+
+
+def test_what_is_no_hardware(tmp_path):
+    with pytest.raises(UsageError, match=r"tpu is no hardware that is known; type one of cpu, a100, cpu_host, h100"):
+        read_hardware("tpu")
+    with pytest.raises(UsageError, match=r"cannot read the hardware profile .*gone.json: No such file"):
+        read_hardware(tmp_path / "gone.json")
+    with pytest.raises(UsageError, match=r"cannot write the profile .*: No such file"):
+        hardware().save(tmp_path / "gone" / "h.json")
+
+
+def test_a_curve_has_the_segment_of_its_bytes():
+    curve = Curve((Segment(0, 1.0, 10.0), Segment(100, -9.0, 5.0)))
+    assert [curve.seconds(b) for b in (0, 50, 99, 100, 200)] == [1.0, 6.0, 10.9, 11.0, 31.0]
+    with pytest.raises(UsageError, match="more bytes would take less time at 100 bytes"):
+        Curve((Segment(0, 1.0, 10.0), Segment(100, 0.0, 10.0)))
+
+
+def test_other_numbers_of_ranks_take_the_next_smaller_one():
+    found = hardware()
+    # Measured at 8: as it stands; at 16: as many bytes sent by a rank take as long, and one step of a tree more.
+    assert found.collective_s("all_reduce", MIB, 8, "inside") == 5e-4 + MIB / 2e9
+    at_16 = 5e-4 + MIB * (15 / 16) / (7 / 8) / 2e9 + 5e-4 * (math.log2(16) / 3 - 1)
+    assert found.collective_s("all_reduce", MIB, 16, "inside") == pytest.approx(at_16)
+    # 4 is nearer to 8, but the next smaller number counts.
+    at_4 = 1e-4 + MIB * 1.5 / 1e9 + 1e-4
+    assert found.collective_s("all_reduce", MIB, 4, "inside") == pytest.approx(at_4)
+    assert found.shared_s("all_reduce", MIB, 2, "inside") == pytest.approx((1e-4 + SHARED_BYTES / 1e9) / 32)
+
+
+def test_where_the_groups_of_an_axis_stand():
+    mesh = Mesh.of(pp=2, dp=3, tp=4)
+    found = {axis: [where_along(mesh, [axis], n) for n in (1, 4, 6, 12, 24)] for axis in mesh.names}
+    inside, between = "inside", "between"
+    assert found["tp"] == [between, inside, between, inside, inside]
+    assert found["dp"] == [between, between, between, inside, inside]
+    assert found["pp"] == [between, between, between, between, inside]
+    assert where_along(mesh, ["pp", "tp"], None) == inside
+    assert where_along(Mesh.of(dp=1, tp=4), ["dp", "tp"], 4) == inside
+
+
+@pytest.mark.parametrize(
+    ("hosts", "per_host"), [("aaaa", None), ("aabb", 2), ("abab", 1), ("aaab", 1), ("abcd", 1), ("aabbcc", 2)]
+)
+def test_hosts_as_they_are(hosts, per_host):
+    assert hardware().on_hosts(list(hosts)).ranks_per_host == per_host
+
+
+def test_a_link_that_was_not_measured_is_said():
+    alone = replace(hardware(), links=tuple(c for c in hardware().links if c.where == "inside"))
+    with pytest.raises(
+        UsageError, match=r"the hardware profile h knows inside, but a group .* is between hosts; run `s"
+    ):
+        alone.collective_s("all_reduce", 1, 2, "between")
+
+
+def test_the_cost_asks_the_curve_of_kind_link_and_ranks():
+    cost = Seconds(hardware())
+    mesh = Mesh.of(dp=2, tp=2, ep=2)  # 4 ranks per host: ep and tp inside, dp between
+    prices = {
+        axes: cost._collective_s(Collective("all_gather", axes, MIB), mesh, False)
+        for axes in (("dp",), ("tp",), ("tp", "ep"))
+    }
+    assert prices[("tp",)] == 2e-4 + MIB / 1e9
+    assert prices[("dp",)] == 2e-3 + MIB / 1e9
+    assert prices[("tp", "ep")] == pytest.approx(2e-4 + MIB * 1.5 / 1e9 + 2e-4)
+
+
+def test_an_axis_with_a_link_of_its_own_does_not_ask():
+    cost = Seconds(hardware())
+    mesh = Mesh((Axis("dp", 2, Link(1.0, 1e6)), Axis("tp", 2)))
+    sent = Collective("all_reduce", ("dp",), MIB).sent_bytes(mesh)
+    assert cost._collective_s(Collective("all_reduce", ("dp",), MIB), mesh, False) == 1.0 + sent / 1e6
+    assert cost._collective_s(Collective("all_reduce", ("tp",), MIB), mesh, False) == 1e-4 + MIB / 1e9
+    both = cost._collective_s(Collective("all_reduce", ("dp", "tp"), MIB), mesh, False)
+    assert both == 1.0 + MIB * 1.5 / 1e6
+
+
+def slow_links(factor):
+    """The CPU's profile with links that are so much slower."""
+    known = shipped("cpu_host")
+    links = [
+        replace(c, curve=Curve(tuple(Segment(s.from_bytes, s.latency_s * factor, s.bandwidth / factor)
+                                     for s in c.curve.segments)))
+        for c in known.links
+    ]  # fmt: skip
+    return replace(known, name="slow", links=tuple(links))
+
+
+def batch_loss(model, batch):
+    return model(batch).pow(2).sum()
+
+
+def plans_by(folder):
+    """What every rank holds after planning with a fast profile, a slow one of rank 0 alone, and a wrong one."""
+    world = sw.init()
+    given = folder / ("slow.json" if world.rank == 0 else "not here.json")
+    found = []
+    for hardware in (slow_links(1e-3), given):
+        torch.manual_seed(0)
+        model = nn.Linear(512, 512, bias=False)
+        parallel = sw.parallelize(
+            model, batch_loss, torch.ones(2048, 512), batch="global", inputs="whole", hardware=hardware
+        )
+        found.append(parallel.plan.to_json())
+    try:
+        sw.parallelize(nn.Linear(2, 2), batch_loss, torch.ones(4, 2), batch="global", hardware="pdp11")
+    except UsageError as error:
+        found.append(str(error))
+    return found
+
+
+def test_ranks_plan_by_the_profile_of_rank_0(tmp_path: Path):
+    slow_links(1e6).save(tmp_path / "slow.json")
+    first, second = run_ranks(2, plans_by, tmp_path)
+    assert first == second
+    quick, careful, message = first
+    assert quick != careful  # with links that cost a million times as much, nothing is split
+    assert "pdp11 is no hardware that is known" in message
