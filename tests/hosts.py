@@ -26,7 +26,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -160,7 +159,7 @@ class HostNetwork:
 
     def _make_bridge(self) -> ipaddress.IPv4Network:
         """On a network that no other bridge of ours has: one process chooses at a time."""
-        with open(Path(tempfile.gettempdir()) / "shardwright-test-hosts.lock", "w") as lock:
+        with open("/run/shardwright-test-hosts.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             listed = json.loads(_must("ip", "-json", "address"))
             taken = [ipaddress.ip_address(a["local"]) for link in listed for a in link["addr_info"]]

@@ -52,7 +52,7 @@ def test_every_rank_is_told_its_place_in_the_table(launching):
         (
             "127.0.0.1:2,240.0.0.1:1,240.0.0.2:1",
             [],
-            "of its 3 servers, 240.0.0.1, 240.0.0.2 are not this host, and launching on other hosts is not there yet",
+            "of its 3 servers, 240.0.0.1 is not this host, and launching on other hosts is not there yet",
         ),
         (None, [], "the rank table table.json cannot be read: No such file"),
     ],

@@ -298,12 +298,13 @@ def expand_hosts(nodelist: str) -> list[str]:
 
     Raises `WorldError` when brackets or ranges are broken.
     """
+    pattern = r"(?:[^\[\],]|\[[^\[\]]*\])+"
+    if not re.fullmatch(f"{pattern}(?:,{pattern})*", nodelist.strip()):
+        raise WorldError(f"the Slurm node list {nodelist!r} cannot be read; expected names like gnode[10,20-25]")
     hosts: list[str] = []
-    for pattern in re.split(r",(?![^\[]*\])", nodelist.strip()):
-        if not re.fullmatch(r"(?:[^\[\],]|\[[^\[\]]*\])+", pattern):
-            raise WorldError(f"the Slurm node list {nodelist!r} cannot be read; expected names like gnode[10,20-25]")
+    for names in re.findall(pattern, nodelist.strip()):
         expanded = [""]
-        for text, brackets in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", pattern):
+        for text, brackets in re.findall(r"([^\[\]]+)|\[([^\[\]]*)\]", names):
             choices = [text] if text else _expand_ranges(brackets, nodelist)
             _check_count(len(hosts) + len(expanded) * len(choices), nodelist)
             expanded = [prefix + choice for prefix in expanded for choice in choices]

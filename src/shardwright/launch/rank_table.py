@@ -10,7 +10,8 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,6 +25,7 @@ TABLE_VARIABLES = ("RANK_TABLE_FILE", "RANK_ID", "RANK_SIZE", "DEVICE_ID", "DEVI
 
 Others = tuple[tuple[str, Any], ...]
 _T = TypeVar("_T")
+_V = TypeVar("_V", int, str)
 
 
 @dataclass(frozen=True)
@@ -177,17 +179,18 @@ def launched_here(table: RankTable, path: Path) -> dict[int, dict[str, str]]:
 
     Raises `UsageError` where one is not: ranks on other hosts cannot be launched.
     """
-    elsewhere = [server.address for server in table.servers if not is_this_host(server.address)]
-    if elsewhere and len(table.servers) == 1:
+    # The first one suffices: finding out that a name cannot be resolved may take seconds.
+    elsewhere = next((server.address for server in table.servers if not is_this_host(server.address)), None)
+    if elsewhere is not None and len(table.servers) == 1:
         raise UsageError(
-            f"--rank-table {path}: its server {elsewhere[0]} is not this host; launch on that host, or make the table "
+            f"--rank-table {path}: its server {elsewhere} is not this host; launch on that host, or make the table "
             "with this host's address: `shardwright ranktable make ... --server-id ADDRESS`"
         )
-    if elsewhere:
+    if elsewhere is not None:
         raise UsageError(
-            f"--rank-table {path}: of its {len(table.servers)} servers, {', '.join(elsewhere)} "
-            f"{'is' if len(elsewhere) == 1 else 'are'} not this host, and launching on other hosts is not there yet; "
-            "start each rank on its server with RANK_TABLE_FILE, RANK_ID and DEVICE_ID set, which sw.init() understands"
+            f"--rank-table {path}: of its {len(table.servers)} servers, {elsewhere} is not this host, and launching on "
+            "other hosts is not there yet; start each rank on its server with RANK_TABLE_FILE, RANK_ID and DEVICE_ID "
+            "set, which sw.init() understands"
         )
     return {rank: table.variables(rank, path) for rank in table.placed}
 
@@ -274,24 +277,24 @@ class _Reader:
             self.problems += [f"{name} is missing" for name in missing]
 
     def _check_ids(self, servers: tuple[Server, ...], all_read: bool) -> None:
-        names = [server.server_id for server in servers]
-        for name in sorted({name for name in names if names.count(name) > 1}):
-            self.problems.append(f"server_id {name} comes {names.count(name)} times, expected once")
+        for name, times in _repeated(server.server_id for server in servers):
+            self.problems.append(f"server_id {name} comes {times} times, expected once")
         ranks = sorted(device.rank for server in servers for device in server.devices)
         if all_read and ranks != list(range(len(ranks))):
-            self.problems.append(f"it has the ranks {ranks}; expected each of 0 to {len(ranks) - 1} once")
+            self.problems.append(f"it has the ranks {_shown(ranks)}; expected each of 0 to {len(ranks) - 1} once")
         for server in servers:
-            ids = server.device_ids
-            for device in sorted({device for device in ids if ids.count(device) > 1}):
-                given = [d.rank for d in server.devices if d.device_id == device]
-                self.problems.append(f"device {device} of {server.server_id} is given to {len(given)} ranks: {given}")
+            for device, times in _repeated(server.device_ids):
+                given = [d.rank for d in server.devices if d.device_id == device][:9]
+                self.problems.append(
+                    f"device {device} of {server.server_id} is given to {times} ranks: {', '.join(map(str, given))}"
+                )
 
     def _check_super_pods(self, servers: tuple[Server, ...], pods: tuple[SuperPod, ...]) -> None:
         listed = [name for pod in pods for name in pod.server_ids]
         if pods and sorted(listed) != sorted(server.server_id for server in servers):
             self.problems.append(
-                f"super_pod_list has the servers {', '.join(listed)}; expected each of server_list once: "
-                f"{', '.join(server.server_id for server in servers)}"
+                f"super_pod_list has the servers {_shown(listed)}; expected each of server_list once: "
+                f"{_shown([server.server_id for server in servers])}"
             )
 
     # --- single values
@@ -357,6 +360,10 @@ def is_address(text: str) -> bool:
     return True
 
 
+def _repeated(values: Iterable[_V]) -> list[tuple[_V, int]]:
+    return [(value, times) for value, times in Counter(values).items() if times > 1]
+
+
 def _shown(value: Any) -> str:
     text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
+    return text if len(text) <= 100 else f"{text[:97]}..."
