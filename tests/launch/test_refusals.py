@@ -1,12 +1,15 @@
 """What cannot be served is said before anything starts, and leaves no folder."""
 
 import socket
+import sys
+from pathlib import Path
 
 import pytest
 
 from shardwright.errors import UsageError
 from shardwright.launch import options, port
 from shardwright.launch.port import lease_port
+from shardwright.launch.program import Program, check_program
 
 REFUSED = [
     ([], "nothing to launch; type one of"),
@@ -14,6 +17,11 @@ REFUSED = [
     (["-n", "x", "train.py"], "-n x is no number of ranks"),
     (["-n", "-2", "train.py"], "-n -2 is no number of ranks"),
     (["tarin.py"], "the script tarin.py does not exist (looked in {folder}); near it: train.py"),
+    (
+        ["tarin"],
+        "the script tarin does not exist (looked in {folder}), and no program of that name is on the PATH; near",
+    ),
+    (["trian"], "did you mean `train`, a command of shardwright?"),
     (["-m", "nothere.at.all"], "no module named nothere in this directory"),
     (["-m", "train.py"], "-m takes a module's name, not a file; type train.py without -m, or -m train"),
     (["--", "nothere"], "no program nothere on the PATH"),
@@ -45,6 +53,52 @@ def test_refusal(launching, arguments, message):
     assert ended.stdout == ""
     assert "Traceback" not in ended.stderr
     assert [path.name for path in (launching.folder / "log_output").iterdir()] == ["taken"]
+
+
+def test_a_bare_name_is_a_file_here_or_our_command_or_a_program_on_the_path(tmp_path, monkeypatch):
+    here, programs = tmp_path / "here", tmp_path / "bin"
+    for folder in (here, programs, here / "train"):
+        folder.mkdir()
+    python, elsewhere = Path(sys.executable), programs / "python3"
+    elsewhere.symlink_to("/bin/true")
+    lines = {
+        "installed": f"#!{python}", "linked": f"#!{python.with_name('python3')}", "found": "#!/usr/bin/env python3",
+        "others": f"#!{elsewhere}", "shell": "#!/bin/sh", "isolated": f"#!{python} -I", "both": f"#!{python}",
+    }  # fmt: skip
+    for name, line in lines.items():
+        (programs / name).write_text(line + "\n")
+        (programs / name).chmod(0o755)
+    (here / "both").write_text("print('here')")
+    monkeypatch.chdir(here)
+
+    def kind(name, path=str(programs)):
+        program = check_program("script", [name, "-n", "1"], {"PATH": path})
+        assert program.arguments[-2:] == ("-n", "1")
+        return program.kind, program.arguments[:-2]
+
+    assert kind("installed") == ("script", (str(programs / "installed"),))
+    assert kind("linked") == ("script", (str(programs / "linked"),))
+    assert kind("found") == ("program", (str(programs / "found"),))
+    assert kind("found", f"{python.parent}:{programs}") == ("script", (str(programs / "found"),))
+    assert [kind(name) for name in ("others", "shell", "isolated")] == [
+        ("program", (str(programs / name),)) for name in ("others", "shell", "isolated")
+    ]
+    assert kind("both") == ("script", ("both",))
+    assert kind("shardwright") == ("script", (str(python.with_name("shardwright")),))  # beside python, not on the PATH
+    assert kind("train") == ("module", ("shardwright", "train"))
+    (here / "train" / "__main__.py").write_text("")
+    assert kind("train") == ("script", ("train",))
+    with pytest.raises(UsageError, match="no program nothere on the PATH"):
+        check_program("program", ["nothere"], {"PATH": str(programs)})
+    assert check_program("program", ["both"], {"PATH": str(programs)}) == Program("program", ("both",))
+
+
+def test_an_installed_command_needs_no_dashes(launching):
+    ended = launching.run("-n", "2", "--tee", "all", "shardwright", "--version")
+    assert (ended.code, ended.stdout.count("shardwright, version")) == (0, 2), ended.stderr
+    ended = launching.run("-n", "1", "train", "--config", "quickstart", "-o", "train.stps=1")
+    assert ended.code == 2
+    assert "train.stps is unknown; did you mean train.steps?" in ended.stderr
 
 
 @pytest.mark.parametrize(

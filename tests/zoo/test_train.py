@@ -130,13 +130,16 @@ LAUNCHERS = {
     "alone": [],
     "launch a module": [BIN / "shardwright", "launch", "-n", "2", "-m", "shardwright"],
     "launch a program": [BIN / "shardwright", "launch", "-n", "2", "--", BIN / "shardwright"],
+    "launch a command": [BIN / "shardwright", "launch", "-n", "2", "shardwright"],
+    "launch": [BIN / "shardwright", "launch", "-n", "2"],
     "train -n": [],
     "torchrun": [BIN / "torchrun", "--standalone", "--nproc-per-node", "2", "-m", "shardwright"],
     "mpirun": [BIN / "mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", BIN / "shardwright"],
 }
 
 
-SLOW = {"torchrun", "launch a program"}  # the same environment and the same launcher as others here
+# The same environment and the same launcher as others here.
+SLOW = {"torchrun", "launch a module", "launch a program", "launch a command"}
 
 
 @pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAUNCHERS])

@@ -15,6 +15,7 @@ from typing import Literal
 from shardwright.errors import UsageError
 
 Kind = Literal["script", "module", "program"]
+_RANK_COMMANDS = ("train",)  # our own commands that ranks run
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,8 @@ class Program:
 def check_program(kind: Kind, arguments: Sequence[str], environment: Mapping[str, str]) -> Program:
     """The program, if it can be found with ``environment``'s PATH and PYTHONPATH.
 
+    A bare name that is no file here is one of our own commands for ranks (``train``), or else a program on the PATH.
+
     Raises `UsageError`, which names what was looked for and the nearest names there are.
     """
     if not arguments or not arguments[0]:
@@ -43,11 +46,48 @@ def check_program(kind: Kind, arguments: Sequence[str], environment: Mapping[str
             "  shardwright launch -n 8 -m package.module ARGS\n"
             "  shardwright launch -n 8 -- PROGRAM ARGS"
         )
-    {"script": _check_script, "module": _check_module, "program": _check_executable}[kind](arguments[0], environment)
+    if kind == "script" and (command := _command(arguments, environment)):
+        return command
+    {"script": check_script, "module": _check_module, "program": _check_executable}[kind](arguments[0], environment)
     return Program(kind, tuple(arguments))
 
 
-def _check_script(name: str, environment: Mapping[str, str]) -> None:
+def _command(arguments: Sequence[str], environment: Mapping[str, str]) -> Program | None:
+    """What a bare name stands for where no file has it. A Python program of this interpreter starts as scripts do.
+
+    Programs installed beside this interpreter are found without PATH, as its modules are.
+    """
+    name = arguments[0]
+    if os.sep in name or os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py")):
+        return None
+    if name in _RANK_COMMANDS:
+        return Program("module", ("shardwright", *arguments))
+    found = shutil.which(name, path=environment.get("PATH")) or shutil.which(name, path=os.path.dirname(sys.executable))
+    if found is None:
+        return None
+    return Program("script" if _runs_here(found, environment) else "program", (found, *arguments[1:]))
+
+
+def _runs_here(path: str, environment: Mapping[str, str]) -> bool:
+    """Whether the first line of the file names the interpreter that runs this, as those of installed commands do."""
+    try:
+        with open(path, "rb") as file:
+            line = os.fsdecode(file.readline(512))
+    except OSError:
+        return False
+    words = line[2:].split() if line.startswith("#!") else []
+    if len(words) == 2 and os.path.basename(words[0]) == "env":
+        words = [shutil.which(words[1], path=environment.get("PATH")) or ""]
+    # By folder: in a virtual environment python, python3 and python3.11 are one, elsewhere than what they link to.
+    return (
+        len(words) == 1
+        and os.path.basename(words[0]).startswith("python")
+        and os.path.dirname(os.path.abspath(words[0])) == os.path.dirname(os.path.abspath(sys.executable))
+    )
+
+
+def check_script(name: str, environment: Mapping[str, str]) -> None:
+    """Raises `UsageError` where the file ``name``, a Python script, cannot be run."""
     path = Path(name)
     if path.is_dir() and not (path / "__main__.py").is_file():
         raise UsageError(f"{name} is a directory without __main__.py; expected a Python script")
@@ -56,10 +96,12 @@ def _check_script(name: str, environment: Mapping[str, str]) -> None:
             raise UsageError(f"the script {name} may not be read by this user; type `chmod u+r {name}`")
         return
     message = f"the script {name} does not exist (looked in {path.absolute().parent})"
+    if os.sep not in name and not path.suffix:
+        message += ", and no program of that name is on the PATH"
     if near := _nearest_scripts(path):
         message += f"; near it: {', '.join(near)}"
-    if shutil.which(name, path=environment.get("PATH")):
-        message += f"; to run the program of that name type `-- {name}`"
+    if near := difflib.get_close_matches(name, _RANK_COMMANDS, n=1):
+        message += f"; did you mean `{near[0]}`, a command of shardwright?"
     raise UsageError(message)
 
 

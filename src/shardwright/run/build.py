@@ -18,7 +18,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.launch.program import check_program
+from shardwright.launch.program import check_script
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,12 +53,12 @@ class BuildFunction:
         file, colon, name = text.rpartition(":")
         if not colon or not name.isidentifier():
             given = name if not colon else file
-            check_program("script", [given], os.environ)
+            check_script(given, os.environ)
             raise UsageError(
                 f"{text} names no function; type {given}:build, build being a function without arguments that returns "
                 f"{RETURNS}; functions there: {', '.join(_functions(Path(given))) or 'none'}"
             )
-        check_program("script", [file], os.environ)
+        check_script(file, os.environ)
         if Path(file).is_dir():
             raise UsageError(f"{file} is a directory; expected a Python file, as in FILE.py:build")
         return BuildFunction(Path(file), name)
