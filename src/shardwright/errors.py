@@ -10,6 +10,7 @@
     │   └── StrategyError       a pin or strategy is impossible for its operator
     ├── TrainingError           a run cannot go on: its loss is not finite
     ├── CheckpointError         a checkpoint cannot be written, is damaged, or does not fit the model
+    │   └── DamageError         a file of a checkpoint is missing, short, or not what was written
     └── LoweringError           a plan could not be turned into a local program (a defect of ours)
 
 Every message says what was got, what was expected and, where there is one, what to type.
@@ -56,6 +57,10 @@ class TrainingError(ShardwrightError, RuntimeError):
 
 class CheckpointError(ShardwrightError, RuntimeError):
     """A checkpoint cannot be written, is damaged, or does not fit what it is to be loaded into."""
+
+
+class DamageError(CheckpointError):
+    """A file of a checkpoint is missing, short, or not what was written."""
 
 
 class LoweringError(ShardwrightError, RuntimeError):

@@ -19,7 +19,7 @@ import fsspec
 import torch
 
 from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Place, ValueEntry, checksum
-from shardwright.errors import CheckpointError, UsageError
+from shardwright.errors import CheckpointError, DamageError, UsageError
 
 LATEST = "latest"
 # protocol -> the package that speaks it; fsspec has the others on board
@@ -277,7 +277,7 @@ def damage_error(folder: Folder, found: tuple[Damage, ...] | list[Damage]) -> Ch
     others = [other for other in intact(outer) if other != name]
     if others:
         text += f". {outer.where}/{others[-1]} is the newest other one that has all its bytes"
-    return CheckpointError(f"{text}. `shardwright checkpoint verify {outer.where}` names all damage in all of them")
+    return DamageError(f"{text}. `shardwright checkpoint verify {outer.where}` names all damage in all of them")
 
 
 def wrong_sizes(folder: Folder, manifest: Manifest) -> Iterator[Damage]:
