@@ -27,7 +27,6 @@ class Faulty:
         self, files: Any, at: int | str | None = None, fault: Callable[[], Any] | None = None, stays: bool = False
     ):
         self.files, self.at, self.fault, self.stays = files, at, fault, stays
-        self.renames = files.renames
         self.done: list[str] = []
         self.locks: list[Any] = []
         self.created: list[Any] = []
@@ -93,8 +92,6 @@ class _Names(dict):
 
 class Disk:
     """Directories and files in memory. What is not synced may be lost in a crash: see `after_crash`."""
-
-    renames = True
 
     def __init__(self) -> None:
         self.root = _Names()

@@ -18,13 +18,7 @@ class Locked(Exception):
 
 
 class Files(Protocol):
-    """Where checkpoints lie. Paths are strings, joined by ``/``; failures are OSError.
-
-    ``renames`` says that a directory changes its name at one instant: a checkpoint is then written under another name
-    first. Where it is not so, its objects are written under their final names and the manifest last.
-    """
-
-    renames: bool
+    """Where checkpoints lie. Paths are strings, joined by ``/``; failures are OSError."""
 
     def make_directory(self, path: str) -> None: ...
     def list(self, path: str) -> list[str]: ...
@@ -44,8 +38,6 @@ class Files(Protocol):
 
 class LocalFiles:
     """A file system of this host, or one that is mounted on it."""
-
-    renames = True
 
     def make_directory(self, path: str) -> None:
         """Make a directory in one that is there."""

@@ -17,6 +17,7 @@ names is complete; where ``latest`` itself is lost, the checkpoint with the high
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import socket
@@ -44,11 +45,10 @@ class WritingPlace:
     """Where the ranks write the files of a save."""
 
     directory: str
-    tag: str
 
     def file(self, rank: int) -> str:
         """The name of the file of ``rank``, in the manner of DCP."""
-        return f"__{rank}_{self.tag}.distcp"
+        return f"__{rank}_0.distcp"
 
 
 @dataclass(frozen=True)
@@ -132,14 +132,13 @@ class Store:
             try:
                 self._remove_leftovers()
                 nonce = secrets.token_hex(4)
-                directory = self.path(f"{SAVING}{name}-{nonce}")
                 newest = self.latest()
                 sequence = 1 + (_sequence(self.manifest(newest)) if newest else 0)
-                self.files.make_directory(directory)
+                directory = self._make_room(name, nonce)
             except BaseException:
                 self.files.unlock(lock)
                 raise
-        return Save(name, WritingPlace(directory, "0"), nonce, sequence, lock)
+        return Save(name, WritingPlace(directory), nonce, sequence, lock)
 
     def write(self, save: Save, name: str, data: bytes) -> None:
         """Write a small file of the checkpoint, to the disk."""
@@ -149,30 +148,51 @@ class Store:
         """Make the save a checkpoint, the latest; then remove those that the retention gives up.
 
         Raises:
-            CheckpointError: where the file system refuses; the save is then as if never begun.
+            CheckpointError: where the file system refuses; what ``latest`` named before is still there.
         """
-        final = self.path(save.name)
-        with self._told(f"cannot complete {final}"):
+        with self._told(f"cannot complete {self.path(save.name)}"):
             self.write(save, MANIFEST, manifest.to_text().encode())
-            self.files.sync_directory(save.directory)
-            if self.files.is_directory(final):
-                self.files.exchange(save.directory, final)
-            else:
-                self.files.rename(save.directory, final)
-            self.files.sync_directory(self.directory)
+            self._publish(save)
             self._point(save)
         self._retire(save)
         self._unlock(save)
 
     def abort(self, save: Save) -> None:
         """Take back what was written; what cannot be removed now, the next save removes."""
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(Exception):
             self._remove_tree(save.directory)
         self._unlock(save)
 
     def _unlock(self, save: Save) -> None:
-        with contextlib.suppress(OSError):  # the lock ends with the process at the latest
+        with contextlib.suppress(Exception):  # the lock ends with the process at the latest
             self.files.unlock(save.lock)
+
+    def _make_room(self, name: str, nonce: str) -> str:
+        """The directory to write the checkpoint ``name`` into, made and empty."""
+        directory = self.path(f"{SAVING}{name}-{nonce}")
+        self.files.make_directory(directory)
+        return directory
+
+    def _publish(self, save: Save) -> None:
+        """Give what was written its name; what had that name before has now the hidden one."""
+        final = self.path(save.name)
+        self.files.sync_directory(save.directory)
+        if self.files.is_directory(final):
+            self._exchange(save.directory, final)
+        else:
+            self.files.rename(save.directory, final)
+        self.files.sync_directory(self.directory)
+
+    def _exchange(self, new: str, final: str) -> None:
+        try:
+            self.files.exchange(new, final)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
+                raise
+            raise CheckpointError(
+                f"{final} is there already, and its file system cannot exchange two directories at one instant; "
+                "remove it, or save under another name"
+            ) from error
 
     def _point(self, save: Save) -> None:
         pointer = self.path(f".{LATEST}-{save.nonce}")
@@ -187,19 +207,27 @@ class Store:
     def _retire(self, save: Save) -> None:
         """Remove what is no longer wanted. The new checkpoint stands already: a failure here is a warning."""
         try:
-            if self.files.is_directory(save.directory):  # what the exchange put there
-                self._remove_tree(save.directory)
+            self._remove_replaced(save)
             everything = {} if self.retention.keeps_all else self.complete()
             for name in self.retention.given_up(everything, save.name):
-                going = self.path(f"{REMOVING}{name}-{save.nonce}")
-                self.files.rename(self.path(name), going)
-                self.files.sync_directory(self.directory)
-                self._remove_tree(going)
+                self._give_up(name, save.nonce)
         except OSError as error:
             warnings.warn(
                 f"{self.path(save.name)} is saved, but an older checkpoint could not be removed: {_says(error)}",
                 stacklevel=2,
             )
+
+    def _remove_replaced(self, save: Save) -> None:
+        """Remove what an exchange has put under the hidden name."""
+        if self.files.is_directory(save.directory):
+            self._remove_tree(save.directory)
+
+    def _give_up(self, name: str, nonce: str) -> None:
+        """Remove a checkpoint, which from the first instant on is none."""
+        going = self.path(f"{REMOVING}{name}-{nonce}")
+        self.files.rename(self.path(name), going)
+        self.files.sync_directory(self.directory)
+        self._remove_tree(going)
 
     def _make_directories(self, path: str) -> None:
         """Make the directory and those above it, as far as they lack, and see to it that a crash leaves them."""

@@ -1,0 +1,150 @@
+"""Checkpoints behind URLs: nothing is renamed there, and locks are leases."""
+
+import uuid
+
+import fsspec
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from faulty_files import Faulty, Killed
+from saved import good_step, save_step, state_of
+from shardwright.checkpoint.manifest import MANIFEST
+from shardwright.checkpoint.objects import MARK, ObjectFiles, ObjectStore, open_store
+from shardwright.checkpoint.retention import Retention
+from shardwright.checkpoint.save import save
+from shardwright.checkpoint.store import Store
+from shardwright.errors import CheckpointError, UsageError
+from simulated_ranks import SimulatedRanks
+
+
+@pytest.fixture(params=["memory", "file"])
+def url(request, tmp_path):
+    if request.param == "file":
+        yield f"file://{tmp_path}/runs"
+        return
+    name = f"memory://{uuid.uuid4().hex}/runs"
+    yield name
+    system, root = fsspec.core.url_to_fs(name)
+    system.rm(root.rpartition("/")[0], recursive=True)
+
+
+def no_marks(store):
+    for name in store.files.list(store.directory):
+        inside = store.files.list(store.path(name))
+        assert MARK not in inside, name
+        if inside and store.files.is_directory(store.path(name)):  # an empty directory is nothing to an object store
+            assert MANIFEST in inside, name
+
+
+def test_steps_are_saved_found_and_given_up(url):
+    store = open_store(url, Retention(latest_k=2, top_k=1, metric="loss"))
+    assert isinstance(store, ObjectStore)
+    assert store.latest() is None
+    for step, loss in ((1, 0.5), (2, 0.1), (3, 0.4), (4, 0.3)):
+        save_step(store, step, metrics={"loss": loss})
+        assert good_step(store) == step
+    assert list(store.complete()) == ["step-2", "step-3", "step-4"]
+    assert store.files.list(store.directory) == ["latest", "step-2", "step-3", "step-4"]
+    store.files.remove(f"{store.directory}/latest")
+    assert store.latest() == "step-4"
+    no_marks(store)
+
+
+def test_a_path_is_no_url(tmp_path):
+    assert type(open_store(tmp_path)) is Store
+    with pytest.raises(UsageError, match="cannot save to nosuch://x"):
+        open_store("nosuch://x")
+
+
+def test_torch_reads_what_was_saved_to_a_url(tmp_path):
+    save_step(open_store(f"file://{tmp_path}/runs"), 5)
+    dcp_to_torch_save(tmp_path / "runs" / "step-5", tmp_path / "whole.pt")
+    assert bool((torch.load(tmp_path / "whole.pt", weights_only=True)["model"]["weight"] == 5).all())
+
+
+def test_ranks_save_to_a_url_together(url):
+    state = {**state_of(1), **{("model", f"w{i}"): torch.full((3,), float(i)) for i in range(5)}}
+    SimulatedRanks.run(3, lambda ranks: save(open_store(url), "step-1", state, {"step": 1}, {}, ranks))
+    store = open_store(url)
+    assert good_step(store) == 1
+    assert {"__0_0.distcp", "__1_0.distcp", "__2_0.distcp"} < set(store.files.list(store.path("step-1")))
+
+
+def kill():
+    raise Killed
+
+
+@pytest.mark.parametrize("url", ["memory", pytest.param("file", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize("every", [pytest.param(12, id="some"), pytest.param(1, id="every", marks=pytest.mark.slow)])
+def test_a_process_that_dies_at_any_operation_leaves_a_good_checkpoint(url, every):
+    keep_one = Retention(latest_k=1)
+
+    def store_at(place, files=None):
+        system, root = fsspec.core.url_to_fs(f"{url}/{place}")
+        return ObjectStore(root, files or ObjectFiles(system, lease_s=0.05), keep_one)
+
+    save_step(store_at("counted"), 1)
+    counted = Faulty(store_at("counted").files)
+    save_step(store_at("counted", counted), 2)
+    assert {"create", "write", "finish", "remove", "lock", "read"} < set(counted.done)
+    for at in [i for i, name in enumerate(counted.done) if name != "write" or i % every == 0]:
+        save_step(store_at(at), 1)
+        dying = Faulty(store_at(at).files, at, kill, stays=True)
+        with pytest.raises(Killed):
+            save_step(store_at(at, dying), 2)
+        for lock in dying.locks:
+            lock.stop()
+        assert good_step(store_at(at)) in (1, 2)
+        save_step(store_at(at), 3)
+        assert good_step(store_at(at)) == 3
+        no_marks(store_at(at))
+        assert list(store_at(at).complete()) == ["step-3"]
+
+
+def test_what_others_keep_beside_the_checkpoints_stays(url):
+    store = open_store(url)
+    store.files.make_directory(f"{store.directory}/notes")
+    store.files.system.pipe_file(f"{store.directory}/notes/mine.txt", b"mine")
+    save_step(store, 1)
+    save_step(store, 2)
+    assert store.files.read(f"{store.directory}/notes/mine.txt") == b"mine"
+
+
+def test_the_only_checkpoint_is_not_replaced(url):
+    store = open_store(url)
+    save_step(store, 1, name="last")
+    with pytest.raises(CheckpointError, match="is the only complete checkpoint here: objects cannot be"):
+        save_step(store, 2, name="last")
+    assert good_step(store) == 1
+    save_step(store, 3)
+    save_step(store, 4, name="last")
+    assert good_step(store) == 4
+    no_marks(store)
+
+
+def _full():
+    raise OSError(28, "No space left on device")
+
+
+@pytest.mark.parametrize("at", ["create", "write", "finish"])
+def test_a_failure_is_an_error_and_leaves_nothing(url, at):
+    store = open_store(url)
+    save_step(store, 1)
+    failing = ObjectStore(store.directory, Faulty(store.files, at, _full))
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        save_step(failing, 2)
+    assert store.files.list(store.directory) == ["latest", "step-1"]
+    assert good_step(store) == 1
+
+
+def test_a_second_job_is_refused_while_the_first_lives_and_waits_for_the_lease_of_a_dead_one(url):
+    system, root = fsspec.core.url_to_fs(url)
+    store = ObjectStore(root, ObjectFiles(system, lease_s=0.6))
+    save_step(store, 1)
+    lock = store.files.lock(f"{root}/.lock", "process 7 on host there, since noon")
+    with pytest.raises(CheckpointError, match=r"another save into .*runs is under way, by process 7 on host there"):
+        save_step(store, 2)
+    lock.stop()
+    save_step(store, 3)
+    assert good_step(store) == 3
