@@ -67,7 +67,7 @@ def load(
     source = source if isinstance(source, Source) else open_source(source)
     entries = {entry.path: entry for entry in source.manifest.entries.values()}
     found = match(entries, wanted, where=source.where, strict=strict, rename=rename)
-    rank = _rank() if rank is None else rank
+    rank = current_rank() if rank is None else rank
     values: dict[Path, Any] = {}
     jobs: list[_Job] = []
     for path, entry in found.pairs:
@@ -87,12 +87,18 @@ def load(
 
 def read_box(source: Source, entry: TensorEntry, box: Box) -> Tensor:
     """A part of a tensor, as a plain tensor."""
-    whole = torch.empty(box.sizes, dtype=entry.dtype)
-    _run(source, _jobs_of(entry, box, whole), 1)
-    return whole
+    part = torch.empty(box.sizes, dtype=entry.dtype)
+    _run(source, _jobs_of(entry, box, part), source.folder.threads)
+    return part
 
 
-def _rank() -> int:
+def read_whole(source: Source, entry: TensorEntry, into: Tensor) -> None:
+    """All of a tensor, into a plain tensor of its shape."""
+    _run(source, _jobs_of(entry, Box((0,) * len(entry.shape), entry.shape), into), source.folder.threads)
+
+
+def current_rank() -> int:
+    """This process in its world; 0 where there is none."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -203,27 +209,30 @@ def _slabs(whole: Box, strides: Sequence[int], item: int, target: Tensor | None)
     Rows with more than a block of other elements between them are not read together.
     """
 
-    def cut(part: Box, dim: int) -> Iterator[Box]:
-        count = _cover(part.sizes, strides)
-        if count == part.numel and target is not None and target[part.slices_in(whole)].is_contiguous():
-            yield part
-            return
-        while dim < len(strides) and part.sizes[dim] == 1:
-            dim += 1
-        sparse = any(
-            n > 1 and (stride - _cover(part.sizes[d + 1 :], strides[d + 1 :])) * item > BLOCK_BYTES
-            for d, (n, stride) in enumerate(zip(part.sizes, strides, strict=True))
-        )
-        if dim == len(strides) or (count * item <= SLAB_BYTES and not sparse):
-            yield part
-            return
-        row = _cover(part.sizes[dim + 1 :], strides[dim + 1 :])
-        rows = 1 if sparse else max((SLAB_BYTES // item - row) // strides[dim] + 1, 1)
-        for start, size in _ranges(part.sizes[dim], rows):
-            offsets = (*part.offsets[:dim], part.offsets[dim] + start, *part.offsets[dim + 1 :])
-            yield from cut(Box(offsets, (*part.sizes[:dim], size, *part.sizes[dim + 1 :])), dim)
+    yield from _cut(whole, 0, whole, strides, item, target)
 
-    yield from cut(whole, 0)
+
+def _cut(part: Box, dim: int, whole: Box, strides: Sequence[int], item: int, target: Tensor | None) -> Iterator[Box]:
+    """Of a part of ``whole``, of which all dims before ``dim`` have one row."""
+    count = _cover(part.sizes, strides)
+    if count == part.numel and target is not None and target[part.slices_in(whole)].is_contiguous():
+        yield part
+        return
+    while dim < len(strides) and part.sizes[dim] == 1:
+        dim += 1
+    sparse = any(
+        n > 1 and (stride - _cover(part.sizes[d + 1 :], strides[d + 1 :])) * item > BLOCK_BYTES
+        for d, (n, stride) in enumerate(zip(part.sizes, strides, strict=True))
+    )
+    if dim == len(strides) or (count * item <= SLAB_BYTES and not sparse):
+        yield part
+        return
+    row = _cover(part.sizes[dim + 1 :], strides[dim + 1 :])
+    rows = 1 if sparse else max((SLAB_BYTES // item - row) // strides[dim] + 1, 1)
+    for start, size in _ranges(part.sizes[dim], rows):
+        offsets = (*part.offsets[:dim], part.offsets[dim] + start, *part.offsets[dim + 1 :])
+        sizes = (*part.sizes[:dim], size, *part.sizes[dim + 1 :])
+        yield from _cut(Box(offsets, sizes), dim, whole, strides, item, target)
 
 
 def _ranges(count: int, step: int) -> Iterator[tuple[int, int]]:

@@ -88,7 +88,8 @@ def match(
 ) -> Match:
     """Find an entry for everything that is wanted, and something that wants every entry.
 
-    An entry counts as extra where something of its section (the first part of its path) is wanted.
+    An entry counts as extra where something of its section (the first part of its path) is wanted. A tied tensor,
+    wanted under several names, is not missing where the checkpoint has it under one of them.
 
     Raises:
         CheckpointError: with ``strict``, one that names all that does not fit.
@@ -96,11 +97,12 @@ def match(
     """
     available = _renamed(entries, rename)
     pairs, missing, differing, converted = [], [], [], []
+    there = {id(target) for path, target in wanted.items() if path in available and isinstance(target, Tensor)}
     for path, target in wanted.items():
         entry = available.get(path)
         name = ".".join(path)
         if entry is None:
-            missing.append(name)
+            missing += [] if id(target) in there else [name]
         elif told := _other_shape(target, entry):
             differing.append(f"{name} {told}")
         else:

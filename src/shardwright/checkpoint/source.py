@@ -100,7 +100,7 @@ class RemoteFolder:
 
     def __init__(self, where: str) -> None:
         self.where = where.rstrip("/")
-        self.files, self.root = _file_system(self.where)
+        self.files, self.root = file_system(self.where)
 
     def _listing(self) -> list[dict[str, Any]]:
         try:
@@ -139,7 +139,8 @@ def open_folder(where: str | os.PathLike[str]) -> Folder:
     return RemoteFolder(os.fspath(where)) if "://" in os.fspath(where) else LocalFolder(where)
 
 
-def _file_system(url: str) -> tuple[Any, str]:
+def file_system(url: str) -> tuple[Any, str]:
+    """The file system of a URL, and the path in it."""
     protocol = url.split("://")[0]
     try:
         files, root = fsspec.core.url_to_fs(url)
