@@ -388,6 +388,25 @@ def traffic(devices: tuple[str, ...], every_s: float, count: int | None, as_json
     show(devices, every_s, count, as_json, Path(sysfs))
 
 
+@cli.command()
+@click.option("--every", "every_s", default=1.0, show_default=True, metavar="SECONDS", help="Between two looks.")
+@click.option("--count", type=int, metavar="N", help="How many looks; without it until Ctrl-C.")
+@click.option("--json", "as_json", is_flag=True, help="A line of JSON for each device and look.")
+@click.option("--sysfs", default="/sys", show_default=True, metavar="DIR", help="Where the host's /sys is mounted.")
+@click.argument("devices", metavar="[DEVICE]...", nargs=-1)
+def traffic(devices: tuple[str, ...], every_s: float, count: int | None, as_json: bool, sysfs: str) -> None:
+    """Show bytes and rates in and out of InfiniBand and Ethernet devices, errors and drops beside them.
+
+    DEVICE is eth0, or mlx5_0/1 for one port and mlx5_0 for all of them; without any, all that are up but the loopback.
+    Ctrl-C ends it with what was moved altogether.
+    """
+    from pathlib import Path
+
+    from shardwright.cluster.traffic import show
+
+    show(devices, every_s, count, as_json, Path(sysfs))
+
+
 def main() -> None:
     """The entry point: our own errors are one readable message and exit code 2, not a traceback."""
     try:

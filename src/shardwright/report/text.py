@@ -38,3 +38,15 @@ def start_line(micro_batches: Sequence[int], ranks: int, rates: Sequence[float],
     distinct = ", ".join(f"{rate:g}" for rate in dict.fromkeys(rates))
     batch = f"global batch: {sum(micro_batches)} samples{parts} on {where}"
     return f"{batch}, learning rate: {distinct}, precision: {precision}"
+
+
+def size_text(count: float) -> str:
+    """Bytes as people read them, in powers of ten.
+
+    >>> size_text(25_170_000), size_text(1_234), size_text(7)
+    ('25.17 MB', '1.23 kB', '7 B')
+    """
+    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= factor:
+            return f"{count / factor:.2f} {unit}"
+    return f"{count:.0f} B"

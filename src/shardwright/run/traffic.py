@@ -19,6 +19,7 @@ import torch.distributed as dist
 
 from shardwright.launch.network import SYSFS, Device, Moved, Reading, carriers, moved, read_devices
 from shardwright.mesh.redistribute import Collective
+from shardwright.report.text import size_text
 from shardwright.run.captured import Parallel
 from shardwright.run.eager_parallel import EagerParallel
 from shardwright.run.execute import Execution, Run
@@ -53,7 +54,7 @@ class Measured:
     def __str__(self) -> str:
         into, out = self.payload()
         troubles = [f"{count} {name}" for name, count in self.total.troubles.items() if count]
-        return f"{self.device.name}: {', '.join([f'{size(into)} in', f'{size(out)} out', *troubles])}"
+        return f"{self.device.name}: {', '.join([f'{size_text(into)} in', f'{size_text(out)} out', *troubles])}"
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ def traffic_lines(hosts: Sequence[HostTraffic], predicted: Flows | None, backend
                 devices = [(measured.device, measured.total.out_bytes) for measured in here.between]
                 lines += over_sockets(here.host, devices, outgoing, here.nccl)
         if inside and backend != "gloo":
-            lines.append(f"traffic | {here.host}, within it | predicted: {size(inside)} | not over the network")
+            lines.append(f"traffic | {here.host}, within it | predicted: {size_text(inside)} | not over the network")
         elif inside or len(hosts) == 1:
             lines.append(_line(f"{here.host}, within it", (inside, inside), predicted, here.within))
     return lines
@@ -150,7 +151,7 @@ def traffic_lines(hosts: Sequence[HostTraffic], predicted: Flows | None, backend
 def _line(where: str, expected: tuple[float, float], predicted: Flows | None, devices: Sequence[Measured]) -> str:
     said = "nothing, since the model runs without a plan"
     if predicted is not None:
-        said = f"{size(expected[0])} in, {size(expected[1])} out"
+        said = f"{size_text(expected[0])} in, {size_text(expected[1])} out"
     seen = [measured for measured in devices if measured.total.in_bytes or measured.total.out_bytes]
     parts = [f"traffic | {where}", f"predicted: {said}", *map(str, seen)]
     if not seen:
@@ -160,20 +161,8 @@ def _line(where: str, expected: tuple[float, float], predicted: Flows | None, de
         parts.append(f"{into:+.1%} in, {out:+.1%} out")
     headers = [sum(measured.headers()[way] for measured in seen) for way in (0, 1)]
     if any(headers):
-        parts.append(f"besides, headers: {size(headers[0])} in, {size(headers[1])} out")
+        parts.append(f"besides, headers: {size_text(headers[0])} in, {size_text(headers[1])} out")
     return " | ".join(parts)
-
-
-def size(count: float) -> str:
-    """Bytes as people read them, in powers of ten.
-
-    >>> size(25_170_000), size(1_234), size(7)
-    ('25.17 MB', '1.23 kB', '7 B')
-    """
-    for unit, factor in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= factor:
-            return f"{count / factor:.2f} {unit}"
-    return f"{count:.0f} B"
 
 
 def _backend(world: World) -> str:
