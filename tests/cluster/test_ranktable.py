@@ -305,6 +305,7 @@ def test_reading_names_the_first_problem_and_how_to_see_the_rest():
     assert "the rank table nothere cannot be read: No such file" in refusal("to-hostfile", "nothere")
 
 
+@pytest.mark.slow
 def test_a_huge_table_is_checked_too():
     """Comparing each server and device with each other would outlast the time limit of a test."""
     devices = [{"device_id": d, "rank_id": 7} for d in range(60_000)]
