@@ -1,16 +1,19 @@
 """Configurations: what is refused, in which words, and what is read."""
 
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from shardwright.data.digits import write_digits
 from shardwright.errors import UsageError
 from shardwright.zoo.config import load_config, shipped_names, to_yaml
 from shardwright.zoo.options import Sgd
+from shardwright.zoo.registry import make_loss, make_model
 from shardwright.zoo.train import prepare
 
 SMALL = """
@@ -169,6 +172,86 @@ def test_models_that_cannot_take_the_data_are_refused(config, mnist):
     ]
     assert problems("gpt_char", "model.heads=3") == ["model.width: expected a multiple of model.heads=3, got 128"]
     assert problems("gpt_char", "model.vocabulary=2")[0].startswith("model.vocabulary: expected at least the ")
+
+
+WRONG_TOGETHER = {
+    ("scheduler.warmup_steps=640",): "scheduler.warmup_steps: expected less than the run, which has 640 steps in 10 "
+    "epochs, got 640 steps of warm-up; train longer or lower it",
+    ("scheduler.warmup_epochs=10",): "scheduler.warmup_epochs: expected less than the run, which has 640 steps in 10 "
+    "epochs, got 640 steps of warm-up; train longer or lower it",
+    ("scheduler.name=constant", "scheduler.warmup_steps=320", "train.accumulate=2"): "scheduler.warmup_steps: expected "
+    "less than the run, which has 320 steps in 10 epochs, got 320 steps of warm-up; train longer or lower it",
+    ("scheduler.warmup_steps=1", "scheduler.warmup_epochs=1"): "scheduler.warmup_steps or scheduler.warmup_epochs: "
+    "expected one of them, got both",
+    (
+        "data.drop_last=true",
+        "data.batch_size=641",
+    ): "data.drop_last: true leaves no batch: the global batch is 641, the data have 640 samples",
+    ("optimizer.name=adamw", "optimizer.betas=[0.9]"): "optimizer.betas: expected two numbers, got 1",
+    (
+        "optimizer.name=sgd",
+        "optimizer.nesterov=true",
+    ): "optimizer.nesterov: true needs a momentum; type -o optimizer.momentum=0.9",
+    ("parallel.mesh=dp=3",): "parallel.mesh: dp=3 has 3 devices, but 1 ranks are to run",
+}
+TABLE = """
+data: {type: table, batch_size: 10, samples: 640}
+model: {name: two_matmuls}
+loss: {name: mse}
+scheduler: {name: cosine}
+"""
+
+
+@pytest.mark.parametrize("overrides", WRONG_TOGETHER)
+def test_options_that_do_not_fit_each_other_are_said_in_one_line(overrides, config):
+    assert problems(config(TABLE), *overrides) == [WRONG_TOGETHER[overrides]]
+
+
+def test_a_run_is_as_long_as_its_ranks_make_it(config):
+    path = config(TABLE)
+    overrides = ["data.batch_size=null", "data.batch_size_per_rank=10", "scheduler.warmup_steps=300"]
+    assert prepare(path, overrides, ranks=2).config.scheduler.warmup_steps == 300
+    with pytest.raises(UsageError, match="which has 220 steps in 10 epochs, got 300"):
+        prepare(path, overrides, ranks=3)  # 22 batches of 30, the last of which is not full
+
+
+MODELS = ["perceptron", "resnet18", "resnet50", "gpt", "two_matmuls"]
+DATA = {
+    "table": "{type: table, batch_size: 2}",
+    "random": "{type: random, batch_size: 2, samples: 2, test_samples: 2, shape: [3, 8, 8], classes: 5}",
+    "grey": "{type: random, batch_size: 2, samples: 2, test_samples: 2, shape: [1, 8, 8]}",
+    "characters": "{type: characters, batch_size: 2}",
+}
+
+
+@pytest.mark.filterwarnings("ignore::shardwright.data.random_images.RandomDataWarning")
+@pytest.mark.parametrize("data", DATA)
+def test_what_is_not_refused_runs(config, data):
+    """Every model with every loss on every kind of data: a line that says what does not fit, or a loss."""
+    ran, refused = set(), []
+    for model, loss in itertools.product(MODELS, ("cross_entropy", "mse")):
+        path = config(f"data: {DATA[data]}\nmodel: {{name: {model}}}\nloss: {{name: {loss}}}\n")
+        try:
+            experiment = prepare(path)
+        except UsageError as error:
+            refused.append(str(error).splitlines())
+            continue
+        samples = experiment.data.train
+        batch = torch.utils.data.default_collate([samples[0], samples[1]])
+        with torch.device("meta"):
+            made = make_model(experiment.config.model, experiment.data)
+        loss_fn = make_loss(experiment.config.loss, torch.float32)
+        assert loss_fn(made, [part.to("meta") for part in batch]).shape == ()
+        ran.add(f"{model} {loss}")
+    assert (
+        ran
+        == {
+            "table": {"perceptron mse", "two_matmuls mse"},
+            "random": {f"{model} cross_entropy" for model in ("perceptron", "resnet18", "resnet50")},
+            "grey": {"perceptron cross_entropy"},
+            "characters": {"gpt cross_entropy"},
+        }[data]
+    )
 
 
 def test_one_process_of_many_cannot_train_alone(mnist, monkeypatch):

@@ -29,6 +29,7 @@ from shardwright.zoo.options import (
     Polynomial,
     ResNetModel,
     SchedulerOptions,
+    TwoMatmulsModel,
 )
 from shardwright.zoo.perceptron import Perceptron, TwoMatmuls
 from shardwright.zoo.resnet import resnet18, resnet50
@@ -39,7 +40,8 @@ _RESNETS = {"resnet18": resnet18, "resnet50": resnet50}
 def make_model(options: ModelOptions, data: Data) -> nn.Module:
     """The model, its inputs and outputs as many as the data have where the options leave them open."""
     if isinstance(options, PerceptronModel):
-        return Perceptron(data.sample_shape.numel(), options.hidden, options.num_classes or data.classes)
+        outputs = options.num_classes or data.classes or data.target_shape.numel()
+        return Perceptron(data.sample_shape.numel(), options.hidden, outputs)
     if isinstance(options, ResNetModel):
         make = _RESNETS[options.name]
         return make(options.num_classes or data.classes, options.stem, options.width, options.zero_init)
@@ -59,11 +61,9 @@ def make_model(options: ModelOptions, data: Data) -> nn.Module:
 
 def model_problems(options: ModelOptions, data: Data) -> list[str]:
     """Why the model cannot take the samples or tell their classes, one line each."""
-    shape = list(data.sample_shape)
+    shape, numbers = list(data.sample_shape), data.target_shape.numel()
     classes = "num_classes", getattr(options, "num_classes", None)
     problems = []
-    if isinstance(options, ResNetModel) and (len(shape) != 3 or shape[0] != 3):
-        problems.append(f"model.name: {options.name} takes images of shape [3, height, width], the data have {shape}")
     if isinstance(options, GptModel):
         classes = "vocabulary", options.vocabulary
         if data.sample_dtype.is_floating_point or len(shape) != 1:
@@ -74,6 +74,13 @@ def model_problems(options: ModelOptions, data: Data) -> list[str]:
             problems.append(f"model.width: expected {even} of model.heads={options.heads}, got {options.width}")
     elif not data.sample_dtype.is_floating_point:
         problems.append(f"model.name: {options.name} takes numbers, the data have ids; use gpt")
+    elif isinstance(options, ResNetModel) and (len(shape) != 3 or shape[0] != 3):
+        problems.append(f"model.name: {options.name} takes images of shape [3, height, width], the data have {shape}")
+    elif isinstance(options, TwoMatmulsModel) and (data.classes or len(shape) != 1):
+        have = "classes" if data.classes else f"samples of shape {shape}"
+        problems.append(f"model.name: two_matmuls learns rows of numbers from rows of numbers, the data have {have}")
+    if isinstance(options, PerceptronModel) and not data.classes and options.num_classes not in (None, numbers):
+        problems.append(f"model.num_classes: expected the {numbers} numbers of a target, got {options.num_classes}")
     if classes[1] is not None and data.classes and classes[1] < data.classes:
         problems.append(f"model.{classes[0]}: expected at least the {data.classes} of the data, got {classes[1]}")
     return problems
@@ -135,9 +142,14 @@ def make_optimizer(options: OptimizerOptions, parameters: Iterable[nn.Parameter]
     return torch.optim.SGD(groups, lr=lr, momentum=options.momentum, nesterov=options.nesterov)
 
 
+def warmup_steps(options: SchedulerOptions, steps_per_epoch: int) -> int:
+    """The optimizer steps over which the rate rises."""
+    return options.warmup_steps or round(options.warmup_epochs * steps_per_epoch)
+
+
 def make_schedule(options: SchedulerOptions, optimizer: Optimizer, steps: int, steps_per_epoch: int) -> LambdaLR:
     """The schedule of a run of ``steps`` optimizer steps."""
-    warmup = options.warmup_steps or round(options.warmup_epochs * steps_per_epoch)
+    warmup = warmup_steps(options, steps_per_epoch)
     if isinstance(options, Constant):
         return constant_schedule(optimizer, warmup_steps=warmup)
     if isinstance(options, Cosine):

@@ -13,7 +13,6 @@ import torch
 from shardwright.errors import DataError, UsageError
 from shardwright.launch.environment import read_environment
 from shardwright.launch.options import LaunchOptions, read_options
-from shardwright.mesh.mesh import Mesh
 from shardwright.run.callbacks import (
     EMA,
     Callback,
@@ -31,16 +30,16 @@ from shardwright.run.precision import autocast
 from shardwright.run.seed import set_seed
 from shardwright.run.trainer import Trainer
 from shardwright.run.world import World, init
+from shardwright.zoo.checks import data_problems, option_problems
 from shardwright.zoo.config import load_config, to_yaml
 from shardwright.zoo.datasets import Data, make_data
-from shardwright.zoo.options import Config, CrossEntropy, Train
+from shardwright.zoo.options import Config, Train
 from shardwright.zoo.registry import (
     freeze,
     make_loss,
     make_model,
     make_optimizer,
     make_schedule,
-    model_problems,
     scaled_rate,
 )
 
@@ -53,69 +52,30 @@ class Experiment:
     data: Data
 
 
-def prepare(name: str, overrides: Sequence[str] = ()) -> Experiment:
+def prepare(name: str, overrides: Sequence[str] = (), ranks: int | None = None) -> Experiment:
     """Everything that can be known before processes meet.
+
+    Args:
+        ranks: how many are to run; None where this process is one of them.
 
     Raises:
         UsageError: with a line for each thing that is wrong or does not fit another.
         DataError: where the files of the data are missing or corrupt.
     """
     config = load_config(name, overrides)
-    problems = _batch_problems(config) + _parallel_problems(config)
-    data = None
+    if ranks is None:
+        ranks = read_environment(os.environ).size if config.system.distribute else 1
+    problems, data = option_problems(config, ranks), None
     try:
         data = make_data(config.data)
     except (DataError, UsageError) as error:
         problems.append(f"data: {error}")
     if data is not None:
-        problems += _loss_problems(config, data) or _model_problems(config, data)
+        problems += data_problems(config, data, ranks)
     if problems:
         raise UsageError("\n".join([f"{name}:", *(f"  {problem}" for problem in problems)]))
     assert data is not None
     return Experiment(config, data)
-
-
-def _batch_problems(config: Config) -> list[str]:
-    data, problems = config.data, []
-    if (data.batch_size is None) == (data.batch_size_per_rank is None):
-        got = "neither" if data.batch_size is None else "both"
-        problems.append(f"data.batch_size or data.batch_size_per_rank: expected one of them, got {got}")
-    if config.optimizer.scale_lr == "linear" and not (config.optimizer.base_batch or data.batch_size_per_rank):
-        problems.append("optimizer.base_batch is missing: scale_lr linear divides the samples of a step by it")
-    return problems
-
-
-def _parallel_problems(config: Config) -> list[str]:
-    options, told, problems = config.parallel, read_environment(os.environ), []
-    if options.plan is not None and not Path(options.plan).is_file():
-        problems.append(f"parallel.plan: there is no file {options.plan}; `shardwright plan --save` writes one")
-    if options.mesh is not None:
-        try:
-            Mesh.parse(options.mesh)
-        except UsageError as error:
-            problems.append(f"parallel.mesh: {error}")
-    if told.size > 1 and not config.system.distribute:
-        problems.append(
-            f"system.distribute: false trains alone, but {told.launcher} started {told.size} processes; "
-            "type -o system.distribute=true, or start one"
-        )
-    return problems
-
-
-def _loss_problems(config: Config, data: Data) -> list[str]:
-    if isinstance(config.loss, CrossEntropy) == bool(data.classes):
-        return []
-    kind, other = ("classes", "cross_entropy") if data.classes else ("numbers", "mse")
-    return [f"loss.name: the {config.data.type} data have {kind} as their targets; use {other}"]
-
-
-def _model_problems(config: Config, data: Data) -> list[str]:
-    problems = model_problems(config.model, data)
-    if problems:
-        return problems
-    with torch.device("meta"):
-        unmatched = freeze(make_model(config.model, data), config.model.frozen)
-    return [f"model.frozen: no parameter of {config.model.name} is called {pattern}" for pattern in unmatched]
 
 
 def train(name: str, overrides: Sequence[str] = ()) -> Trainer:

@@ -1,0 +1,101 @@
+"""What is wrong with a configuration beyond its keys, in one line each; known before processes meet."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+
+from shardwright.errors import UsageError
+from shardwright.launch.environment import read_environment
+from shardwright.mesh.mesh import Mesh
+from shardwright.zoo.datasets import Data
+from shardwright.zoo.options import AdamW, Config, CrossEntropy, Sgd
+from shardwright.zoo.registry import freeze, make_model, model_problems, warmup_steps
+
+
+def option_problems(config: Config, ranks: int) -> list[str]:
+    """Of options that contradict each other, or the ``ranks`` that are to run."""
+    return _batch_problems(config) + _optimizer_problems(config) + _parallel_problems(config, ranks)
+
+
+def data_problems(config: Config, data: Data, ranks: int) -> list[str]:
+    """Of options that do not fit the data."""
+    return (_loss_problems(config, data) or _model_problems(config, data)) + _length_problems(config, data, ranks)
+
+
+def _batch_problems(config: Config) -> list[str]:
+    data, problems = config.data, []
+    if (data.batch_size is None) == (data.batch_size_per_rank is None):
+        got = "neither" if data.batch_size is None else "both"
+        problems.append(f"data.batch_size or data.batch_size_per_rank: expected one of them, got {got}")
+    if config.optimizer.scale_lr == "linear" and not (config.optimizer.base_batch or data.batch_size_per_rank):
+        problems.append("optimizer.base_batch is missing: scale_lr linear divides the samples of a step by it")
+    return problems
+
+
+def _optimizer_problems(config: Config) -> list[str]:
+    options, problems = config.optimizer, []
+    if isinstance(options, AdamW) and len(options.betas) != 2:
+        problems.append(f"optimizer.betas: expected two numbers, got {len(options.betas)}")
+    if isinstance(options, Sgd) and options.nesterov and not options.momentum:
+        problems.append("optimizer.nesterov: true needs a momentum; type -o optimizer.momentum=0.9")
+    if config.scheduler.warmup_steps and config.scheduler.warmup_epochs:
+        problems.append("scheduler.warmup_steps or scheduler.warmup_epochs: expected one of them, got both")
+    return problems
+
+
+def _parallel_problems(config: Config, ranks: int) -> list[str]:
+    options, told, problems = config.parallel, read_environment(os.environ), []
+    if options.plan is not None and not Path(options.plan).is_file():
+        problems.append(f"parallel.plan: there is no file {options.plan}; `shardwright plan --save` writes one")
+    if options.mesh is not None:
+        try:
+            mesh = Mesh.parse(options.mesh)
+            if mesh.size != ranks:
+                problems.append(f"parallel.mesh: {options.mesh} has {mesh.size} devices, but {ranks} ranks are to run")
+        except UsageError as error:
+            problems.append(f"parallel.mesh: {error}")
+    if told.size > 1 and not config.system.distribute:
+        problems.append(
+            f"system.distribute: false trains alone, but {told.launcher} started {told.size} processes; "
+            "type -o system.distribute=true, or start one"
+        )
+    return problems
+
+
+def _loss_problems(config: Config, data: Data) -> list[str]:
+    if isinstance(config.loss, CrossEntropy) == bool(data.classes):
+        return []
+    kind, other = ("classes", "cross_entropy") if data.classes else ("numbers", "mse")
+    return [f"loss.name: the {config.data.type} data have {kind} as their targets; use {other}"]
+
+
+def _model_problems(config: Config, data: Data) -> list[str]:
+    problems = model_problems(config.model, data)
+    if problems:
+        return problems
+    with torch.device("meta"):
+        unmatched = freeze(make_model(config.model, data), config.model.frozen)
+    return [f"model.frozen: no parameter of {config.model.name} is called {pattern}" for pattern in unmatched]
+
+
+def _length_problems(config: Config, data: Data, ranks: int) -> list[str]:
+    """Of a run without a batch, or one that ends before its rate has risen."""
+    options, samples = config.data, len(data.train)
+    batch = options.batch_size or (options.batch_size_per_rank or 0) * ranks
+    if not batch:
+        return []  # said already
+    if options.drop_last and batch > samples:
+        return [f"data.drop_last: true leaves no batch: the global batch is {batch}, the data have {samples} samples"]
+    batches = samples // batch if options.drop_last else -(-samples // batch)
+    per_epoch = -(-batches // config.train.accumulate)
+    steps, warmup = config.train.epochs * per_epoch, warmup_steps(config.scheduler, per_epoch)
+    if steps > warmup:
+        return []
+    key = "warmup_steps" if config.scheduler.warmup_steps else "warmup_epochs"
+    return [
+        f"scheduler.{key}: expected less than the run, which has {steps} steps in {config.train.epochs} epochs, "
+        f"got {warmup} steps of warm-up; train longer or lower it"
+    ]
