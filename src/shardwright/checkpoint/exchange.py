@@ -22,11 +22,11 @@ from torch import Tensor
 from shardwright.checkpoint.load import current_rank
 from shardwright.checkpoint.manifest import Entry, Manifest, Place, TensorEntry, ValueEntry
 from shardwright.checkpoint.match import Match, Rename, match
+from shardwright.checkpoint.objects import open_store
 from shardwright.checkpoint.pieces import Piece, State
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.source import file_system
 from shardwright.checkpoint.state import model_state, module_of, put_model_state
-from shardwright.checkpoint.store import Store
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -241,13 +241,15 @@ def split(
     The number is that of the files into which the tensors are cut along their first dim; any number of ranks loads
     them. Memory: the file is mapped, and its tensors are written from there.
 
+    ``directory`` may be a URL.
+
     Raises:
         CheckpointError: where the file cannot be read, or the checkpoint cannot be written.
         UsageError: where ``directory`` has checkpoints.
     """
     if ranks < 1:
         raise UsageError(f"--ranks {ranks}: expected at least 1")
-    store = Store(os.fspath(directory))
+    store = open_store(os.fspath(directory))
     if there := list(store.complete()):
         raise UsageError(f"{store.directory} has checkpoints already ({there[-1]}); give an empty or a new directory")
     state: State = {("model", name): value for name, value in read_state(source).items()}

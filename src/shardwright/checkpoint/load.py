@@ -60,8 +60,9 @@ def load(
     Extra memory: per thread (two on local files, eight on remote ones) a slab of 16 MiB and a block of 4 MiB.
 
     Raises:
-        CheckpointError: where the checkpoint does not fit, before anything is changed; where it is damaged. Damage of
-            a tensor is found while reading it, so what was to be filled may be filled in part.
+        CheckpointError: where the checkpoint does not fit, before anything is changed.
+        DamageError: where the checkpoint is damaged, with the file, the entry and what to take instead. Damage of a
+            tensor is found while reading it, so what was to be filled may be filled in part.
         UsageError: for patterns of ``rename`` that fit nothing.
     """
     source = source if isinstance(source, Source) else open_source(source)

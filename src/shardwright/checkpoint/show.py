@@ -61,22 +61,22 @@ def size_text(count: float) -> str:
 
 
 def _table(*columns: str, right: Iterable[str] = ()) -> Table:
-    table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0), header_style="dim")
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left", overflow="fold")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for i, name in enumerate(columns):  # names of files and checkpoints stay whole, so that they can be copied
+        table.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=i == 0)
     return table
 
 
 def _list(folder: Folder) -> Table:
-    table = _table(
-        "checkpoint", "step", "epoch", "saved", "ranks", "bytes", "metrics", "", right=("step", "epoch", "bytes")
-    )
+    columns = ("checkpoint", "step", "epoch", "ranks", "bytes", "saved (UTC)", "metrics", "")
+    table = _table(*columns, right=columns[1:5])
     pointed = pointed_at(folder)
     for name, manifest in checkpoints(folder).items():
         info = manifest.info
         size = size_text(sum(record.size_bytes for record in manifest.files.values()))
-        known = [str(info.get(key, "-")) for key in ("step", "epoch", "saved", "world_size")]
-        table.add_row(name, *known, size, _numbers(info.get("metrics")), "latest" if name == pointed else "")
+        known = [str(info.get(key, "-")) for key in ("step", "epoch", "world_size")]
+        saved = str(info.get("saved", "-"))[:16].replace("T", " ")
+        table.add_row(name, *known, size, saved, _numbers(info.get("metrics")), "latest" if name == pointed else "")
     return table
 
 

@@ -103,6 +103,7 @@ class RemoteFolder:
         self.files, self.root = file_system(self.where)
 
     def _listing(self) -> list[dict[str, Any]]:
+        self.files.invalidate_cache(self.root)
         try:
             return list(self.files.ls(self.root, detail=True))
         except (FileNotFoundError, NotADirectoryError):
@@ -146,7 +147,7 @@ def file_system(url: str) -> tuple[Any, str]:
         files, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
         remedy = f"type: pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(error)
-        raise UsageError(f"{url}: reading {protocol}:// needs a package that is not installed; {remedy}") from error
+        raise UsageError(f"{url}: {protocol}:// needs a package that is not installed; {remedy}") from error
     except ValueError as error:
         raise UsageError(f"{url}: expected a path, or a URL such as s3://, gs:// or file://; got {error}") from error
     return files, root

@@ -15,6 +15,7 @@ import torch
 
 from shardwright.checkpoint.dcp import METADATA
 from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Place, TensorEntry
+from shardwright.checkpoint.objects import MARK
 from shardwright.checkpoint.source import (
     LATEST,
     Damage,
@@ -110,7 +111,8 @@ def verify_one(folder: Folder) -> Verified:
 
 
 def _looks_like_one(sizes: dict[str, int]) -> bool:
-    return MANIFEST in sizes or any(name.endswith(".distcp") for name in sizes)
+    """Whether a directory has, or had, a checkpoint, and is not one that a save is about to make or to remove."""
+    return MANIFEST in sizes or (MARK not in sizes and any(name.endswith(".distcp") for name in sizes))
 
 
 def _pointer(folder: Folder, valid: dict[str, Manifest], names: list[str]) -> Iterator[Damage]:
@@ -128,7 +130,7 @@ def _pointer(folder: Folder, valid: dict[str, Manifest], names: list[str]) -> It
 
 
 def _unexpected(sizes: dict[str, int], manifest: Manifest) -> Iterator[Damage]:
-    for name in sorted(sizes.keys() - manifest.files.keys() - {MANIFEST}):
+    for name in sorted(sizes.keys() - manifest.files.keys() - {MANIFEST, MARK}):
         yield Damage(name, None, "does not belong to the checkpoint: its manifest does not know the file")
 
 

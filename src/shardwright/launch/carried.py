@@ -76,11 +76,11 @@ class CarriedSupervisor(Supervisor):
                 self._tell(report)
 
     def _mpirun_ended(self, code: int) -> None:
-        """Ranks that are not heard of were killed with their carriers."""
+        """What mpirun said, the help of MPI with it, is told. Ranks not heard of were killed with their carriers."""
         self._take_reports()
         lost = [rank for rank, process in self.ranks.items() if not process.ended]
-        if lost or (code != 0 and not self.ending):
-            os.write(2, os.pread(self.said, _SAID_BYTES, 0))
+        if said := os.pread(self.said, _SAID_BYTES, 0).decode(errors="replace").strip():
+            self._tell({"event": "carrier_said", "text": said, "matters": code != 0})
         for rank in lost:
             self._exited(rank, -signal.SIGKILL, time.time())
 

@@ -279,6 +279,13 @@ class _Launcher:
             names = ", ".join(f"{name} (pid {pid})" for pid, name in message["names"].items())
             self._say(f"the ranks left processes behind, which are ended now: {names}")
 
+    def _on_carrier_said(self, message: Message, _: bytes) -> None:
+        path = self.folder.path / "mpirun"
+        with contextlib.suppress(OSError):
+            path.write_text(f"{message['text']}\n")
+            if message["matters"]:
+                self._say(f"what mpirun said: {path}")
+
     def _on_not_started(self, message: Message, _: bytes) -> None:
         self.not_started = message["message"]
         self.ended = True

@@ -13,6 +13,7 @@ The end of the launcher's stream is an order to kill. The supervisor's events:
     {"event": "stopped", "rank": 0, "signal": 19, "pid": 123}, {"event": "continued", "rank": 0}
     {"event": "exited", "rank": 0, "code": -9, "time_s": 1700000000.123, "signalled": false, "out_of_memory": false}
     {"event": "left", "names": {"123": "sleep"}}        processes that the ranks left behind, about to be ended
+    {"event": "carrier_said", "text": "...", "matters": true}    the words of mpirun itself; they matter where it failed
     {"event": "not_started", "message": "..."}          torch could not be imported, or no process be forked
     {"event": "ended", "killed": [0, 3], "unkillable": []}    the last one
 
