@@ -1,4 +1,4 @@
-"""The page about rank tables tells the truth: its blocks run in order, in one folder, and print what stands under them."""
+"""The page about rank tables is true: its blocks run in order, in one folder, and print what stands under them."""
 
 import os
 import re
