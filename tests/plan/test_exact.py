@@ -35,6 +35,15 @@ def test_the_minimum_over_all_assignments(problem):
     assert cost(factors, assignment) == best
 
 
+def test_variables_without_a_choice_widen_no_table():
+    """As many as a table has dims at most, and more: what every operator is on one device."""
+    ring = [Factor((v, (v + 1) % 90), np.array([[1.0]])) for v in range(90)]
+    chords = [Factor((v, (v + k) % 90), np.array([[1.0]])) for v in range(90) for k in range(2, 45)]
+    assert minimise([1] * 90, ring + chords) == (90.0 * 44, [0] * 90)
+    tail = Factor((90, 3, 91), np.array([[[5.0, 2.0]], [[7.0, 4.0]]]))
+    assert minimise([1] * 90 + [2, 2], [*ring, *chords, tail]) == (90.0 * 44 + 2, [0] * 91 + [1])
+
+
 def integer_program(domains, factors):
     """The same minimum by HiGHS: a binary per variable's value and per table's entry, marginals tied together."""
     columns = [(v, i) for v, n in enumerate(domains) for i in range(n)]

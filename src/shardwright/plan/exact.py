@@ -45,6 +45,8 @@ def minimise(domains: Sequence[int], factors: Sequence[Factor], limit: int = 40_
         PlanError: where every assignment has infinite cost.
         TooWide: where a table would be larger than ``limit``.
     """
+    # A variable of one value widens no table, so that nothing would keep the dims of tables below numpy's limit of 64.
+    factors = [_without_singles(factor, domains) for factor in factors]
     pending = {variable: [f for f in factors if variable in f.scope] for variable in range(len(domains))}
     total = sum(float(f.table) for f in factors if not f.scope)
     decisions: list[tuple[int, tuple[int, ...], npt.NDArray[np.intp]]] = []
@@ -68,6 +70,12 @@ def minimise(domains: Sequence[int], factors: Sequence[Factor], limit: int = 40_
     for variable, scope, best in reversed(decisions):
         chosen[variable] = int(best[tuple(chosen[v] for v in scope)])
     return total, [chosen[v] for v in range(len(domains))]
+
+
+def _without_singles(factor: Factor, domains: Sequence[int]) -> Factor:
+    """The same costs over the variables that have a choice."""
+    scope = tuple(v for v in factor.scope if domains[v] != 1)
+    return Factor(scope, factor.table.reshape([domains[v] for v in scope]))
 
 
 def _width(variable: int, touching: list[Factor], domains: Sequence[int]) -> int:
