@@ -135,9 +135,9 @@ class Counting(LocalFolder):
         super().__init__(where)
         self.reads = []
 
-    def read_into(self, name, start, buffer):
-        self.reads.append((name, start, len(buffer)))
-        return super().read_into(name, start, buffer)
+    def read_into(self, name, start, *buffers):
+        self.reads.append((name, start, sum(map(len, buffers))))
+        return super().read_into(name, start, *buffers)
 
     def blocks(self, start, block_bytes):
         return [(at - start) // block_bytes for _, at, _ in self.reads]

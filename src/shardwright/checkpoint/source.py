@@ -10,18 +10,20 @@ import io
 import os
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
 import torch
+import xxhash
 
 from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Place, ValueEntry, checksum
 from shardwright.errors import CheckpointError, DamageError, UsageError
 
 LATEST = "latest"
+_MOST = 16  # where all of a block but a sixteenth is wanted, it is read without a copy, and the rest forgotten
 # protocol -> the package that speaks it; fsspec has the others on board
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
@@ -42,8 +44,8 @@ class Folder(Protocol):
 
     def outer(self) -> Folder: ...
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        """Fill ``buffer`` with what stands in a file from byte ``start`` on; how many bytes there were."""
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        """Fill one buffer after the other with what stands in a file from byte ``start`` on; how many bytes came."""
 
     def read(self, name: str) -> bytes: ...
 
@@ -76,15 +78,16 @@ class LocalFolder:
     def outer(self) -> LocalFolder:
         return LocalFolder(os.path.dirname(os.path.abspath(self.where)))
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
         descriptor = os.open(os.path.join(self.where, name), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            done = 0
-            while done < len(buffer):
-                count = os.preadv(descriptor, [buffer[done:]], start + done)
-                if not count:
-                    break
+            done, left = 0, [buffer for buffer in buffers if len(buffer)]
+            while left and (count := os.preadv(descriptor, left, start + done)):
                 done += count
+                while left and count >= len(left[0]):
+                    count -= len(left.pop(0))
+                if left:
+                    left[0] = left[0][count:]
             return done
         finally:
             os.close(descriptor)
@@ -122,9 +125,13 @@ class RemoteFolder:
     def outer(self) -> RemoteFolder:
         return RemoteFolder(self.where.rsplit("/", 1)[0])
 
-    def read_into(self, name: str, start: int, buffer: memoryview) -> int:
-        data = self.files.cat_file(f"{self.root.rstrip('/')}/{name}", start=start, end=start + len(buffer))
-        buffer[: len(data)] = data
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+        size = sum(map(len, buffers))
+        data = memoryview(self.files.cat_file(f"{self.root.rstrip('/')}/{name}", start=start, end=start + size))
+        rest = data
+        for buffer in buffers:
+            part, rest = rest[: len(buffer)], rest[len(buffer) :]
+            buffer[: len(part)] = part
         return len(data)
 
     def read(self, name: str) -> bytes:
@@ -169,6 +176,16 @@ class Damage:
         return f"{self.file}: {self.what}" + (f" (entry {self.entry})" if self.entry else "")
 
 
+def _checksum(parts: Sequence[memoryview]) -> str:
+    """`manifest.checksum` of bytes that lie in several places."""
+    if len(parts) == 1:
+        return checksum(parts[0])
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
 class _Scratch(threading.local):
     """The last block that a thread read of which it needed a part only: the next part is often in it too."""
 
@@ -199,37 +216,36 @@ class Source:
         stop = start + len(buffer)
         for index in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
             first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
-            if start <= first and last <= stop:
-                self._fetch(entry, place, index, buffer[first - start : last - start])
-                continue
-            scratch, key = self._scratch, (place.file, place.start, index)
+            low, high = max(first, start), min(last, stop)
+            part, scratch, key = buffer[low - start : high - start], self._scratch, (place.file, place.start, index)
             block = memoryview(scratch.memory)[: last - first]
             if scratch.key != key:
                 scratch.key = None
+                if _MOST * (high - low) >= (_MOST - 1) * (last - first):
+                    rest = block[: low - first], block[high - first :]
+                    self._fetch(entry, place, index, rest[0], part, rest[1])
+                    continue
                 self._fetch(entry, place, index, block)
                 scratch.key = key
-            low, high = max(first, start), min(last, stop)
-            buffer[low - start : high - start] = block[low - first : high - first]
+            part[:] = block[low - first : high - first]
 
-    def _fetch(self, entry: str, place: Place, index: int, block: memoryview) -> None:
-        if found := self.check_block(entry, place, index, block):
+    def _fetch(self, entry: str, place: Place, index: int, *buffers: memoryview) -> None:
+        if found := self.check_block(entry, place, index, *buffers):
             raise self.damaged(found)
 
-    def check_block(self, entry: str, place: Place, index: int, block: memoryview) -> Damage | None:
-        """Read one block of a container into ``block``, which has its size; what is wrong with it."""
-        start = place.start + index * BLOCK_BYTES
+    def check_block(self, entry: str, place: Place, index: int, *buffers: memoryview) -> Damage | None:
+        """Read one block of a container into ``buffers``, which together have its size; what is wrong with it."""
+        start, size = place.start + index * BLOCK_BYTES, sum(map(len, buffers))
         try:
-            count = self.folder.read_into(place.file, start, block)
+            count = self.folder.read_into(place.file, start, *buffers)
         except FileNotFoundError:
             return Damage(place.file, entry, "the file is missing")
         except OSError as error:
             return Damage(place.file, entry, f"cannot be read: {error.strerror or error}")
-        if count < len(block):
-            return Damage(
-                place.file, entry, f"ends at byte {start + count}, where {len(block) - count} more were written"
-            )
-        if checksum(block) != place.checksums[index]:
-            what = f"bytes {start} to {start + len(block) - 1} are not what was written: their checksum differs"
+        if count < size:
+            return Damage(place.file, entry, f"ends at byte {start + count}, where {size - count} more were written")
+        if _checksum(buffers) != place.checksums[index]:
+            what = f"bytes {start} to {start + size - 1} are not what was written: their checksum differs"
             return Damage(place.file, entry, what)
         return None
 
