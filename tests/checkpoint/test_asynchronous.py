@@ -27,9 +27,9 @@ class Slow(LocalFiles):
     def __init__(self):
         self.go = threading.Event()
 
-    def create(self, path):
+    def create(self, path, size_bytes=0):
         assert self.go.wait(20)
-        return super().create(path)
+        return super().create(path, size_bytes)
 
 
 def test_the_state_is_saved_as_it_was_when_save_returned(tmp_path):
@@ -144,11 +144,11 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
         import time
 
         class Slow(LocalFiles):
-            def create(self, path):
+            def create(self, path, size_bytes=0):
                 time.sleep(0.02)
                 if {fails} and path.endswith(".metadata"):
                     raise OSError(28, "No space left on device", path)
-                return super().create(path)
+                return super().create(path, size_bytes)
 
         saver = AsyncSaver(Store({str(tmp_path / "runs")!r}, Slow()), OneRank())
         saver.save("step-1", state_of(1), {{"step": 1}}, {{}})

@@ -46,18 +46,18 @@ class _Summed:
         if _RECORD not in self.head or len(self.head) < self._data_at():
             self.head += view[:4096]
         self.length += len(view)
-        try:
-            self.file.write(view)
-        except BaseException as failure:
-            self.failure = failure
-            raise
         rest = view
-        while len(rest) >= self._room:
-            self._block.update(rest[: self._room])
-            rest = rest[self._room :]
-            self._cut()
-        self._block.update(rest)
-        self._room -= len(rest)
+        while rest:
+            part, rest = rest[: self._room], rest[self._room :]
+            self._block.update(part)
+            self._room -= len(part)
+            if not self._room:
+                self._cut()
+            try:
+                self.file.write(part)
+            except BaseException as failure:
+                self.failure = failure
+                raise
         return len(view)
 
     def flush(self) -> None:

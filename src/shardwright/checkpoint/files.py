@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
+from shardwright.checkpoint.direct import LEAST_BYTES, DirectFile
+
 
 class Locked(Exception):
     """Another process holds the lock; the text is what it wrote about itself."""
@@ -24,7 +26,7 @@ class Files(Protocol):
     def list(self, path: str) -> list[str]: ...
     def is_directory(self, path: str) -> bool: ...
     def read(self, path: str) -> bytes: ...
-    def create(self, path: str) -> Any: ...
+    def create(self, path: str, size_bytes: int = 0) -> Any: ...
     def finish(self, file: Any) -> None: ...
     def discard(self, file: Any) -> None: ...
     def rename(self, old: str, new: str) -> None: ...
@@ -57,17 +59,22 @@ class LocalFiles:
         with open(path, "rb") as file:
             return file.read()
 
-    def create(self, path: str) -> BinaryIO:
-        """A new file to write to; what is there under this name is an error."""
+    def create(self, path: str, size_bytes: int = 0) -> BinaryIO | DirectFile:
+        """A new file to write to, of about so many bytes; what is there under this name is an error."""
+        if size_bytes >= LEAST_BYTES and hasattr(os, "O_DIRECT"):
+            return DirectFile(path)
         return io.BufferedWriter(io.FileIO(path, "x"), 1 << 20)
 
-    def finish(self, file: BinaryIO) -> None:
+    def finish(self, file: BinaryIO | DirectFile) -> None:
         """Wait until all that was written is on the disk, and close."""
+        if isinstance(file, DirectFile):
+            file.finish()
+            return
         file.flush()
         os.fsync(file.fileno())
         file.close()
 
-    def discard(self, file: BinaryIO) -> None:
+    def discard(self, file: BinaryIO | DirectFile) -> None:
         """Close a file that is not finished, whatever of it is there."""
         with contextlib.suppress(OSError):  # closing writes what is left in the buffer, which may fail again
             file.close()
@@ -140,9 +147,9 @@ class FileLock:
 
 
 @contextmanager
-def written(files: Files, path: str) -> Iterator[Any]:
+def written(files: Files, path: str, size_bytes: int = 0) -> Iterator[Any]:
     """A new file to write to, which is on the disk at the end; where that fails it is closed and may be incomplete."""
-    file = files.create(path)
+    file = files.create(path, size_bytes)
     try:
         yield file
         files.finish(file)

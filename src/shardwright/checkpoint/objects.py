@@ -131,7 +131,7 @@ class ObjectFiles:
     def read(self, path: str) -> bytes:
         return bytes(self.system.cat_file(path))
 
-    def create(self, path: str) -> Any:
+    def create(self, path: str, size_bytes: int = 0) -> Any:
         return self.system.open(path, "wb")
 
     def finish(self, file: Any) -> None:

@@ -214,7 +214,8 @@ def _write_share(store: Store, place: WritingPlace, prepared: Prepared, rank: in
     if not prepared.values and not prepared.parts:
         return Written(name, 0, places)
     size = 0
-    with written(store.files, f"{place.directory}/{name}") as file, without_crc():
+    size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in prepared.parts.values())
+    with written(store.files, f"{place.directory}/{name}", size_bytes) as file, without_crc():
         for path, data in prepared.values.items():
             places[".".join(path), NO_BOX] = at = write_value(file, data, name, size)
             size += at.length
