@@ -93,16 +93,9 @@ class TrafficWatch:
                 print(line, flush=True)
 
     def _measure(self, before: Reading) -> HostTraffic:
-        after = read_devices(self._sysfs)
-        seconds = after.time_s - before.time_s
-
-        def measured(devices: Sequence[Device]) -> tuple[Measured, ...]:
-            known = [device for device in devices if device.name in before.devices]
-            return tuple(Measured(device, moved(before.devices[device.name], device, seconds)) for device in known)
-
-        loopbacks = [device for device in after.devices.values() if device.kind == "loopback"]
+        between, within = measure(before, read_devices(self._sysfs))
         nccl = chosen_network(os.environ) if _backend(self._world) == "nccl" else None
-        return HostTraffic(self._names()[self._world.rank], measured(carriers(after)), measured(loopbacks), nccl)
+        return HostTraffic(self._names()[self._world.rank], between, within, nccl)
 
     def _names(self) -> list[str]:
         """The host of every rank; ranks of one host in several network namespaces are told apart by a number."""
@@ -126,6 +119,18 @@ class TrafficWatch:
             runs: Counter[Run] = execution.runs - earlier.get(id(execution), Counter())
             collectives += collectives_of(execution.program, runs)
         return flows_between(collectives, self._parallel.plan.mesh, self._names(), backend)
+
+
+def measure(before: Reading, after: Reading) -> tuple[tuple[Measured, ...], tuple[Measured, ...]]:
+    """What the devices moved that carry bytes to and from the host, and what the loopback did."""
+    seconds = after.time_s - before.time_s
+    loopbacks = [device for device in after.devices.values() if device.kind == "loopback"]
+
+    def measured(devices: Sequence[Device]) -> tuple[Measured, ...]:
+        known = [device for device in devices if device.name in before.devices]
+        return tuple(Measured(device, moved(before.devices[device.name], device, seconds)) for device in known)
+
+    return measured(carriers(after)), measured(loopbacks)
 
 
 def traffic_lines(hosts: Sequence[HostTraffic], predicted: Flows | None, backend: str) -> list[str]:
