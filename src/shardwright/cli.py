@@ -178,17 +178,27 @@ def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:
     \b
     shardwright train --config mnist_mlp -o data.root=DIR               alone
     shardwright train -n 8 --config cifar10_resnet50.yaml               on 8 processes
-    shardwright launch -n 8 -m shardwright train --config FILE.yaml     the same; also torchrun and mpirun
+    shardwright launch -n 8 train --config FILE.yaml                    the same; also torchrun and mpirun
     """
-    from shardwright.zoo import train as zoo
+    import os
 
-    if ranks is None:
-        zoo.train(config, overrides)
-        return
+    from shardwright.launch.environment import read_environment
+
+    try:
+        from shardwright.zoo import train as zoo
+
+        if ranks is None:
+            zoo.train(config, overrides)
+            return
+    except KeyboardInterrupt:
+        if read_environment(os.environ).size == 1:  # else the launcher says it, once
+            click.echo("shardwright: interrupted", err=True)
+        sys.exit(130)
     from shardwright.launch.local import launch as launch_job
 
-    zoo.prepare(config, overrides)
-    sys.exit(launch_job(zoo.job(config, overrides, ranks)))
+    job = zoo.job(config, overrides, ranks)
+    zoo.prepare(config, overrides, job.ranks)
+    sys.exit(launch_job(job))
 
 
 @cli.group()
