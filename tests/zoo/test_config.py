@@ -192,7 +192,7 @@ WRONG_TOGETHER = {
         "optimizer.name=sgd",
         "optimizer.nesterov=true",
     ): "optimizer.nesterov: true needs a momentum; type -o optimizer.momentum=0.9",
-    ("parallel.mesh=dp=3",): "parallel.mesh: dp=3 has 3 devices, but 1 ranks are to run",
+    ("parallel.mesh=dp=3",): "parallel.mesh: dp=3 is for 3 ranks, got 1",
 }
 TABLE = """
 data: {type: table, batch_size: 10, samples: 640}

@@ -54,7 +54,7 @@ def _parallel_problems(config: Config, ranks: int) -> list[str]:
         try:
             mesh = Mesh.parse(options.mesh)
             if mesh.size != ranks:
-                problems.append(f"parallel.mesh: {options.mesh} has {mesh.size} devices, but {ranks} ranks are to run")
+                problems.append(f"parallel.mesh: {options.mesh} is for {mesh.size} ranks, got {ranks}")
         except UsageError as error:
             problems.append(f"parallel.mesh: {error}")
     if told.size > 1 and not config.system.distribute:
