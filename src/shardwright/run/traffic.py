@@ -9,7 +9,7 @@ that time is in what was measured: the data, checkpoints on a network, other pro
 from __future__ import annotations
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from shardwright.launch.network import SYSFS, Device, Moved, Reading, carriers, moved, read_devices
-from shardwright.mesh.redistribute import Collective
 from shardwright.report.text import size_text
 from shardwright.run.captured import Parallel
 from shardwright.run.eager_parallel import EagerParallel
@@ -113,12 +112,14 @@ class TrafficWatch:
     def _predicted(self, backend: str) -> Flows | None:
         if self._parallel is None:
             return None
-        collectives: Counter[Collective] = Counter()
+        flows: defaultdict[tuple[str, str], float] = defaultdict(float)
         earlier = {id(execution): runs for execution, runs in self._runs_before}
         for execution in self._executions():
             runs: Counter[Run] = execution.runs - earlier.get(id(execution), Counter())
-            collectives += collectives_of(execution.program, runs)
-        return flows_between(collectives, self._parallel.plan.mesh, self._names(), backend)
+            collectives = collectives_of(execution.program, runs)
+            for pair, sent in flows_between(collectives, execution.program.mesh, self._names(), backend).items():
+                flows[pair] += sent
+        return flows
 
 
 def measure(before: Reading, after: Reading) -> tuple[tuple[Measured, ...], tuple[Measured, ...]]:
