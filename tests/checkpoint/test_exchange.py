@@ -11,8 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
-from torch.distributed.tensor import Shard, distribute_module, distribute_tensor, init_device_mesh
+from torch.distributed.tensor import DTensor
 
+import shardwright as sw
 from ranks import run_ranks
 from shardwright.checkpoint.exchange import fill, load_state, read_state, split
 from shardwright.checkpoint.load import load
@@ -65,12 +66,13 @@ def tensors():
     [
         lambda state: state,
         lambda state: {"model": state, "optimizer": {"state": {}}, "epoch": 3},
+        lambda state: {"loss": torch.ones(()), "model": state},
         lambda state: {"epoch": 3, "state_dict": {f"module.{name}": value for name, value in state.items()}},
         lambda state: {"model_state_dict": {f"module._orig_mod.{name}": value for name, value in state.items()}},
         lambda state: {"checkpoint": 1, "model": {"state_dict": {f"_orig_mod.{n}": v for n, v in state.items()}}},
         lambda state: {name.replace(".", "._orig_mod.", 1): value for name, value in state.items()},
     ],
-    ids=["plain", "model", "ddp", "ddp of compiled", "nested", "compiled parts"],
+    ids=["plain", "model", "beside a tensor", "ddp", "ddp of compiled", "nested", "compiled parts"],
 )
 @pytest.mark.parametrize("old", [False, True], ids=["zip", "before 1.6"])
 def test_the_files_of_training_scripts_are_read(tmp_path, wrap, old):
@@ -214,26 +216,29 @@ def test_each_rank_takes_its_part_of_a_plain_state(mesh):
         assert torch.equal(piece.local, part)
 
 
-def _load_on_a_mesh(path, wanted):
-    torch.distributed.init_process_group("gloo")
-    mesh = init_device_mesh("cpu", (2,))
-
-    def cut(_, module, device_mesh):
-        for name, parameter in module.named_parameters(recurse=False):
-            module.register_parameter(name, nn.Parameter(distribute_tensor(parameter, device_mesh, [Shard(0)])))
-
-    model = distribute_module(a_model(1), mesh, cut)
-    load_state(path, model)
-    for name, tensor in model.state_dict().items():
-        whole = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+def _load_into_a_parallel(path, wanted):
+    sw.init()
+    torch.manual_seed(1)
+    model = nn.Sequential(OrderedDict(body=nn.Linear(6, 5), norm=nn.BatchNorm1d(5), head=nn.Linear(5, 3)))
+    batch = torch.randn(8, 6)
+    parallel = sw.parallelize(
+        model, lambda module, x: module(x).square().mean(), batch, mode="semi-auto", batch="global", mesh="tp=2",
+        pins={"body": ((1, 2), (1, 2), None)},
+    )  # fmt: skip
+    load_state(path, parallel)
+    found = parallel.module.state_dict()
+    for name, tensor in found.items():
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         assert torch.equal(whole, wanted[name]), name
+    assert found["body.weight"].to_local().shape == (5, 3)
+    assert torch.isfinite(parallel(batch))
     torch.distributed.destroy_process_group()
 
 
 def test_two_processes_load_a_ddp_file_into_split_parameters(tmp_path):
     state = dict(a_model().state_dict())
     torch.save({"model": {f"module.{name}": value for name, value in state.items()}}, tmp_path / "epoch_3.pth")
-    run_ranks(2, _load_on_a_mesh, tmp_path / "epoch_3.pth", state)
+    run_ranks(2, _load_into_a_parallel, tmp_path / "epoch_3.pth", state)
 
 
 # Splitting and merging

@@ -195,10 +195,15 @@ def _state_in(found: Any, path: Path) -> dict[str, Any]:
     """The state dict in what a file holds: itself, or under one of the keys by which scripts call it."""
     keys = []
     while isinstance(found, Mapping):
-        if any(isinstance(value, Tensor) for value in found.values()) and all(isinstance(name, str) for name in found):
-            return dict(found)
         keys = [str(key) for key in found]
-        found = next((found[key] for key in NESTED if isinstance(found.get(key), Mapping)), None)
+        inner = next((found[key] for key in NESTED if isinstance(found.get(key), Mapping)), None)
+        if (
+            inner is None
+            and any(isinstance(v, Tensor) for v in found.values())
+            and all(isinstance(k, str) for k in found)
+        ):
+            return dict(found)
+        found = inner
     has = f"the keys {', '.join(keys[:8])}" if keys else f"a {type(found).__name__}"
     raise CheckpointError(
         f"{path} has no state dict: expected names with tensors, or such a dict under {', '.join(NESTED)}; it has {has}"

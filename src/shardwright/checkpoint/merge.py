@@ -100,12 +100,22 @@ def _whole_or_not(target: Path) -> Iterator[BinaryIO]:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        os.link(temporary, target)  # unlike a rename it never replaces
+        _name(temporary, target)
         _sync(target.parent)
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _name(temporary: Path, target: Path) -> None:
+    """Give a file its name. A link, unlike a rename, never replaces; some file systems have none."""
+    try:
+        os.link(temporary, target)
+    except FileExistsError:
+        raise
+    except OSError:
+        os.rename(temporary, target)
 
 
 def _sync(folder: Path) -> None:
