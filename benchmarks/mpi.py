@@ -68,13 +68,13 @@ def main() -> None:
             "| what | size | gloo, ms | mpi, ms | limit, ms | mpi / gloo | limit / mpi |\n|---|---|---|---|---|---|---|"
         )
     for kib in (4, 64, 1024, 4096, 16384, 65536):
-        tensor, received = torch.ones(kib * 256), torch.zeros(kib * 256)
+        tensor, received = torch.zeros(kib * 256), torch.zeros(kib * 256)
         gathered = torch.zeros(2, kib * 256)
         shared = SharedMemory(kib * 1024, world.rank)
         calls: dict[str, dict[str, Callable[[], object]]] = {
             "all_reduce": {
-                "gloo": lambda t=tensor: dist.all_reduce(t, dist.ReduceOp.MAX, group=gloo),
-                "mpi": lambda t=tensor: dist.all_reduce(t, dist.ReduceOp.MAX),
+                "gloo": lambda t=tensor: dist.all_reduce(t, group=gloo),
+                "mpi": lambda t=tensor: dist.all_reduce(t),
             },
             "all_gather": {
                 "gloo": lambda t=tensor, g=gathered: dist.all_gather(list(g.unbind()), t, group=gloo),

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -34,10 +35,16 @@ def command(way, ranks, *program):
 def run(way, ranks, *program, folder, timeout_s=110, **env):
     """How a job ended, and what it wrote. Under mpirun the script itself asks for the backend."""
     more = {"INIT": json.dumps({"backend": "mpi"})} if way == "mpirun" else {}
-    return subprocess.run(
-        command(way, ranks, *program), env=environment(**more | env), cwd=folder, timeout=timeout_s,
-        capture_output=True, text=True, errors="replace", check=False,
-    )  # fmt: skip
+    mark = f"mpi-test-{os.getpid()}-{time.monotonic_ns()}"
+    try:
+        return subprocess.run(
+            command(way, ranks, *program), env=environment(**{"MARK": mark} | more | env), cwd=folder,
+            timeout=timeout_s, capture_output=True, text=True, errors="replace", check=False,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:
+        for pid in living(env.get("MARK", mark)):  # mpirun is killed, and leaves its ranks
+            os.kill(pid, signal.SIGKILL)
+        raise
 
 
 def answer(ended):
@@ -121,12 +128,12 @@ def test_a_rank_that_goes_ends_the_job(way, how, code, cause, tmp_path):
 
 
 def living(mark):
-    """The processes of a job, by what its environment says."""
-    found = []
+    """The processes of a job by their ids, told by what their environment says."""
+    found = {}
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdecimal() and f"MARK={mark}".encode() in (entry / "environ").read_bytes().split(b"\0"):
-                found.append((entry / "cmdline").read_bytes())
+                found[int(entry.name)] = (entry / "cmdline").read_bytes()
         except OSError:
             continue
     return found

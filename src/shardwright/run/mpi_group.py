@@ -7,6 +7,7 @@ functional collectives of DTensor call; whatever else torch asks a group for is 
 from __future__ import annotations
 
 import hashlib
+import secrets
 import sys
 from collections.abc import Sequence
 from datetime import timedelta
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.errors import UsageError, WorldError
 from shardwright.run.mpi import REGISTERED
@@ -47,7 +49,10 @@ class Job:
         with_members.Free()
         lane = Lane(options.group_id, members, options.timeout.total_seconds(), self.watch)
         group = MpiGroup(Transfer(comm), Transfer(comm.Dup()), lane)
-        add_gloo_inside(group, options.store, options.timeout)
+        # torch gives the name of a group that has ended to the next one of the same ranks, and what stands in the store
+        # under that name leads gloo to peers that are gone.
+        once = comm.bcast(secrets.token_hex(8) if comm.Get_rank() == 0 else None)
+        add_gloo_inside(group, PrefixStore(once, options.store), options.timeout)
         return group
 
     def leave(self) -> None:

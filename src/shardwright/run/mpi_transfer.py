@@ -21,7 +21,9 @@ from shardwright.errors import UsageError
 Kind = dist.ReduceOp
 
 LARGEST_COUNT = 2**31 - 1  # MPI counts in C ints
-_WIDE_BLOCK = 1 << 20  # float32 numbers that stand beside what they came from, 4 MiB
+# Reductions go block by block. MPI holds a copy of what it reduces; one of 4 MiB stays in the cache and in the heap,
+# while one of 64 MiB is taken from the kernel anew at each call (the times stand in benchmarks/RESULTS.md).
+_BLOCK_BYTES = 4 << 20
 _WIDENED = (torch.float16, torch.bfloat16)
 
 _MOVED = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
@@ -73,6 +75,10 @@ class Reduction:
             known = f"for {dtype} it knows {', '.join(k.name for k in ops)}" if ops else f"it cannot reduce {dtype}"
             raise UsageError(f"the mpi backend cannot reduce by {kind.name} on {dtype}; {known}")
         return cls(kind, datatype, ops[kind], size, widened)
+
+    def block(self) -> int:
+        """Elements of `_BLOCK_BYTES`."""
+        return _BLOCK_BYTES // self.datatype.Get_size()
 
     def finish(self, summed: Tensor) -> None:
         if self.kind == Kind.AVG:
@@ -145,7 +151,7 @@ class Transfer:
             if flat.numel() <= self.largest_count and not reduction.widened:
                 self._reduce_scatter(part, rows, reduction)
                 return
-            for columns in self._columns(part.numel(), _WIDE_BLOCK if reduction.widened else None):
+            for columns in self._columns(part.numel(), reduction.block() if reduction.widened else None):
                 with _Wide(part[columns], reduction.widened, write=True) as wide:
                     self._reduce_scatter(wide, rows[:, columns].to(wide.dtype).contiguous(), reduction)
 
@@ -195,7 +201,7 @@ class Transfer:
         return iter(_cut(tensor.view(-1), self.largest_count) or (tensor,))
 
     def _blocks(self, flat: Tensor, reduction: Reduction) -> tuple[Tensor, ...]:
-        return _cut(flat, min(self.largest_count, _WIDE_BLOCK) if reduction.widened else self.largest_count)
+        return _cut(flat, min(self.largest_count, reduction.block()))
 
     def _columns(self, columns: int, most: int | None = None) -> Iterator[slice]:
         width = max(1, min(self.largest_count // self.size, most or columns))
