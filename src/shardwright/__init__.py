@@ -20,7 +20,7 @@ _PUBLIC: dict[str, str] = {
     "EarlyStopping": "shardwright.run.callbacks",
     "LossMonitor": "shardwright.run.callbacks",
     "MNIST": "shardwright.data.mnist",
-    "ModelCheckpoint": "shardwright.run.callbacks",
+    "ModelCheckpoint": "shardwright.run.checkpointing",
     "NanGuard": "shardwright.run.callbacks",
     "ProgressBar": "shardwright.run.callbacks",
     "RandomImages": "shardwright.data.random_images",

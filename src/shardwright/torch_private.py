@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
+from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # the first: not listed
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -29,6 +29,7 @@ __all__ = [
     "higher_order_name",
     "is_fake",
     "is_operator",
+    "job_store",
     "quiet_exporter",
     "returns_list",
     "schema_parameters",
@@ -159,6 +160,14 @@ def is_operator(target: Any) -> bool:
     """Whether the target of a node is an operator such as ``torch.ops.aten.linear.default``, of which the type has no
     public name."""
     return isinstance(target, OpOverload)
+
+
+def job_store() -> Any:
+    """The key-value store that the ranks of the default process group share, None without a group: torch has no public
+    way to it, and a second one would need a second port."""
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    return distributed_c10d._get_default_store()
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -39,15 +39,11 @@ class Broken(sw.Callback):
             raise KeyError("what was looked for")
 
 
-def printed(folder):
-    """All that the ranks print in a run with most callbacks, and the files of their checkpoints."""
+def printed():
+    """All that the ranks print in a run with most callbacks."""
     found = {}
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        shared, parts = (
-            sw.ModelCheckpoint(f"{folder}/a"),
-            sw.ModelCheckpoint(f"{folder}/b", every_steps=2, kind="per-rank"),
-        )
-        trainer, data = trainer_of([sw.LossMonitor(2), sw.ProgressBar(3), shared, parts], loss_fn=with_accuracy)
+        trainer, data = trainer_of([sw.LossMonitor(2), sw.ProgressBar(3)], loss_fn=with_accuracy)
         trainer.fit(data, epochs=2, validate=data)
     found["text"] = out.getvalue()
     trainer, data = trainer_of([Broken()])
@@ -60,13 +56,12 @@ def printed(folder):
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("checkpoints")
-    return run_ranks(2, printed, str(folder)), folder
+def run():
+    return run_ranks(2, printed)
 
 
 def test_rank_0_prints_the_start_the_losses_and_the_validations(run):
-    (first, second), _ = run
+    first, second = run
     lines = first["text"].splitlines()
     assert lines[0] == "global batch: 12 samples on 2 ranks, learning rate: 0.1, precision: float32"
     assert [line.partition(",")[0] for line in lines if "loss is" in line] == ["epoch: 1 step: 2", "epoch: 2 step: 2"]
@@ -77,37 +72,8 @@ def test_rank_0_prints_the_start_the_losses_and_the_validations(run):
 
 
 def test_an_error_in_a_callback_names_it(run):
-    for theirs in run[0]:
+    for theirs in run:
         assert theirs["notes"] == ["raised by the callback Broken, in on_step_end"]
-
-
-def test_checkpoints_are_shared_or_per_rank_and_nothing_else_is_left(run):
-    files = sorted(str(path.relative_to(run[1])) for path in run[1].rglob("*") if path.is_file())
-    per_rank = [f"b/rank_{rank}/step_{step}.pt" for rank in range(2) for step in (2, 4, 6)]
-    assert files == ["a/epoch_1.pt", "a/epoch_2.pt", *per_rank]
-    state = torch.load(run[1] / "a/epoch_2.pt", weights_only=True)
-    assert (state["epoch"], state["steps"]) == (2, 6)
-    assert state["model"]["layers.0.weight"].shape == (48, 24)
-
-
-def split_checkpoint(folder):
-    with contextlib.redirect_stdout(io.StringIO()):
-        options = {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "tp=2"}
-        callbacks = [sw.ModelCheckpoint(folder), sw.ModelCheckpoint(folder, kind="per-rank")]
-        trainer, data = trainer_of(callbacks, "semi-auto", options)
-        trainer.fit(data)
-    return {name: tensor.clone() for name, tensor in trainer.parallel.full_state_dict().items()}
-
-
-def test_a_shared_checkpoint_has_whole_tensors_and_a_rank_s_own_its_parts(tmp_path):
-    [expected, _] = run_ranks(2, split_checkpoint, str(tmp_path))
-    shared = torch.load(tmp_path / "epoch_1.pt", weights_only=True)
-    for name, tensor in expected.items():
-        assert torch.equal(shared["model"][name], tensor)
-    assert shared["optimizer"]["state"][0]["exp_avg"].shape == (48, 24)
-    part = torch.load(tmp_path / "rank_1/epoch_1.pt", weights_only=True)
-    assert torch.equal(part["model"]["layers.0.weight"], expected["layers.0.weight"][24:])
-    assert part["optimizer"]["state"][0]["exp_avg"].shape == (24, 24)
 
 
 def test_an_interrupted_write_leaves_no_file_and_the_old_one_whole(tmp_path):
@@ -188,7 +154,12 @@ def test_early_stopping_stops_all_ranks_after_the_same_epoch():
         (lambda: sw.LossMonitor(0), "LossMonitor(every=...) of at least 1 step, got 0"),
         (lambda: sw.EMA(1.0), "EMA(decay=...) from 0 to below 1, got 1.0"),
         (lambda: sw.EarlyStopping(0), "EarlyStopping(patience=...) of at least 1 validation, got 0"),
-        (lambda: sw.ModelCheckpoint("x", kind="all"), "kind='all') is unknown; choose 'shared' or 'per-rank'"),
+        (lambda: sw.ModelCheckpoint("x", every_steps=0), "expected every_steps of at least 1, got 0"),
+        (lambda: sw.ModelCheckpoint("x", every_minutes=0), "expected every_minutes of more than 0, got 0"),
+        (
+            lambda: sw.ModelCheckpoint("x", every_steps=5, top_k=("accuracy", 2, "max")),
+            "chooses by a validation, which comes after an epoch; give every_epochs= too",
+        ),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(make, message):

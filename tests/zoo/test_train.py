@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ranks import run_ranks
+from shardwright.checkpoint.source import open_source
 from shardwright.data.digits import write_digits
 from shardwright.data.random_images import RandomDataWarning
 from shardwright.zoo.config import load_config, shipped_names
@@ -82,7 +83,9 @@ def test_every_shipped_configuration_trains_on_two_ranks_as_on_one(name, shipped
     assert two[name][2].samples == one[name][2].samples
     config = load_config(f"{output}/{name}/config.yaml")
     assert config.train.steps == 3
-    assert (Path(output) / name / "epoch_1.pt").is_file()
+    checkpoints = Path(output) / name / "checkpoints"
+    assert (checkpoints / "latest").read_text() == "step-00000003\n"
+    assert (checkpoints / "step-00000003/config.yaml").read_text() == (Path(output) / name / "config.yaml").read_text()
     assert re.search(r"^global batch: \d+ samples on 2 ranks, learning rate: ", two[name][0], re.MULTILINE)
     assert re.search(r"^val \| epoch: 1 \| loss: \d+\.\d{4}", two[name][0], re.MULTILINE)
 
@@ -90,7 +93,7 @@ def test_every_shipped_configuration_trains_on_two_ranks_as_on_one(name, shipped
 def with_everything(output):
     overrides = [
         "train.precision=bf16", "train.accumulate=2", "train.clip_norm=0.1", "train.ema_decay=0.9", "train.epochs=2",
-        "train.early_stopping_patience=5", "train.log_every=1", "train.checkpoint=per-rank",
+        "train.early_stopping_patience=5", "train.log_every=1", "train.checkpoint=asynchronous",
         "optimizer.scale_lr=linear", "optimizer.base_batch=8", "model.frozen=[w2]",
         "scheduler.name=polynomial", "scheduler.warmup_epochs=1",
     ]  # fmt: skip
@@ -101,9 +104,10 @@ def test_what_a_configuration_can_ask_for_works_together(tmp_path):
     text = run_ranks(2, with_everything, str(tmp_path))[0]
     assert "learning rate: 0.2 x 32 / 8 = 0.8 (optimizer.scale_lr: linear)" in text
     assert "global batch: 32 samples (2 x 16) on 2 ranks, learning rate: 0.8, precision: bf16" in text
-    state = torch.load(tmp_path / "rank_1/epoch_2.pt", weights_only=True)
-    assert len(state["optimizer"]["state"]) == 1  # of w alone
-    assert state["steps"] == 4
+    manifest = open_source(tmp_path / "checkpoints").manifest
+    state = {entry.path[2] for entry in manifest.entries.values() if entry.path[:2] == ("optimizer", "state")}
+    assert state <= {"w"}  # w2 is frozen
+    assert manifest.info["step"] == 4
 
 
 RANDOM = """

@@ -3,6 +3,7 @@
 `save` and `load` are what scripts use; the rest of this room is what they are made of.
 """
 
-from shardwright.checkpoint.api import Loaded, RandomState, load, save
+from shardwright.checkpoint.api import Loaded, load, save, wait
+from shardwright.checkpoint.run_state import RandomState
 
-__all__ = ["Loaded", "RandomState", "load", "save"]
+__all__ = ["Loaded", "RandomState", "load", "save", "wait"]

@@ -7,19 +7,17 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import Progress, TaskID
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from shardwright.errors import TrainingError, UsageError
 from shardwright.report.text import loss_line
 from shardwright.run.captured import Parallel
 from shardwright.run.nonfinite import first_non_finite
 from shardwright.run.storage import local_part
-from shardwright.torch_private import tree_map
 
 if TYPE_CHECKING:
     from shardwright.run.trainer import Evaluation, Trainer
@@ -49,6 +47,11 @@ class Callback:
     def on_epoch_end(self, trainer: Trainer) -> None:
         """After each epoch and its validation."""
 
+    def at_rest(self, trainer: Trainer) -> None:
+        """After all callbacks have seen the end of a step, or of an epoch: the state of the run is whole, and from a
+        checkpoint of it the run goes on here. All ranks come by.
+        """
+
     def on_fit_end(self, trainer: Trainer) -> None:
         """After the last epoch; not after an error."""
 
@@ -58,6 +61,13 @@ class Callback:
     def evaluating(self, trainer: Trainer) -> AbstractContextManager[None]:
         """Around each evaluation."""
         return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep: numbers, strings, lists and dictionaries of them, the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
 
 
 class LossMonitor(Callback):
@@ -89,7 +99,9 @@ class ProgressBar(Callback):
 
     def on_epoch_begin(self, trainer: Trainer) -> None:
         if self._progress is not None:
-            self._task = self._progress.add_task(f"epoch {trainer.epoch}", total=self.steps_per_epoch)
+            self._task = self._progress.add_task(
+                f"epoch {trainer.epoch}", total=self.steps_per_epoch, completed=trainer.step
+            )
 
     def on_step_end(self, trainer: Trainer) -> None:
         if self._progress is not None:
@@ -129,6 +141,12 @@ class EarlyStopping(Callback):
         if self._waited >= self.patience:
             trainer.stop()
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best, self._waited = state["best"], state["waited"]
+
 
 class EMA(Callback):
     """The exponential moving average of the parameters; evaluations use it in their place.
@@ -141,14 +159,19 @@ class EMA(Callback):
         if not 0 <= decay < 1:
             raise UsageError(f"expected EMA(decay=...) from 0 to below 1, got {decay}")
         self.decay = decay
-        self._averages: list[Tensor] = []
+        self.averages: dict[str, Tensor] = {}
+        """By the names of the parameters, each stored as its parameter is."""
 
     def on_fit_begin(self, trainer: Trainer) -> None:
-        if not self._averages:
-            self._averages = [part.clone() for part in _local_parts(trainer)]
+        self.begin(trainer)
+
+    def begin(self, trainer: Trainer) -> None:
+        """Take the parameters as they are for the averages, unless there are some."""
+        if not self.averages:
+            self.averages = {name: p.detach().clone() for name, p in trainer.parallel.named_parameters()}
 
     def on_step_end(self, trainer: Trainer) -> None:
-        for average, part in zip(self._averages, _local_parts(trainer), strict=True):
+        for part, average in self._local_parts(trainer):
             average.lerp_(part, 1 - self.decay)
 
     @contextmanager
@@ -162,14 +185,14 @@ class EMA(Callback):
 
     def swap(self, trainer: Trainer) -> None:
         """Exchange the parameters and their averages."""
-        for part, average in zip(_local_parts(trainer), self._averages, strict=True):
+        for part, average in self._local_parts(trainer):
             kept = part.clone()
             part.copy_(average)
             average.copy_(kept)
 
-
-def _local_parts(trainer: Trainer) -> list[Tensor]:
-    return [local_part(parameter.detach()) for parameter in trainer.parallel.parameters()]
+    def _local_parts(self, trainer: Trainer) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, parameter in trainer.parallel.named_parameters():
+            yield local_part(parameter.detach()), local_part(self.averages[name])
 
 
 class NanGuard(Callback):
@@ -191,64 +214,6 @@ class NanGuard(Callback):
         if origin is None:
             raise TrainingError(f"{message}; a second run of the same step gave a finite loss")
         raise TrainingError(f"{message}; first on rank {origin.rank}: {origin.what}")
-
-
-class ModelCheckpoint(Callback):
-    """Writes the training state to ``directory`` every so many epochs, or steps where ``every_steps`` is given.
-
-    "shared": rank 0 writes ``epoch_3.pt`` with whole tensors. "per-rank": each rank writes what it holds to
-    ``rank_N/epoch_3.pt``. A file is complete when it has its name: it is written under another, which is removed when
-    anything goes wrong. The format will change.
-    """
-
-    def __init__(
-        self,
-        directory: str | os.PathLike[str],
-        *,
-        every_epochs: int = 1,
-        every_steps: int | None = None,
-        kind: Literal["shared", "per-rank"] = "shared",
-    ) -> None:
-        if kind not in ("shared", "per-rank"):
-            raise UsageError(f"ModelCheckpoint(kind={kind!r}) is unknown; choose 'shared' or 'per-rank'")
-        if every_epochs < 1 or (every_steps is not None and every_steps < 1):
-            raise UsageError(f"expected every_epochs and every_steps of at least 1, got {every_epochs}, {every_steps}")
-        self.directory = Path(directory)
-        self.every_epochs, self.every_steps, self.kind = every_epochs, every_steps, kind
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        if self.every_steps is not None and trainer.steps % self.every_steps == 0:
-            self._save(trainer, f"step_{trainer.steps}.pt")
-
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        if self.every_steps is None and trainer.epoch % self.every_epochs == 0:
-            self._save(trainer, f"epoch_{trainer.epoch}.pt")
-
-    def _save(self, trainer: Trainer, name: str) -> None:
-        shared, parallel = self.kind == "shared", trainer.parallel
-        whole = shared and isinstance(parallel, Parallel)
-        model = parallel.full_state_dict() if whole else parallel.state_dict()  # type: ignore[union-attr]
-        keep = _whole if shared else _local
-        state = {
-            "model": tree_map(keep, model),
-            "optimizer": tree_map(keep, trainer.optimizer.state_dict()),
-            "scheduler": None if trainer.scheduler is None else trainer.scheduler.state_dict(),
-            "scaler": trainer.scaler.state_dict(),
-            "epoch": trainer.epoch,
-            "steps": trainer.steps,
-        }
-        rank = trainer.world.rank
-        if not shared or rank == 0:
-            folder = self.directory if shared else self.directory / f"rank_{rank}"
-            write_whole(folder / name, lambda path: torch.save(state, path))
-
-
-def _whole(leaf: Any) -> Any:
-    return leaf.full_tensor() if isinstance(leaf, DTensor) else leaf
-
-
-def _local(leaf: Any) -> Any:
-    return leaf.to_local() if isinstance(leaf, DTensor) else leaf
 
 
 def write_whole(path: Path, write: Callable[[Path], object]) -> None:

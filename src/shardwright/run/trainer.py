@@ -6,6 +6,7 @@ choosing a checkpoint) all ranks decide alike.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field
@@ -18,12 +19,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from shardwright.checkpoint.match import Rename
 from shardwright.errors import UsageError
 from shardwright.graph.capture import flatten_batch
 from shardwright.report.text import start_line, validation_line
 from shardwright.run.batch import Batch
 from shardwright.run.callbacks import Callback
 from shardwright.run.captured import Parallel
+from shardwright.run.checkpointing import Begun, Continuation, evaluation_state, resume
 from shardwright.run.eager_parallel import EagerParallel
 from shardwright.run.inputs import rows_of
 from shardwright.run.precision import Precision, autocast, check_precision, gradient_scaler
@@ -73,9 +76,10 @@ class Trainer:
         precision: what forwards compute in: "float32" as the model is, "bf16" or "fp16" by autocast, fp16 with a scaler
             whose overflows skip the step on all ranks.
 
-    While it runs, ``epoch`` and ``step`` (within the epoch) count from 1, ``steps`` are the optimizer steps begun so
-    far, ``loss`` is the last step's, a tensor, and ``evaluation`` the last validation's. ``stop()`` ends the run after
-    the step that is under way.
+    While it runs, ``epoch`` and ``step`` (within the epoch) count from 1, ``batches`` are those of the epoch so far,
+    ``steps`` the optimizer steps begun so far, ``under_way`` says that the epoch has steps or its validation to come,
+    ``loss`` is the last step's, a tensor, and ``evaluation`` the last validation's, in epoch ``evaluated``. ``stop()``
+    ends the run after the step that is under way.
 
     Raises `UsageError` for arguments that do not fit.
     """
@@ -108,11 +112,65 @@ class Trainer:
         self.epoch, self.step, self.steps = 0, 0, 0
         self.loss = torch.zeros(())
         self.evaluation: Evaluation | None = None
-        self._stopping = False
+        self.evaluated = 0
+        self.under_way = False
+        self.loader: Any = None
+        self.batches = 0
+        self._stopping = self._stopped = self._announced = False
+        self._begun = Begun()
+        self._continues: Continuation | None = None
 
     def stop(self) -> None:
         """End the run after this step; every rank must call it at the same step."""
-        self._stopping = True
+        self._stopping = self._stopped = True
+
+    def resume(
+        self, where: str | os.PathLike[str] = "auto", *, strict: bool = True, rename: Rename | None = None
+    ) -> str | None:
+        """Go on from a checkpoint: the newest of a directory, or the one at a path; all ranks call it before `fit`.
+
+        "auto" takes the newest undamaged one that `ModelCheckpoint` has written, or begins anew where there is none,
+        and rank 0 prints which. The next `fit` then ends where the interrupted one would have: it is to be called with
+        the same arguments. It begins with the next sample, in the middle of an epoch too, and goes on counting epochs
+        and steps. The number of ranks, the mode and ``accumulate`` may be others.
+
+        Returns the name of the checkpoint, None where there was none. ``strict`` and ``rename`` as in
+        `sw.checkpoint.load`.
+
+        Raises:
+            CheckpointError: where there is no checkpoint, it does not fit, or all are damaged.
+        """
+        loaded = resume(self, where, strict, rename)
+        if loaded is None:
+            return None
+        saved = (loaded.extra or {}).get("trainer") or {"epoch": loaded.epoch, "steps": loaded.step}
+        self.load_state_dict(saved)
+        self._continues = Continuation(loaded.left.get("loader"), saved.get("world_size"))
+        return loaded.name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, in values; what it trains has states of its own."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "steps": self.steps,
+            "batches": self.batches,
+            "under_way": self.under_way,
+            "stopped": self._stopped,
+            "begun": [self._begun.epoch, self._begun.steps],
+            "evaluated": self.evaluated,
+            "evaluation": evaluation_state(self.evaluation),
+            "world_size": self.world.size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where ``state`` was taken; `resume` calls it."""
+        self.epoch, self.steps = state["epoch"], state["steps"]
+        self.step, self.under_way = state.get("step", 0), state.get("under_way", False)
+        self.batches, self._stopped = state.get("batches", 0), state.get("stopped", False)
+        self._begun, self.evaluated = Begun(*state.get("begun", (0, 0))), state.get("evaluated", 0)
+        if state.get("evaluation") is not None:
+            self.evaluation = Evaluation(**state["evaluation"])
 
     def fit(
         self,
@@ -129,25 +187,47 @@ class Trainer:
         """
         if epochs < 1 or (steps is not None and steps < 1):
             raise UsageError(f"expected epochs and steps of at least 1, got epochs={epochs}, steps={steps}")
-        self._stopping = False
-        last_step = None if steps is None else self.steps + steps
+        continues, self._continues = self._continues, None
+        if continues is None:
+            self._begun, self._stopped, self.under_way = Begun(self.epoch, self.steps), False, False
+        last_epoch = self._begun.epoch + epochs
+        last_step = None if steps is None else self._begun.steps + steps
+        self._stopping = self._stopped or (last_step is not None and self.steps >= last_step)
+        self.loader = loader
         with ExitStack() as closing:
             for callback in self.callbacks:
                 closing.callback(self._call, callback, "close")
             self._call_all("on_fit_begin")
             traffic = TrafficWatch(self.parallel, self.world)
-            for _ in range(epochs):
-                self.epoch += 1
-                self._train_epoch(loader, last_step)
-                if validate is not None:
-                    self._validate(validate)
-                self._call_all("on_epoch_end")
-                if self._stopping:
-                    break
+            if continues is not None:
+                continues.place(self, loader)
+            while self.under_way or (not self._stopping and self.epoch < last_epoch):
+                self._epoch(loader, last_step, validate, continues)
+                continues = None
             self._call_all("on_fit_end")
             traffic.end()
 
-    def _train_epoch(self, loader: Iterable[Any], last_step: int | None) -> None:
+    def _epoch(
+        self,
+        loader: Iterable[Any],
+        last_step: int | None,
+        validate: Iterable[Any] | None,
+        continues: Continuation | None,
+    ) -> None:
+        """One epoch, or the rest of the one that is under way."""
+        if not self.under_way:
+            self.epoch += 1
+            self.step = self.batches = 0
+            self.under_way = True
+            continues = None
+        self._train_epoch(loader, last_step, continues)
+        if validate is not None:
+            self._validate(validate)
+        self._call_all("on_epoch_end")
+        self.under_way = False
+        self._call_all("at_rest")
+
+    def _train_epoch(self, loader: Iterable[Any], last_step: int | None, continues: Continuation | None) -> None:
         sampler = getattr(loader, "sampler", None)
         if sampler is not None and hasattr(
             sampler, "set_epoch"
@@ -155,19 +235,21 @@ class Trainer:
             sampler.set_epoch(self.epoch - 1)
         self.parallel.train()
         self._call_all("on_epoch_begin")
-        batches = iter(loader)
-        self.step = 0
+        batches = iter(loader) if continues is None else continues.rest(self, loader)
         while not self._stopping and (group := list(islice(batches, self.accumulate))):
             self.step += 1
             self.steps += 1
+            self.batches += len(group)
             self._train_step(group)
             self._call_all("on_step_end")
             self._stopping = self._stopping or self.steps == last_step
+            self._call_all("at_rest")
 
     def _train_step(self, group: Sequence[Any]) -> None:
         """One optimizer step: the gradient of the mean loss over all samples of the batches in ``group``."""
         counts = [self._samples(batch) for batch in group]
-        if self.steps == 1:
+        if not self._announced:
+            self._announced = True
             self._announce(counts)
         self.optimizer.zero_grad()
         losses: list[Tensor] = []
@@ -245,7 +327,7 @@ class Trainer:
         return {name: _total(value, samples) / samples for name, value in _scalars(aux)}
 
     def _validate(self, loader: Iterable[Any]) -> None:
-        self.evaluation = self.evaluate(loader)
+        self.evaluation, self.evaluated = self.evaluate(loader), self.epoch
         if self.world.rank == 0:
             print(validation_line(self.epoch, self.evaluation.loss, self.evaluation.metrics), flush=True)
         self._call_all("on_validation_end", self.evaluation)

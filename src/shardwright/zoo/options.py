@@ -250,7 +250,9 @@ SchedulerOptions = Constant | Cosine | Steps | Polynomial
 class Train:
     """``steps`` ends the run early, counted in optimizer steps, and leaves the schedule that of all epochs.
 
-    A null switches a thing off.
+    A null switches a thing off. Checkpoints are in ``output_dir``/checkpoints: the newest ``checkpoint_latest_k``, and
+    the best ``checkpoint_top_k`` by ``checkpoint_metric`` (of the loss less is better, of any other more). ``resume``
+    auto goes on from the newest one there or begins anew, a path from that one.
     """
 
     epochs: int = at_least(1, 10)
@@ -261,8 +263,14 @@ class Train:
     ema_decay: float | None = between(0, 1, None)
     log_every: int = at_least(1, 10)
     output_dir: str = "train_output"
-    checkpoint: Literal["none", "shared", "per-rank"] = "shared"
-    checkpoint_every_epochs: int = at_least(1, 1)
+    checkpoint: Literal["none", "synchronous", "asynchronous"] = "synchronous"
+    checkpoint_every_epochs: int | None = at_least(1, 1)
+    checkpoint_every_steps: int | None = at_least(1, None)
+    checkpoint_every_minutes: float | None = more_than(0, None)
+    checkpoint_latest_k: int | None = at_least(1, 3)
+    checkpoint_top_k: int | None = at_least(1, None)
+    checkpoint_metric: str = "loss"
+    resume: str | None = None
     early_stopping_patience: int | None = at_least(1, None)
     early_stopping_metric: str = "loss"
     nan_guard: bool = True

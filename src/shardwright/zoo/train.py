@@ -18,12 +18,12 @@ from shardwright.run.callbacks import (
     Callback,
     EarlyStopping,
     LossMonitor,
-    ModelCheckpoint,
     NanGuard,
     ProgressBar,
     write_whole,
 )
 from shardwright.run.captured import Parallel
+from shardwright.run.checkpointing import ModelCheckpoint
 from shardwright.run.loader import Loader, loader
 from shardwright.run.parallel import parallelize
 from shardwright.run.precision import autocast
@@ -33,7 +33,7 @@ from shardwright.run.world import World, init
 from shardwright.zoo.checks import data_problems, option_problems
 from shardwright.zoo.config import load_config, to_yaml
 from shardwright.zoo.datasets import Data, make_data
-from shardwright.zoo.options import Config, Train
+from shardwright.zoo.options import Config
 from shardwright.zoo.registry import (
     freeze,
     make_loss,
@@ -100,12 +100,14 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     trainer = Trainer(
         parallel,
         optimizer,
-        _callbacks(config.train, per_epoch, output),
+        _callbacks(config, per_epoch, output),
         scheduler=make_schedule(config.scheduler, optimizer, config.train.epochs * per_epoch, per_epoch),
         clip_norm=config.train.clip_norm,
         accumulate=config.train.accumulate,
         precision=config.train.precision,
     )
+    if config.train.resume is not None:
+        trainer.resume(config.train.resume)
     validate = test if config.eval.enabled else None
     trainer.fit(batches, config.train.epochs, validate=validate, steps=config.train.steps)
     return trainer
@@ -161,8 +163,9 @@ def _train_loader(experiment: Experiment, world: World, plan: Any) -> Loader:
     )
 
 
-def _callbacks(options: Train, steps_per_epoch: int, output: Path) -> list[Callback]:
-    """In the order in which they are to act: what averages before what stops, and what saves last."""
+def _callbacks(config: Config, steps_per_epoch: int, output: Path) -> list[Callback]:
+    """In the order in which they are to act: what averages before what stops."""
+    options = config.train
     found: list[Callback] = [LossMonitor(options.log_every)]
     if options.progress_bar:
         found.append(ProgressBar(steps_per_epoch))
@@ -173,5 +176,20 @@ def _callbacks(options: Train, steps_per_epoch: int, output: Path) -> list[Callb
     if options.early_stopping_patience is not None:
         found.append(EarlyStopping(options.early_stopping_patience, options.early_stopping_metric))
     if options.checkpoint != "none":
-        found.append(ModelCheckpoint(output, every_epochs=options.checkpoint_every_epochs, kind=options.checkpoint))
+        found.append(_checkpoints(config, output))
     return found
+
+
+def _checkpoints(config: Config, output: Path) -> ModelCheckpoint:
+    options = config.train
+    metric, k = options.checkpoint_metric, options.checkpoint_top_k
+    return ModelCheckpoint(
+        output / "checkpoints",
+        every_epochs=options.checkpoint_every_epochs,
+        every_steps=options.checkpoint_every_steps,
+        every_minutes=options.checkpoint_every_minutes,
+        latest_k=options.checkpoint_latest_k,
+        top_k=None if k is None else (metric, k, "min" if metric == "loss" else "max"),
+        asynchronous=options.checkpoint == "asynchronous",
+        config=to_yaml(config),
+    )
