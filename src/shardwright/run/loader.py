@@ -167,12 +167,11 @@ class IndexedLoader(Loader):
         plan: Cut | None,
         check_data: bool,
     ) -> None:
-        super().__init__(batch_size, rank, size, plan)
+        super().__init__(batch_size, rank, size, plan, check_data)
         self.dataset = dataset
         self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
         self._num_workers, self._pin_memory = num_workers, pin_memory
         self._rows = _Rows(dataset, collate_fn, seed)
-        self._unchecked = check_data and size > 1
 
     def __len__(self) -> int:
         """The number of global batches in a whole epoch."""
@@ -204,17 +203,8 @@ class IndexedLoader(Loader):
         indices = self._order(position.epoch)[position.samples : position.samples + self.batch_size]
         return _as_batch(self._rows[indices, position.epoch], _Part(indices, len(indices), 0, len(indices)))
 
-    def __iter__(self) -> Iterator[Batch]:
-        self._check_once()
-        self._move_to(self._next())
-        self._loaded = False
-        return self._pass(self._passes, self._position)
-
-    def _check_once(self) -> None:
-        # With a world that was passed in and is not the default group there is nobody to ask.
-        if self._unchecked and dist.is_initialized() and dist.get_world_size() == self._size:
-            check_same_data(self.dataset)
-        self._unchecked = False
+    def _check_data(self) -> None:
+        check_same_data(self.dataset)
 
     def _order(self, epoch: int) -> npt.NDArray[np.int64]:
         size = len(self.dataset)

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
 
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
@@ -45,12 +46,13 @@ class Position:
 class Loader:
     """What `sw.loader` makes: its position in the data, and which part of a global batch is this rank's."""
 
-    def __init__(self, batch_size: int, rank: int, size: int, plan: Cut | None) -> None:
+    def __init__(self, batch_size: int, rank: int, size: int, plan: Cut | None, check_data: bool) -> None:
         self.batch_size = batch_size
         self._rank, self._size, self._plan = rank, size, plan
         self._position = Position()
         self._loaded = False  # the position was loaded: the next pass begins there in any case
         self._passes = 0
+        self._unchecked = check_data and size > 1
 
     @property
     def epoch(self) -> int:
@@ -90,7 +92,10 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """This rank's part of every global batch, to the end of the epoch."""
-        raise NotImplementedError
+        self._check_once()
+        self._move_to(self._next())
+        self._loaded = False
+        return self._pass(self._passes, self._position)
 
     def __len__(self) -> int:
         """The number of global batches in a whole epoch; raises `TypeError` where nobody knows it."""
@@ -107,6 +112,20 @@ class Loader:
     def _next(self) -> Position:
         """Where the next loop begins."""
         raise NotImplementedError
+
+    def _pass(self, number: int, begin: Position) -> Iterator[Batch]:
+        """The batches from ``begin`` to the end of the epoch, in the loop that is the ``number``-th."""
+        raise NotImplementedError
+
+    def _check_data(self) -> None:
+        """Raises `UsageError` where the ranks have different data; every rank calls it."""
+        raise NotImplementedError
+
+    def _check_once(self) -> None:
+        # With a world that was passed in and is not the default group there is nobody to ask.
+        if self._unchecked and dist.is_initialized() and dist.get_world_size() == self._size:
+            self._check_data()
+        self._unchecked = False
 
     def _move_to(self, position: Position) -> None:
         self._position = position

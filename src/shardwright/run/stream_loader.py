@@ -7,7 +7,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.utils.data import default_collate
 
 from shardwright.data.iterable import Stream
@@ -41,11 +40,10 @@ class StreamLoader(Loader):
         plan: Cut | None,
         check_data: bool,
     ) -> None:
-        super().__init__(batch_size, rank, size, plan)
+        super().__init__(batch_size, rank, size, plan, check_data)
         self.stream = stream
         self._anew, self._drop_last, self._pin_memory = anew, drop_last, pin_memory
         self._collate: Collate = default_collate if collate_fn is None else collate_fn
-        self._unchecked = check_data and size > 1
 
     def _identity(self) -> dict[str, Any]:
         return {"stream": self.stream.name}
@@ -62,17 +60,8 @@ class StreamLoader(Loader):
         _, samples = next(self._global_batches(self._next()))
         return self._batch(samples, 0, len(samples))
 
-    def __iter__(self) -> Iterator[Batch]:
-        self._check_once()
-        self._move_to(self._next())
-        self._loaded = False
-        return self._pass(self._passes, self._position)
-
-    def _check_once(self) -> None:
-        # With a world that was passed in and is not the default group there is nobody to ask.
-        if self._unchecked and dist.is_initialized() and dist.get_world_size() == self._size:
-            check_same_stream(self.stream.samples)
-        self._unchecked = False
+    def _check_data(self) -> None:
+        check_same_stream(self.stream.samples)
 
     def _pass(self, number: int, begin: Position) -> Iterator[Batch]:
         epoch = begin.epoch
