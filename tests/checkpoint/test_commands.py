@@ -155,6 +155,28 @@ def test_all_of_it_reads_urls(run, tmp_path):
         memory.rm("/bucket", recursive=True)
 
 
+def test_a_store_that_refuses_is_named(run, monkeypatch):
+    memory = fsspec.filesystem("memory")
+    memory.put(str(run), "/bucket/run", recursive=True)
+
+    def refuse(*_, **__):
+        raise LookupError("no credentials")
+
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "ls", refuse)
+            with pytest.raises(
+                CheckpointError, match="memory://bucket/run cannot be read: LookupError: no credentials"
+            ):
+                invoke("show", "memory://bucket/run")
+        with monkeypatch.context() as patch:
+            patch.setattr(memory, "cat_file", refuse)
+            with pytest.raises(CheckpointError, match=r"checkpoint.json cannot be read: LookupError: no credentials"):
+                invoke("show", "memory://bucket/run/step-00000100")
+    finally:
+        memory.rm("/bucket", recursive=True)
+
+
 @pytest.mark.parametrize(
     ("url", "message"),
     [("nothing://x", "expected a path, or a URL such as s3://"), ("s3://x/y", "type: pip install s3fs")],

@@ -13,12 +13,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from ranks import run_ranks
 from shardwright.checkpoint import containers, manifest, pieces, source
+from shardwright.checkpoint.folders import LocalFolder
 from shardwright.checkpoint.load import load, read_box
 from shardwright.checkpoint.manifest import Box
 from shardwright.checkpoint.pieces import Piece
 from shardwright.checkpoint.ranks import OneRank, ProcessRanks
 from shardwright.checkpoint.save import save
-from shardwright.checkpoint.source import LocalFolder, Source, open_source
+from shardwright.checkpoint.source import Source, open_source
 from shardwright.checkpoint.store import Store
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.mesh.layout import Layout

@@ -120,6 +120,7 @@ def test_only_what_is_needed_of_a_damaged_checkpoint_can_be_read(tmp_path):
     [
         (lambda d: (d / "plan.json").unlink(), [("plan.json", "the file is missing")]),
         (lambda d: (d / "__0_0.distcp").unlink(), [("__0_0.distcp", "the file is missing")]),
+        (lambda d: (d / "more").mkdir(), [("more/", "does not belong to the checkpoint")]),
         (lambda d: (d / "other.bin").write_bytes(b"x"), [("other.bin", "does not belong to the checkpoint")]),
         (
             lambda d: (d / "config.yaml").write_bytes(b"train:\n  epochs: 4\n"),

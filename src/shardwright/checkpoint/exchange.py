@@ -19,13 +19,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shardwright.checkpoint.folders import file_system
 from shardwright.checkpoint.load import current_rank
 from shardwright.checkpoint.manifest import Entry, Manifest, Place, TensorEntry, ValueEntry
 from shardwright.checkpoint.match import Match, Rename, match
 from shardwright.checkpoint.objects import open_store
 from shardwright.checkpoint.pieces import Piece, State
 from shardwright.checkpoint.save import save
-from shardwright.checkpoint.source import file_system
 from shardwright.checkpoint.state import model_state, module_of, put_model_state
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.mesh.layout import Layout

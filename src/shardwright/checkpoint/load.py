@@ -20,10 +20,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.checkpoint.folders import Folder
 from shardwright.checkpoint.manifest import BLOCK_BYTES, Box, Chunk, Manifest, TensorEntry, ValueEntry
 from shardwright.checkpoint.match import Match, Path, Rename, match
 from shardwright.checkpoint.pieces import Piece, State
-from shardwright.checkpoint.source import Folder, Source, open_source
+from shardwright.checkpoint.source import Source, open_source
 from shardwright.errors import CheckpointError
 
 SLAB_BYTES = 16 << 20

@@ -12,8 +12,9 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from shardwright.checkpoint.folders import Folder, open_folder
 from shardwright.checkpoint.manifest import MANIFEST, Entry, Manifest, TensorEntry
-from shardwright.checkpoint.source import Folder, checkpoints, latest, open_folder, open_source, pointed_at
+from shardwright.checkpoint.source import checkpoints, latest, open_source, pointed_at
 
 _SHOWN = ("step", "epoch", "saved", "world_size", "mode", "mesh", "metrics", "versions")
 _SECTIONS = {"model": "model", "optimizer": "optimizer", "ema": "averages (ema)", "run": "run"}

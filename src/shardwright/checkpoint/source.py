@@ -12,156 +12,17 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-import fsspec
 import torch
 import xxhash
 
+from shardwright.checkpoint.folders import Folder, LocalFolder, last_part, open_folder
 from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Place, ValueEntry, checksum
-from shardwright.errors import CheckpointError, DamageError, UsageError
+from shardwright.errors import CheckpointError, DamageError
 
 LATEST = "latest"
 _MOST = 16  # where all of a block but a sixteenth is wanted, it is read without a copy, and the rest forgotten
-# protocol -> the package that speaks it; fsspec has the others on board
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
-
-
-class Folder(Protocol):
-    """A directory to read from. ``where`` is how its user calls it."""
-
-    where: str
-    threads: int
-
-    def sizes(self) -> dict[str, int]:
-        """The files in it with their bytes, hidden ones too; empty where there is no such directory."""
-
-    def folders(self) -> list[str]:
-        """The directories in it, sorted, without hidden ones."""
-
-    def inner(self, name: str) -> Folder: ...
-
-    def outer(self) -> Folder: ...
-
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
-        """Fill one buffer after the other with what stands in a file from byte ``start`` on; how many bytes came."""
-
-    def read(self, name: str) -> bytes: ...
-
-
-class LocalFolder:
-    """A directory of this host."""
-
-    threads = 2
-
-    def __init__(self, where: str | os.PathLike[str]) -> None:
-        self.where = os.fspath(where).rstrip("/") or "/"
-
-    def sizes(self) -> dict[str, int]:
-        try:
-            with os.scandir(self.where) as found:
-                return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-
-    def folders(self) -> list[str]:
-        try:
-            with os.scandir(self.where) as found:
-                return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def inner(self, name: str) -> LocalFolder:
-        return LocalFolder(os.path.join(self.where, name))
-
-    def outer(self) -> LocalFolder:
-        return LocalFolder(os.path.dirname(os.path.abspath(self.where)))
-
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
-        descriptor = os.open(os.path.join(self.where, name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            done, left = 0, [buffer for buffer in buffers if len(buffer)]
-            while left and (count := os.preadv(descriptor, left, start + done)):
-                done += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][count:]
-            return done
-        finally:
-            os.close(descriptor)
-
-    def read(self, name: str) -> bytes:
-        return Path(self.where, name).read_bytes()
-
-
-class RemoteFolder:
-    """A directory behind a URL."""
-
-    threads = 8
-
-    def __init__(self, where: str) -> None:
-        self.where = where.rstrip("/")
-        self.files, self.root = file_system(self.where)
-
-    def _listing(self) -> list[dict[str, Any]]:
-        self.files.invalidate_cache(self.root)
-        try:
-            return list(self.files.ls(self.root, detail=True))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-
-    def sizes(self) -> dict[str, int]:
-        return {_last(f["name"]): int(f["size"]) for f in self._listing() if f["type"] == "file"}
-
-    def folders(self) -> list[str]:
-        names = (_last(f["name"]) for f in self._listing() if f["type"] == "directory")
-        return sorted(name for name in names if not name.startswith("."))
-
-    def inner(self, name: str) -> RemoteFolder:
-        return RemoteFolder(f"{self.where}/{name}")
-
-    def outer(self) -> RemoteFolder:
-        return RemoteFolder(self.where.rsplit("/", 1)[0])
-
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
-        size = sum(map(len, buffers))
-        data = memoryview(self.files.cat_file(f"{self.root.rstrip('/')}/{name}", start=start, end=start + size))
-        rest = data
-        for buffer in buffers:
-            part, rest = rest[: len(buffer)], rest[len(buffer) :]
-            buffer[: len(part)] = part
-        return len(data)
-
-    def read(self, name: str) -> bytes:
-        return bytes(self.files.cat_file(f"{self.root.rstrip('/')}/{name}"))
-
-
-def open_folder(where: str | os.PathLike[str]) -> Folder:
-    """The folder at a path or URL.
-
-    Raises:
-        UsageError: for a protocol that is unknown or whose package is not installed.
-    """
-    return RemoteFolder(os.fspath(where)) if "://" in os.fspath(where) else LocalFolder(where)
-
-
-def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
-    protocol = url.split("://")[0]
-    try:
-        files, root = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        remedy = f"type: pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(error)
-        raise UsageError(f"{url}: {protocol}:// needs a package that is not installed; {remedy}") from error
-    except ValueError as error:
-        raise UsageError(f"{url}: expected a path, or a URL such as s3://, gs:// or file://; got {error}") from error
-    return files, root
-
-
-def _last(path: str) -> str:
-    return path.rstrip("/").rsplit("/", 1)[-1]
 
 
 @dataclass(frozen=True)
@@ -291,7 +152,7 @@ def damage_error(folder: Folder, found: tuple[Damage, ...] | list[Damage]) -> Ch
     told = "; ".join(str(damage) for damage in found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
     text = f"{folder.where} is damaged: {told}"
     outer = folder.outer()
-    name = _last(os.path.abspath(folder.where) if isinstance(folder, LocalFolder) else folder.where)
+    name = last_part(os.path.abspath(folder.where) if isinstance(folder, LocalFolder) else folder.where)
     others = [other for other in intact(outer) if other != name]
     if others:
         text += f". {outer.where}/{others[-1]} is the newest other one that has all its bytes"

@@ -14,16 +14,15 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.dcp import METADATA
+from shardwright.checkpoint.folders import Folder, open_folder
 from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Place, TensorEntry
 from shardwright.checkpoint.objects import MARK
 from shardwright.checkpoint.source import (
     LATEST,
     Damage,
-    Folder,
     Source,
     checkpoints,
     damaged_file,
-    open_folder,
     pointed_at,
     read_manifest,
     wrong_sizes,
@@ -99,7 +98,11 @@ def verify_one(folder: Folder) -> Verified:
         what = str(error).removeprefix(f"{folder.where}/{MANIFEST} ")
         return Verified(folder.where, (Damage(MANIFEST, None, what),))
     sizes = folder.sizes()
-    found = [*wrong_sizes(folder, manifest), *_unexpected(sizes, manifest), *_impossible(manifest)]
+    found = [
+        *wrong_sizes(folder, manifest),
+        *_unexpected([*sizes, *(f"{name}/" for name in folder.folders())], manifest),
+        *_impossible(manifest),
+    ]
     missing = {name for name in manifest.files if name not in sizes}
     for name, record in sorted(manifest.files.items()):
         if record.checksum and name not in missing:
@@ -129,9 +132,9 @@ def _pointer(folder: Folder, valid: dict[str, Manifest], names: list[str]) -> It
         yield Damage(LATEST, None, f"names {name}, but {newest} was saved after it")
 
 
-def _unexpected(sizes: dict[str, int], manifest: Manifest) -> Iterator[Damage]:
-    for name in sorted(sizes.keys() - manifest.files.keys() - {MANIFEST, MARK}):
-        yield Damage(name, None, "does not belong to the checkpoint: its manifest does not know the file")
+def _unexpected(names: Iterable[str], manifest: Manifest) -> Iterator[Damage]:
+    for name in sorted(set(names) - manifest.files.keys() - {MANIFEST, MARK}):
+        yield Damage(name, None, "does not belong to the checkpoint: its manifest does not know it")
 
 
 def _impossible(manifest: Manifest) -> Iterator[Damage]:

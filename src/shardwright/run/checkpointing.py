@@ -15,9 +15,10 @@ from torch.utils.data import SequentialSampler
 
 from shardwright.checkpoint.agree import all_ranks
 from shardwright.checkpoint.api import Best, Checkpoints, Loaded, Where, load
+from shardwright.checkpoint.folders import open_folder
 from shardwright.checkpoint.match import Rename
 from shardwright.checkpoint.run_state import Run
-from shardwright.checkpoint.source import checkpoints, open_folder
+from shardwright.checkpoint.source import checkpoints
 from shardwright.errors import CheckpointError, DamageError, UsageError
 from shardwright.run.appointment import Appointments, appointments
 from shardwright.run.callbacks import EMA, Callback
