@@ -1,9 +1,11 @@
 """Checkpoints: the whole state of a run in files that any number of ranks can read.
 
-`save` and `load` are what scripts use; the rest of this room is what they are made of.
+`save` and `load` are what scripts use, `load_state` and `read_state` for files of others; the rest of this room is what
+they are made of.
 """
 
 from shardwright.checkpoint.api import Loaded, load, save, wait
+from shardwright.checkpoint.exchange import load_state, read_state
 from shardwright.checkpoint.run_state import RandomState
 
-__all__ = ["Loaded", "RandomState", "load", "save", "wait"]
+__all__ = ["Loaded", "RandomState", "load", "load_state", "read_state", "save", "wait"]
