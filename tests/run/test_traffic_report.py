@@ -115,16 +115,17 @@ RUNS = {
 
 
 def train(names, large, runs):
-    """What rank 0 prints of each run, on two hosts of one rank each."""
-    rank = int(os.environ["RANK"])
-    enter(names[rank], f"node{rank}")
+    """What rank 0 prints of each run, on two hosts with half of the ranks each."""
+    each = int(os.environ["WORLD_SIZE"]) // 2
+    host, local_rank = divmod(int(os.environ["RANK"]), each)
+    enter(names[host], f"node{host}")
     if not large:  # as a device counts that is handed packets of the MTU
         subprocess.run(["ip", "link", "set", "dev", DEVICE, "gso_max_segs", "1"], check=True)
     os.environ |= {
         "MASTER_ADDR": ADDRESSES[0],
         "GLOO_SOCKET_IFNAME": DEVICE,
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(each),
     }
     torch.set_num_threads(1)
     sw.init()
@@ -137,7 +138,7 @@ def train(names, large, runs):
             trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), **training)
             trainer.fit(data, epochs=2, validate=data[:1])
         printed[name] = out.getvalue()
-    if large:
+    if "tensor" in runs:
         printed["eager"] = by_ddp()
     return printed
 
@@ -210,6 +211,22 @@ def test_a_run_on_two_hosts_predicts_what_the_link_counts(large):
         "traffic | node0, with other hosts | predicted: nothing, since the model runs without a plan"
     )
     assert f"{DEVICE}: " in first
+
+
+@pytest.mark.slow
+def test_with_several_ranks_on_each_host_only_what_crosses_is_predicted_for_the_link():
+    with namespaces() as names:
+        printed = run_ranks(4, train, names, True, ["data"], timeout=110)[0]["data"]
+    lines = [read_line(line) for line in printed.splitlines() if line.startswith("traffic")]
+    assert [line[:2] for line in lines] == [
+        (f"node{i}, {place}", device)
+        for i in (0, 1)
+        for place, device in (("with other hosts", DEVICE), ("within it", "lo"))
+    ]
+    once_around = (
+        8 * sum(p.numel() for p in Wide().parameters()) * 4 * 2 * 3 / 4
+    )  # one edge of the ring, both ways round
+    assert [line[2] for line in lines] == pytest.approx([once_around] * 4, rel=0.05)
 
 
 def train_within_a_host(name):
