@@ -21,7 +21,8 @@ from shardwright.checkpoint.ranks import OneRank, ProcessRanks
 from shardwright.checkpoint.save import save
 from shardwright.checkpoint.source import Source, open_source
 from shardwright.checkpoint.store import Store
-from shardwright.errors import CheckpointError, UsageError
+from shardwright.checkpoint.verify import verify
+from shardwright.errors import CheckpointError, DamageError, UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from simulated_ranks import SimulatedRanks
@@ -33,13 +34,14 @@ DTYPES = [
 MESHES = [Mesh(()), Mesh.of(a=2), Mesh.of(a=3), Mesh.of(a=6), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3)]
 pieces_cut = pieces.cut
 LOAD = sys.modules["shardwright.checkpoint.load"]  # the package has a function of that name
+VERIFY = sys.modules["shardwright.checkpoint.verify"]
 
 
 @contextlib.contextmanager
 def small_blocks(block_bytes, slab_bytes, chunk_bytes):
     """Files of a few bytes then have the seams of files of gigabytes."""
     with pytest.MonkeyPatch.context() as patch:
-        for module in (manifest, containers, source, LOAD):
+        for module in (manifest, containers, source, LOAD, VERIFY):
             patch.setattr(module, "BLOCK_BYTES", block_bytes)
         patch.setattr(LOAD, "SLAB_BYTES", slab_bytes)
         patch.setattr(pieces, "cut", lambda box, item: pieces_cut(box, item, chunk_bytes))
@@ -127,6 +129,31 @@ def test_any_box_is_read_from_few_blocks(tmp_path, data):
         assert set(read.blocks(place.start, block)) == blocks
         straight = max(len(blocks), 1)
         assert len(read.reads) <= 2 * straight + len(needed)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_a_byte_flipped_in_a_block_that_is_read_is_found(tmp_path, data):
+    """And one in a block that is not read makes no difference to what is loaded."""
+    block, slab, chunk = (data.draw(st.sampled_from(sizes)) for sizes in ([64, 256, 1024], [32, 500], [64, 4096]))
+    shapes = data.draw(st.lists(st.lists(st.sampled_from([1, 5, 16, 33]), max_size=3), min_size=1, max_size=3))
+    state = {("model", f"t{i}"): values(shape, torch.int32, i) for i, shape in enumerate(shapes)}
+    with small_blocks(block, slab, chunk):
+        saved = save_as(tmp_path, state)
+        path = tmp_path / "step-1" / "__0_0.distcp"
+        raw = bytearray(path.read_bytes())
+        at = data.draw(st.integers(0, len(raw) - 1))
+        raw[at] ^= data.draw(st.integers(1, 255))
+        path.write_bytes(raw)
+        entry, part = next((e, c) for e in saved.tensors() for c in e.chunks
+                           if c.place.start <= at < c.place.start + c.place.length)  # fmt: skip
+        assert [(d.file, d.entry) for v in verify(tmp_path) for d in v.damage] == [("__0_0.distcp", entry.name)]
+        first, last = part.place.data, part.place.data + part.box.numel * 4 - 1
+        is_read = first // block <= (at - part.place.start) // block <= last // block
+        wanted = {path: torch.zeros_like(tensor) for path, tensor in state.items()}
+        with pytest.raises(DamageError, match=f"entry {entry.name}") if is_read else contextlib.nullcontext():
+            load(tmp_path, wanted)
+        assert is_read or all(torch.equal(wanted[path], tensor) for path, tensor in state.items())
 
 
 class Counting(LocalFolder):
