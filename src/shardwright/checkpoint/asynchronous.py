@@ -8,6 +8,7 @@ memory: on each rank as many bytes as it writes, which is its share of the state
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import sys
 import threading
@@ -137,7 +138,10 @@ class _Thread(threading.Thread):
 
     def run(self) -> None:
         if sys.platform == "linux":
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+            own = threading.get_native_id()
+            nice = min(os.getpriority(os.PRIO_PROCESS, own) + NICENESS, 19)
+            with contextlib.suppress(OSError):  # where it is not allowed, it does without
+                os.setpriority(os.PRIO_PROCESS, own, nice)
         try:
             self.manifest = self.work()
         except BaseException as failure:
