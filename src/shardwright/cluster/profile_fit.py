@@ -1,0 +1,74 @@
+"""From measured times to a curve: few segments, each a latency and a bandwidth, that never fall.
+
+The times are made monotone first (pool adjacent violators: Ayer et al., 1955), in logarithms, so that a size that was
+disturbed counts with its neighbours. Knots are then added where the curve is furthest off, until it is within
+``tolerance`` of every point; between knots the time is linear in the bytes, which is a latency and a bandwidth. The
+times at the knots are the least squares of the relative errors over all points.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.errors import UsageError
+from shardwright.plan.hardware import Curve, Segment
+
+Array = npt.NDArray[np.float64]
+_FASTEST = 1e15  # bytes per second of a segment in which the bytes cost nothing
+
+
+def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.05) -> Curve:
+    """The curve through (bytes, seconds) of different sizes.
+
+    Raises:
+        UsageError: for fewer than two sizes, or times that are not above 0.
+    """
+    ordered = sorted(points)
+    sizes = np.array([size for size, _ in ordered], dtype=np.float64)
+    times = np.array([seconds for _, seconds in ordered])
+    if len(set(sizes)) < len(sizes) or len(sizes) < 2 or not (times > 0).all() or not np.isfinite(times).all():
+        raise UsageError(f"a curve needs two sizes or more, each once, with times above 0; got {ordered}")
+    smooth = monotone(times)
+    knots = [0, len(sizes) - 1]
+    while True:
+        at_knots = _least_squares(sizes, smooth, knots)
+        error = np.abs(np.interp(sizes, sizes[knots], at_knots) / smooth - 1)
+        error[knots] = 0.0
+        worst = int(error.argmax())
+        if error[worst] <= tolerance:
+            return _curve(sizes[knots], at_knots)
+        knots = sorted({*knots, worst})
+
+
+def monotone(times: Array) -> Array:
+    """The nearest sequence to ``times`` that never falls, by squares of the logarithms."""
+    blocks: list[tuple[float, int]] = []
+    for value in np.log(times):
+        blocks.append((float(value), 1))
+        while len(blocks) > 1 and blocks[-2][0] > blocks[-1][0]:
+            (right, many), (left, few) = blocks.pop(), blocks.pop()
+            blocks.append(((left * few + right * many) / (few + many), few + many))
+    smooth: Array = np.exp(np.concatenate([np.full(count, value) for value, count in blocks]))
+    return smooth
+
+
+def _least_squares(sizes: Array, times: Array, knots: list[int]) -> Array:
+    """The times at the knots that leave the least squares of relative errors; they never fall."""
+    hats = np.stack([np.interp(sizes, sizes[knots], row) for row in np.eye(len(knots))], axis=1)
+    found, *_ = np.linalg.lstsq(hats / times[:, None], np.ones(len(times)), rcond=None)
+    rising: Array = np.maximum.accumulate(np.maximum(found, times[0] / 2))
+    return rising
+
+
+def _curve(sizes: Array, times: Array) -> Curve:
+    segments: list[Segment] = []
+    for left, right, at_left, at_right in zip(sizes, sizes[1:], times, times[1:], strict=False):
+        bandwidth = min(float((right - left) / max(at_right - at_left, 1e-300)), _FASTEST)
+        latency_s = float(at_left - left / bandwidth)
+        if not segments and latency_s <= 0:  # so few points at the start that the line would begin below nothing
+            latency_s, bandwidth = float(at_left), _FASTEST
+        segments.append(Segment(int(left) if segments else 0, latency_s, bandwidth))
+    return Curve(tuple(segments))
