@@ -36,4 +36,4 @@ def test_the_script_of_the_page_trains(tmp_path):
     assert [line.partition(",")[0] for line in losses] == ["epoch: 1 step: 1", "epoch: 1 step: 2"]
     assert re.fullmatch(r"val \| epoch: 1 \| loss: \d+\.\d{4} \| accuracy: 0\.\d{4}", validation)
     assert second == ""
-    assert (tmp_path / "checkpoints/epoch_1.pt").is_file()
+    assert (tmp_path / "checkpoints/latest").read_text() == "step-00000002\n"

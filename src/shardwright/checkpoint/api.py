@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 from shardwright.checkpoint.agree import all_ranks, together, told, untold
 from shardwright.checkpoint.asynchronous import AsyncSaver, own_ranks
 from shardwright.checkpoint.exchange import load_state
+from shardwright.checkpoint.folders import open_folder
 from shardwright.checkpoint.match import Rename
 from shardwright.checkpoint.objects import open_store
 from shardwright.checkpoint.restore import Loading
 from shardwright.checkpoint.retention import Retention
 from shardwright.checkpoint.run_state import Run, Stateful, generators, info, name_of, run_files, whole_state
 from shardwright.checkpoint.save import save as write
-from shardwright.checkpoint.source import open_source
+from shardwright.checkpoint.source import latest, open_source
 from shardwright.errors import UsageError
 
 Where = str | os.PathLike[str]
@@ -169,6 +170,15 @@ def save(
         if asynchronous:
             _running[parallel] = found
     return found[1].save(run, step=step, epoch=epoch, metrics=metrics, extra=extra, config=config)
+
+
+def newest(directory: Where) -> str | None:
+    """The name of the newest complete checkpoint in a directory, None where there is none; the same on every rank."""
+    ranks = all_ranks()
+    found: str | None = untold(
+        ranks.broadcast(told(lambda: latest(open_folder(directory))) if ranks.rank == 0 else None)
+    )
+    return found
 
 
 def wait(parallel: Any) -> None:
