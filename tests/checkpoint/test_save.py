@@ -151,30 +151,31 @@ def test_dcp_load_fills_a_model(tmp_path):
         assert torch.equal(other.state_dict()[name], value), name
 
 
+MESH = Mesh.of(a=2, b=2)
+WHOLES = {
+    "uneven": (torch.randn(7, 6), Layout.split(2, {0: ["a", "b"]})),
+    "both": (torch.randn(5, 9), Layout.split(2, {0: ["b"], 1: ["a"]})),
+    "one": (torch.randn(8, 3), Layout.split(2, {1: ["b"]})),
+    "whole": (torch.randn(4, 4), Layout.replicated(2)),
+    "tiny": (torch.randn(1, 2), Layout.split(2, {0: ["a"]})),
+}
+
+
 def _pieces_of(rank):
-    mesh = Mesh.of(a=2, b=2)
-    torch.manual_seed(1)
-    wholes = {
-        "uneven": (torch.randn(7, 6), Layout.split(2, {0: ["a", "b"]})),
-        "both": (torch.randn(5, 9), Layout.split(2, {0: ["b"], 1: ["a"]})),
-        "one": (torch.randn(8, 3), Layout.split(2, {1: ["b"]})),
-        "whole": (torch.randn(4, 4), Layout.replicated(2)),
-        "tiny": (torch.randn(1, 2), Layout.split(2, {0: ["a"]})),
-    }
     state = {}
-    for name, (whole, layout) in wholes.items():
-        part = whole[layout.local_slice(whole.shape, mesh, rank)]
+    for name, (whole, layout) in WHOLES.items():
+        part = whole[layout.local_slice(whole.shape, MESH, rank)]
         path = ("model", name)
-        state[path] = Piece(path, tuple(whole.shape), whole.dtype, layout, mesh, part)
-    return {**state, ("run", "step"): 4 + rank}, {name: whole for name, (whole, _) in wholes.items()}
+        state[path] = Piece(path, tuple(whole.shape), whole.dtype, layout, MESH, part)
+    return {**state, ("run", "step"): 4 + rank}
 
 
 def test_each_rank_writes_what_it_holds_and_replicas_are_spread(tmp_path, monkeypatch):
     monkeypatch.setattr(pieces, "cut", lambda box, item: pieces_cut(box, item, 40))
-    results = SimulatedRanks.run(4, lambda ranks: save(Store(tmp_path), "s", _pieces_of(ranks.rank)[0], {}, {}, ranks))
+    results = SimulatedRanks.run(4, lambda ranks: save(Store(tmp_path), "s", _pieces_of(ranks.rank), {}, {}, ranks))
     assert [r is None for r in results] == [False, True, True, True]
     manifest = Store(tmp_path).manifest("s")
-    for name, whole in _pieces_of(0)[1].items():
+    for name, (whole, _) in WHOLES.items():
         entry = manifest.entries[f"model.{name}"]
         assert isinstance(entry, TensorEntry)
         assert sum(chunk.box.numel for chunk in entry.chunks) == math.prod(entry.shape)
@@ -184,7 +185,7 @@ def test_each_rank_writes_what_it_holds_and_replicas_are_spread(tmp_path, monkey
     dcp_to_torch_save(tmp_path / "s", tmp_path / "whole.pt")
     found = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert found["run"]["step"] == 4
-    for name, whole in _pieces_of(0)[1].items():
+    for name, (whole, _) in WHOLES.items():
         assert torch.equal(found["model"][name], whole), name
 
 
