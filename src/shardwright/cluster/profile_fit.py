@@ -1,7 +1,8 @@
 """From measured times to a curve: few segments, each a latency and a bandwidth, that never fall.
 
-The times are made monotone first (pool adjacent violators: Ayer et al., 1955), in logarithms, so that a size that was
-disturbed counts with its neighbours. Knots are then added where the curve is furthest off, until it is within
+A size that was disturbed is put right first: each time becomes the median of itself and its two neighbours, which
+changes nothing where times rise. What still falls is averaged (pool adjacent violators: Ayer et al., 1955), in
+logarithms. Knots are then added where the curve is furthest off, until it is within
 ``tolerance`` of every point; between knots the time is linear in the bytes, which is a latency and a bandwidth. The
 times at the knots are the least squares of the relative errors over all points.
 """
@@ -20,7 +21,7 @@ Array = npt.NDArray[np.float64]
 _FASTEST = 1e15  # bytes per second of a segment in which the bytes cost nothing
 
 
-def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.05) -> Curve:
+def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.08) -> Curve:
     """The curve through (bytes, seconds) of different sizes.
 
     Raises:
@@ -31,7 +32,7 @@ def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.05) -> Curve:
     times = np.array([seconds for _, seconds in ordered])
     if len(set(sizes)) < len(sizes) or len(sizes) < 2 or not (times > 0).all() or not np.isfinite(times).all():
         raise UsageError(f"a curve needs two sizes or more, each once, with times above 0; got {ordered}")
-    smooth = monotone(times)
+    smooth = monotone(_without_outliers(times))
     knots = [0, len(sizes) - 1]
     while True:
         at_knots = _least_squares(sizes, smooth, knots)
@@ -41,6 +42,13 @@ def fit(points: Sequence[tuple[int, float]], tolerance: float = 0.05) -> Curve:
         if error[worst] <= tolerance:
             return _curve(sizes[knots], at_knots)
         knots = sorted({*knots, worst})
+
+
+def _without_outliers(times: Array) -> Array:
+    """Each inner time becomes the median of three neighbours."""
+    kept = times.copy()
+    kept[1:-1] = np.median(np.stack([times[:-2], times[1:-1], times[2:]]), axis=0)
+    return kept
 
 
 def monotone(times: Array) -> Array:
@@ -65,8 +73,9 @@ def _least_squares(sizes: Array, times: Array, knots: list[int]) -> Array:
 
 def _curve(sizes: Array, times: Array) -> Curve:
     segments: list[Segment] = []
+    times = times + (sizes - sizes[0]) / _FASTEST
     for left, right, at_left, at_right in zip(sizes, sizes[1:], times, times[1:], strict=False):
-        bandwidth = min(float((right - left) / max(at_right - at_left, 1e-300)), _FASTEST)
+        bandwidth = float((right - left) / (at_right - at_left))
         latency_s = float(at_left - left / bandwidth)
         if not segments and latency_s <= 0:  # so few points at the start that the line would begin below nothing
             latency_s, bandwidth = float(at_left), _FASTEST
