@@ -30,6 +30,7 @@ __all__ = [
     "is_fake",
     "is_operator",
     "job_store",
+    "new_group_of_members",
     "quiet_exporter",
     "returns_list",
     "schema_parameters",
@@ -45,6 +46,27 @@ def add_gloo_inside(group: dist.ProcessGroup, store: Store, timeout: timedelta) 
     subclass, and adding a backend to a group has no public name."""
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+
+def new_group_of_members(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A group that its members alone make, all of them together; None on other ranks.
+
+    ``new_group`` names such a group after its ranks and the number of groups that the process has. That number differs
+    between members, which then wait for each other for ever, and comes again when a group has ended, whose addresses
+    then still stand in the store. Here it is the number of groups that this process has made of these ranks.
+    """
+    if dist.get_rank() not in ranks:
+        return None
+    key = "_".join(map(str, ranks))
+    number = job_store().add(f"groups/{key}/made by {dist.get_rank()}", 1)
+    before = distributed_c10d._process_group_name
+    name = distributed_c10d.GroupName(f"members {key} number {number}")
+    distributed_c10d._process_group_name = lambda *_, **__: name
+    try:
+        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        return group
+    finally:
+        distributed_c10d._process_group_name = before
 
 
 def fake_mode() -> FakeTensorMode:

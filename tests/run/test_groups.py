@@ -81,3 +81,23 @@ def test_groups_that_make_no_sense():
 def test_there_are_no_ranks_before_init():
     with pytest.raises(WorldError, match=r"there is no world yet; call sw.init\(\) first"):
         sw.get_rank()
+
+
+def one_after_the_other():
+    """Rank 1 has one group more than its peers when they meet again; groups end and come again."""
+    sw.init(timeout=30)
+    rank, sums = sw.get_rank(), []
+    for ranks in ([0, 1], [1, 2], [0, 1], [0, 1, 2], [1, 2]):
+        group = sw.create_group(ranks)
+        if rank in ranks:
+            total = torch.tensor([float(rank)])
+            dist.all_reduce(total, group=group)
+            sums.append(total.item())
+            if ranks != [1, 2]:
+                sw.destroy_group(group)
+    dist.barrier()  # rank 0 serves the store on which the members meet
+    return sums
+
+
+def test_groups_of_the_same_ranks_one_after_the_other():
+    assert run_ranks(3, one_after_the_other) == [[1.0, 1.0, 3.0], [1.0, 3.0, 1.0, 3.0, 3.0], [3.0, 3.0, 3.0]]

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from shardwright.errors import UsageError
 from shardwright.run.world import current_world
+from shardwright.torch_private import new_group_of_members
 
 Group = dist.ProcessGroup
 _NOT_A_MEMBER = cast(Group, dist.GroupMember.NON_GROUP_MEMBER)  # what torch's own collectives skip
@@ -83,7 +84,7 @@ def create_group(ranks: Sequence[int]) -> Group:
         raise UsageError(
             f"create_group got the ranks {list(ranks)}; expected distinct ranks from 0 to {world.size - 1}"
         )
-    group: Group | None = dist.new_group(chosen, use_local_synchronization=True)
+    group = new_group_of_members(chosen)
     # torch answers None to the others here, which everywhere else means the group of all ranks.
     return _NOT_A_MEMBER if group is None else group
 
