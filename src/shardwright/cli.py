@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -69,7 +70,26 @@ class _LaunchCommand(click.Command):
     "Sets SHARDWRIGHT_SAVE_GRAPHS, which sw.parallelize reads where its save_graphs= is not given.",
 )
 @click.option(
-    "--via", type=click.Choice(["local", "mpirun"]), default="local", show_default=True, help="Who starts the ranks."
+    "--via",
+    type=click.Choice(["local", "ssh", "mpirun"]),
+    help="Who starts the ranks.  [default: ssh where there are other hosts, else local]",
+)
+@click.option("-H", "--host", "hosts", metavar="a:8,b:8", help="The hosts and how many ranks each takes.")
+@click.option("--hostfile", metavar="FILE", help="The same as lines `a slots=8`.")
+@click.option("--oversubscribe", is_flag=True, help="Let -n be more than the slots of all hosts.")
+@click.option("--python", metavar="PATH", help="The interpreter on other hosts; without it the path of this one.")
+@click.option("--wdir", metavar="DIR", help="The working directory on other hosts; without it this one.")
+@click.option("--interface", metavar="NAME", help="The network interface of the first host by which ranks meet.")
+@click.option(
+    "--lease",
+    "lease_s",
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A host not heard from for so long is lost, and a host that does not hear of us ends its ranks.",
+)
+@click.option(
+    "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
 )
 @click.option("--backend", type=click.Choice(["gloo", "nccl", "mpi"]), help="For sw.init() where it is given none.")
 @click.option("--mca", multiple=True, nargs=2, metavar="NAME VALUE", help="A setting for mpirun.")
@@ -79,22 +99,32 @@ class _LaunchCommand(click.Command):
 def launch(
     command: tuple[str, ...], program: bool, no_preload: bool, log_dir: str, grace: float, **options: Any
 ) -> None:
-    """Run a program on N processes of this host, with torchrun's variables set.
+    """Run a program on N processes of this host or of several, with torchrun's variables set.
 
     \b
     shardwright launch -n 8 train.py ARGS
     shardwright launch -n 8 -m package.module ARGS
     shardwright launch -n 8 -- PROGRAM ARGS
     shardwright launch -n 8 --via mpirun --backend mpi train.py ARGS
+    shardwright launch -H a:8,b:8 train.py ARGS
 
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
+    from shardwright.launch.host_options import HostOptions
     from shardwright.launch.local import launch as launch_job
     from shardwright.launch.options import read_options
 
+    words = ("hosts", "hostfile", "oversubscribe", "python", "wdir", "interface", "lease_s", "connect_timeout_s")
+    where = HostOptions(**{word: options.pop(word) for word in words}, allocation=os.environ)
     job = read_options(
-        arguments=command, program=program, preload=not no_preload, log_dir=log_dir, grace_s=grace, **options
+        arguments=command,
+        program=program,
+        preload=not no_preload,
+        log_dir=log_dir,
+        grace_s=grace,
+        where=where,
+        **options,
     )
     if "--allow-run-as-root" in job.carrier:
         click.echo("shardwright: mpirun is told that it may run as root; it would rather not", err=True)

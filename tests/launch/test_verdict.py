@@ -80,9 +80,11 @@ def test_what_to_start_survives_the_stream():
 
 
 def test_numbers_of_jobs_count_up_and_are_never_reused(tmp_path):
-    assert create_job_folder(tmp_path, None, 1).name == "1"
-    assert create_job_folder(tmp_path, "9", 1).name == "9"
-    assert create_job_folder(tmp_path, None, 2).name == "10"
+    assert create_job_folder(tmp_path, None).name == "1"
+    assert create_job_folder(tmp_path, "9").name == "9"
+    last = create_job_folder(tmp_path, None)
+    assert last.name == "10"
+    last.make_ranks(2)
     assert sorted(path.name for path in (tmp_path / "10").iterdir()) == ["rank.0", "rank.1"]
 
 

@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 
 from shardwright.launch.processes import die_with_parent
 from shardwright.launch.protocol import STREAMS, Decoder, Start
-from shardwright.launch.supervisor import Ending, RankProcess, Supervisor, execute, not_started
+from shardwright.launch.supervisor import Ending, RankProcess, Supervisor, error_file, execute, not_started
 
 NEVER_STARTED = 0  # the pid of a rank that mpirun gave up, since another had failed
 _CARRIER_END_S = 10.0  # after its last rank, in which mpirun ends by itself
@@ -126,8 +126,12 @@ def supervise(start: Start, orders: int, events: int, decoder: Decoder) -> NoRet
         for ours, _ in fds.values():
             os.set_blocking(ours, False)
     ranks = {
-        rank: RankProcess(pids.get(rank, NEVER_STARTED), {stream: fds[0] for stream, fds in pipes[rank].items()})
-        for rank in start.ranks
+        rank: RankProcess(
+            pids.get(rank, NEVER_STARTED),
+            {stream: fds[0] for stream, fds in pipes[rank].items()},
+            error_file(variables),
+        )
+        for rank, variables in start.ranks.items()
     }
     die_with_parent(0)
     CarriedSupervisor(orders, events, decoder, ranks, mpirun, reports, said).run()

@@ -34,6 +34,8 @@ class RankEnd:
     out_of_memory: bool = False
     stderr_tail: bytes = b""
     error: str | None = None  # "ValueError: message", from its error file
+    host: str = ""  # where the job has several
+    loss: str | None = None  # no rank, but the end of all that were on a host, in words
 
     @property
     def exit_code(self) -> int:
@@ -43,6 +45,8 @@ class RankEnd:
     @property
     def is_echo(self) -> bool:
         """Nothing is known of it but the loss of a peer."""
+        if self.loss is not None:
+            return False
         return _LOST_PEER.search(b"\n".join(self.last_lines()) + (self.error or "").encode()) is not None
 
     def last_lines(self) -> list[bytes]:

@@ -70,12 +70,17 @@ class JobFolder:
     def failed_mark(self) -> Path:
         return (self.path / "failed.json").absolute()
 
-    def write_state(self, state: JobState) -> None:
-        _replace(self.path / "job.json", asdict(state))
+    def make_ranks(self, ranks: int) -> None:
+        """A folder for each, once it is known how many there are."""
+        for rank in range(ranks):
+            self.rank(rank).mkdir(exist_ok=True)
 
-    def write_failure(self, rank: int | None, cause: str, time_s: float) -> None:
-        """``rank`` is None where the supervisor of the ranks itself failed."""
-        _replace(self.failed_mark, {"rank": rank, "cause": cause, "time_s": time_s})
+    def write_state(self, state: JobState) -> None:
+        replace_file(self.path / "job.json", asdict(state))
+
+    def write_failure(self, failure: Mapping[str, object]) -> None:
+        """``rank``, None where no rank but a supervisor or a host failed; ``cause`` in words; ``time_s``."""
+        replace_file(self.failed_mark, failure)
 
     def read_state(self) -> JobState | None:
         """None where there is no readable state. A launcher that is gone without a word leaves the job `LOST`."""
@@ -112,7 +117,7 @@ def _temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}")
 
 
-def _replace(path: Path, value: object) -> None:
+def replace_file(path: Path, value: object) -> None:
     """Into the reserved file if there is one, which needs no room, and then in one step to its name."""
     temporary = _temporary(path)
     with open(os.open(temporary, os.O_WRONLY | os.O_CREAT, 0o666), "wb") as file:
@@ -121,8 +126,8 @@ def _replace(path: Path, value: object) -> None:
     os.replace(temporary, path)
 
 
-def create_job_folder(log_dir: Path, name: str | None, ranks: int) -> JobFolder:
-    """A new folder for ``name``, or for the lowest number that no job has, with a folder for each rank.
+def create_job_folder(log_dir: Path, name: str | None) -> JobFolder:
+    """A new folder for ``name``, or for the lowest number that no job has.
 
     Raises `UsageError` where the name cannot be one, is taken, or the folder cannot be written.
     """
@@ -131,12 +136,6 @@ def create_job_folder(log_dir: Path, name: str | None, ranks: int) -> JobFolder:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         path = _claim(log_dir, name)
-        try:
-            for rank in range(ranks):
-                (path / f"rank.{rank}").mkdir()
-        except OSError:
-            shutil.rmtree(path, ignore_errors=True)
-            raise
     except OSError as error:
         raise UsageError(
             f"the logs cannot be written to {log_dir}: {error.strerror} ({error.filename}); "

@@ -18,6 +18,7 @@ class _LogFile:
         self.path = path
         self.lost_bytes = 0
         self._gap_bytes = 0
+        self._gap_reason = ""
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
     def write(self, data: bytes) -> str | None:
@@ -25,16 +26,21 @@ class _LogFile:
         rest = memoryview(data)
         try:
             if self._gap_bytes:
-                note = b"\n[shardwright: %d bytes are missing here: the disk was full]\n" % self._gap_bytes
+                note = f"\n[shardwright: {self._gap_bytes} bytes are missing here: {self._gap_reason}]\n".encode()
                 if os.write(self._fd, note) == len(note):
                     self._gap_bytes = 0
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
-            self._gap_bytes += len(rest)
-            self.lost_bytes += len(rest)
+            self.lose(len(rest), "the disk was full")
             return error.strerror
         return None
+
+    def lose(self, count: int, reason: str) -> None:
+        """Bytes that never came, or cannot be kept; the next ones that can be are preceded by a note."""
+        self._gap_bytes += count
+        self._gap_reason = reason
+        self.lost_bytes += count
 
     def close(self) -> str | None:
         """Some file systems tell only now that the data could not be kept."""
@@ -67,6 +73,10 @@ class RankLogs:
         if (reason := file.write(data)) and not self._told:
             self._told = True
             self._say(f"{file.path} cannot be written: {reason}. The ranks go on; what is lost is counted")
+
+    def lose(self, rank: int, stream: str, count: int, reason: str) -> None:
+        """Bytes of a rank that did not reach this host."""
+        self._files[rank, stream].lose(count, reason)
 
     def stderr_tail(self, rank: int) -> bytes:
         """The end of what the rank wrote to stderr, kept in memory."""

@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.errors import UsageError
+from shardwright.launch.host_options import HostOptions, RemoteOptions
 from shardwright.launch.mpirun import find_mpirun, mpirun_command, read_backend, read_mca, runs_as_root
 from shardwright.launch.program import Kind, Program, check_program
-from shardwright.launch.rank_table import TABLE_VARIABLES, launched_here, read_rank_table
+from shardwright.launch.rank_table import TABLE_VARIABLES, RankTable, read_rank_table
 from shardwright.launch.save_graphs import VARIABLE, SaveGraphs
 
 # What the launcher itself decides for each rank: not to be set with -x.
@@ -24,7 +25,7 @@ RANK_VARIABLES = frozenset({
 
 @dataclass(frozen=True)
 class LaunchOptions:
-    """A job on one host.
+    """A job, on this host or, with ``remote``, on several; there ``ranks`` is 0 until the hosts have been asked.
 
     ``environment`` is what its ranks have in common beyond what the launcher was given, ``rank_environments`` what
     single ranks have beside torchrun's variables. ``carrier`` is mpirun's command line where mpirun starts them.
@@ -42,30 +43,36 @@ class LaunchOptions:
     detach: bool = False
     rank_environments: dict[int, dict[str, str]] = field(default_factory=dict)
     carrier: tuple[str, ...] = ()
+    remote: RemoteOptions | None = None
 
 
 def read_options(
     *, module: bool, program: bool, arguments: Sequence[str], ranks: str | None, preload: bool, tee: str | None,
     job: str | None, log_dir: str, port: int | None, devices: str | None, variables: Sequence[str], grace_s: float,
-    detach: bool, save_graphs: str | None = None, rank_table: str | None = None, via: str = "local",
-    backend: str | None = None, mca: Sequence[tuple[str, str]] = (),
+    detach: bool, save_graphs: str | None = None, rank_table: str | None = None, via: str | None = None,
+    backend: str | None = None, mca: Sequence[tuple[str, str]] = (), where: HostOptions | None = None,
 ) -> LaunchOptions:  # fmt: skip
     """The job that a command line asks for. Raises `UsageError` for what cannot be served.
 
-    Without ``tee``, rank 0 is shown, or nothing if the job is detached.
+    Without ``tee``, rank 0 is shown, or nothing if the job is detached. Without ``where`` the job is on this host.
     """
+    where = where or HostOptions()
     given = read_variables(variables, os.environ)
-    by_rank = read_table_ranks(rank_table, ranks, devices, given)
-    if by_rank:
-        ranks, devices = str(len(by_rank)), table_gpus(by_rank, os.environ | given)
-    environment = given | visible_devices(devices, os.environ) | read_backend(backend, via)
-    settings = read_mca(mca, via)
+    table = read_table(rank_table, ranks, devices, given)
+    tee = tee or ("none" if detach else "0")
+    remote = where.read(ranks, table, via, tee)
+    by_rank = {} if table is None else {rank: table.variables(rank, Path(str(rank_table))) for rank in table.placed}
+    if table is not None:
+        ranks, devices = str(table.size), table_gpus(by_rank, os.environ | given) if remote is None else None
+    environment = given | visible_devices(devices, os.environ) | read_backend(backend, via or "local")
+    settings = read_mca(mca, via or "local")
     if save_graphs is not None:
         environment[VARIABLE] = str(SaveGraphs.parse(save_graphs))
     kind: Kind = "program" if program else "module" if module else "script"
     whole = os.environ | environment
-    checked = check_program(kind, arguments, whole)
-    number = read_ranks(ranks, whole)
+    elsewhere = remote is not None and remote.wdir is not None and bool(arguments)  # only its hosts can check it
+    checked = Program(kind, tuple(arguments)) if elsewhere else check_program(kind, arguments, whole)
+    number = 0 if remote is not None else where.slots_here or read_ranks(ranks, whole)
     if port is not None and not 0 < port < 65_536:
         raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
     if not grace_s >= 0:
@@ -73,9 +80,9 @@ def read_options(
     carrier = mpirun_command(find_mpirun(whole), number, settings, runs_as_root()) if via == "mpirun" else ()
     return LaunchOptions(
         program=checked, ranks=number, preload=preload and not carrier,
-        shown=read_tee(tee or ("none" if detach else "0"), number),
+        shown=frozenset() if remote is not None else read_tee(tee, number),
         job=job, log_dir=Path(log_dir), port=port, environment=environment, grace_s=grace_s, detach=detach,
-        rank_environments=by_rank, carrier=carrier,
+        rank_environments=by_rank, carrier=carrier, remote=remote,
     )  # fmt: skip
 
 
@@ -88,15 +95,12 @@ def read_ranks(text: str | None, environment: Mapping[str, str]) -> int:
     return int(text)
 
 
-def read_table_ranks(
+def read_table(
     rank_table: str | None, ranks: str | None, devices: str | None, given: Mapping[str, str]
-) -> dict[int, dict[str, str]]:
-    """``--rank-table``: what each rank of the table is told; nothing without one.
-
-    Raises `UsageError` where the table is broken or not this host's, or the other words of the command contradict it.
-    """
+) -> RankTable | None:
+    """``--rank-table``. Raises `UsageError` where it is broken, or the other words of the command contradict it."""
     if rank_table is None:
-        return {}
+        return None
     path = Path(rank_table)
     table = read_rank_table(path)
     if ranks not in (None, "auto", str(table.size)):
@@ -105,7 +109,7 @@ def read_table_ranks(
         raise UsageError(f"--devices {devices}: the devices are those of {path}; leave --devices out")
     if refused := [name for name in TABLE_VARIABLES if name in given]:
         raise UsageError(f"-x {refused[0]}: the launcher sets {refused[0]} for each rank itself, from {path}")
-    return launched_here(table, path)
+    return table
 
 
 def table_gpus(by_rank: Mapping[int, Mapping[str, str]], environment: Mapping[str, str]) -> str | None:

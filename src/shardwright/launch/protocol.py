@@ -3,22 +3,29 @@
 The launcher's first line is what to start (`Start`), then come orders:
 
     {"order": "signal", "signal": 10}                   pass it on to the ranks, nothing else
-    {"order": "end", "signal": 15, "grace_s": 10.0}     signal the ranks, then what they left, and kill after the grace
+    {"order": "end", "signal": 15, "grace_s": 10.0, "failure": null}
+                                                        signal the ranks, then what they left, and kill after the grace
+    {"order": "errors"}                                 tell what ranks that still live have written down as their error
     {"order": "kill"}                                   kill everything now
 
-The end of the launcher's stream is an order to kill. The supervisor's events:
+    {"order": "beat", "sent_s": 1700000000.123}         nothing but a sign of life, where there is a lease
+
+The end of the launcher's stream is an order to kill, and so is its silence for the time of the lease. The
+supervisor's events:
 
     {"event": "started", "rank": 0, "pid": 123}
     {"event": "output", "rank": 0, "stream": "stdout", "payload_bytes": 65536}
     {"event": "stopped", "rank": 0, "signal": 19, "pid": 123}, {"event": "continued", "rank": 0}
-    {"event": "exited", "rank": 0, "code": -9, "time_s": 1700000000.123, "signalled": false, "out_of_memory": false}
+    {"event": "exited", "rank": 0, "code": -9, "time_s": 1700000000.123, "signalled": false, "out_of_memory": false,
+     "error": ["ValueError: ...", 1700000000.120]}      "error" is null where the rank has written none down
+    {"event": "errors", "errors": {"3": ["ValueError: ...", 1700000000.120]}}    the answer to the order
     {"event": "left", "names": {"123": "sleep"}}        processes that the ranks left behind, about to be ended
     {"event": "carrier_said", "text": "...", "matters": true}    the words of mpirun itself; they matter where it failed
     {"event": "not_started", "message": "..."}          torch could not be imported, or no process be forked
     {"event": "ended", "killed": [0, 3], "unkillable": []}    the last one
 
 All that a rank wrote before it ended comes before its "exited". Both ends are pipes: standard input and output of the
-supervisor, so that the same stream passes through ssh.
+supervisor. On other hosts the same stream passes through ssh and an agent, which adds to it (`agent`).
 """
 
 from __future__ import annotations
@@ -40,6 +47,8 @@ class Start:
 
     ``preload``: import torch once and fork the ranks. ``held``: file descriptors that ranks must not inherit.
     ``carrier``: the command, of mpirun, that is to start the ranks, in place of the supervisor itself.
+    Under an agent on another host: ``packed``, this package came with the agent and is not what ranks import;
+    ``lease_s``, how long the orders may be silent; ``scratch``, the job's folder on the host.
     """
 
     program: Program
@@ -47,6 +56,9 @@ class Start:
     ranks: dict[int, dict[str, str]]
     held: tuple[int, ...] = ()
     carrier: tuple[str, ...] = ()
+    packed: bool = False
+    lease_s: float | None = None
+    scratch: str | None = None
 
     def to_message(self) -> Message:
         return asdict(self)
@@ -60,6 +72,9 @@ class Start:
             ranks={int(rank): variables for rank, variables in message["ranks"].items()},
             held=tuple(message["held"]),
             carrier=tuple(message["carrier"]),
+            packed=message["packed"],
+            lease_s=message["lease_s"],
+            scratch=message["scratch"],
         )
 
 

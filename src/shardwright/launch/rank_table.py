@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.errors import UsageError
-from shardwright.launch.hosts import Host, Hosts, is_host_name, is_this_host, read_text
+from shardwright.launch.hosts import Host, Hosts, is_host_name, read_text
 
 VERSIONS = ("1.0", "1.2")
 # What a process is told beside torchrun's variables, each for its rank.
@@ -172,27 +172,6 @@ def parse_rank_table(text: str, strict: bool = False) -> tuple[RankTable, tuple[
         return RankTable(()), (f"it is no JSON: {error}",)
     reader = _Reader(strict)
     return reader.table(value), tuple(reader.problems)
-
-
-def launched_here(table: RankTable, path: Path) -> dict[int, dict[str, str]]:
-    """The variables of every rank of a table whose servers are all this machine.
-
-    Raises `UsageError` where one is not: ranks on other hosts cannot be launched.
-    """
-    # The first one suffices: finding out that a name cannot be resolved may take seconds.
-    elsewhere = next((server.address for server in table.servers if not is_this_host(server.address)), None)
-    if elsewhere is not None and len(table.servers) == 1:
-        raise UsageError(
-            f"--rank-table {path}: its server {elsewhere} is not this host; launch on that host, or make the table "
-            "with this host's address: `shardwright ranktable make ... --server-id ADDRESS`"
-        )
-    if elsewhere is not None:
-        raise UsageError(
-            f"--rank-table {path}: of its {len(table.servers)} servers, {elsewhere} is not this host, and launching on "
-            "other hosts is not there yet; start each rank on its server with RANK_TABLE_FILE, RANK_ID and DEVICE_ID "
-            "set, which sw.init() understands"
-        )
-    return {rank: table.variables(rank, path) for rank in table.placed}
 
 
 def _present(*items: tuple[str, Any]) -> dict[str, Any]:

@@ -12,15 +12,19 @@ import contextlib
 import os
 import select
 import selectors
+import shutil
 import signal
 import sys
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import NoReturn
 
 from shardwright.launch import zygote
+from shardwright.launch.failure import read_error_file
 from shardwright.launch.processes import (
     become_subreaper,
     descendants,
@@ -45,6 +49,7 @@ _MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's ki
 class RankProcess:
     pid: int
     pipes: dict[str, int]
+    error_file: Path | None = None  # where it writes down its error
     signalled: bool = False
     ended: bool = False
 
@@ -80,8 +85,13 @@ class _MemoryKills:
 class Supervisor:
     """The supervision of ranks that are already running, until none is left."""
 
-    def __init__(self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess]) -> None:
+    def __init__(
+        self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess],
+        lease_s: float | None = None, scratch: str | None = None,
+    ) -> None:  # fmt: skip
         self.orders, self.events, self.decoder, self.ranks = orders, events, decoder, ranks
+        self.lease_s, self.scratch = lease_s, scratch
+        self.heard_s = time.monotonic()
         self.backlog = bytearray()
         self.ending: Ending | None = None
         self.memory_kills = _MemoryKills()
@@ -101,8 +111,11 @@ class Supervisor:
         """Until every rank and everything below it has ended, and the launcher has heard of it."""
         while not self._reap():
             self._read_while_heard()
-            for key, _ in self.selector.select(_ENDING_TICK_S if self.ending else _MEMORY_KILL_AGE_S):
+            tick_s = _MEMORY_KILL_AGE_S if self.lease_s is None else min(_MEMORY_KILL_AGE_S, self.lease_s / 4)
+            for key, _ in self.selector.select(_ENDING_TICK_S if self.ending else tick_s):
                 key.data()
+            if self.lease_s is not None and time.monotonic() - self.heard_s > self.lease_s:
+                self._abandoned()
             self.memory_kills.sample()
             if self.ending:
                 self._advance(self.ending)
@@ -138,11 +151,14 @@ class Supervisor:
         data = os.read(self.orders, _CHUNK_BYTES)
         if not data:
             self._abandoned()
+        self.heard_s = time.monotonic()
         self._follow(data)
 
     def _follow(self, data: bytes) -> None:
         for message, _ in self.decoder.feed(data):
             match message["order"]:
+                case "errors":
+                    self._tell({"event": "errors", "errors": self._errors()})
                 case "signal":
                     self._signal_ranks(message["signal"])
                 case "end":
@@ -153,6 +169,8 @@ class Supervisor:
     def _abandoned(self) -> None:
         """The launcher is gone: nobody is left to tell."""
         kill_all(lambda: descendants(os.getpid()), _UNKILLABLE_S)
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
         os._exit(1)
 
     # --- what the ranks write
@@ -230,8 +248,13 @@ class Supervisor:
         out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent()
         self._tell({
             "event": "exited", "rank": rank, "code": code, "time_s": ended_s,
-            "signalled": process.signalled, "out_of_memory": out_of_memory,
+            "signalled": process.signalled, "out_of_memory": out_of_memory, "error": _error_of(process),
         })  # fmt: skip
+
+    def _errors(self) -> dict[int, tuple[str, float]]:
+        """Of ranks that have failed and not ended yet."""
+        living = [(rank, process) for rank, process in self.ranks.items() if not process.ended]
+        return {rank: error for rank, process in living if (error := _error_of(process))}
 
     # --- ending them
 
@@ -276,7 +299,17 @@ class Supervisor:
                 send_signal(pid, signal.SIGCONT)
 
 
-def _take_stdio() -> tuple[int, int]:
+def _error_of(process: RankProcess) -> tuple[str, float] | None:
+    return read_error_file(process.error_file) if process.error_file is not None else None
+
+
+def error_file(variables: Mapping[str, str]) -> Path | None:
+    """Where a rank with these variables writes down its error."""
+    name = variables.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def take_stdio() -> tuple[int, int]:
     """The launcher's pipes, moved to where neither an import nor a rank meets them."""
     orders, events = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -319,6 +352,12 @@ def _become_rank(parent: int, variables: dict[str, str], pipes: dict[str, int], 
     os.environ.update(variables)
 
 
+def _forget_this_package() -> None:
+    """What came over the line serves to start a rank. Its program imports what is installed on this host."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "shardwright"]:
+        del sys.modules[name]
+
+
 def execute(command_line: list[str]) -> None:
     for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(signum, signal.SIG_DFL)  # what Python ignores or handles, a program of any kind must not
@@ -334,6 +373,13 @@ def not_started(events: int, message: str) -> NoReturn:
     with contextlib.suppress(BrokenPipeError):
         _write(events, encode({"event": "not_started", "message": message}))
     os._exit(1)
+
+
+def _why_no_torch(message: str) -> str:
+    last = message.strip().splitlines()[-1]
+    if last.startswith("ModuleNotFoundError") and "'torch'" in last:
+        return f"{sys.executable} has no torch; type `{sys.executable} -m pip install torch`"
+    return f"torch cannot be imported by {sys.executable}; `pip install torch` may mend it\n{message.strip()}"
 
 
 def _start_rank(private: list[int]) -> tuple[RankProcess, dict[str, int]]:
@@ -354,17 +400,18 @@ def main() -> None:
     die_with_parent(signal.SIGKILL)  # as long as there is no rank that needs somebody to end it
     become_subreaper()
     decoder = Decoder()
-    orders, events = _take_stdio()
+    orders, events = take_stdio()
     start = _read_start(orders, decoder)
     if start.carrier:
         from shardwright.launch.carried import supervise
 
         supervise(start, orders, events, decoder)
-    if start.preload:
+    preload = start.preload and zygote.can_preload(start.program)
+    if preload:
         try:
             zygote.preload()
         except BaseException:
-            not_started(events, traceback.format_exc())
+            not_started(events, _why_no_torch(traceback.format_exc()))
     die_with_parent(0)
     ranks: dict[int, RankProcess] = {}
     private = [orders, events, *start.held]
@@ -376,11 +423,14 @@ def main() -> None:
             not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
         if process.pid == 0:
             _become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
-            if not start.preload:
+            if not preload:
                 execute(start.program.command_line())
+            if start.packed:
+                _forget_this_package()
             return zygote.run(start.program)
         for fd in pipes.values():
             os.close(fd)
+        process.error_file = error_file(variables)
         ranks[rank] = process
-    Supervisor(orders, events, decoder, ranks).run()
+    Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch).run()
     sys.exit(0)

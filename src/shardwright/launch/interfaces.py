@@ -1,0 +1,149 @@
+"""By which network interfaces the hosts of a job reach each other, found by trying.
+
+The first host listens, every other one connects to each of its addresses, and an address that all of them reach is
+where the job meets. Who answers says a word that belongs to the job: addresses of bridges for containers exist on many
+hosts, and lead each to itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import ipaddress
+import socket
+import struct
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardwright.errors import LaunchError
+
+_SIOCGIFADDR = 0x8915
+_REACH_S = 3.0
+_GLOBAL_SCOPE = "00"
+
+
+@dataclass(frozen=True)
+class Address:
+    """One address of a host. ``mbits_per_s`` is the speed of its interface, 0 where that is not known."""
+
+    interface: str
+    address: str
+    mbits_per_s: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.interface})"
+
+
+def own_addresses() -> list[Address]:
+    """Of every interface but the loopback: its IPv4 address, and those of IPv6 that are known outside of the link."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                found.append(Address(name, socket.inet_ntoa(answer[20:24]), _speed(name)))
+    with contextlib.suppress(OSError):  # no IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            digits, _, _, scope, _, name = line.split()
+            if scope == _GLOBAL_SCOPE:
+                found.append(Address(name, str(ipaddress.IPv6Address(int(digits, 16))), _speed(name)))
+    return [address for address in found if not ipaddress.ip_address(address.address).is_loopback]
+
+
+def _speed(interface: str) -> int:
+    try:
+        return max(0, int(Path(f"/sys/class/net/{interface}/speed").read_text()))
+    except (OSError, ValueError):
+        return 0
+
+
+def own_loopback() -> str | None:
+    """The interface that has 127.0.0.1."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):
+                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+                if socket.inet_ntoa(answer[20:24]) == "127.0.0.1":
+                    return name
+    return None
+
+
+def infiniband_ports(sysfs: Path = Path("/sys")) -> list[str]:
+    """The ports that are up, as NCCL names them. Those over Ethernet count where there is no real one."""
+    ports: dict[str, list[str]] = {}
+    for path in sorted(sysfs.glob("class/infiniband/*/ports/*")):
+        with contextlib.suppress(OSError):
+            if "ACTIVE" in (path / "state").read_text():
+                kind = (path / "link_layer").read_text().strip()
+                ports.setdefault(kind, []).append(f"{path.parents[1].name}:{path.name}")
+    return ports.get("InfiniBand") or ports.get("Ethernet") or []
+
+
+def listen() -> socket.socket:
+    """On every address, at a free port, without ever blocking."""
+    both = socket.has_dualstack_ipv6()
+    listening = socket.create_server(
+        ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, backlog=128, dualstack_ipv6=both
+    )
+    listening.setblocking(False)
+    return listening
+
+
+def answer(listening: socket.socket, word: str) -> None:
+    """Say the word to who has connected."""
+    with contextlib.suppress(OSError):
+        connected, _ = listening.accept()
+        with connected:
+            connected.sendall(word.encode())
+
+
+def reach(addresses: Sequence[str], port: int, word: str) -> dict[str, str]:
+    """Which of the addresses answer with the word, each with the interface of this host that leads there."""
+    with ThreadPoolExecutor(max(1, len(addresses))) as pool:
+        own = list(pool.map(lambda address: _reach(address, port, word), addresses))
+    names = {address.address: address.interface for address in own_addresses()}
+    return {
+        address: names[mine] for address, mine in zip(addresses, own, strict=True) if mine is not None and mine in names
+    }
+
+
+def _reach(address: str, port: int, word: str) -> str | None:
+    """This end's address."""
+    try:
+        with socket.create_connection((address, port), timeout=_REACH_S) as connected:
+            mine = str(connected.getsockname()[0])
+            heard = b""
+            while len(heard) < len(word) and (data := connected.recv(len(word) - len(heard))):
+                heard += data
+    except OSError:
+        return None
+    return mine if heard == word.encode() else None
+
+
+def choose(
+    first: str, addresses: Sequence[Address], reached: Mapping[str, Mapping[str, str]], wanted: str | None
+) -> tuple[str, dict[str, str]]:
+    """The address of the host ``first`` to meet at, and each host's interface.
+
+    ``reached`` says for every other host which addresses it reaches, and by which interface. Among those that all
+    reach the fastest is taken, of equal ones IPv4 and the first. ``wanted`` is ``--interface``. Raises `LaunchError`.
+    """
+    candidates = [a for a in addresses if wanted in (None, a.interface)]
+    if not candidates:
+        listed = ", ".join(map(str, addresses)) or "none"
+        what = "no address but that of its loopback" if wanted is None else f"no address on --interface {wanted}"
+        raise LaunchError(f"{first} has {what}; its addresses: {listed}. Type --interface NAME with one of those")
+    good = [a for a in candidates if all(a.address in by for by in reached.values())]
+    if not good:
+        lacking = {host: [str(a) for a in candidates if a.address not in by] for host, by in reached.items()}
+        lines = [f"  from {host}: {', '.join(missing)}" for host, missing in lacking.items() if missing]
+        raise LaunchError(
+            f"the hosts do not reach {first} over TCP, where the ranks are to meet; tried in vain\n"
+            + "\n".join(lines)
+            + "\nopen the firewall between the hosts, or type --interface NAME where another one of its interfaces "
+            "leads there"
+        )
+    best = min(good, key=lambda a: (-a.mbits_per_s, ":" in a.address, candidates.index(a)))
+    return best.address, {first: best.interface} | {host: by[best.address] for host, by in reached.items()}

@@ -1,0 +1,322 @@
+"""The launcher's loop: it shows and keeps what ranks write, hears how they end, and judges the end of the job.
+
+    launcher (this process: console, logs, verdict)
+      ├─ connection to the supervisor of this or the first host
+      │    ├─ rank 0 (forked, own session)
+      │    └─ rank 1 ...
+      └─ connection to the supervisor of the next host ...
+
+No operator of torch and no import of it happens here. The exit code is that of the rank that failed first (128 + N for
+signal N), 0 where every rank returned 0, and 128 + N where the launcher was ended by signal N.
+
+One `Launcher` is one run of one job, from its carrier's start to its last word. Who wants to run a job again on the
+same hosts asks the same carrier to start again: ``attempt`` is what then differs (the port and the run's name).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import selectors
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from shardwright.errors import LaunchError
+from shardwright.launch.connection import Carrier, Connection
+from shardwright.launch.console import Console
+from shardwright.launch.failure import RankEnd, describe_ranks, signal_name
+from shardwright.launch.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, JobState
+from shardwright.launch.logs import RankLogs
+from shardwright.launch.options import LaunchOptions
+from shardwright.launch.processes import become_subreaper, descendants
+from shardwright.launch.protocol import Message
+from shardwright.launch.run_report import RunReport
+from shardwright.launch.verdict import Verdict, rank_end
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+_PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+
+
+class Launcher:
+    """One run of one job. ``started`` is called once all ranks have started."""
+
+    def __init__(
+        self, options: LaunchOptions, folder: JobFolder, carrier: Carrier, started: Callable[[], None]
+    ) -> None:
+        self.options, self.folder, self.carrier, self.started = options, folder, carrier, started
+        self.ranks = carrier.ranks
+        self.run_id = f"{folder.name}-{secrets.token_hex(8)}"
+        self.connections: Sequence[Connection] = ()
+        self.hosts: dict[int, str] = {}  # of ranks, where there are several
+        self.pids: dict[int, int] = {}
+        self.interrupted: int | None = None
+        self.ending = False
+        self.not_started: str | None = None
+        self.killed: set[int] = set()
+        self.unkillable: list[str] = []
+        self.selector = selectors.DefaultSelector()
+        self.state = JobState.of_this_process([options.program.kind, *options.program.arguments], self.ranks)
+
+    def run(self) -> int:
+        with self._catch_signals():
+            try:
+                self.folder.make_ranks(self.ranks)
+                self.logs = RankLogs(self.folder, self.ranks, self._say)
+                self.verdict = Verdict(self.logs.stderr_tail)
+                self.folder.write_state(self.state)
+                self.folder.reserve()
+                self.connections = self.carrier.start(self.run_id, self.folder)
+                self.report = RunReport(self.folder, self.state, self.carrier.describe_hosts())
+                self.report.write()
+            except OSError as error:
+                self.folder.remove()
+                raise LaunchError(f"job {self.folder.name} cannot be started: {error}") from None
+            self.console = Console(self.options.shown)
+            become_subreaper()  # if a supervisor of this host is killed, what it had adopted comes to us
+            self.not_ours = descendants(os.getpid(), without={c.process.pid for c in self.connections})
+            if len(self.connections) > 1:
+                self.hosts = {rank: c.name for c in self.connections for rank in c.ranks}
+            for connection in self.connections:
+                connection.attach(self.selector, partial(self._take_events, connection))
+            try:
+                while self._living():
+                    for key, _ in self.selector.select(self._timeout_s()):
+                        key.data()
+                    self._watch()
+                    self._judge()
+                return self._conclude()
+            finally:
+                self._close()
+
+    def _living(self) -> list[Connection]:
+        return [connection for connection in self.connections if not connection.over]
+
+    def _close(self) -> None:
+        """The carrier is closed by who made it."""
+        self.logs.close()
+        self.console.close()
+        for connection in self.connections:
+            connection.finish()
+        self.selector.close()
+
+    def _say(self, text: str) -> None:
+        self.console.say(text)
+
+    def _order(self, message: Message) -> None:
+        for connection in self._living():
+            connection.send(message)
+
+    def _timeout_s(self) -> float | None:
+        ticks = [connection.tick() for connection in self._living()]
+        waits = [self.verdict.wait_s(), self.console.show_fragments(), *ticks]
+        return min((wait for wait in waits if wait is not None), default=None)
+
+    def _watch(self) -> None:
+        for connection in self._living():
+            if connection.silent_too_long:
+                self._lost(connection)
+
+    # --- signals
+
+    @contextlib.contextmanager
+    def _catch_signals(self) -> Iterator[None]:
+        """Signals wake the loop; those that were ignored when we were started (nohup) stay so."""
+        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.selector.register(read, selectors.EVENT_READ, lambda: self._take_signals(read))
+        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        caught = [s for s in (*_ENDING_SIGNALS, *_PASSED_SIGNALS) if signal.getsignal(s) != signal.SIG_IGN]
+        handlers = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
+        try:
+            yield
+        finally:
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
+            signal.set_wakeup_fd(before)
+            os.close(read)
+            os.close(write)
+
+    def _take_signals(self, fd: int) -> None:
+        for signum in os.read(fd, 512):
+            if signum in _PASSED_SIGNALS:
+                self._order({"order": "signal", "signal": signum})
+            elif signum in _ENDING_SIGNALS:
+                self._interrupt(signum)
+
+    def _interrupt(self, signum: int) -> None:
+        name = signal_name(signum)
+        if self.ending:
+            if signum == signal.SIGINT:
+                self._say(f"{name}: killing what is left")
+                self._order({"order": "kill"})
+                for connection in self._living():
+                    connection.wake()
+            return
+        self.interrupted = signum
+        self.verdict.forget()
+        if not self.pids:
+            self.ending = True
+            for connection in self._living():
+                connection.abandon()
+            return
+        living = self.ranks - len(self.verdict.ends)
+        self._say(
+            f"{name}: ending {living} ranks, which have {self.options.grace_s:g} s before they are killed"
+            f" (Ctrl-C{' again' if signum == signal.SIGINT else ''} kills them now)"
+        )
+        self._end(signum)
+
+    def _end(self, signum: int, failure: Message | None = None) -> None:
+        """One grace for all hosts. ``failure`` is what failed.json says."""
+        self.ending = True
+        self._order({"order": "end", "signal": signum, "grace_s": self.options.grace_s, "failure": failure})
+        for connection in self._living():
+            connection.wake()
+
+    # --- events
+
+    def _take_events(self, connection: Connection) -> None:
+        received = connection.receive()
+        if received is None:
+            self._lost(connection)
+            return
+        for message, payload in received:
+            getattr(self, f"_on_{message['event']}")(connection, message, payload)
+
+    def _on_started(self, _: Connection, message: Message, __: bytes) -> None:
+        self.pids[message["rank"]] = message["pid"]
+        if len(self.pids) == self.ranks:
+            self.started()
+
+    def _on_output(self, _: Connection, message: Message, payload: bytes) -> None:
+        self.logs.write(message["rank"], message["stream"], payload)
+        self.console.output(message["rank"], message["stream"], payload)
+
+    def _on_output_lost(self, _: Connection, message: Message, __: bytes) -> None:
+        self.logs.lose(message["rank"], message["stream"], message["bytes"], message["reason"])
+
+    def _on_stopped(self, connection: Connection, message: Message, _: bytes) -> None:
+        if not self.ending:
+            where = f" on {connection.name}" if self.hosts else ""
+            self._say(
+                f"rank {message['rank']} is stopped ({signal_name(message['signal'])}) and the job waits for it; "
+                f"`kill -CONT {message['pid']}`{where} continues it, Ctrl-C ends the job"
+            )
+
+    def _on_continued(self, _: Connection, message: Message, __: bytes) -> None:
+        if not self.ending:
+            self._say(f"rank {message['rank']} continues")
+
+    def _on_exited(self, connection: Connection, message: Message, _: bytes) -> None:
+        rank = message["rank"]
+        host = self.hosts.get(rank, "")
+        end = rank_end(rank, message, lambda s: s - connection.clock_ahead_s, self.logs.stderr_tail(rank), host)
+        self.verdict.ends[rank] = end
+        if end.code != 0:
+            self._settle()
+
+    def _on_errors(self, connection: Connection, message: Message, _: bytes) -> None:
+        ahead_s = connection.clock_ahead_s
+        errors = {int(rank): (text, time_s - ahead_s) for rank, (text, time_s) in message["errors"].items()}
+        self.verdict.answered(connection.name, errors)
+
+    def _on_left(self, _: Connection, message: Message, __: bytes) -> None:
+        if not self.ending:
+            names = ", ".join(f"{name} (pid {pid})" for pid, name in message["names"].items())
+            self._say(f"the ranks left processes behind, which are ended now: {names}")
+
+    def _on_carrier_said(self, _: Connection, message: Message, __: bytes) -> None:
+        path = self.folder.path / "mpirun"
+        with contextlib.suppress(OSError):
+            path.write_text(f"{message['text']}\n")
+            if message["matters"]:
+                self._say(f"what mpirun said: {path}")
+
+    def _on_not_started(self, connection: Connection, message: Message, _: bytes) -> None:
+        where = f"{connection.name}: " if self.hosts else ""
+        self.not_started = where + message["message"]
+        for other in self._living():
+            other.finish()
+
+    def _on_ended(self, connection: Connection, message: Message, _: bytes) -> None:
+        connection.finish()
+        self.killed |= set(message["killed"])
+        where = f" on {connection.name}" if self.hosts else ""
+        self.unkillable += [f"{pid}{where}" for pid in message["unkillable"]]
+        self._judge()
+        if self._living():
+            return
+        if self.killed:
+            self._say(f"{describe_ranks(self.killed)} had to be killed")
+        if self.unkillable:
+            self._say(f"processes that do not end even when killed: {', '.join(self.unkillable)}")
+
+    def _lost(self, connection: Connection) -> None:
+        """Without its last word."""
+        lost_s = time.time()
+        silent = connection.silent_too_long
+        connection.finish()
+        code, what = connection.why_lost(self.run_id, self.not_ours)
+        if self.interrupted is not None or self.verdict.cause is not None:
+            if self.hosts and not (self.interrupted is not None and not self.pids):
+                self._say(what)
+            return
+        if not self.pids.keys() & set(connection.ranks):
+            self.not_started = f"{what} while it imported torch"
+            for other in self._living():
+                other.finish()
+            return
+        if silent and connection.lease_s is not None:
+            lost_s -= connection.lease_s  # when it was last heard
+        self.verdict.losses.append(
+            RankEnd(-1, code or 1, lost_s, host=connection.name, loss=f"{what}, and all ranks with it")
+        )
+        self.verdict.answered(connection.name, {})
+        self._settle()
+        self._judge()
+
+    # --- the verdict
+
+    def _settle(self) -> None:
+        if self.ending or self.verdict.settling or self.verdict.cause is not None:
+            return
+        self._order({"order": "errors"})
+        self.verdict.settle((connection.name, connection.lease_s) for connection in self._living())
+
+    def _judge(self) -> None:
+        if self.verdict.cause is not None or self.ending:
+            return
+        gone = {rank for c in self.connections if c.over for rank in c.ranks}
+        cause = self.verdict.first(self.hosts, all_ended=len(self.verdict.ends.keys() | gone) == self.ranks)
+        if cause is None:
+            return
+        text = self.verdict.headline(cause)
+        failure = {"rank": cause.rank if cause.rank >= 0 else None, "cause": text, "time_s": cause.time_s}
+        try:
+            self.folder.write_failure(failure)  # marked first, then told
+        except OSError as error:
+            self._say(f"the job cannot be marked as failed: {error}")
+        details = self.verdict.details(cause, lambda rank: self.logs.path(rank, "stderr"))
+        self._say("\n".join([text, *details]))
+        self._end(signal.SIGTERM, failure)
+
+    def _conclude(self) -> int:
+        if self.not_started is not None and self.interrupted is None:
+            self.folder.remove()
+            raise LaunchError(self.not_started)
+        if self.verdict.cause is not None:
+            status, code = FAILED, self.verdict.exit_code()
+        elif self.interrupted is not None:
+            status, code = INTERRUPTED, 128 + self.interrupted
+        else:
+            status, code = SUCCEEDED, 0
+        state = self.state.ended(status, code)
+        try:
+            self.folder.write_state(state)
+            self.report.write(state, self.verdict, {c.name: c.clock_ahead_s for c in self.connections})
+        except OSError as error:
+            self._say(f"the job's state cannot be written: {error}")
+        self.folder.release()
+        return code

@@ -1,0 +1,401 @@
+"""Jobs on several hosts: an agent on each, reached by the system's OpenSSH, checked together and started together.
+
+    launcher ─┬─ ssh ── sshd ── agent ── supervisor ── ranks 0-1     host a
+              ├─ ssh ── sshd ── agent ── supervisor ── ranks 2-3     host b
+              └─ agent ── supervisor ── ranks 4-5                    this host, if it is one of them
+
+`SshCarrier.prepare` connects to all hosts at once and checks them (`preflight`), so that a job either starts on all or
+tells at once everything that is in the way. `start` may then be called, once per run. Nothing of the environment is on
+a command line: it passes through the stream.
+
+Each side sends a beat four times in a lease, and anything that comes counts. The agent and the supervisor each kill the
+ranks where the launcher falls silent; the launcher ends the job where an agent does. Beats carry times, from which the
+clock of each host is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes  # noqa: F401  # imported before a fork of this process needs it
+import os
+import secrets
+import selectors
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+from shardwright.errors import LaunchError
+from shardwright.launch import interfaces
+from shardwright.launch.connection import Carrier, Connection
+from shardwright.launch.failure import signal_name
+from shardwright.launch.host_options import RemoteOptions
+from shardwright.launch.hosts import Host, Hosts, is_this_host
+from shardwright.launch.job import JobFolder
+from shardwright.launch.options import LaunchOptions
+from shardwright.launch.packed import BOOT, pack, sources
+from shardwright.launch.placement import Placement
+from shardwright.launch.processes import JOB_VARIABLE, die_with_parent
+from shardwright.launch.protocol import Message, Start
+from shardwright.launch.rank_environment import default_environment, inherited_environment, rank_variables
+from shardwright.launch.ssh_errors import compare, why_no_answer
+
+_ANSWER_S = 15.0  # beyond the time to connect: a Python may be on a slow file system
+_CLOSE_S = 5.0
+_SAID_BYTES = 1 << 14
+_NOISE_BYTES = 1 << 16
+_CLOCK_SAMPLES = 8
+_SSH = (
+    "ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectionAttempts=1", "-o", "ClearAllForwardings=yes",
+    "-o", "RemoteCommand=none",
+)  # fmt: skip
+
+
+class AgentConnection(Connection):
+    """The process is ssh, or the agent itself where the host is this one."""
+
+    def __init__(self, host: Host, command: Sequence[str], sent: tuple[bytes, bytes], lease_s: float) -> None:
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            start_new_session=True, preexec_fn=partial(_die_with, os.getpid()),
+        )  # fmt: skip
+        super().__init__(process, host.name, lease_s)
+        assert process.stderr is not None
+        self.host = host
+        self.errors = process.stderr.fileno()
+        os.set_blocking(self.errors, False)
+        self.said = bytearray()  # the end of what ssh and the host's shell said
+        self.noise = bytearray()  # what came before the agent's first word
+        self.answers: dict[str, Message] = {}
+        self.exit_code: int | None = None
+        self._mark: bytes | None = sent[1]
+        self._clocks: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
+        self._beat_at_s = 0.0
+        self._backlog += sent[0]
+
+    def attach(self, selector: selectors.BaseSelector, on_events: Callable[[], None]) -> None:
+        super().attach(selector, on_events)
+        selector.register(self.errors, selectors.EVENT_READ, self._take_said)
+
+    def detach(self) -> None:
+        if self._selector is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self.errors)
+        super().detach()
+
+    def _take_said(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.errors, _SAID_BYTES)
+            self.said += data
+            del self.said[:-_SAID_BYTES]
+            if not data and self._selector is not None:
+                self._selector.unregister(self.errors)
+
+    def tick(self) -> float | None:
+        """A beat, where it is time for one."""
+        assert self.lease_s is not None
+        now_s = time.monotonic()
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + self.lease_s / 4
+            self.send({"order": "beat", "sent_s": time.time()})
+        return self._beat_at_s - now_s
+
+    def _decode(self, data: bytes) -> list[tuple[Message, bytes]]:
+        if self._mark is not None:
+            self.noise += data
+            before, mark, after = self.noise.partition(self._mark)
+            if not mark:
+                del self.noise[: -_NOISE_BYTES - len(self._mark)]
+                return []
+            self.noise, self._mark, data = before, None, bytes(after)
+        return [received for received in super()._decode(data) if not self._takes(received[0])]
+
+    def _takes(self, message: Message) -> bool:
+        match message["event"]:
+            case "beat":
+                # As in NTP: the host read its clock in the middle of the way there and back, give or take half of it.
+                now_s = time.time()
+                ahead_s = message["time_s"] - (message["sent_s"] + now_s) / 2
+                self._clocks.append((now_s - message["sent_s"], ahead_s))
+                self.clock_ahead_s = min(self._clocks)[1]
+                if len(self._clocks) < _CLOCK_SAMPLES // 2:
+                    self.send({"order": "beat", "sent_s": time.time()})
+            case "hello" | "too_old" | "checked" | "reached" | "supervisor_gone":
+                self.answers[message["event"]] = message
+            case _:
+                return False
+        return True
+
+    def wake(self) -> None:
+        """The agent does it with every order to end."""
+
+    def abandon(self) -> None:
+        """With the connection the agent loses its orders, and kills everything."""
+        self.process.kill()
+
+    def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
+        if (gone := self.answers.get("supervisor_gone")) is not None:
+            code = int(gone["code"])
+            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
+            return code, f"the supervisor of the ranks on {self.name} {how}"
+        if self.silent_too_long:
+            self.process.kill()
+            return 1, f"nothing was heard from {self.name} for {self.lease_s:g} s: the host or the line to it is down"
+        code = self.wait()
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+        last = self.said.decode(errors="replace").strip().splitlines()[-1:]
+        return 1, f"the connection to {self.name} ended ({how}{': ' if last else ''}{''.join(last)})"
+
+    def wait(self) -> int:
+        """For the end of the process, after that of its stream; what it said last is read."""
+        try:
+            code = self.process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._take_said()
+        return code
+
+    def hang_up(self) -> None:
+        self.detach()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def close(self) -> None:
+        self.hang_up()
+        self.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+class SshCarrier(Carrier):
+    """The hosts of ``options.remote``. ``sources`` may be replaced by who wants to send another agent."""
+
+    sources = staticmethod(sources)
+
+    def __init__(self, options: LaunchOptions, remote: RemoteOptions) -> None:
+        self.options, self.remote = options, remote
+        self.connections: list[AgentConnection] = []
+        self.placement: Placement | None = None
+        self.address, self.port = "127.0.0.1", 0
+        self.interfaces: dict[str, str] = {}
+        self._here: dict[Host, bool] = {}
+
+    @property
+    def ranks(self) -> int:
+        assert self.placement is not None
+        return self.placement.size
+
+    # --- what is checked before anything starts
+
+    def prepare(self) -> None:
+        """Connect, check, place the ranks. Raises `LaunchError` with all that is in the way, `UsageError` for -n."""
+        hosts = self._hosts_needed()
+        with ThreadPoolExecutor(32) as pool:  # a name that nobody knows can take seconds
+            self._here = dict(zip(hosts, pool.map(lambda host: is_this_host(host.name), hosts), strict=True))
+        files = self.sources()
+        for host in hosts:
+            self.connections.append(AgentConnection(host, self.command(host), pack(files), self.remote.lease_s))
+        word = secrets.token_hex(16)
+        with selectors.DefaultSelector() as selector:
+            for connection in self.connections:
+                connection.attach(selector, partial(self._take, connection))
+            try:
+                self._wait(selector, "hello", self.remote.connect_timeout_s + _ANSWER_S)
+                for connection in self._answering("hello"):
+                    connection.send(self._check_order(connection, word))
+                self._wait(selector, "checked", _ANSWER_S)
+                self._refuse_problems()
+                self._place(hosts)
+                self._find_way(selector, word)
+            finally:
+                for connection in self.connections:
+                    connection.detach()
+
+    def command(self, host: Host) -> list[str]:
+        """That starts an agent on the host: here, or by ssh."""
+        python = self.remote.python or sys.executable
+        if self._here[host]:
+            return [python, "-c", BOOT]
+        user = ["-l", host.user] if host.user else []
+        timeout = ["-o", f"ConnectTimeout={max(1, round(self.remote.connect_timeout_s))}"]
+        return [*_SSH, *timeout, *user, host.name, f"exec {shlex.quote(python)} -c {shlex.quote(BOOT)}"]
+
+    def _hosts_needed(self) -> Hosts:
+        """Those that have ranks, as far as that is known before anybody is asked."""
+        if self.remote.table is not None:
+            self.placement = Placement.by_table(self.remote.table)
+        elif self.remote.hosts.slots is not None:
+            self.placement = Placement.by_slots(self.remote.hosts, self.remote.ranks, self.remote.oversubscribe)
+        return self.remote.hosts if self.placement is None else Hosts(self.placement.hosts)
+
+    def _place(self, hosts: Hosts) -> None:
+        if self.placement is None:
+            cpus = {connection.name: connection.answers["hello"]["cpus"] for connection in self.connections}
+            known = Hosts(tuple(h if h.slots is not None else Host(h.name, cpus[h.name], h.user) for h in hosts))
+            self.placement = Placement.by_slots(known, self.remote.ranks, self.remote.oversubscribe)
+            for connection in self.connections[len(self.placement.hosts) :]:
+                connection.close()
+            del self.connections[len(self.placement.hosts) :]
+        for connection, ranks in zip(self.connections, self.placement.ranks, strict=True):
+            connection.ranks = ranks
+
+    def _take(self, connection: AgentConnection) -> None:
+        if connection.receive() is None:
+            connection.detach()
+            connection.exit_code = connection.wait()
+
+    def _answering(self, event: str) -> list[AgentConnection]:
+        return [c for c in self.connections if event in c.answers and c.exit_code is None]
+
+    def _wait(self, selector: selectors.BaseSelector, event: str, timeout_s: float) -> None:
+        """Until each host that still can has answered, or the time is over."""
+        deadline = time.monotonic() + timeout_s
+        asked = [c for c in self.connections if event == "hello" or "hello" in c.answers]
+        while any(c.exit_code is None and event not in c.answers for c in asked):
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                return
+            beats = [c.tick() for c in self._answering("hello")]
+            for key, _ in selector.select(min([left_s, *(beat for beat in beats if beat is not None)])):
+                key.data()
+
+    def _check_order(self, connection: AgentConnection, word: str) -> Message:
+        program = self.options.program
+        return {
+            "order": "check", "wdir": self.remote.wdir or os.getcwd(), "program": asdict(program),
+            "preload": self.options.preload, "first": connection is self.connections[0], "port": self.options.port,
+            "ours": program.kind == "module" and program.arguments[0].partition(".")[0] == "shardwright",
+            "environment": portable_environment(os.environ) | self.options.environment,
+            "lease_s": self.remote.lease_s, "word": word,
+        }  # fmt: skip
+
+    def _refuse_problems(self) -> None:
+        problems: dict[str, list[str]] = {}
+        python = self.remote.python or sys.executable
+        for c in self.connections:
+            if "checked" in c.answers:
+                problems[c.name] = list(c.answers["checked"]["problems"])
+            else:
+                spent_s = self.remote.connect_timeout_s + _ANSWER_S
+                problems[c.name] = [
+                    why_no_answer(c.host, c.answers, c.exit_code, bytes(c.said), bytes(c.noise), python, spent_s)
+                ]
+        checked = {c.name: c.answers["hello"] | c.answers["checked"] for c in self._answering("checked")}
+        for name, lines in compare(checked).items():
+            problems[name] += lines
+        usage = shutil.disk_usage(self.options.log_dir)
+        here = [] if usage.free >= 1 << 20 else [f"the disk of {self.options.log_dir} here is full; type --log-dir DIR"]
+        bad = {name: lines for name, lines in problems.items() if lines}
+        if bad or here:
+            listed = [f"  {name}: {line}" for name, lines in bad.items() for line in lines] + [f"  {x}" for x in here]
+            count = f"{len(bad)} of {len(self.connections)} hosts cannot be used" if bad else "nothing was started"
+            raise LaunchError("\n".join([f"{count}:", *listed]))
+
+    def _find_way(self, selector: selectors.BaseSelector, word: str) -> None:
+        first, *others = self.connections
+        told = first.answers["checked"]
+        self.port = told["port"]
+        if not others:
+            if told["loopback"] is not None:
+                self.interfaces = {first.name: told["loopback"]}
+            return
+        addresses = [interfaces.Address(*entry) for entry in told["addresses"]]
+        for other in others:
+            other.send({
+                "order": "reach", "addresses": [a.address for a in addresses], "port": told["probe"], "word": word,
+            })  # fmt: skip
+        first.answers["reached"] = {}
+        self._wait(selector, "reached", _ANSWER_S)
+        if silent := [c.name for c in others if "reached" not in c.answers]:
+            raise LaunchError(f"{', '.join(silent)} did not answer while it was tried who reaches {first.name}")
+        reached = {c.name: c.answers["reached"]["by"] for c in others}
+        self.address, self.interfaces = interfaces.choose(first.name, addresses, reached, self.remote.interface)
+
+    # --- starting
+
+    def start(self, run_id: str, folder: JobFolder) -> Sequence[Connection]:
+        for index, connection in enumerate(self.connections):
+            connection.over = False
+            scratch = connection.answers["hello"]["scratch"]
+            start = Start(
+                self.options.program, self.options.preload, self._rank_variables(index, run_id, scratch),
+                packed=True, lease_s=self.remote.lease_s, scratch=scratch,
+            )  # fmt: skip
+            environment = self._host_environment(connection) | {JOB_VARIABLE: f"{run_id}/{index}"}
+            connection.send({"order": "start", "start": start.to_message(), "environment": environment})
+        return self.connections
+
+    def close(self) -> None:
+        for connection in self.connections:
+            connection.hang_up()
+        for connection in self.connections:
+            connection.close()
+
+    def describe_hosts(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": c.name, "ranks": list(c.ranks), "interface": self.interfaces.get(c.name),
+                **{key: c.answers["hello"][key] for key in ("python", "executable", "cpus", "gpus")},
+                **{key: c.answers["checked"][key] for key in ("torch", "shardwright")},
+            }
+            for c in self.connections
+        ]  # fmt: skip
+
+    def _host_environment(self, connection: AgentConnection) -> dict[str, str]:
+        """What nobody has set, and what only this host has."""
+        told = connection.answers["checked"]
+        defaults = default_environment(connection.answers["hello"]["cpus"], len(connection.ranks))
+        if name := self.interfaces.get(connection.name):
+            defaults["GLOO_SOCKET_IFNAME"] = name
+            if len(self.connections) > 1:
+                defaults["NCCL_SOCKET_IFNAME"] = f"={name}"
+        if told["infiniband"] and len(self.connections) > 1:
+            defaults["NCCL_IB_HCA"] = f"={','.join(told['infiniband'])}"
+        if connection.host.devices and connection.answers["hello"]["gpus"]:
+            defaults["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, connection.host.devices))
+        given = portable_environment(os.environ) | self.options.environment
+        return {name: value for name, value in defaults.items() if name not in given}
+
+    def _rank_variables(self, index: int, run_id: str, scratch: str) -> dict[int, dict[str, str]]:
+        assert self.placement is not None
+        here = self.placement.ranks[index]
+        return {
+            rank: rank_variables(
+                rank, self.placement.size, local_rank, len(here), index, len(self.connections), self.address,
+                self.port, run_id, f"{scratch}/error.{rank}.json", f"{scratch}/failed.json",
+            ) | {"NODE_RANK": str(index)} | self.options.rank_environments.get(rank, {})
+            for local_rank, rank in enumerate(here)
+        }  # fmt: skip
+
+
+# What belongs to a login or to this host alone; everything else is the same on each host, unless -x says otherwise.
+_OWN = frozenset({
+    "HOME", "USER", "LOGNAME", "SHELL", "MAIL", "HOSTNAME", "HOST", "DISPLAY", "WAYLAND_DISPLAY", "TERM", "PWD",
+    "OLDPWD", "SHLVL", "_", "TMPDIR", "TMP", "TEMP", "DBUS_SESSION_BUS_ADDRESS",
+})  # fmt: skip
+_OWN_PREFIXES = ("SSH_", "XDG_")
+
+
+def portable_environment(environment: Mapping[str, str]) -> dict[str, str]:
+    """Of the launcher, what ranks on other hosts get."""
+    return {
+        name: value
+        for name, value in inherited_environment(environment).items()
+        if name not in _OWN and not name.startswith(_OWN_PREFIXES)
+    }
+
+
+def _die_with(parent: int) -> None:
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
