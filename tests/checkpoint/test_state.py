@@ -3,17 +3,19 @@
 import random
 import subprocess
 import sys
+import warnings
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.optim import swa_utils
 
 import shardwright as sw
 from models import NETWORKS, Perceptron, Transformer, next_token, transformer_batch
 from shardwright.checkpoint.source import open_source
-from shardwright.errors import CheckpointError
+from shardwright.errors import CheckpointError, UsageError
 
 OPTIMIZERS = {
     "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-2, amsgrad=True),
@@ -338,3 +340,44 @@ print(callable(shardwright.checkpoint.save), callable(shardwright.checkpoint.loa
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True True\n"
+
+
+def test_torchs_own_reader_loads_a_model_with_tied_weights(tmp_path):
+    torch.manual_seed(0)
+    model = Transformer()
+    sw.checkpoint.save(tmp_path, model, torch.optim.AdamW(model.parameters()), step=1)
+    other = Transformer()
+    state = {"model": other.state_dict()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.load(state, checkpoint_id=tmp_path / "step-00000001")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(other.state_dict()[name], tensor)
+
+
+def test_asynchronous_saves_are_of_the_moment_and_later_errors_are_raised(tmp_path):
+    model, optimizer = perceptron()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    sw.checkpoint.save(tmp_path, model, optimizer, step=1, asynchronous=True, latest_k=1)
+    train(model, optimizer, 3)
+    sw.checkpoint.wait(model)
+    fresh, its = perceptron(seed=1)
+    sw.checkpoint.load(tmp_path, fresh, its)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in fresh.state_dict().items())
+    assert sw.checkpoint.newest(tmp_path) == "step-00000001"
+    assert sw.checkpoint.newest(tmp_path / "nowhere") is None
+    sw.checkpoint.save(tmp_path / "file", model, step=1)
+    (tmp_path / "blocked").write_text("a file where the directory should be")
+    sw.checkpoint.save(tmp_path / "blocked", model, optimizer, step=2, asynchronous=True)
+    with pytest.raises(CheckpointError, match="blocked"):
+        sw.checkpoint.wait(model)
+
+
+def test_a_plain_file_is_of_a_model_alone(tmp_path):
+    model, _ = perceptron()
+    torch.save({"epoch": 3, "model": model.state_dict()}, tmp_path / "epoch_3.pth")
+    fresh, its = perceptron(seed=1)
+    with pytest.raises(UsageError, match="as the state dict of a model alone; leave out optimizer"):
+        sw.checkpoint.load(tmp_path / "epoch_3.pth", fresh, its)
+    assert sw.checkpoint.load(tmp_path / "epoch_3.pth", fresh).name == "epoch_3.pth"
+    assert all(torch.equal(t, model.state_dict()[name]) for name, t in fresh.state_dict().items())

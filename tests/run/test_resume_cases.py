@@ -168,8 +168,9 @@ def stopped(directory):
     steps = []
     for patience in (2, 2):
         trainer, batches, _ = trainer_of(directory, [sw.EarlyStopping(patience, min_delta=100.0)])
-        quietly(trainer.resume)
+        name, _ = quietly(trainer.resume)
         quietly(trainer.fit, batches, 9, validate=validation)
+        assert name in (None, sw.checkpoint.newest(directory)), "what was saved is not saved again"
         steps.append(
             (trainer.epoch, trainer.steps, trainer.evaluation.loss, trainer.callbacks[0].state_dict()["waited"])
         )

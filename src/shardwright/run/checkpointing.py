@@ -131,15 +131,25 @@ class ModelCheckpoint(Callback):
         self._checkpoints = Checkpoints(self.directory, **self._how)
         self._finished, self._saved_at_s = False, time.monotonic()
         world, fit = trainer.world, on_rank_zero(lambda: secrets.token_hex(8))
-        preemption = self._preemption = Preemption(lambda: appointed.wish(_LEAVE))
+        preemption = self._preemption = Preemption()
 
         def tick(seconds: float) -> None:
             preemption.wait(seconds)
             waited_s = time.monotonic() - self._saved_at_s
+            if self._appointments is None:
+                return
+            if preemption.asked:
+                self._appointments.wish(_LEAVE)
             if self.every_minutes is not None and world.rank == 0 and waited_s > 60 * self.every_minutes:
-                appointed.wish(_TIME_IS_UP)
+                self._appointments.wish(_TIME_IS_UP)
 
-        appointed = self._appointments = appointments(job_store(), fit, world.rank, world.size, tick)
+        self._appointments = appointments(job_store(), fit, world.rank, world.size, tick)
+
+    def resumed(self, trainer: Trainer, where: Where, name: str) -> None:
+        """The run goes on from the checkpoint ``name``, so that there is no need to write it again."""
+        own = os.path.abspath(self.directory)
+        if where == "auto" or os.path.abspath(where) in (own, os.path.join(own, name)):
+            self._saved = (trainer.steps, trainer.under_way)
 
     def at_rest(self, trainer: Trainer) -> None:
         assert self._checkpoints is not None

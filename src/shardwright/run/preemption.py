@@ -12,7 +12,6 @@ import os
 import select
 import signal
 import threading
-from collections.abc import Callable
 from functools import cache
 
 from shardwright.launch.job import is_marked_as_failed
@@ -22,14 +21,13 @@ EXIT_CODE = 128 + signal.SIGTERM
 
 
 class Preemption:
-    """While it is installed, TERM calls ``told()`` from the thread that calls `wait`, once.
+    """While it is installed, TERM does no more than to set ``asked``, in the thread that calls `wait`.
 
     A handler that the script itself has set stays, and so does the behaviour of a fit outside the main thread: TERM is
     then not ours to answer.
     """
 
-    def __init__(self, told: Callable[[], None]) -> None:
-        self._told = told
+    def __init__(self) -> None:
         self._read, self._write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.asked = False
         self.installed = (
@@ -53,9 +51,7 @@ class Preemption:
             return
         if is_marked_as_failed(os.environ):
             os._exit(EXIT_CODE)
-        if not self.asked:
-            self.asked = True
-            self._told()
+        self.asked = True
 
     def close(self) -> None:
         """From the thread that made it, when no other waits any more."""

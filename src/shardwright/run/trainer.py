@@ -26,7 +26,7 @@ from shardwright.report.text import start_line, validation_line
 from shardwright.run.batch import Batch
 from shardwright.run.callbacks import Callback
 from shardwright.run.captured import Parallel
-from shardwright.run.checkpointing import Begun, Continuation, evaluation_state, resume
+from shardwright.run.checkpointing import Begun, Continuation, ModelCheckpoint, evaluation_state, resume
 from shardwright.run.eager_parallel import EagerParallel
 from shardwright.run.inputs import rows_of
 from shardwright.run.precision import Precision, autocast, check_precision, gradient_scaler
@@ -146,6 +146,9 @@ class Trainer:
         saved = (loaded.extra or {}).get("trainer") or {"epoch": loaded.epoch, "steps": loaded.step}
         self.load_state_dict(saved)
         self._continues = Continuation(loaded.left.get("loader"), saved.get("world_size"))
+        for callback in self.callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.resumed(self, where, loaded.name)
         return loaded.name
 
     def state_dict(self) -> dict[str, Any]:
