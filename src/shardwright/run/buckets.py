@@ -25,7 +25,8 @@ class GradientReduction:
 
     def __init__(self) -> None:
         self._deferring = False
-        self._kept: dict[str, Tensor] = {}  # parameter -> sum of gradients that are not reduced yet
+        # parameter -> over which axes -> sum of gradients that are not reduced yet, and who reduces it
+        self._kept: dict[str, dict[Axes, tuple[Tensor, Communicator]]] = {}
 
     def __call__(self, comm: Communicator, axes: Axes, **parameters: Tensor) -> tuple[Tensor, ...]:
         result: tuple[Tensor, ...] = _Bucket.apply(  # type: ignore[no-untyped-call]
@@ -36,6 +37,24 @@ class GradientReduction:
     @property
     def deferring(self) -> bool:
         return self._deferring
+
+    def join(self, key: str, parameter: Tensor) -> Tensor:
+        """``parameter``, whose backward adds what is kept of its gradient, where no bucket of the program does: the
+        last batch of an accumulation may have a plan under which the gradient is whole on every rank.
+        """
+        if self._deferring or key not in self._kept:
+            return parameter
+        joined: Tensor = _Join.apply(self, key, parameter)  # type: ignore[no-untyped-call]
+        return joined
+
+    def late(self, key: str, gradient: Tensor) -> Tensor:
+        """The gradient with what is still kept of it, reduced."""
+        if self._deferring or key not in self._kept:
+            return gradient
+        for axes, (kept, comm) in self._kept.pop(key).items():
+            comm.all_reduce(kept, axes)
+            gradient = gradient + kept
+        return gradient
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
@@ -52,14 +71,15 @@ class GradientReduction:
         """The sums over the ranks, or None for each where reduction is deferred."""
         if self._deferring:
             for key, gradient in zip(keys, gradients, strict=True):
-                self._kept[key] = self._kept[key] + gradient if key in self._kept else gradient.clone()
+                kept = self._kept.setdefault(key, {})
+                kept[axes] = (kept[axes][0] + gradient if axes in kept else gradient.clone()), comm
             return [None] * len(keys)
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
         pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
         for key, piece in zip(keys, pieces, strict=True):
-            if key in self._kept:
-                piece += self._kept.pop(key).reshape(-1)
-        comm.all_reduce(flat, axes)
+            if axes in self._kept.get(key, {}):
+                piece += self._kept[key].pop(axes)[0].reshape(-1)
+        comm.all_reduce(flat, axes)  # what is kept over other axes, `join` adds
         return [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
 
 
@@ -75,3 +95,15 @@ class _Bucket(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, None, None, None, *ctx.reduction.reduce(ctx.keys, gradients, ctx.comm, ctx.axes)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reduction: GradientReduction, key: str, parameter: Tensor) -> Tensor:
+        ctx.reduction, ctx.key = reduction, key
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, Tensor]:
+        return None, None, ctx.reduction.late(ctx.key, gradient)

@@ -175,7 +175,10 @@ class Parallel:
             self._buffer(v.label).clone() if v.name in captured.mutations else self._buffer(v.label)
             for v in captured.of_kind("buffer")
         ]
-        parameters = [local_part(self._parameter(value.label)) for value in captured.of_kind("parameter")]
+        parameters = [
+            self._reduction.join(value.name, local_part(self._parameter(value.label)))
+            for value in captured.of_kind("parameter")
+        ]
         constants = [captured.constants[value.name].to(self.world.device) for value in captured.of_kind("constant")]
         return parameters, buffers, inputs, constants
 
