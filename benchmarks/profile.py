@@ -4,8 +4,8 @@
 
 Fitted sizes and held-out ones (the powers of two from 4 KiB to 64 MiB) are timed in one run, in an order drawn anew in
 each round, so that both see the same machine; the curves are fitted to the former alone. With --apart the held-out
-sizes are timed in a second job after the first has ended. Each row holds the median of 20 at a held-out size (60 below
-1 MiB, as in the profile), the prediction, and their ratio.
+sizes are timed in a second job after the first has ended. Each row holds the median of 20 at a held-out size, the
+prediction, and their ratio.
 """
 
 from __future__ import annotations
@@ -30,10 +30,9 @@ def inside(sizes: list[int], answer: str) -> None:
     from shardwright.cluster.profile import measure_links
 
     world = sw.init()
-    found = measure_links(world, sizes, kinds=COMPARED)
+    found = measure_links(world, sizes, kinds=COMPARED, once=HELD_OUT, ranks=world.size)
     if world.rank == 0:
-        whole = [m for m in found if m.ranks == world.size]
-        Path(answer).write_text(json.dumps([[m.kind, m.points] for m in whole]))
+        Path(answer).write_text(json.dumps([[m.kind, m.points] for m in found]))
 
 
 def measured(sizes: list[int], ranks: int, folder: Path) -> dict[str, dict[int, float]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -32,13 +32,15 @@ from shardwright.run.world import World
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # 64 bytes, then two sizes between each power of two and the next, from 645 bytes to 85 MB: whoever compares at powers
-# of two compares at sizes that were not fitted.
-SIZES = (64, *(round(2 ** (third / 3)) for third in range(28, 80) if third % 3))
+# of two compares at sizes that were not fitted. And one on each side of 32 MiB, from where on glibc maps every block
+# anew, so that a result costs its page faults.
+SIZES = tuple(sorted({
+    64, 30 * 2**20, 2**25 + 2**16, *(round(2 ** (third / 3)) for third in range(28, 80) if third % 3)
+}))  # fmt: skip
 ROUNDS = 20
 WARMUP_ROUNDS = 2
-# Small collectives vary most and cost least: they are timed more often.
-_SMALL_BYTES = 2**20
-_SMALL_TIMES = 3
+# Small collectives vary most and cost least: they are timed more often in a round.
+_TIMES = ((2**20, 6), (2**23, 2))
 _FLOAT = 4
 
 
@@ -101,14 +103,24 @@ def measure_hardware(world: World, sizes: Sequence[int] = SIZES, rounds: int = R
 
 
 def measure_links(
-    world: World, sizes: Sequence[int], rounds: int = ROUNDS, kinds: Sequence[CollectiveKind] = KINDS
+    world: World,
+    sizes: Sequence[int],
+    rounds: int = ROUNDS,
+    kinds: Sequence[CollectiveKind] = KINDS,
+    *,
+    once: Collection[int] = (),
+    ranks: int | None = None,
 ) -> list[Measured]:
-    """The medians at ``sizes``, bytes of the whole buffer, for every kind of collective and of group."""
-    all_groups = _all_groups(world)
+    """The medians at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
+
+    Sizes in ``once`` are timed once in a round, other small ones more often. ``ranks``, where given, leaves out groups
+    of another size.
+    """
+    all_groups = [groups for groups in _all_groups(world) if ranks in (None, groups.ranks)]
     buffer = torch.zeros(max(sizes) // _FLOAT + world.size, device=world.device)
     cells = [_cell(groups, kind, size, buffer) for groups in all_groups for kind in kinds for size in sizes]
     times: list[list[float]] = [[] for _ in cells]
-    order = [i for i, cell in enumerate(cells) for _ in range(_SMALL_TIMES if cell.size < _SMALL_BYTES else 1)]
+    order = [i for i, cell in enumerate(cells) for _ in range(1 if cell.size in once else _times(cell.size))]
     drawn = random.Random(0)  # the same order on every rank
     for turn in range(WARMUP_ROUNDS + rounds):
         drawn.shuffle(order)
@@ -131,6 +143,10 @@ def measure_links(
             points = tuple((cell.size, s) for cell, s in mine if cell.groups is groups and cell.kind == kind)
             found.append(Measured(groups.where, kind, groups.ranks, points))
     return found
+
+
+def _times(size: int) -> int:
+    return next((times for below, times in _TIMES if size < below), 1)
 
 
 def _all_groups(world: World) -> list[_Groups]:
