@@ -40,14 +40,14 @@ def run(size, points, wishes, seed, collectives=2):
     return found
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 12))])
 def test_all_ranks_keep_every_appointment_at_the_same_point(seed):
     draw = random.Random(seed)
     wishes = {
         rank: [(draw.randrange(1, 60), "save"), (draw.randrange(1, 60), f"of {rank}")]
         for rank in draw.sample(range(4), 2)
     }
-    found = run(4, 250, wishes, seed)
+    found = run(4, 150, wishes, seed)
     assert found[0] == found[1] == found[2] == found[3]
     wanted = {what for of_rank in wishes.values() for _, what in of_rank}
     assert {what for _, what in found[0]} == wanted
