@@ -197,15 +197,17 @@ class _Line:
         self.lost: dict[tuple[int, str], int] = {}
 
     def holds_up(self, backlog_bytes: int) -> bool:
+        """From when the line is full until it is half empty, unless that takes too long."""
         now_s = time.monotonic()
-        if backlog_bytes < _BACKLOG_BYTES:
-            self.full_since_s = None
-            return False
         if self.full_since_s is None:
-            self.full_since_s = now_s
-        if now_s >= self.full_since_s + _PATIENCE_S:
+            if backlog_bytes >= _BACKLOG_BYTES and now_s >= self.lossy_until_s:
+                self.full_since_s = now_s
+        elif backlog_bytes < _BACKLOG_BYTES // 2:
+            self.full_since_s = None
+        elif now_s >= self.full_since_s + _PATIENCE_S:
+            self.full_since_s = None
             self.lossy_until_s = now_s + _LOSSY_S
-        return now_s >= self.lossy_until_s
+        return self.full_since_s is not None
 
     def wait_s(self) -> float | None:
         if self.full_since_s is None:

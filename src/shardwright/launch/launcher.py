@@ -253,6 +253,9 @@ class Launcher:
         if self.unkillable:
             self._say(f"processes that do not end even when killed: {', '.join(self.unkillable)}")
 
+    def _on_supervisor_gone(self, connection: Connection, _: Message, __: bytes) -> None:
+        self._lost(connection)
+
     def _lost(self, connection: Connection) -> None:
         """Without its last word."""
         lost_s = time.time()

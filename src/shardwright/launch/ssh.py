@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 from shardwright.errors import LaunchError
@@ -79,6 +79,7 @@ class AgentConnection(Connection):
         self._mark: bytes | None = sent[1]
         self._clocks: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
         self._beat_at_s = 0.0
+        self._gone_code: int | None = None
         self._backlog += sent[0]
 
     def attach(self, selector: selectors.BaseSelector, on_events: Callable[[], None]) -> None:
@@ -128,7 +129,10 @@ class AgentConnection(Connection):
                 self.clock_ahead_s = min(self._clocks)[1]
                 if len(self._clocks) < _CLOCK_SAMPLES // 2:
                     self.send({"order": "beat", "sent_s": time.time()})
-            case "hello" | "too_old" | "checked" | "reached" | "supervisor_gone":
+            case "supervisor_gone":
+                self._gone_code = message["code"]
+                return False
+            case "hello" | "too_old" | "checked" | "reached":
                 self.answers[message["event"]] = message
             case _:
                 return False
@@ -142,10 +146,9 @@ class AgentConnection(Connection):
         self.process.kill()
 
     def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
-        if (gone := self.answers.get("supervisor_gone")) is not None:
-            code = int(gone["code"])
-            how = f"was killed by {signal_name(-code)}" if code < 0 else f"ended with exit code {code}"
-            return code, f"the supervisor of the ranks on {self.name} {how}"
+        if (gone := self._gone_code) is not None:
+            how = f"was killed by {signal_name(-gone)}" if gone < 0 else f"ended with exit code {gone}"
+            return gone, f"the supervisor of the ranks on {self.name} {how}"
         if self.silent_too_long:
             self.process.kill()
             return 1, f"nothing was heard from {self.name} for {self.lease_s:g} s: the host or the line to it is down"
@@ -178,9 +181,7 @@ class AgentConnection(Connection):
 
 
 class SshCarrier(Carrier):
-    """The hosts of ``options.remote``. ``sources`` may be replaced by who wants to send another agent."""
-
-    sources = staticmethod(sources)
+    """The hosts of ``options.remote``."""
 
     def __init__(self, options: LaunchOptions, remote: RemoteOptions) -> None:
         self.options, self.remote = options, remote
@@ -202,9 +203,8 @@ class SshCarrier(Carrier):
         hosts = self._hosts_needed()
         with ThreadPoolExecutor(32) as pool:  # a name that nobody knows can take seconds
             self._here = dict(zip(hosts, pool.map(lambda host: is_this_host(host.name), hosts), strict=True))
-        files = self.sources()
         for host in hosts:
-            self.connections.append(AgentConnection(host, self.command(host), pack(files), self.remote.lease_s))
+            self.connections.append(AgentConnection(host, self.command(host), self.pack_for(host), self.remote.lease_s))
         word = secrets.token_hex(16)
         with selectors.DefaultSelector() as selector:
             for connection in self.connections:
@@ -229,6 +229,14 @@ class SshCarrier(Carrier):
         user = ["-l", host.user] if host.user else []
         timeout = ["-o", f"ConnectTimeout={max(1, round(self.remote.connect_timeout_s))}"]
         return [*_SSH, *timeout, *user, host.name, f"exec {shlex.quote(python)} -c {shlex.quote(BOOT)}"]
+
+    def pack_for(self, host: Host) -> tuple[bytes, bytes]:
+        """What is sent to the host, and the line after which its answers begin."""
+        return self._packed
+
+    @cached_property
+    def _packed(self) -> tuple[bytes, bytes]:
+        return pack(sources())
 
     def _hosts_needed(self) -> Hosts:
         """Those that have ranks, as far as that is known before anybody is asked."""

@@ -1,0 +1,42 @@
+"""Launch with a host of which the clock is wrong: ``python skewed_launch.py HOST SECONDS -H ... PROGRAM ...``.
+
+What is sent to that host is told that time.time() is something else, which its agent and its supervisor believe.
+"""
+
+import os
+import sys
+
+from shardwright.launch.host_options import HostOptions
+from shardwright.launch.hosts import Host
+from shardwright.launch.job import create_job_folder
+from shardwright.launch.options import read_options
+from shardwright.launch.packed import pack, sources
+from shardwright.launch.remote import run_on_hosts
+from shardwright.launch.ssh import SshCarrier
+
+SKEWED, AHEAD_S, HOSTS = sys.argv[1], float(sys.argv[2]), sys.argv[3]
+PATCH = f"""
+import time
+_true_time = time.time
+time.time = lambda: _true_time() + {AHEAD_S}
+"""
+
+
+class SkewedCarrier(SshCarrier):
+    def pack_for(self, host: Host) -> tuple[bytes, bytes]:
+        files = sources()
+        if host.name == SKEWED:
+            files["shardwright/__init__.py"] += PATCH.encode()
+        return pack(files)
+
+
+options = read_options(
+    module=False, program=True, arguments=sys.argv[4:], ranks=None, preload=False, tee="none", job=None,
+    log_dir="log_output", port=None, devices=None, variables=(), grace_s=2.0, detach=False,
+    where=HostOptions(hosts=HOSTS, lease_s=10.0),
+)  # fmt: skip
+assert options.remote is not None
+folder = create_job_folder(options.log_dir, options.job)
+code = run_on_hosts(options, options.remote, folder, lambda: None, make_carrier=SkewedCarrier)
+sys.stdout.flush()
+os._exit(code)
