@@ -7,8 +7,9 @@ Two ranks hold a state that is split between them: parameters and two moments of
 A time is from one barrier to the next, so it is the slowest rank's. Files are removed after every round, unmeasured.
 
 save    the bytes written and fsynced by each rank to one file; our save; torch.distributed.checkpoint.save
-async   beside a training loop on both ranks (matrix products and an all-reduce): how long the call takes, and how much
-        longer the steps until the save is complete take than as many steps without one; dcp.async_save likewise
+async   beside a training loop on both ranks (matrix products, an all-reduce, and after each 20 of them a step of an
+        optimizer): how long the call takes, how long the optimizer waited for the copy, and how much longer all steps
+        until the save is complete take, with the call, than as many steps without one; dcp.async_save likewise
 load    onto 1 and onto 4 ranks, beside reading as many bytes; everything lies in the page cache
 """
 
@@ -42,6 +43,9 @@ from shardwright.checkpoint.save import save
 from shardwright.checkpoint.store import Store
 
 WIDTH = 1024
+OPTIMIZER_EVERY = 20
+"""Steps of the small training between those of its optimizer, together about a second: the forward and backward of a
+model of 100 million parameters, as large as what is saved, over about a hundred tokens."""
 
 
 def flat_state(gigabytes: float) -> dict[tuple[str, ...], DTensor]:
@@ -141,9 +145,16 @@ def measure_save(directory: Path, gigabytes: float, rounds: int) -> dict[str, An
 
 
 class Training:
-    """Steps that compute and reduce; ``run`` ends when every rank is content, or after ``count`` steps."""
+    """Steps that compute and reduce; ``run`` ends when every rank is content, or after ``count`` steps.
 
-    def __init__(self) -> None:
+    Every `OPTIMIZER_EVERY` of them an optimizer steps, which has no gradients and so does nothing but wait for a copy
+    that is under way. ``waited_s`` is how long it did.
+    """
+
+    def __init__(self, parameters: list[torch.Tensor]) -> None:
+        self.optimizer = torch.optim.SGD(parameters, lr=0.0)
+        self.count = 0
+        self.waited_s = 0.0
         self.a, self.b = torch.randn(512, 512), torch.randn(512, 512)
         self.gradient = torch.ones(1 << 18)
 
@@ -153,6 +164,11 @@ class Training:
         self.gradient.fill_(1)
         self.gradient[0] = float(content)
         dist.all_reduce(self.gradient)
+        self.count += 1
+        if self.count % OPTIMIZER_EVERY == 0:
+            start = time.perf_counter()
+            self.optimizer.step()
+            self.waited_s += time.perf_counter() - start
         return float(self.gradient[0]) == dist.get_world_size()
 
     def until(self, content: Callable[[], bool]) -> tuple[int, float]:
@@ -170,7 +186,8 @@ class Training:
 
 
 def measure_async(directory: Path, gigabytes: float, rounds: int, with_dcp: bool) -> dict[str, Any]:
-    state, ranks, training = flat_state(gigabytes), ProcessRanks(), Training()
+    state, ranks = flat_state(gigabytes), ProcessRanks()
+    training = Training([tensor for (kind, *_), tensor in state.items() if kind == "model"])
     whole = nested(state)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
     saver = AsyncSaver(Store(directory / "async"), own_ranks())
@@ -178,7 +195,8 @@ def measure_async(directory: Path, gigabytes: float, rounds: int, with_dcp: bool
     training.steps_s(20)
 
     def ours() -> Callable[[], bool]:
-        saver.save("step-00000001", state, {"step": 1}, {})
+        training.count, training.waited_s = 0, 0.0
+        saver.save("step-00000001", state, {"step": 1}, {}, state)
         return lambda: not saver.saving
 
     def theirs() -> Callable[[], bool]:
@@ -187,7 +205,15 @@ def measure_async(directory: Path, gigabytes: float, rounds: int, with_dcp: bool
             future = dcp.async_save(whole, checkpoint_id=directory / "dcp", process_group=group)
         return lambda: bool(future.done())
 
-    found: dict[str, list[float]] = {"sync": [], "call": [], "lost": [], "dcp call": [], "dcp lost": [], "steps": []}
+    found: dict[str, list[float]] = {
+        "sync": [],
+        "call": [],
+        "lost": [],
+        "dcp call": [],
+        "dcp lost": [],
+        "waited": [],
+        "steps": [],
+    }
     for number in range(rounds + 1):
         results = {"sync": timed_s(lambda: our_save(state, directory / "ours", ranks))}
         clean(directory)
@@ -197,11 +223,12 @@ def measure_async(directory: Path, gigabytes: float, rounds: int, with_dcp: bool
             content = begin()
             call_s = time.perf_counter() - start
             count, with_s = training.until(content)
+            waited_s = training.waited_s
             saver.wait()
             without_s = training.steps_s(count)
             results |= {f"{prefix}call": call_s, f"{prefix}lost": call_s + with_s - without_s}
             if not prefix:
-                results["steps"] = count
+                results |= {"steps": count, "waited": waited_s}
             clean(directory)
         if number:
             for name, value in results.items():
@@ -296,7 +323,7 @@ def report_save(result: dict[str, Any]) -> None:
 def report_async(result: dict[str, Any]) -> None:
     times = result["times"]
     print("| | s | of a synchronous save | lowest to highest |\n| --- | --- | --- | --- |")
-    for name in ("sync", "call", "lost", "dcp call", "dcp lost"):
+    for name in ("sync", "call", "waited", "lost", "dcp call", "dcp lost"):
         if times[name]:
             print(f"| {name} | {statistics.median(times[name]):.3f} | {ratios(times[name], times['sync'])} |")
     print(

@@ -5,20 +5,30 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import shardwright as sw
 from faulty_files import Faulty
 from ranks import run_ranks
 from saved import good_step, no_leftovers, save_step, state_of
+from shardwright import checkpoint
+from shardwright.checkpoint.api import Checkpoints
 from shardwright.checkpoint.asynchronous import AsyncSaver, own_ranks
 from shardwright.checkpoint.files import LocalFiles
+from shardwright.checkpoint.image import Copy
+from shardwright.checkpoint.load import load
 from shardwright.checkpoint.ranks import OneRank
+from shardwright.checkpoint.run_state import Run
 from shardwright.checkpoint.store import Store
 from shardwright.errors import CheckpointError
+from shardwright.run.checkpointing import run_of
 
 
 class Slow(LocalFiles):
@@ -79,16 +89,198 @@ def test_one_save_is_under_way_at_a_time(tmp_path):
 def test_the_memory_of_the_copy_is_kept(tmp_path):
     with AsyncSaver(Store(tmp_path), OneRank()) as saver:
         saver.allocate(state_of(1, 1000))
-        at = saver._arena.memory.data_ptr()
-        assert saver._arena.memory.numel() == 4032
+        at, room = saver._image.memory.data_ptr(), saver._image.memory.numel()
         for step in (1, 2):
             saver.save(f"step-{step}", state_of(step, 1000), {"step": step}, {})
-            assert saver._arena.memory.data_ptr() == at
+            assert saver._image.memory.data_ptr() == at
         saver.wait()
         assert good_step(Store(tmp_path)) == 2
-        saver.save("step-3", state_of(3, 3000), {"step": 3}, {})
-        assert saver._arena.memory.numel() == 12032
-    assert saver._arena.memory.numel() == 0
+        saver.save("step-3", state_of(3, 1000 + room // 4), {"step": 3}, {})
+        assert saver._image.memory.numel() > room + 1000
+        saver.wait()
+        assert good_step(Store(tmp_path)) == 3
+    assert saver._image.memory.numel() == 0
+
+
+# Copying while the next forward and backward compute
+
+
+def copy_slowly(monkeypatch):
+    """The thread waits before it copies; the list that is returned notes when it has."""
+    order, finish = [], Copy.finish
+
+    def slow(copy):
+        time.sleep(0.3)
+        finish(copy)
+        order.append("copied")
+
+    monkeypatch.setattr(Copy, "finish", slow)
+    return order
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    return copy_slowly(monkeypatch)
+
+
+def _network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+
+def _clones(run):
+    return {path: v.detach().clone() for path, v in run.state().items() if isinstance(v, torch.Tensor)}
+
+
+def _saved(directory, clones):
+    """Whether a checkpoint has these tensors, to the bit."""
+    wanted = {path: torch.full_like(tensor, -7) for path, tensor in clones.items()}
+    load(directory, wanted, strict=False)
+    return all(torch.equal(wanted[path], tensor) for path, tensor in clones.items())
+
+
+OPTIMIZERS = [
+    lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS)
+def test_a_training_loop_saves_what_was_there_at_the_call(tmp_path, copies, make):
+    """The forward changes the statistics of the batch norm, the step the rest, and the average after it."""
+    model = _network()
+    optimizer = make(model.parameters())
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+    run, then = Run(model, optimizer, ema=average), {}
+    optimizer.register_step_pre_hook(lambda *_: copies.append("step"))
+    for step in range(1, 5):
+        for _ in range(2):  # accumulated
+            model(torch.randn(16, 4)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        average.update_parameters(model)
+        checkpoint.save(tmp_path, model, optimizer, step=step, ema=average, asynchronous=True)
+        then[step] = _clones(run)
+    checkpoint.wait(model)
+    assert copies == ["step", *["copied", "step"] * 3, "copied"]
+    for step, clones in then.items():
+        assert _saved(tmp_path / f"step-{step:08d}", clones), step
+    assert not torch.equal(then[1]["model", "1.running_mean"], then[2]["model", "1.running_mean"])
+    assert not torch.equal(then[1]["ema", "module.0.weight"], then[2]["ema", "module.0.weight"])
+
+
+class Noting(sw.Callback):
+    def __init__(self):
+        self.then = {}
+
+    def at_rest(self, trainer):
+        if trainer.under_way:
+            self.then[trainer.steps] = _clones(run_of(trainer))
+
+
+def _train_and_load(directory):
+    """A rank's part of a training that saves after each step, and of two saves that are followed by loads."""
+    torch.set_num_threads(1)
+    sw.init()
+    with pytest.MonkeyPatch.context() as patch:
+        copy_slowly(patch)
+        data = [(torch.randn(8, 4), torch.randn(8, 2)) for _ in range(4)]
+        parallel = sw.parallelize(
+            _network(), lambda m, b: (m(b[0]) - b[1]).square().mean(), data[0], "data", batch="local"
+        )
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.1)
+        saving, noting = sw.ModelCheckpoint(directory / "trained", every_steps=1, asynchronous=True), Noting()
+        trainer = sw.Trainer(parallel, optimizer, [saving, noting, sw.EMA(0.5)], accumulate=2)
+        trainer.fit(data, 2, validate=data)
+        same = [_saved(directory / f"trained/step-{step:08d}", clones) for step, clones in noting.then.items()]
+
+        run, saver = Run(parallel, optimizer), Checkpoints(directory / "loaded", asynchronous=True)
+        for step, change in enumerate((
+            lambda: parallel.load_state_dict({name: t * 2 for name, t in parallel.state_dict().items()}),
+            lambda: checkpoint.load(directory / "trained/step-00000001", parallel),
+        )):  # fmt: skip
+            clones = _clones(run)
+            saver.save(run, step=step)
+            change()
+            saver.wait()
+            same.append(_saved(directory / f"loaded/step-{step:08d}", clones))
+        saver.close()
+    torch.distributed.destroy_process_group()
+    return same
+
+
+def test_the_trainer_s_averages_and_loads_wait_for_the_copy(tmp_path):
+    assert run_ranks(2, _train_and_load, tmp_path) == [[True] * 6] * 2
+
+
+def test_what_is_changed_too_early_is_an_error_and_no_checkpoint(tmp_path, copies):
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint.save(tmp_path, model, optimizer, step=1, asynchronous=True)
+    checkpoint.save(tmp_path, model, optimizer, step=2, asynchronous=True)
+    with torch.no_grad():
+        model[2].bias.zero_()
+    with pytest.raises(
+        CheckpointError, match=r"nothing was saved: model\.2\.bias was changed .*checkpoint\.wait_copied"
+    ):
+        checkpoint.wait(model)
+    assert Store(tmp_path).latest() == "step-00000001"
+    no_leftovers(Store(tmp_path))
+    checkpoint.save(tmp_path, model, optimizer, step=3, asynchronous=True)
+    checkpoint.wait_copied()
+    then = _clones(Run(model))
+    with torch.no_grad():
+        model[2].bias.fill_(3)
+    checkpoint.wait(model)
+    assert _saved(tmp_path / "step-00000003", then)
+
+
+def test_weights_that_a_forward_changes_are_copied_at_once(tmp_path, copies):
+    model = nn.Sequential(nn.Embedding(5, 3, max_norm=0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    then = _clones(Run(model))
+    checkpoint.save(tmp_path, model, optimizer, step=1, asynchronous=True)
+    model(torch.arange(5))
+    assert not torch.equal(model[0].weight, then["model", "0.weight"])
+    checkpoint.wait(model)
+    assert _saved(tmp_path / "step-00000001", then)
+
+
+def test_averages_are_copied_at_once_where_a_scaler_may_skip_the_step(tmp_path, copies):
+    model = _network()
+    optimizer, average = torch.optim.SGD(model.parameters(), lr=0.1), AveragedModel(model)
+    scaler = torch.amp.GradScaler("cpu")
+    checkpoint.save(tmp_path, model, optimizer, step=1, ema=average, scaler=scaler, asynchronous=True)
+    then = _clones(Run(model, optimizer, ema=average))
+    average.module[0].weight.data.zero_()
+    with torch.no_grad():
+        average.module[0].bias.zero_()
+    checkpoint.wait(model)
+    assert _saved(tmp_path / "step-00000001", then)
+
+
+def test_an_error_of_the_copy_surfaces_and_lets_the_next_step_go_on(tmp_path, monkeypatch):
+    def broken(copy):
+        raise MemoryError("no memory for a row-major copy")
+
+    monkeypatch.setattr(Copy, "finish", broken)
+    model = _network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    checkpoint.save(tmp_path, model, optimizer, step=1, asynchronous=True)
+    optimizer.step()
+    with pytest.raises(CheckpointError, match="MemoryError: no memory for a row-major copy"):
+        checkpoint.wait(model)
+    assert Store(tmp_path).latest() is None
+
+
+def test_a_loop_that_ends_before_the_copy_ends_with_a_whole_checkpoint(tmp_path, copies):
+    state = {("model", "weight"): torch.full((8,), 1.0), ("run", "step"): 1}
+    saver = AsyncSaver(Store(tmp_path), OneRank())
+    saver.save("step-1", state, {"step": 1}, {}, steady=state.keys())
+    assert not copies
+    saver.close()
+    assert good_step(Store(tmp_path)) == 1
+    checkpoint.wait_copied()  # nothing is left to wait for
 
 
 def _full():
@@ -137,9 +329,14 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
         from saved import state_of
-        from shardwright.checkpoint.asynchronous import AsyncSaver
+        from shardwright import checkpoint
+from shardwright.checkpoint.api import Checkpoints
+from shardwright.checkpoint.asynchronous import AsyncSaver
         from shardwright.checkpoint.files import LocalFiles
-        from shardwright.checkpoint.ranks import OneRank
+        from shardwright.checkpoint.image import Copy
+from shardwright.checkpoint.load import load
+from shardwright.checkpoint.ranks import OneRank
+from shardwright.checkpoint.run_state import Run
         from shardwright.checkpoint.store import Store
         import time
 
@@ -197,7 +394,7 @@ def _one_rank_dies(directory):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     save_ranks = own_ranks(timeout_s=60)
-    files = Faulty(LocalFiles(), 5, lambda: os._exit(9)) if rank == 1 else LocalFiles()
+    files = Faulty(LocalFiles(), 2, lambda: os._exit(9)) if rank == 1 else LocalFiles()
     saver = AsyncSaver(Store(directory, files), save_ranks)
     state = {**state_of(1), **{("model", f"w{i}"): state_of(1)["model", "weight"] for i in range(3)}}
     saver.save("step-1", state, {"step": 1}, {})

@@ -23,7 +23,7 @@ from shardwright.checkpoint.match import Rename
 from shardwright.checkpoint.objects import open_store
 from shardwright.checkpoint.restore import Loading
 from shardwright.checkpoint.retention import Retention
-from shardwright.checkpoint.run_state import Run, Stateful, generators, info, name_of, run_files, whole_state
+from shardwright.checkpoint.run_state import Run, Stateful, generators, info, name_of, run_files, steady, whole_state
 from shardwright.checkpoint.save import save as write
 from shardwright.checkpoint.source import latest, open_source
 from shardwright.errors import UsageError
@@ -54,8 +54,8 @@ class Loaded:
 class Checkpoints:
     """The checkpoints that one run writes into a directory; every rank makes it and calls it together.
 
-    With ``asynchronous`` a save returns when this rank's part is copied in memory. `check` raises what went wrong
-    since, and never waits; `close` waits.
+    With ``asynchronous`` this rank's part is copied in memory while training goes on, until the next step of the
+    optimizer, and written from there. `check` raises what went wrong since, and never waits; `close` waits.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Checkpoints:
         if self._saver is None:
             write(self.store, name, state, about, files, ranks)
         else:
-            self._saver.save(name, state, about, files)
+            self._saver.save(name, state, about, files, steady(run, state))
         return name
 
     def check(self) -> None:
@@ -151,8 +151,9 @@ def save(
         config: text, or a mapping, kept as ``config.yaml``.
         latest_k: keep so many of the newest checkpoints, by default all.
         top_k: ``("accuracy", 3, "max")`` keeps beside them the three best by a metric.
-        asynchronous: return when this rank's part is copied in memory, and write it while training goes on. What goes
-            wrong is raised by the next `save` or by `wait`.
+        asynchronous: copy this rank's part in memory while training goes on, and write it from there. The next step of
+            a torch optimizer waits for the copy; call `wait_copied` before anything else changes weights or averages.
+            What goes wrong is raised by the next `save` or by `wait`.
 
     Returns the name of the checkpoint.
 

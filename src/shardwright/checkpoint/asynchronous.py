@@ -1,8 +1,9 @@
 """Saving while training goes on.
 
-`AsyncSaver.save` copies what this rank writes into memory that it keeps for the purpose, and returns; a thread does
-the rest, as `save` would. So the loop waits for a copy at the speed of memory and not for the disk. The copy costs
-memory: on each rank as many bytes as it writes, which is its share of the state.
+`AsyncSaver.save` returns when what may change at any time is copied. What only the step of an optimizer changes a
+thread copies while the next forward and backward compute, and the step waits for it. Then the thread writes, as `save`
+would. So the loop waits neither for the disk nor, where a forward and backward take longer than a copy in memory, for
+the copy. The copy costs memory: on each rank as many bytes as it writes, which is its share of the state.
 """
 
 from __future__ import annotations
@@ -12,24 +13,38 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwright.checkpoint.image import Copy, Image
 from shardwright.checkpoint.manifest import Manifest
-from shardwright.checkpoint.pieces import State
+from shardwright.checkpoint.pieces import Piece, Share, State, shares
 from shardwright.checkpoint.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks
-from shardwright.checkpoint.save import Part, attempt, prepare, write
+from shardwright.checkpoint.save import Prepared, attempt, prepare, write
 from shardwright.checkpoint.store import Store
 from shardwright.errors import CheckpointError
 
-ALIGNMENT_BYTES = 64
 NICENESS = 10
 """The thread that writes gives way to those that compute, where the system knows priorities of threads (Linux)."""
+
+# The copies under way in this process: whoever is about to change weights waits for all of them.
+_copies: set[threading.Event] = set()
+
+
+def wait_copied() -> None:
+    """Wait until all that is being saved in this process is copied, so that it may be changed; the steps of torch's
+    optimizers do so themselves. Does nothing where nothing is being copied, and raises nothing.
+    """
+    for copied in tuple(_copies):
+        copied.wait()
+
+
+def _before_step(*_: Any) -> None:
+    wait_copied()
 
 
 def own_ranks(timeout_s: float = TIMEOUT_S) -> Ranks:
@@ -54,8 +69,10 @@ class AsyncSaver:
     def __init__(self, store: Store, ranks: Ranks) -> None:
         self.store = store
         self.ranks = ranks
-        self._arena = _Arena()
+        self._image = Image()
+        self._shares = _Shares()
         self._save: _Thread | None = None
+        self._hook: Any = None
         atexit.register(self._at_exit)
 
     def __enter__(self) -> AsyncSaver:
@@ -66,10 +83,22 @@ class AsyncSaver:
 
     def allocate(self, state: State) -> None:
         """Take the memory for the copy of such a state now, so that the first save is as quick as the others."""
-        self._arena.fit(prepare(state, self.ranks).parts)
+        self._image.fit(prepare(state, self.ranks, self._shares))
 
-    def save(self, name: str, state: State, info: Mapping[str, Any], files: Mapping[str, bytes]) -> None:
+    def save(
+        self,
+        name: str,
+        state: State,
+        info: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        steady: Collection[tuple[str, ...]] = (),
+    ) -> None:
         """Begin to save ``state`` as it is now; the arguments are those of `save.save`.
+
+        ``steady`` are the paths of those tensors that nothing changes before the next step of a torch optimizer, which
+        waits until they are copied. Anything else that changes them calls `wait_copied` before; the save fails where
+        the tensors' own counters show that one was changed too early (writes through ``Tensor.data`` they do not
+        count). Without ``steady`` all is copied before this returns.
 
         Where the save before is still under way, this waits for it.
 
@@ -78,15 +107,28 @@ class AsyncSaver:
                 next `save` raise.
         """
         self.wait()
-        failure, prepared = attempt(lambda: prepare(state, self.ranks))
+        failure, prepared = attempt(lambda: prepare(state, self.ranks, self._shares))
+        copy: Copy | None = None
         if prepared is not None:
-            failure, parts = attempt(lambda: self._arena.copy(prepared.parts))
-            prepared = None if failure else replace(prepared, parts=parts)
-        about, beside = dict(info), dict(files)
-        self._save = _Thread(
-            lambda: write(self.store, name, prepared, about, beside, self.ranks, failure), f"saving {name}"
-        )
-        self._save.start()
+            names = {".".join(path) for path in steady}
+            failure, copy = attempt(lambda: self._image.begin(prepared, names))
+            prepared = replace(prepared, parts={}) if copy is not None else None
+        thread = _Thread(self.store, name, prepared, dict(info), dict(files), self.ranks, failure, copy)
+        if steady:
+            self._hook = register_optimizer_step_pre_hook(_before_step)
+            _copies.add(thread.copied)
+        else:
+            thread.finish_copy()
+        self._save = thread
+        try:
+            thread.start()
+        except RuntimeError:
+            thread.run()  # the system has no room for another thread
+
+    def wait_copied(self) -> None:
+        """Wait until all of the state is copied, so that it may be changed. What went wrong, `check` raises."""
+        if self._save is not None:
+            self._save.copied.wait()
 
     @property
     def saving(self) -> bool:
@@ -106,8 +148,12 @@ class AsyncSaver:
         """
         if self._save is None:
             return None
-        self._save.join()
+        if self._save.ident is not None:
+            self._save.join()
         ended, self._save = self._save, None
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         if ended.failure is not None:
             raise ended.failure
         return ended.manifest
@@ -118,7 +164,7 @@ class AsyncSaver:
         try:
             self.wait()
         finally:
-            self._arena = _Arena()
+            self._image = Image()
 
     def _at_exit(self) -> None:
         try:
@@ -128,52 +174,64 @@ class AsyncSaver:
 
 
 class _Thread(threading.Thread):
-    """Runs ``work`` to its end, which the end of the process waits for."""
+    """Copies what is left to be copied, and writes; the end of the process waits for it."""
 
-    def __init__(self, work: Any, name: str) -> None:
-        super().__init__(name=name, daemon=False)
-        self.work = work
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        prepared: Prepared | None,
+        info: Mapping[str, Any],
+        files: Mapping[str, bytes],
+        ranks: Ranks,
+        failure: str | None,
+        copy: Copy | None,
+    ) -> None:
+        super().__init__(name=f"saving {name}", daemon=False)
+        self.arguments = store, name, prepared, info, files, ranks
+        self.copy = copy
+        self.copied = threading.Event()
+        self.copy_failure = failure
         self.failure: BaseException | None = None
         self.manifest: Manifest | None = None
 
-    def run(self) -> None:
-        if sys.platform == "linux":
-            own = threading.get_native_id()
-            nice = min(os.getpriority(os.PRIO_PROCESS, own) + NICENESS, 19)
-            with contextlib.suppress(OSError):  # where it is not allowed, it does without
-                os.setpriority(os.PRIO_PROCESS, own, nice)
+    def finish_copy(self) -> None:
         try:
-            self.manifest = self.work()
+            if self.copy is not None and not self.copied.is_set():
+                failure, _ = attempt(self.copy.finish)
+                self.copy_failure = self.copy_failure or failure
+        finally:
+            self.copied.set()
+            _copies.discard(self.copied)
+
+    def run(self) -> None:
+        try:
+            self.finish_copy()  # at the loop's own priority: its next step may wait for this
+            _give_way()
+            share = None if self.copy is None else self.copy.write
+            self.manifest = write(*self.arguments, self.copy_failure, share)
         except BaseException as failure:
             self.failure = failure
 
 
-class _Arena:
-    """Memory of the host for a copy of some tensors, kept from one save to the next."""
+def _give_way() -> None:
+    """Make this thread nicer."""
+    if sys.platform == "linux":
+        own = threading.get_native_id()
+        nice = min(os.getpriority(os.PRIO_PROCESS, own) + NICENESS, 19)
+        with contextlib.suppress(OSError):  # where it is not allowed, it does without
+            os.setpriority(os.PRIO_PROCESS, own, nice)
+
+
+class _Shares:
+    """`shares`, which need not be found again where a state has the same form as that of the last save."""
 
     def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._form: Any = None
+        self._found: list[Share] = []
 
-    def fit(self, parts: Mapping[Part, Tensor]) -> list[int]:
-        """Make room; where each of the tensors begins."""
-        starts, size = [], 0
-        for tensor in parts.values():
-            starts.append(size)
-            size += -(-tensor.numel() * tensor.element_size() // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if size > self.memory.numel():
-            self.memory = torch.empty(0, dtype=torch.uint8)  # give back the old before asking for the new
-            pinned = any(tensor.is_cuda for tensor in parts.values())
-            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-            self.memory.zero_()  # the system finds the pages now and not in the middle of the first copy
-        return starts
-
-    def copy(self, parts: Mapping[Part, Tensor]) -> dict[Part, Tensor]:
-        """The tensors, row-major, in the memory of this arena."""
-        copies = {}
-        for start, (part, tensor) in zip(self.fit(parts), parts.items(), strict=True):
-            size = tensor.numel() * tensor.element_size()
-            copies[part] = self.memory[start : start + size].view(tensor.dtype).view(tensor.shape)
-            copies[part].copy_(tensor, non_blocking=True)
-        if any(tensor.is_cuda for tensor in parts.values()):
-            torch.cuda.synchronize()
-        return copies
+    def __call__(self, pieces: Sequence[Piece], world_size: int) -> list[Share]:
+        form = (world_size, [(piece.name, piece.shape, piece.dtype, piece.layout, piece.mesh) for piece in pieces])
+        if form != self._form:
+            self._form, self._found = form, shares(pieces, world_size)
+        return self._found

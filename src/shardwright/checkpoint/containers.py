@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, BinaryIO, cast
 
 import torch
@@ -15,7 +16,6 @@ from shardwright.checkpoint.manifest import BLOCK_BYTES, Place
 from shardwright.errors import CheckpointError
 
 _RECORD = b"archive/data/0"  # the elements' record in the zip archive
-_HEADER_BYTES = 30  # of a local header of a zip archive, before the name
 
 
 @contextmanager
@@ -27,6 +27,66 @@ def without_crc() -> Iterator[None]:
         yield
     finally:
         torch.serialization.set_crc32_options(before)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What stands before and after the ``size`` bytes of a tensor's elements in its container."""
+
+    head: bytes
+    size: int
+    tail: bytes
+
+    @property
+    def data(self) -> int:
+        """Where the elements begin."""
+        return len(self.head)
+
+    @property
+    def length(self) -> int:
+        return len(self.head) + self.size + len(self.tail)
+
+
+class _Rest:
+    """A file that keeps what is written to it but for the elements of a tensor, the one large part."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.kept = bytearray()
+        self.elements_at: int | None = None
+
+    def write(self, data: Any) -> int:
+        view = memoryview(data).cast("B")
+        if self.elements_at is None and len(view) == self.size and len(self.kept) == _data_at(self.kept):
+            self.elements_at = len(self.kept)
+        else:
+            self.kept += view
+        return len(view)
+
+    def flush(self) -> None:
+        """What torch.save asks of a file; there is nothing here to flush."""
+
+
+def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
+    """What `write_tensor` writes around the elements of any tensor like this; call it inside `without_crc`.
+
+    Without sums, nothing of it depends on the elements.
+    """
+    like = torch.empty(shape, dtype=dtype)  # memory that is never touched is none
+    rest = _Rest(like.numel() * like.element_size())
+    torch.save(like, cast(BinaryIO, rest))
+    at = _data_at(rest.kept)
+    assert at is not None
+    return Frame(bytes(rest.kept[:at]), rest.size, bytes(rest.kept[at:]))
+
+
+def _data_at(head: bytes | bytearray) -> int | None:
+    """Where the elements begin: after the name and the padding in the local header of their record; None before it."""
+    name = head.find(_RECORD)
+    if name < 0:
+        return None
+    lengths = head[name - 4 : name]
+    return name + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
 
 class _Summed:
@@ -43,7 +103,7 @@ class _Summed:
 
     def write(self, data: Any) -> int:
         view = memoryview(data).cast("B")
-        if _RECORD not in self.head or len(self.head) < self._data_at():
+        if (at := _data_at(self.head)) is None or len(self.head) < at:
             self.head += view[:4096]
         self.length += len(view)
         rest = view
@@ -68,16 +128,10 @@ class _Summed:
         self._block = xxhash.xxh3_64()
         self._room = BLOCK_BYTES
 
-    def _data_at(self) -> int:
-        """Where the elements begin: after the name and the padding in the local header of their record."""
-        name = self.head.index(_RECORD)
-        lengths = self.head[name - 4 : name]
-        return name + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
-
     def place(self, name: str, start: int, tensor: bool) -> Place:
         if self._room < BLOCK_BYTES:
             self._cut()
-        return Place(name, start, self.length, self._data_at() if tensor else 0, tuple(self.checksums))
+        return Place(name, start, self.length, (_data_at(self.head) or 0) if tensor else 0, tuple(self.checksums))
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor, name: str, start: int) -> Place:

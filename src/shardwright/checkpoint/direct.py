@@ -2,7 +2,8 @@
 
 A file that nobody reads soon gains nothing from the page cache; through it, writing costs a copy by the kernel and its
 search for free pages, on the same cores that train. So the bytes are collected in one of two aligned buffers, and a
-thread hands the other to the disk meanwhile (open(2), ``O_DIRECT``).
+thread hands the other to the disk meanwhile (open(2), ``O_DIRECT``). What is large and lies at the beginning of a page
+already is handed over from there.
 """
 
 from __future__ import annotations
@@ -40,6 +41,11 @@ class DirectFile:
     def write(self, data: Any) -> int:
         source = np.frombuffer(data, dtype=np.uint8)  # numpy copies without the interpreter's lock
         done = 0
+        if not self._filled and len(source) >= BUFFER_BYTES and source.ctypes.data % ALIGNMENT_BYTES == 0:
+            done = len(source) // ALIGNMENT_BYTES * ALIGNMENT_BYTES  # the disk can take it from where it lies
+            self._wait()
+            self._write(source[:done].data, self._start)
+            self._start += done
         while done < len(source):
             count = min(len(source) - done, BUFFER_BYTES - self._filled)
             self._arrays[0][self._filled : self._filled + count] = source[done : done + count]

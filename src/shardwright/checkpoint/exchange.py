@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from shardwright.checkpoint.asynchronous import wait_copied
 from shardwright.checkpoint.folders import file_system
 from shardwright.checkpoint.load import current_rank
 from shardwright.checkpoint.manifest import Entry, Manifest, Place, TensorEntry, ValueEntry
@@ -105,6 +106,7 @@ def fill(
     entries = {path: _described(path, value) for path, value in state.items()}
     found = match(entries, wanted, where=where, strict=strict, rename=rename)
     rank = current_rank() if rank is None else rank
+    wait_copied()
     for path, entry in found.pairs:
         target, value = wanted[path], state[entry.path]
         if not isinstance(target, Tensor | Piece):

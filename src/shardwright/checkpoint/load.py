@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.checkpoint.asynchronous import wait_copied
 from shardwright.checkpoint.folders import Folder
 from shardwright.checkpoint.manifest import BLOCK_BYTES, Box, Chunk, Manifest, TensorEntry, ValueEntry
 from shardwright.checkpoint.match import Match, Path, Rename, match
@@ -80,6 +81,7 @@ def load(
             target = values[path] = torch.empty(entry.shape, dtype=entry.dtype)
         jobs += _jobs(entry, target if isinstance(target, Piece) else Piece.of(path, target), rank)
     source.check_files()
+    wait_copied()
     for path, entry in found.pairs:
         if isinstance(entry, ValueEntry):
             values[path] = source.value(entry)

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 import yaml
+from torch import Tensor
 from torch.optim import Optimizer
 
 from shardwright.checkpoint.ranks import Ranks
@@ -81,6 +82,27 @@ class Run:
             return {}
         tensors = self.ema if isinstance(self.ema, Mapping) else self.ema.state_dict()
         return {("ema", name): tensor for name, tensor in tensors.items()}
+
+
+def steady(run: Run, state: Mapping[Path, Any]) -> set[Path]:
+    """What of ``state`` nothing changes before the next step of the optimizer, if there is one of torch's.
+
+    Averages change after the step; where a scaler may skip it, at any time. An embedding with ``max_norm`` changes
+    its weight in the forward.
+    """
+    if not isinstance(run.optimizer, Optimizer):
+        return set()
+    stepped = {id(parameter) for group in run.optimizer.param_groups for parameter in group["params"]}
+    for module in module_of(run.model).modules():
+        if getattr(module, "max_norm", None) is not None:
+            stepped -= {id(parameter) for parameter in module.parameters()}
+    skips = run.scaler is not None and getattr(run.scaler, "is_enabled", lambda: True)()
+    found = set()
+    for path, value in state.items():
+        of_optimizer = path[:2] == ("optimizer", "state") or (path[0] == "model" and id(value) in stepped)
+        if isinstance(value, Tensor) and (of_optimizer or (path[0] == "ema" and not skips)):
+            found.add(path)
+    return found
 
 
 def name_of(step: int) -> str:

@@ -34,7 +34,7 @@ from shardwright.checkpoint.manifest import (
     ValueEntry,
     checksum,
 )
-from shardwright.checkpoint.pieces import Piece, State, shares
+from shardwright.checkpoint.pieces import Piece, Share, State, shares
 from shardwright.checkpoint.ranks import Lost, Ranks
 from shardwright.checkpoint.store import Save, Store, WritingPlace
 from shardwright.errors import CheckpointError
@@ -70,8 +70,8 @@ class Written:
     places: Mapping[Part, Place]
 
 
-def prepare(state: State, ranks: Ranks) -> Prepared:
-    """What this rank has to write of ``state``.
+def prepare(state: State, ranks: Ranks, shared: Callable[[Sequence[Piece], int], list[Share]] = shares) -> Prepared:
+    """What this rank has to write of ``state``; ``shared`` tells who writes what, as `shares` does.
 
     Raises:
         CheckpointError: where an entry cannot be saved, or two have one name.
@@ -99,7 +99,7 @@ def prepare(state: State, ranks: Ranks) -> Prepared:
         raise CheckpointError(f"two entries of the state have the same name: {_twice(state)}")
     parts = {
         (share.name, share.box): _part(pieces[share.name], share.box, ranks.rank)
-        for share in shares(list(pieces.values()), ranks.size)
+        for share in shared(list(pieces.values()), ranks.size)
         if share.writer == ranks.rank
     }
     return Prepared(tuple(sorted(described)), pieces, parts, values, also)
@@ -165,8 +165,12 @@ def write(
     files: Mapping[str, bytes],
     ranks: Ranks,
     failure: str | None = None,
+    share: Callable[[Store, WritingPlace, Prepared, int], Written] | None = None,
 ) -> Manifest | None:
-    """The part of `save` after `prepare`; ``failure`` says why this rank could not prepare."""
+    """The part of `save` after `prepare`; ``failure`` says why this rank could not prepare.
+
+    ``share`` writes this rank's file of what was prepared, where that is not to be written from where it lies.
+    """
     begun: Save | None = None
     try:
         failure = _agree(ranks, failure, prepared.described if prepared else ())
@@ -175,7 +179,7 @@ def write(
         failure, place = ranks.broadcast((failure, begun and begun.place))
         if failure is not None or prepared is None:
             raise CheckpointError(failure)
-        answer = attempt(lambda: _write_share(store, place, prepared, ranks.rank))
+        answer = attempt(lambda: (share or _write_share)(store, place, prepared, ranks.rank))
         answers = ranks.gather(answer)
         manifest = None
         if answers is not None and begun is not None:

@@ -13,6 +13,7 @@ import torch
 from rich.progress import Progress, TaskID
 from torch import Tensor
 
+from shardwright.checkpoint.asynchronous import wait_copied
 from shardwright.errors import TrainingError, UsageError
 from shardwright.report.text import loss_line
 from shardwright.run.captured import Parallel
@@ -171,6 +172,7 @@ class EMA(Callback):
             self.averages = {name: p.detach().clone() for name, p in trainer.parallel.named_parameters()}
 
     def on_step_end(self, trainer: Trainer) -> None:
+        wait_copied()  # where the scaler skipped the optimizer's step, nothing has waited so far
         for part, average in self._local_parts(trainer):
             average.lerp_(part, 1 - self.decay)
 
@@ -185,6 +187,7 @@ class EMA(Callback):
 
     def swap(self, trainer: Trainer) -> None:
         """Exchange the parameters and their averages."""
+        wait_copied()
         for part, average in self._local_parts(trainer):
             kept = part.clone()
             part.copy_(average)

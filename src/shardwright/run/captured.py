@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright.checkpoint.asynchronous import wait_copied
 from shardwright.errors import PlanError, UsageError
 from shardwright.graph.capture import capture, flatten_batch
 from shardwright.graph.ir import Capture
@@ -356,6 +357,7 @@ class Parallel:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take a state as `state_dict` gives it."""
+        wait_copied()
         self.module.load_state_dict(state)
 
     def random_state(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from shardwright.checkpoint.asynchronous import wait_copied
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.run.batch import Batch
@@ -104,6 +105,7 @@ class EagerParallel:
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what `state_dict` gave; every rank loads the same."""
+        wait_copied()
         self.module.load_state_dict(state_dict)
 
     def train(self, mode: bool = True) -> EagerParallel:
