@@ -176,15 +176,16 @@ def test_the_quick_start_loses_on_two_hosts_as_on_one(job):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_the_perceptron_loses_on_two_hosts_as_on_one(job):
     subprocess.run([COMMAND, "data", "digits", "--format", "mnist", "--out", job.folder / "digits"], check=True)
-    example = [str(ROOT / "examples" / "mnist_mlp.py"), "--data", "digits", "--dtype", "float64", "--steps", "20"]
+    example = [str(ROOT / "examples" / "mnist_mlp.py"), "--data", "digits", "--dtype", "float64", "--steps", "10"]
     words = [*example, "--log-every", "1"]
     for name, hosts in (("one", "localhost:1"), ("two", "host1:2,host2:2")):
         ended = job.run("-H", hosts, "--job", name, *words, timeout_s=100)
         assert ended.code == 0, ended.stderr
     one, two = losses(job.log(0, job="one")), losses(job.log(0, job="two"))
-    assert len(one) == 20
+    assert len(one) == 10
     assert two == pytest.approx(one, rel=0, abs=1e-10)
 
 

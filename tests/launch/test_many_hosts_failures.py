@@ -168,6 +168,27 @@ def test_an_agent_killed_with_sigkill_is_told_as_the_loss_of_its_host(job):
     assert failed(job)["rank"] is None
 
 
+@pytest.mark.slow
+def test_a_lost_host_is_the_cause_of_what_its_peers_complain_about(job):
+    script = job.write(
+        "train.py",
+        """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    open(f"up.{dist.get_rank()}", "w").write("x")
+    while True: dist.all_reduce(torch.ones(1))
+    """,
+    )
+    launcher = job.start(*BOTH, script)
+    job.wait_for_ranks(2)
+    os.kill(job.agent("host2"), signal.SIGKILL)
+    ended = job.finish(launcher)
+    assert ended.code == 1
+    assert "shardwright: the connection to host2 ended (" in ended.stderr
+    assert "failed first" not in ended.stderr
+    assert failed(job)["rank"] is None
+
+
 def test_a_killed_ssh_client_is_told(job):
     launcher = job.start(*BOTH, "--grace", "1", *PYTHON, job.write("train.py", STUBBORN))
     job.wait_for_ranks(2)

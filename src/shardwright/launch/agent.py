@@ -144,6 +144,8 @@ class Agent:
 
     def _order_start(self, message: Message) -> None:
         self.environment |= message["environment"]
+        for left in self.scratch.iterdir():  # by an earlier run
+            left.unlink()
         held = self.port.file_descriptors() if self.port is not None else []
         start = message["start"] | {"held": [*held, self.packed]}
         try:
@@ -278,7 +280,9 @@ class _Supervisor:
         data = os.read(self.events, _CHUNK_BYTES)
         if not data:
             self.hang_up()
-            self.agent.supervisor_over(self.process.wait(), self.had_last_word)
+            code = self.process.wait()
+            if self.agent.supervisor is self:
+                self.agent.supervisor_over(code, self.had_last_word)
             return
         for message, payload in self.decoder.feed(data):
             self.had_last_word |= message["event"] in ("ended", "not_started")

@@ -37,7 +37,7 @@ class Connection(ABC):
         self.ranks: tuple[int, ...] = ()
         self.clock_ahead_s = 0.0
         self.heard_s = time.monotonic()
-        self.over = False  # nothing more is to come from it
+        self.over = False  # nothing more is to come from it in this run
         self._decoder = Decoder()
         self._backlog = bytearray()
         self._selector: selectors.BaseSelector | None = None
@@ -93,11 +93,9 @@ class Connection(ABC):
                     self._selector.unregister(fd)
         self._selector = None
 
-    def finish(self) -> None:
-        """What is still to come is of no interest."""
-        self.detach()
-        self._backlog.clear()
-        self.over = True
+    @property
+    def attached(self) -> bool:
+        return self._selector is not None
 
     def tick(self) -> float | None:
         """What is due by the clock; returns the seconds until something is again, None for never."""

@@ -9,8 +9,8 @@
 No operator of torch and no import of it happens here. The exit code is that of the rank that failed first (128 + N for
 signal N), 0 where every rank returned 0, and 128 + N where the launcher was ended by signal N.
 
-One `Launcher` is one run of one job, from its carrier's start to its last word. Who wants to run a job again on the
-same hosts asks the same carrier to start again: ``attempt`` is what then differs (the port and the run's name).
+One `Launcher` is one run of one job, from its carrier's start to the last word of every supervisor. Connections to
+other hosts outlive it: who wants to run the job again there makes another `Launcher` with the same carrier.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Launcher:
         self.logs.close()
         self.console.close()
         for connection in self.connections:
-            connection.finish()
+            connection.detach()
         self.selector.close()
 
     def _say(self, text: str) -> None:
@@ -110,7 +110,8 @@ class Launcher:
             connection.send(message)
 
     def _timeout_s(self) -> float | None:
-        ticks = [connection.tick() for connection in self._living()]
+        # Also those whose ranks have ended: their agents serve until the end of the job.
+        ticks = [connection.tick() for connection in self.connections if connection.attached]
         waits = [self.verdict.wait_s(), self.console.show_fragments(), *ticks]
         return min((wait for wait in waits if wait is not None), default=None)
 
@@ -180,7 +181,10 @@ class Launcher:
     def _take_events(self, connection: Connection) -> None:
         received = connection.receive()
         if received is None:
-            self._lost(connection)
+            if connection.over:
+                connection.detach()
+            else:
+                self._lost(connection)
             return
         for message, payload in received:
             getattr(self, f"_on_{message['event']}")(connection, message, payload)
@@ -238,10 +242,10 @@ class Launcher:
         where = f"{connection.name}: " if self.hosts else ""
         self.not_started = where + message["message"]
         for other in self._living():
-            other.finish()
+            other.over = True
 
     def _on_ended(self, connection: Connection, message: Message, _: bytes) -> None:
-        connection.finish()
+        connection.over = True
         self.killed |= set(message["killed"])
         where = f" on {connection.name}" if self.hosts else ""
         self.unkillable += [f"{pid}{where}" for pid in message["unkillable"]]
@@ -260,7 +264,8 @@ class Launcher:
         """Without its last word."""
         lost_s = time.time()
         silent = connection.silent_too_long
-        connection.finish()
+        connection.detach()
+        connection.over = True
         code, what = connection.why_lost(self.run_id, self.not_ours)
         if self.interrupted is not None or self.verdict.cause is not None:
             if self.hosts and not (self.interrupted is not None and not self.pids):
@@ -269,7 +274,7 @@ class Launcher:
         if not self.pids.keys() & set(connection.ranks):
             self.not_started = f"{what} while it imported torch"
             for other in self._living():
-                other.finish()
+                other.over = True
             return
         if silent and connection.lease_s is not None:
             lost_s -= connection.lease_s  # when it was last heard
@@ -316,10 +321,14 @@ class Launcher:
         else:
             status, code = SUCCEEDED, 0
         state = self.state.ended(status, code)
+        clocks = {connection.name: connection.clock_ahead_s for connection in self.connections}
         try:
             self.folder.write_state(state)
-            self.report.write(state, self.verdict, {c.name: c.clock_ahead_s for c in self.connections})
         except OSError as error:
             self._say(f"the job's state cannot be written: {error}")
+        try:
+            self.report.write(state, self.verdict, clocks)
+        except OSError as error:
+            self._say(f"run.json cannot be written: {error}")
         self.folder.release()
         return code

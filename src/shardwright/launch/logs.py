@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 
@@ -25,10 +26,7 @@ class _LogFile:
         """Returns why not all of it could be written, None if it was."""
         rest = memoryview(data)
         try:
-            if self._gap_bytes:
-                note = f"\n[shardwright: {self._gap_bytes} bytes are missing here: {self._gap_reason}]\n".encode()
-                if os.write(self._fd, note) == len(note):
-                    self._gap_bytes = 0
+            self._note_gap()
             while rest:
                 rest = rest[os.write(self._fd, rest) :]
         except OSError as error:
@@ -36,14 +34,23 @@ class _LogFile:
             return error.strerror
         return None
 
+    def _note_gap(self) -> None:
+        """Where bytes are missing, as soon as there is room for saying so."""
+        if self._gap_bytes:
+            note = f"\n[shardwright: {self._gap_bytes} bytes are missing here: {self._gap_reason}]\n".encode()
+            if os.write(self._fd, note) == len(note):
+                self._gap_bytes = 0
+
     def lose(self, count: int, reason: str) -> None:
-        """Bytes that never came, or cannot be kept; the next ones that can be are preceded by a note."""
+        """Bytes that never came, or cannot be kept."""
         self._gap_bytes += count
         self._gap_reason = reason
         self.lost_bytes += count
 
     def close(self) -> str | None:
         """Some file systems tell only now that the data could not be kept."""
+        with contextlib.suppress(OSError):  # the disk is still full
+            self._note_gap()
         try:
             os.close(self._fd)
         except OSError as error:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes  # noqa: F401  # imported before a fork of this process needs it
+import getpass
 import os
 import secrets
 import selectors
@@ -202,9 +203,16 @@ class SshCarrier(Carrier):
         """Connect, check, place the ranks. Raises `LaunchError` with all that is in the way, `UsageError` for -n."""
         hosts = self._hosts_needed()
         with ThreadPoolExecutor(32) as pool:  # a name that nobody knows can take seconds
-            self._here = dict(zip(hosts, pool.map(lambda host: is_this_host(host.name), hosts), strict=True))
+            self._here = dict(zip(hosts, pool.map(_is_here, hosts), strict=True))
         for host in hosts:
-            self.connections.append(AgentConnection(host, self.command(host), self.pack_for(host), self.remote.lease_s))
+            try:
+                connection = AgentConnection(host, self.command(host), self.pack_for(host), self.remote.lease_s)
+            except OSError as error:
+                raise LaunchError(
+                    f"ssh to {host.name} cannot be started here: {error}; is there an ssh on the PATH "
+                    "(`apt-get install openssh-client`), and room for more processes and files (`ulimit -n`)?"
+                ) from None
+            self.connections.append(connection)
         word = secrets.token_hex(16)
         with selectors.DefaultSelector() as selector:
             for connection in self.connections:
@@ -401,6 +409,11 @@ def portable_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in inherited_environment(environment).items()
         if name not in _OWN and not name.startswith(_OWN_PREFIXES)
     }
+
+
+def _is_here(host: Host) -> bool:
+    """Whether no ssh is needed."""
+    return host.user in (None, getpass.getuser()) and is_this_host(host.name)
 
 
 def _die_with(parent: int) -> None:
