@@ -59,7 +59,7 @@ def load(
 
     With ``strict=False`` what fits is loaded, into other dtypes too, and `Loaded.match` names the rest.
 
-    Extra memory: per thread (two on local files, eight on remote ones) a slab of 16 MiB and a block of 4 MiB.
+    Extra memory: per thread (two on local files, eight on remote ones) a slab of 16 MiB and two blocks of 256 KiB.
 
     Raises:
         CheckpointError: where the checkpoint does not fit, before anything is changed.

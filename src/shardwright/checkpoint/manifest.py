@@ -24,8 +24,9 @@ from shardwright.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
 FORMAT = "shardwright-checkpoint-1"
-BLOCK_BYTES = 4 << 20
-"""Checksums are of blocks of this many bytes: what is read of a large tensor is checked without reading all of it."""
+BLOCK_BYTES = 256 << 10
+"""Checksums are of blocks of this many bytes: what is read of a large tensor is checked
+without reading all of it, and ranks whose parts meet in a block both read no more than that block."""
 
 
 def checksum(data: Any) -> str:

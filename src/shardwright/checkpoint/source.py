@@ -1,7 +1,7 @@
 """A checkpoint as bytes that are checked: files of this host, or behind a URL that fsspec knows.
 
 Nothing that is read here is used before its checksum has been compared, and nothing is read that is not asked for but
-the rest of the blocks of 4 MiB in which it lies.
+the rest of the blocks of 256 KiB in which it lies.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Pla
 from shardwright.errors import CheckpointError, DamageError
 
 LATEST = "latest"
+READ_BYTES = 8 << 20
+"""So much is asked of a file at once."""
 _MOST = 16  # where all of a block but a sixteenth is wanted, it is read without a copy, and the rest forgotten
 
 
@@ -47,13 +49,27 @@ def _checksum(parts: Sequence[memoryview]) -> str:
     return state.hexdigest()
 
 
+def _between(buffers: Sequence[memoryview], first: int, last: int) -> list[memoryview]:
+    """The bytes from ``first`` to ``last`` of buffers that follow each other."""
+    found, at = [], 0
+    for buffer in buffers:
+        low, high = max(first - at, 0), min(last - at, len(buffer))
+        if low < high:
+            found.append(buffer[low:high])
+        at += len(buffer)
+    return found
+
+
 class _Scratch(threading.local):
-    """The last block that a thread read of which it needed a part only: the next part is often in it too."""
+    """The last block that a thread read of which it needed a part only: the next part is often in it too. ``rest`` is
+    room for what is read and not wanted at all.
+    """
 
     key: tuple[str, int, int] | None = None
 
     def __init__(self) -> None:
         self.memory = bytearray(BLOCK_BYTES)
+        self.rest = bytearray(BLOCK_BYTES)
 
 
 class Source:
@@ -74,41 +90,63 @@ class Source:
         Raises:
             CheckpointError: where a block is not what was written, or the file ends before it.
         """
-        stop = start + len(buffer)
-        for index in range(start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)):
-            first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
+        stop, index, end = start + len(buffer), start // BLOCK_BYTES, -(-(start + len(buffer)) // BLOCK_BYTES)
+        while index < end:
+            count = self._wanted(place, index, start, stop)
+            first, last = index * BLOCK_BYTES, min((index + max(count, 1)) * BLOCK_BYTES, place.length)
             low, high = max(first, start), min(last, stop)
             part, scratch, key = buffer[low - start : high - start], self._scratch, (place.file, place.start, index)
+            if count and scratch.key != key:
+                scratch.key = None
+                before, after = memoryview(scratch.memory)[: low - first], memoryview(scratch.rest)[: last - high]
+                self._fetch(entry, place, index, before, part, after)
+                index += count
+                continue
+            last = min((index + 1) * BLOCK_BYTES, place.length)
+            high = min(last, stop)
             block = memoryview(scratch.memory)[: last - first]
             if scratch.key != key:
                 scratch.key = None
-                if _MOST * (high - low) >= (_MOST - 1) * (last - first):
-                    rest = block[: low - first], block[high - first :]
-                    self._fetch(entry, place, index, rest[0], part, rest[1])
-                    continue
                 self._fetch(entry, place, index, block)
                 scratch.key = key
-            part[:] = block[low - first : high - first]
+            buffer[low - start : high - start] = block[low - first : high - first]
+            index += 1
+
+    def _wanted(self, place: Place, index: int, start: int, stop: int) -> int:
+        """How many blocks, from this one on, are wanted (almost) whole, and can be read at once."""
+        count = 0
+        while count < max(READ_BYTES // BLOCK_BYTES, 1) and (index + count) * BLOCK_BYTES < stop:
+            first, last = (index + count) * BLOCK_BYTES, min((index + count + 1) * BLOCK_BYTES, place.length)
+            low, high = max(first, start), min(last, stop)
+            if _MOST * (high - low) < (_MOST - 1) * (last - first):
+                break
+            count += 1
+        return count
 
     def _fetch(self, entry: str, place: Place, index: int, *buffers: memoryview) -> None:
-        if found := self.check_block(entry, place, index, *buffers):
-            raise self.damaged(found)
+        if found := self.check_blocks(entry, place, index, *buffers):
+            raise self.damaged(found[0])
 
-    def check_block(self, entry: str, place: Place, index: int, *buffers: memoryview) -> Damage | None:
-        """Read one block of a container into ``buffers``, which together have its size; what is wrong with it."""
+    def check_blocks(self, entry: str, place: Place, index: int, *buffers: memoryview) -> list[Damage]:
+        """Read the blocks of a container from number ``index`` on into ``buffers``, which together have their size;
+        what is wrong with each of them.
+        """
         start, size = place.start + index * BLOCK_BYTES, sum(map(len, buffers))
         try:
             count = self.folder.read_into(place.file, start, *buffers)
         except FileNotFoundError:
-            return Damage(place.file, entry, "the file is missing")
+            return [Damage(place.file, entry, "the file is missing")]
         except OSError as error:
-            return Damage(place.file, entry, f"cannot be read: {error.strerror or error}")
+            return [Damage(place.file, entry, f"cannot be read: {error.strerror or error}")]
         if count < size:
-            return Damage(place.file, entry, f"ends at byte {start + count}, where {size - count} more were written")
-        if _checksum(buffers) != place.checksums[index]:
-            what = f"bytes {start} to {start + size - 1} are not what was written: their checksum differs"
-            return Damage(place.file, entry, what)
-        return None
+            return [Damage(place.file, entry, f"ends at byte {start + count}, where {size - count} more were written")]
+        found = []
+        for number, first in enumerate(range(0, size, BLOCK_BYTES), index):
+            last = min(first + BLOCK_BYTES, size)
+            if _checksum(_between(buffers, first, last)) != place.checksums[number]:
+                what = f"bytes {start + first} to {start + last - 1} are not what was written: their checksum differs"
+                found.append(Damage(place.file, entry, what))
+        return found
 
     def value(self, entry: ValueEntry) -> Any:
         """What an entry that is no tensor holds."""
