@@ -44,14 +44,15 @@ class Piece:
     @staticmethod
     def of(path: tuple[str, ...], tensor: Tensor) -> Piece:
         """The piece of a DTensor over the whole world, or of a plain tensor that every rank holds whole."""
-        tensor = tensor.detach()
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
-            return Piece(path, shape, tensor.dtype, Layout.replicated(tensor.ndim), Mesh(()), tensor)
+            return Piece(path, shape, tensor.dtype, Layout.replicated(tensor.ndim), Mesh(()), tensor.detach())
         names = tensor.device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(tensor.device_mesh.ndim))
         mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, tensor.device_mesh.shape, strict=True)))
         layout = from_placements(tensor.placements, tensor.ndim, mesh)
-        return Piece(path, shape, tensor.dtype, layout, mesh, tensor.to_local())
+        with torch.no_grad():  # then the local part comes without a node of autograd
+            local = tensor.to_local().detach()
+        return Piece(path, shape, tensor.dtype, layout, mesh, local)
 
     def box(self, rank: int) -> Box:
         """What ``rank`` holds."""
