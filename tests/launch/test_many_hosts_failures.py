@@ -260,6 +260,16 @@ def test_all_hosts_that_cannot_be_used_are_listed_at_once(job):
     assert not (job.folder / "log_output").exists() or not list((job.folder / "log_output").iterdir())
 
 
+def test_ctrl_c_while_hosts_are_asked(job):
+    launcher = job.start("-H", "host1:1,gone:1", "--connect-timeout", "60", "--", "true")
+    wait_until(lambda: len(job.clients()) == 2, 10, "ssh runs")
+    launcher.send_signal(signal.SIGINT)
+    ended = job.finish(launcher)
+    assert ended.code == 130
+    assert "Traceback" not in ended.stderr
+    assert not list((job.folder / "log_output").iterdir())
+
+
 def test_what_is_not_on_a_host_is_said(job):
     program = job.write("train.py", SLEEP)
     ended = job.run(*BOTH, "--wdir", "/nowhere", *PYTHON, program)
