@@ -154,6 +154,42 @@ def test_a_job_in_the_background(job):
     assert "refused: no sshd answers there" in refused.stderr
 
 
+AGAIN = """
+    import os
+    from dataclasses import replace
+    from shardwright.launch.host_options import HostOptions
+    from shardwright.launch.job import create_job_folder
+    from shardwright.launch.launcher import Launcher
+    from shardwright.launch.options import read_options
+    from shardwright.launch.ssh import SshCarrier
+    os.makedirs("log_output")
+    options = read_options(
+        module=False, program=True, arguments=["sh", "-c", "ls ${SHARDWRIGHT_FAILED_MARK%/*}; sleep $RANK; exit $RANK"],
+        ranks=None, preload=False, tee="none", job=None, log_dir="log_output", port=None, devices=None, variables=(),
+        grace_s=2.0, detach=False, where=HostOptions(hosts="host1:1,host2:1", lease_s=0.6),
+    )
+    carrier = SshCarrier(options, options.remote)
+    carrier.prepare()
+    known = replace(options, ranks=carrier.ranks)
+    for _ in range(2):
+        folder = create_job_folder(options.log_dir, None)
+        print(Launcher(known, folder, carrier, lambda: None).run(), flush=True)
+    carrier.close()
+"""
+
+
+@pytest.mark.slow
+def test_a_carrier_can_start_again_on_the_same_hosts(job):
+    """Also where the ranks of one host ended long before those of the other, and without what the first run left."""
+    done = subprocess.run(
+        [sys.executable, job.write("again.py", AGAIN)], cwd=job.folder, env=os.environ | {"PATH": job.path},
+        stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout == "1\n1\n", done.stderr
+    assert done.stderr.count("rank 1 on host2 failed first: exit code 1") == 2
+    assert [logs(job, 2, name) for name in ("1", "2")] == [["", ""]] * 2
+
+
 # --- with torch
 
 
