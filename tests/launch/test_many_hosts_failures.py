@@ -381,6 +381,28 @@ def test_a_slow_line_holds_no_rank_up_and_what_it_loses_is_counted(job, network)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("full", [False, True])
+def test_a_full_log_disk_stops_no_rank_or_no_job_is_started(job, full):
+    (job.folder / "log_output").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=3m", "none", "log_output"], cwd=job.folder, check=True)
+    try:
+        if full:
+            (job.folder / "log_output/ballast").write_bytes(bytes(5 << 19))
+        script = job.write("train.py", UP + "    os.write(1, b'z' * 4_000_000)\n    sys.exit(6 * rank)\n")
+        ended = job.run(*BOTH, "--tee", "none", *PYTHON, script)
+        if full:
+            assert ended.code == 2
+            assert "nothing was started:\n  the disk of log_output here is full; type --log-dir DIR" in ended.stderr
+        else:
+            assert ended.code == 6
+            assert "cannot be written: No space left on device. The ranks go on" in ended.stderr
+            assert "rank 1 on host2 failed first: exit code 6" in ended.stderr
+            assert failed(job)["rank"] == 1
+    finally:
+        subprocess.run(["umount", "log_output"], cwd=job.folder, check=True)
+
+
+@pytest.mark.slow
 def test_a_console_that_nobody_reads_holds_no_rank_up(job):
     script = job.write(
         "train.py", UP + "    os.write(1, b'y' * 20_000_000)\n    open(f'done.{rank}', 'w').write('x')\n"
