@@ -51,7 +51,7 @@ class _LaunchCommand(click.Command):
 
 
 @cli.command(cls=_LaunchCommand, context_settings={"allow_interspersed_args": False})
-@click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per visible GPU, or one.")
+@click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per slot of the hosts, or per GPU.")
 @click.option("-m", "--module", is_flag=True, help="The program is a module, as in `python -m`.")
 @click.option("-x", "--env", "variables", multiple=True, metavar="VAR[=VALUE]", help="Set or pass on a variable.")
 @click.option("--tee", metavar="all|none|0,3", help="The ranks to show on the console.  [default: 0]")
