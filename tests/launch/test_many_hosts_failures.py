@@ -23,6 +23,8 @@ UP = """
     rank = int(os.environ["RANK"])
     with open(f"new.{rank}", "w") as file:
         file.write(str(os.getpid()))
+    with open(f"scratch.{rank}", "w") as file:
+        file.write(os.path.dirname(os.environ["SHARDWRIGHT_FAILED_MARK"]))
     os.rename(f"new.{rank}", f"up.{rank}")
     def wait():
         while len([n for n in os.listdir() if n.startswith("up.")]) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
@@ -47,7 +49,8 @@ def job(network, tmp_path):
     try:
         yield job
         job.assert_none_left()
-        assert not list(Path("/tmp").glob("shardwright-????????/error.*")), "a folder of a job is left"
+        scratch = [Path(path.read_text()) for path in tmp_path.glob("scratch.*")]
+        wait_until(lambda: not any(path.exists() for path in scratch), 3, "the job's folders on the hosts are removed")
     finally:
         job.close()
 
