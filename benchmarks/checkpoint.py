@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint, beside the plain writes and reads of the same bytes and beside DCP alone.
 
-    python -P benchmarks/checkpoint.py [save] [async] [load] [--gb 1.2] [--rounds 7] [--dir DIR]
+    python benchmarks/checkpoint.py [save] [async] [load] [--gb 1.2] [--rounds 7] [--dir DIR]
 
 Two ranks hold a state that is split between them: parameters and two moments of an optimizer. All ways take turns
 (A B C A B C ...), so that all see the same disk; rows give medians, and the median of the ratios within a round.

@@ -15,6 +15,9 @@ from typing import Any, BinaryIO, Protocol
 from shardwright.checkpoint.direct import LEAST_BYTES, DirectFile
 
 
+_BUFFER_BYTES = 1 << 16  # less than a block of checksums, which then is not copied
+
+
 class Locked(Exception):
     """Another process holds the lock; the text is what it wrote about itself."""
 
@@ -63,7 +66,7 @@ class LocalFiles:
         """A new file to write to, of about so many bytes; what is there under this name is an error."""
         if size_bytes >= LEAST_BYTES and hasattr(os, "O_DIRECT"):
             return DirectFile(path)
-        return io.BufferedWriter(io.FileIO(path, "x"), 1 << 20)
+        return io.BufferedWriter(io.FileIO(path, "x"), _BUFFER_BYTES)
 
     def finish(self, file: BinaryIO | DirectFile) -> None:
         """Wait until all that was written is on the disk, and close."""

@@ -1,6 +1,6 @@
 """A profile of this machine, and how well it predicts sizes that it was not fitted to.
 
-    python benchmarks/profile.py [--ranks 2,4] [--apart]
+    python benchmarks/hardware_profile.py [--ranks 2,4] [--apart]
 
 Fitted sizes and held-out ones (the powers of two from 4 KiB to 64 MiB) are timed in one run, in an order drawn anew in
 each round, so that both see the same machine; the curves are fitted to the former alone. With --apart the held-out
