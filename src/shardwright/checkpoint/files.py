@@ -14,7 +14,6 @@ from typing import Any, BinaryIO, Protocol
 
 from shardwright.checkpoint.direct import LEAST_BYTES, DirectFile
 
-
 _BUFFER_BYTES = 1 << 16  # less than a block of checksums, which then is not copied
 
 
