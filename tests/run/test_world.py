@@ -95,6 +95,11 @@ def say_backend(backends):
     return error_of_init(backend=backends[int(os.environ["RANK"])], timeout=10)
 
 
+def test_a_backend_that_nobody_knows():
+    with pytest.raises(UsageError, match=r"backend='nccl2' is unknown; choose 'gloo' \(CPU\), 'nccl' \(GPU\) or 'mpi'"):
+        sw.init(backend="nccl2", rank=0, world_size=1)
+
+
 def test_ranks_that_disagree_on_the_backend_say_so():
     said = run_ranks(2, say_backend, ("gloo", "cpu:gloo"))
     assert len(set(said)) == 1

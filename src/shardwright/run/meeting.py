@@ -237,7 +237,10 @@ def roll_call(store: Store, card: Card, deadline: Deadline, serves: bool) -> tup
                 store.set("verdict", json.dumps({"problem": _missing(store, card.size, deadline.timeout_s)}))
         verdict = json.loads(store.get("verdict"))
         if problem or "problem" in verdict:
-            _wait_for_readers(store, serves)
+            if serves:
+                _wait_for_readers(store, 0 if deadline.left_s() == 0 else card.size)
+            else:
+                store.add("read", 1)
             raise WorldError(problem or verdict["problem"])
     except DistError as error:
         raise WorldError(
@@ -298,12 +301,12 @@ def join_ranks(ranks: list[int]) -> str:
     return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
 
 
-def _wait_for_readers(store: Store, serves: bool) -> None:
+def _wait_for_readers(store: Store, expected: int) -> None:
+    """Serve the verdict to all that came, and to those of ``expected`` ranks that come a little later."""
     store.add("read", 1)
-    if serves:
-        for _ in Deadline.after(2.0).pauses():
-            if store.add("read", 0) >= store.add("arrived", 0):
-                return
+    for _ in Deadline.after(5.0).pauses():
+        if store.add("read", 0) >= max(store.add("arrived", 0), expected):
+            return
 
 
 def serve_until_all_left(store: Store, size: int) -> None:

@@ -90,6 +90,7 @@ def init(
     if dist.is_initialized():
         return _existing(backend, rank, world_size)
     backend = backend or os.environ.get(BACKEND_VARIABLE) or None
+    _check_backend(backend)
     told = _told(init_method, rank, world_size)
     if backend == mpi.BACKEND:
         mpi.prepare(told)
@@ -100,6 +101,14 @@ def init(
     world = _world(cards, told)
     _start(world, store, told, None if timeout_s is None else timedelta(seconds=timeout_s))
     return world
+
+
+def _check_backend(backend: str | None) -> None:
+    """Raises `UsageError` where torch knows no backend of that name; ``cpu:gloo,cuda:nccl`` names two."""
+    for part in backend.split(",") if backend else []:
+        name = part.rpartition(":")[2].lower()
+        if name not in dist.Backend.backend_list or name == dist.Backend.UNDEFINED:
+            raise UsageError(f"backend={backend!r} is unknown; choose 'gloo' (CPU), 'nccl' (GPU) or 'mpi'")
 
 
 def current_world() -> World:
