@@ -329,14 +329,9 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
         import sys
         sys.path.insert(0, {str(Path(__file__).parents[1])!r})
         from saved import state_of
-        from shardwright import checkpoint
-from shardwright.checkpoint.api import Checkpoints
-from shardwright.checkpoint.asynchronous import AsyncSaver
+        from shardwright.checkpoint.asynchronous import AsyncSaver
         from shardwright.checkpoint.files import LocalFiles
-        from shardwright.checkpoint.image import Copy
-from shardwright.checkpoint.load import load
-from shardwright.checkpoint.ranks import OneRank
-from shardwright.checkpoint.run_state import Run
+        from shardwright.checkpoint.ranks import OneRank
         from shardwright.checkpoint.store import Store
         import time
 

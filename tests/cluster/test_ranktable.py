@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 import shardwright.cluster.ranktable as ranktable
 from shardwright.cli import cli
-from shardwright.errors import ShardwrightError, UsageError
+from shardwright.errors import ShardwrightError
 from shardwright.launch.hosts import Host, Hosts
-from shardwright.launch.rank_table import RankTable, launched_here, parse_rank_table, read_rank_table
+from shardwright.launch.rank_table import RankTable, parse_rank_table, read_rank_table
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 FOUR, EIGHT = "hccl_4p_4567_127.0.0.1.json", "hccl_8p_01234567_127.0.0.1.json"
@@ -357,20 +357,6 @@ def test_hostfiles_and_back():
     assert "how many devices a has is not known; write `a slots=N`" in refusal("from-hostfile", "hosts")
     Path("hosts").write_text("a slots=3\n")
     assert "a uses 3 devices" in refusal("from-hostfile", "hosts")
-
-
-def test_only_a_table_of_this_machine_can_be_launched():
-    here = RankTable.from_hosts(Hosts.from_list("127.0.0.1:2,localhost:1"))
-    told = launched_here(here, Path("t.json"))
-    assert told[2] == {
-        "RANK_TABLE_FILE": os.path.abspath("t.json"), "RANK_ID": "2", "RANK_SIZE": "3", "DEVICE_ID": "0",
-        "DEVICE_NUM": "1",
-    }  # fmt: skip
-    far = RankTable.from_hosts(Hosts.from_list("127.0.0.1:2,240.0.0.1:2"))
-    with pytest.raises(
-        UsageError, match=r"of its 2 servers, 240\.0\.0\.1 is not this host, and launching on other hosts"
-    ):
-        launched_here(far, Path("t.json"))
 
 
 def test_docstrings():

@@ -228,7 +228,8 @@ def test_a_known_transfer_over_a_link_is_counted_right():
         (received, received.in_bytes, received.in_packets),
     ):
         assert SENT_BYTES + packets * (14 + 20 + 20) <= out_bytes + 10 * 66
-        assert out_bytes <= SENT_BYTES + packets * (14 + 20 + 60)
+        # What was lost on the way is sent again: a few segments of 64 KiB on a busy machine.
+        assert out_bytes <= SENT_BYTES * 1.02 + packets * (14 + 20 + 60)
         assert not any(total.troubles.values())
     assert sent.in_bytes <= sent.in_packets * (14 + 20 + 60)
     assert abs(sent.out_bytes - received.in_bytes) <= 1_000

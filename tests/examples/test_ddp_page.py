@@ -31,7 +31,8 @@ def test_the_script_of_the_page_trains(tmp_path):
     (tmp_path / "cifar10.py").write_text(code)
     write_digits(tmp_path / "data", "cifar10")
     first, second = run_ranks(2, run_script, str(tmp_path / "cifar10.py"), str(tmp_path / "data"))
-    start, *losses, validation = first.splitlines()
+    start, *losses, validation, traffic = first.splitlines()
+    assert traffic.startswith("traffic | ")
     assert start == "global batch: 64 samples on 2 ranks, learning rate: 0.01, precision: float32"
     assert [line.partition(",")[0] for line in losses] == ["epoch: 1 step: 1", "epoch: 1 step: 2"]
     assert re.fullmatch(r"val \| epoch: 1 \| loss: \d+\.\d{4} \| accuracy: 0\.\d{4}", validation)

@@ -263,6 +263,7 @@ def test_all_hosts_that_cannot_be_used_are_listed_at_once(job):
     assert not (job.folder / "log_output").exists() or not list((job.folder / "log_output").iterdir())
 
 
+@pytest.mark.slow  # the host that is not there must be asked for longer than Ctrl-C takes: not on a busy machine
 def test_ctrl_c_while_hosts_are_asked(job):
     launcher = job.start("-H", "host1:1,gone:1", "--connect-timeout", "60", "--", "true")
     wait_until(lambda: len(job.clients()) == 2, 10, "ssh runs")

@@ -77,7 +77,8 @@ def communicate(name):
     return found
 
 
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 3, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3, 4])
 def test_gloo_moves_what_the_table_of_ways_says(size):
     with namespaces(1) as (name,):
         measured = run_ranks(size, communicate, name)[0]
