@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 PAGE = Path(__file__).parents[2] / "docs" / "rank_tables.md"
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(tmp_path):
     blocks = re.findall(r"^```(\w+)\n(.*?)^```$", PAGE.read_text(), re.MULTILINE | re.DOTALL)
     assert [language for language, _ in blocks].count("bash") == 4

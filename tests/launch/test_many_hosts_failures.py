@@ -14,6 +14,8 @@ from many_hosts import ManyHosts, add_accounts, wait_until_alone
 
 from hosts import host_network
 
+pytestmark = pytest.mark.slow
+
 PYTHON = ["--", sys.executable]
 BOTH = ["-H", "host1:1,host2:1"]
 LEASE_S = 2.0
@@ -171,7 +173,6 @@ def test_an_agent_killed_with_sigkill_is_told_as_the_loss_of_its_host(job):
     assert failed(job)["rank"] is None
 
 
-@pytest.mark.slow
 def test_a_lost_host_is_the_cause_of_what_its_peers_complain_about(job):
     script = job.write(
         "train.py",
@@ -263,7 +264,7 @@ def test_all_hosts_that_cannot_be_used_are_listed_at_once(job):
     assert not (job.folder / "log_output").exists() or not list((job.folder / "log_output").iterdir())
 
 
-@pytest.mark.slow  # the host that is not there must be asked for longer than Ctrl-C takes: not on a busy machine
+# The host that is not there must be asked for longer than Ctrl-C takes: not so on a busy machine.
 def test_ctrl_c_while_hosts_are_asked(job):
     launcher = job.start("-H", "host1:1,gone:1", "--connect-timeout", "60", "--", "true")
     wait_until(lambda: len(job.clients()) == 2, 10, "ssh runs")
@@ -331,7 +332,6 @@ def test_a_hangup_does_not_end_a_job_under_nohup(job):
     assert job.finish(launcher).code == 0
 
 
-@pytest.mark.slow
 def test_an_out_of_memory_kill_is_told(job):
     from test_failures import memory_group
 
@@ -357,7 +357,6 @@ def test_an_out_of_memory_kill_is_told(job):
     assert "rank 1 on host2 failed first: killed by the kernel for lack of memory" in ended.stderr
 
 
-@pytest.mark.slow
 def test_a_slow_line_holds_no_rank_up_and_what_it_loses_is_counted(job, network):
     """What takes 80 s through a line of 1 Mbit/s."""
     script = job.write(
@@ -384,7 +383,6 @@ def test_a_slow_line_holds_no_rank_up_and_what_it_loses_is_counted(job, network)
     assert "lacks" in ended.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("full", [False, True])
 def test_a_full_log_disk_stops_no_rank_or_no_job_is_started(job, full):
     (job.folder / "log_output").mkdir()
@@ -406,7 +404,6 @@ def test_a_full_log_disk_stops_no_rank_or_no_job_is_started(job, full):
         subprocess.run(["umount", "log_output"], cwd=job.folder, check=True)
 
 
-@pytest.mark.slow
 def test_a_console_that_nobody_reads_holds_no_rank_up(job):
     script = job.write(
         "train.py", UP + "    os.write(1, b'y' * 20_000_000)\n    open(f'done.{rank}', 'w').write('x')\n"
@@ -418,7 +415,6 @@ def test_a_console_that_nobody_reads_holds_no_rank_up(job):
     assert [len(job.log(rank)) for rank in (0, 1)] == [20_000_000] * 2
 
 
-@pytest.mark.slow
 def test_two_jobs_at_once_and_a_low_limit_of_open_files(job):
     import resource
 
