@@ -10,6 +10,7 @@ from torch import Tensor
 
 from shardwright.errors import LoweringError, WorldError
 from shardwright.mesh.collectives import Axes
+from shardwright.mesh.gloo_threads import calm_receivers
 from shardwright.mesh.mesh import Mesh
 
 # Backends whose own reduce-scatter is slower than an all-to-all and a local sum (gloo, 4 ranks: 15 ms against 1.5 ms
@@ -48,6 +49,7 @@ class ProcessCommunicator:
         for axes in sorted(missing):
             if frozenset(axes) not in self._groups:
                 self._groups[frozenset(axes)] = self._new_group(axes)
+        calm_receivers()
 
     def _new_group(self, axes: Axes) -> dist.ProcessGroup:
         """This rank's group. Every rank makes every group of the set, in one order, as c10d demands."""

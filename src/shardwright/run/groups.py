@@ -12,6 +12,7 @@ from typing import cast
 import torch.distributed as dist
 
 from shardwright.errors import UsageError
+from shardwright.mesh.gloo_threads import calm_receivers
 from shardwright.run.world import current_world
 from shardwright.torch_private import new_group_of_members
 
@@ -85,6 +86,7 @@ def create_group(ranks: Sequence[int]) -> Group:
             f"create_group got the ranks {list(ranks)}; expected distinct ranks from 0 to {world.size - 1}"
         )
     group = new_group_of_members(chosen)
+    calm_receivers()
     # torch answers None to the others here, which everywhere else means the group of all ranks.
     return _NOT_A_MEMBER if group is None else group
 

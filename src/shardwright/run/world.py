@@ -23,6 +23,7 @@ from shardwright.launch.environment import (
     read_environment,
 )
 from shardwright.launch.mpirun import BACKEND_VARIABLE
+from shardwright.mesh.gloo_threads import calm_receivers
 from shardwright.run import mpi
 from shardwright.run.devices import gpu_index, host_names
 from shardwright.run.leave import leave
@@ -228,6 +229,7 @@ def _start(world: World, store: Store, told: LaunchEnvironment, timeout: timedel
         timeout=timeout,
         device_id=world.device if on_gpu else None,
     )
+    calm_receivers()
     if not on_gpu:
         dist.barrier()  # a rank that left at once would break the connections that others are still making
     group = dist.group.WORLD

@@ -1,0 +1,37 @@
+"""Gloo's receiving threads are batch work from the first collective on, those of every group."""
+
+import os
+from pathlib import Path
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.processes import ProcessCommunicator
+
+
+def policies():
+    """The scheduling policies of this process's receiving threads, and of its main one."""
+    threads = [
+        path for path in Path("/proc/self/task").iterdir() if path.joinpath("comm").read_text() == "gloo_tcp_loop\n"
+    ]
+    return [os.sched_getscheduler(int(path.name)) for path in threads], os.sched_getscheduler(0)
+
+
+def in_groups():
+    sw.init()
+    found = [policies()]
+    comm = ProcessCommunicator(Mesh.of(rows=2, columns=2))
+    comm.prepare([("rows",), ("columns",)])
+    found.append(policies())
+    comm.close()
+    sw.create_group([0, 1, 2])
+    found.append(policies())
+    return found
+
+
+def test_receivers_of_every_group_are_batch_work():
+    for rank, (world, rows_and_columns, created) in enumerate(run_ranks(4, in_groups)):
+        assert world == ([os.SCHED_BATCH], os.SCHED_OTHER)
+        assert rows_and_columns == ([os.SCHED_BATCH] * 3, os.SCHED_OTHER)
+        assert set(created[0]) == {os.SCHED_BATCH}, rank
+        assert created[1] == os.SCHED_OTHER
