@@ -1,0 +1,23 @@
+"""The command line. Each command imports what it needs inside the command, so that none waits for torch in vain."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+# Each hangs its commands on the group.
+from shardwright.cli import checkpoints, launching, machines, planning, rank_tables, training  # noqa: F401
+from shardwright.cli.group import cli
+from shardwright.errors import ShardwrightError
+
+__all__ = ["cli", "main"]
+
+
+def main() -> None:
+    """The entry point: our own errors are one readable message and exit code 2, not a traceback."""
+    try:
+        cli()
+    except ShardwrightError as error:
+        click.echo(f"shardwright: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,121 @@
+"""Start jobs and read what their ranks wrote."""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import click
+
+from shardwright.cli.group import cli
+
+
+class _LaunchCommand(click.Command):
+    """Keeps a ``--`` that stands before the program, which click would swallow."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if "--" in args:
+            args = [*args[: args.index("--")], "--", *args[args.index("--") :]]  # one for click, or for us below
+        rest = super().parse_args(ctx, args)
+        command = list(ctx.params["command"])
+        ctx.params["program"] = command[:1] == ["--"]
+        if "--" in command:
+            command.remove("--")
+        ctx.params["command"] = tuple(command)
+        return rest
+
+
+@cli.command(cls=_LaunchCommand, context_settings={"allow_interspersed_args": False})
+@click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per slot of the hosts, or per GPU.")
+@click.option("-m", "--module", is_flag=True, help="The program is a module, as in `python -m`.")
+@click.option("-x", "--env", "variables", multiple=True, metavar="VAR[=VALUE]", help="Set or pass on a variable.")
+@click.option("--tee", metavar="all|none|0,3", help="The ranks to show on the console.  [default: 0]")
+@click.option("--job", metavar="NAME", help="The job's name; without it the next free number.")
+@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
+@click.option("--port", type=int, help="The port where the ranks meet; without it a free one is chosen.")
+@click.option("--devices", metavar="4,5", help="The GPUs to use, as CUDA_VISIBLE_DEVICES.")
+@click.option("--rank-table", metavar="FILE.json", help="The ranks and devices of a rank table, in place of -n.")
+@click.option(
+    "--grace", default=10.0, show_default=True, metavar="SECONDS", help="Between asking ranks to end and kill."
+)
+@click.option(
+    "--save-graphs",
+    metavar="DIR[:LEVEL]",
+    help="Ranks dump what they run to DIR/rank_N: level 1 the strategies, level 2 (the default) the local program too. "
+    "Sets SHARDWRIGHT_SAVE_GRAPHS, which sw.parallelize reads where its save_graphs= is not given.",
+)
+@click.option(
+    "--via",
+    type=click.Choice(["local", "ssh", "mpirun"]),
+    help="Who starts the ranks.  [default: ssh where there are other hosts, else local]",
+)
+@click.option("-H", "--host", "hosts", metavar="a:8,b:8", help="The hosts and how many ranks each takes.")
+@click.option("--hostfile", metavar="FILE", help="The same as lines `a slots=8`.")
+@click.option("--oversubscribe", is_flag=True, help="Let -n be more than the slots of all hosts.")
+@click.option("--python", metavar="PATH", help="The interpreter on other hosts; without it the path of this one.")
+@click.option("--wdir", metavar="DIR", help="The working directory on other hosts; without it this one.")
+@click.option("--interface", metavar="NAME", help="The network interface of the first host by which ranks meet.")
+@click.option(
+    "--lease",
+    "lease_s",
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="A host not heard from for so long is lost, and a host that does not hear of us ends its ranks.",
+)
+@click.option(
+    "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
+)
+@click.option("--backend", type=click.Choice(["gloo", "nccl", "mpi"]), help="For sw.init() where it is given none.")
+@click.option("--mca", multiple=True, nargs=2, metavar="NAME VALUE", help="A setting for mpirun.")
+@click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
+@click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
+@click.argument("command", nargs=-1, type=click.UNPROCESSED)
+def launch(
+    command: tuple[str, ...], program: bool, no_preload: bool, log_dir: str, grace: float, **options: Any
+) -> None:
+    """Run a program on N processes of this host or of several, with torchrun's variables set.
+
+    \b
+    shardwright launch -n 8 train.py ARGS
+    shardwright launch -n 8 -m package.module ARGS
+    shardwright launch -n 8 -- PROGRAM ARGS
+    shardwright launch -n 8 --via mpirun --backend mpi train.py ARGS
+    shardwright launch -H a:8,b:8 train.py ARGS
+
+    The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
+    and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
+    """
+    from shardwright.launch.host_options import HostOptions
+    from shardwright.launch.local import launch as launch_job
+    from shardwright.launch.options import read_options
+
+    words = ("hosts", "hostfile", "oversubscribe", "python", "wdir", "interface", "lease_s", "connect_timeout_s")
+    where = HostOptions(**{word: options.pop(word) for word in words}, allocation=os.environ)
+    job = read_options(
+        arguments=command,
+        program=program,
+        preload=not no_preload,
+        log_dir=log_dir,
+        grace_s=grace,
+        where=where,
+        **options,
+    )
+    if "--allow-run-as-root" in job.carrier:
+        click.echo("shardwright: mpirun is told that it may run as root; it would rather not", err=True)
+    sys.exit(launch_job(job))
+
+
+@cli.command()
+@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends; exit with its code.")
+@click.option("--rank", "ranks", default="0", show_default=True, metavar="all|0,3", help="The ranks to show.")
+@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
+@click.argument("job", required=False)
+def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
+    """Show what a job's ranks wrote; without JOB that of the job started last."""
+    from pathlib import Path
+
+    from shardwright.launch.follow import show_logs
+
+    sys.exit(show_logs(Path(log_dir), job, ranks, follow))

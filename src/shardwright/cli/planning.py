@@ -1,0 +1,62 @@
+"""Show and verify plans."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from shardwright.cli.group import cli
+
+_MODES = click.Choice(["single", "data", "semi-auto", "auto"])
+_SEARCHES = click.Choice(["propagation", "exact"])
+
+
+@cli.command()
+@click.option("--devices", type=int, metavar="N", help="How many; without it those of the mesh or of the loaded plan.")
+@click.option("--mesh", metavar="dp=2,tp=4", help="The devices as named axes.")
+@click.option("--mode", type=_MODES, default="auto", show_default=True, help="How much the planner decides.")
+@click.option("--search", type=_SEARCHES, help="How it searches; without it the usual way of the mode.")
+@click.option("--inputs", type=click.Choice(["split", "whole"]), default="split", show_default=True, help="Of batches.")
+@click.option(
+    "--hardware", default="cpu", show_default=True, metavar="NAME|FILE.json",
+    help="Prices whose: cpu, v100, a100, h100, h200, or a profile that `shardwright bench --save-profile` wrote.",
+)  # fmt: skip
+@click.option("--save", metavar="plan.json", help="Write the plan, for sw.parallelize(plan=...).")
+@click.option("--load", metavar="plan.json", help="Check that this plan fits, and show it, in place of planning.")
+@click.argument("target", metavar="FILE.py:build")
+def plan(target: str, save: str | None, **options: Any) -> None:
+    """Show who would compute what, without any of the devices.
+
+    build is a function without arguments that returns (model, loss_fn, batch), batch being one global batch, and pins
+    as a fourth where wanted. It is called on torch's meta device, so that large models take no memory.
+    """
+    from shardwright.run.plan_file import plan_file
+
+    planned = plan_file(target, **options)
+    if save is not None:
+        planned.plan.save(save)
+    click.echo(planned)
+
+
+@cli.command()
+@click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per visible GPU, or one.")
+@click.option("--mode", type=_MODES, default="auto", show_default=True, help="How much the planner decides.")
+@click.option("--mesh", metavar="dp=2,tp=4", help="The ranks as named axes.")
+@click.option("--search", type=_SEARCHES, help="How the planner searches; without it the usual way of the mode.")
+@click.option("--plan", metavar="plan.json", help="Verify this plan, as `shardwright plan --save` wrote it.")
+@click.option("--steps", default=3, show_default=True, help="How many AdamW steps to compare.")
+@click.option("--lr", default=1e-3, show_default=True, help="Their learning rate.")
+@click.option("--dtype", "dtypes", multiple=True, type=click.Choice(["float64", "float32"]), help="Without it, both.")
+@click.option("--seed", default=0, show_default=True, help="Set before build() is called.")
+@click.argument("target", metavar="FILE.py:build")
+def verify(target: str, ranks: str | None, dtypes: tuple[str, ...], **options: Any) -> None:
+    """Compare a plan with one device, on real processes: losses, gradients, buffers and updated parameters.
+
+    build is a function without arguments that returns (model, loss_fn, batch), or a list of global batches, and pins
+    as a fourth where wanted. The exit code is 0 within the tolerances, 1 beyond them, and 2 where nothing was compared.
+    """
+    from shardwright.run.verify_file import verify_file
+
+    sys.exit(verify_file(target, ranks, options | {"dtypes": dtypes or ("float64", "float32")}))
