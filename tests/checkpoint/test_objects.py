@@ -1,6 +1,7 @@
 """Checkpoints behind URLs: nothing is renamed there, and locks are leases."""
 
 import uuid
+from importlib.util import find_spec
 
 import fsspec
 import pytest
@@ -53,8 +54,14 @@ def test_steps_are_saved_found_and_given_up(url):
 
 def test_a_path_is_no_url(tmp_path):
     assert type(open_store(tmp_path)) is Store
-    with pytest.raises(UsageError, match="cannot save to nosuch://x"):
+    with pytest.raises(UsageError, match="nosuch://x: expected a path, or a URL such as s3://"):
         open_store("nosuch://x")
+
+
+@pytest.mark.skipif(find_spec("gcsfs") is not None, reason="gcsfs is installed")
+def test_a_package_that_is_missing_is_named():
+    with pytest.raises(UsageError, match="gs:// needs a package that is not installed; type: pip install gcsfs"):
+        open_store("gs://runs/a")
 
 
 def test_torch_reads_what_was_saved_to_a_url(tmp_path):

@@ -23,6 +23,8 @@ import xxhash
 from shardwright.errors import CheckpointError
 
 MANIFEST = "checkpoint.json"
+LATEST = "latest"
+"""The file of a directory of checkpoints that names the one saved last."""
 FORMAT = "shardwright-checkpoint-1"
 BLOCK_BYTES = 256 << 10
 """Checksums are of blocks of this many bytes: what is read of a large tensor is checked

@@ -18,13 +18,12 @@ import time
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
 from shardwright.checkpoint.files import Locked
-from shardwright.checkpoint.manifest import MANIFEST
+from shardwright.checkpoint.folders import file_system
+from shardwright.checkpoint.manifest import LATEST, MANIFEST
 from shardwright.checkpoint.retention import KEEP_ALL, Retention
-from shardwright.checkpoint.store import LATEST, Save, Store
-from shardwright.errors import CheckpointError, UsageError
+from shardwright.checkpoint.store import Save, Store
+from shardwright.errors import CheckpointError
 
 MARK = ".saving"
 LEASE_S = 30.0
@@ -38,10 +37,7 @@ def open_store(where: str | Path, retention: Retention = KEEP_ALL) -> Store:
     """
     if "://" not in str(where):
         return Store(where, retention=retention)
-    try:
-        system, root = fsspec.core.url_to_fs(str(where))
-    except (ImportError, ValueError) as error:
-        raise UsageError(f"cannot save to {where}: {error}") from error
+    system, root = file_system(str(where))
     return ObjectStore(root, ObjectFiles(system), retention)
 
 

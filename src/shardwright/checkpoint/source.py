@@ -18,10 +18,9 @@ import torch
 import xxhash
 
 from shardwright.checkpoint.folders import Folder, LocalFolder, last_part, open_folder
-from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Place, ValueEntry, checksum
+from shardwright.checkpoint.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, ValueEntry, checksum
 from shardwright.errors import CheckpointError, DamageError
 
-LATEST = "latest"
 READ_BYTES = 8 << 20
 """So much is asked of a file at once."""
 _MOST = 16  # where all of a block but a sixteenth is wanted, it is read without a copy, and the rest forgotten

@@ -30,11 +30,10 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.checkpoint.files import Files, LocalFiles, Locked, written
-from shardwright.checkpoint.manifest import MANIFEST, Manifest
+from shardwright.checkpoint.manifest import LATEST, MANIFEST, Manifest
 from shardwright.checkpoint.retention import KEEP_ALL, Retention
 from shardwright.errors import CheckpointError
 
-LATEST = "latest"
 LOCK = ".lock"
 SAVING = ".saving-"
 REMOVING = ".removing-"

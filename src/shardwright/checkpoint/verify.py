@@ -15,10 +15,9 @@ import torch
 
 from shardwright.checkpoint.dcp import METADATA
 from shardwright.checkpoint.folders import Folder, open_folder
-from shardwright.checkpoint.manifest import BLOCK_BYTES, MANIFEST, Manifest, Place, TensorEntry
+from shardwright.checkpoint.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, TensorEntry
 from shardwright.checkpoint.objects import MARK
 from shardwright.checkpoint.source import (
-    LATEST,
     READ_BYTES,
     Damage,
     Source,
