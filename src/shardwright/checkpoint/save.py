@@ -217,9 +217,9 @@ def _write_share(store: Store, place: WritingPlace, prepared: Prepared, rank: in
     places: dict[Part, Place] = {}
     if not prepared.values and not prepared.parts:
         return Written(name, 0, places)
+    about = sum(len(data) for data in prepared.values.values()) + sum(part.nbytes for part in prepared.parts.values())
     size = 0
-    # Through the page cache: what lies anywhere in memory would have to be copied to go past it.
-    with written(store.files, f"{place.directory}/{name}") as file, without_crc():
+    with written(store.files, f"{place.directory}/{name}", about) as file, without_crc():
         for path, data in prepared.values.items():
             places[".".join(path), NO_BOX] = at = write_value(file, data, name, size)
             size += at.length
