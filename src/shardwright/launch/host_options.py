@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from shardwright.errors import UsageError
@@ -16,43 +16,52 @@ LEASE_S = 10.0
 _SHORTEST_LEASE_S = 0.5
 
 
+@dataclass(frozen=True, kw_only=True)
+class HostSettings:
+    """What holds on all hosts. ``python`` and ``wdir`` are those of the launcher unless given.
+
+    ``lease_s`` is the silence after which each side gives the other up.
+    """
+
+    oversubscribe: bool = False
+    python: str | None = None
+    wdir: str | None = None
+    interface: str | None = None
+    lease_s: float = LEASE_S
+    connect_timeout_s: float = 10.0
+
+
 @dataclass(frozen=True)
-class RemoteOptions:
+class RemoteOptions(HostSettings):
     """The hosts of a job on several, or on another one.
 
-    ``ranks`` is None for one per slot, ``table`` places the ranks where there is one. ``python`` and ``wdir`` are
-    those of the launcher unless given. ``lease_s`` is the silence after which each side gives the other up.
+    ``ranks`` is None for one per slot, ``table`` places the ranks where there is one.
     """
 
     hosts: Hosts
     ranks: int | None = None
     table: RankTable | None = None
-    oversubscribe: bool = False
-    python: str | None = None
-    wdir: str | None = None
-    interface: str | None = None
-    lease_s: float = LEASE_S
-    connect_timeout_s: float = 10.0
     tee: str = "0"
 
 
-@dataclass
-class HostOptions:
-    """As typed. After `read`, ``slots_here`` is how many ranks a job has that names this host alone, by its slots."""
+@dataclass(frozen=True)
+class Whereabouts:
+    """``remote`` for a job on hosts; else it is on this one, with ``slots_here`` ranks where its slots were named."""
+
+    remote: RemoteOptions | None = None
+    slots_here: int | None = None
+
+
+@dataclass(frozen=True)
+class HostOptions(HostSettings):
+    """As typed. ``allocation`` is the environment in which Slurm's is looked for."""
 
     hosts: str | None = None
     hostfile: str | None = None
-    allocation: Mapping[str, str] = field(default_factory=dict)  # the environment in which Slurm's is looked for
-    oversubscribe: bool = False
-    python: str | None = None
-    wdir: str | None = None
-    interface: str | None = None
-    lease_s: float = LEASE_S
-    connect_timeout_s: float = 10.0
-    slots_here: int | None = None
+    allocation: Mapping[str, str] = field(default_factory=dict)
 
-    def read(self, ranks: str | None, table: RankTable | None, via: str | None, tee: str) -> RemoteOptions | None:
-        """None where the job is on this host. Raises `UsageError` for words that contradict each other."""
+    def read(self, ranks: str | None, table: RankTable | None, via: str | None, tee: str) -> Whereabouts:
+        """Raises `UsageError` for words that contradict each other."""
         hosts, source = self._hosts(table)
         if not self.lease_s >= _SHORTEST_LEASE_S:
             raise UsageError(f"--lease {self.lease_s:g} is too short; type the seconds of silence, at least 0.5")
@@ -66,16 +75,14 @@ class HostOptions:
             elsewhere = any(not is_this_host(host.name) for host in hosts)
         if hosts is None or not elsewhere:
             self._refuse_without_hosts(via)
-            if hosts is not None and table is None:
-                here = hosts.with_slots(lambda _: own_slots())
-                self.slots_here = Placement.by_slots(here, read_count(ranks), self.oversubscribe).size
-            return None
+            if hosts is None or table is not None:
+                return Whereabouts()
+            here = hosts.with_slots(lambda _: own_slots())
+            return Whereabouts(slots_here=Placement.by_slots(here, read_count(ranks), self.oversubscribe).size)
         if via in ("local", "mpirun"):
             raise UsageError(f"--via {via} starts ranks on this host alone, but {source} names {hosts}; type --via ssh")
-        return RemoteOptions(
-            hosts, table.size if table else read_count(ranks), table, self.oversubscribe, self.python, self.wdir,
-            self.interface, self.lease_s, self.connect_timeout_s, tee,
-        )  # fmt: skip
+        settings = {entry.name: getattr(self, entry.name) for entry in fields(HostSettings)}
+        return Whereabouts(RemoteOptions(hosts, table.size if table else read_count(ranks), table, tee, **settings))
 
     def _hosts(self, table: RankTable | None) -> tuple[Hosts | None, str]:
         """And what named them."""

@@ -60,7 +60,8 @@ def read_options(
     given = read_variables(variables, os.environ)
     table = read_table(rank_table, ranks, devices, given)
     tee = tee or ("none" if detach else "0")
-    remote = where.read(ranks, table, via, tee)
+    whereabouts = where.read(ranks, table, via, tee)
+    remote = whereabouts.remote
     by_rank = {} if table is None else {rank: table.variables(rank, Path(str(rank_table))) for rank in table.placed}
     if table is not None:
         ranks, devices = str(table.size), table_gpus(by_rank, os.environ | given) if remote is None else None
@@ -72,7 +73,7 @@ def read_options(
     whole = os.environ | environment
     elsewhere = remote is not None and remote.wdir is not None and bool(arguments)  # only its hosts can check it
     checked = Program(kind, tuple(arguments)) if elsewhere else check_program(kind, arguments, whole)
-    number = 0 if remote is not None else where.slots_here or read_ranks(ranks, whole)
+    number = 0 if remote is not None else whereabouts.slots_here or read_ranks(ranks, whole)
     if port is not None and not 0 < port < 65_536:
         raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
     if not grace_s >= 0:
