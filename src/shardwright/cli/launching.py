@@ -69,6 +69,13 @@ class _LaunchCommand(click.Command):
 )
 @click.option("--backend", type=click.Choice(["gloo", "nccl", "mpi"]), help="For sw.init() where it is given none.")
 @click.option("--mca", multiple=True, nargs=2, metavar="NAME VALUE", help="A setting for mpirun.")
+@click.option(
+    "--bind-to",
+    type=click.Choice(["core", "none"]),
+    default="core",
+    show_default=True,
+    help="Give each rank its share of the cores, where they can be shared evenly and there are no GPUs.",
+)
 @click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.errors import UsageError
+from shardwright.launch.gpus import count_gpus
 from shardwright.launch.host_options import HostOptions, RemoteOptions
 from shardwright.launch.mpirun import find_mpirun, mpirun_command, read_backend, read_mca, runs_as_root
 from shardwright.launch.program import Kind, Program, check_program
@@ -29,6 +30,7 @@ class LaunchOptions:
 
     ``environment`` is what its ranks have in common beyond what the launcher was given, ``rank_environments`` what
     single ranks have beside torchrun's variables. ``carrier`` is mpirun's command line where mpirun starts them.
+    ``bind`` gives each rank cores of its own (`shardwright.launch.binding`).
     """
 
     program: Program
@@ -44,6 +46,7 @@ class LaunchOptions:
     rank_environments: dict[int, dict[str, str]] = field(default_factory=dict)
     carrier: tuple[str, ...] = ()
     remote: RemoteOptions | None = None
+    bind: bool = True
 
 
 def read_options(
@@ -51,6 +54,7 @@ def read_options(
     job: str | None, log_dir: str, port: int | None, devices: str | None, variables: Sequence[str], grace_s: float,
     detach: bool, save_graphs: str | None = None, rank_table: str | None = None, via: str | None = None,
     backend: str | None = None, mca: Sequence[tuple[str, str]] = (), where: HostOptions | None = None,
+    bind_to: str = "core",
 ) -> LaunchOptions:  # fmt: skip
     """The job that a command line asks for. Raises `UsageError` for what cannot be served.
 
@@ -83,7 +87,7 @@ def read_options(
         program=checked, ranks=number, preload=preload and not carrier,
         shown=frozenset() if remote is not None else read_tee(tee, number),
         job=job, log_dir=Path(log_dir), port=port, environment=environment, grace_s=grace_s, detach=detach,
-        rank_environments=by_rank, carrier=carrier, remote=remote,
+        rank_environments=by_rank, carrier=carrier, remote=remote, bind=bind_to == "core",
     )  # fmt: skip
 
 
@@ -125,17 +129,6 @@ def table_gpus(by_rank: Mapping[int, Mapping[str, str]], environment: Mapping[st
             "run on its CPUs set CUDA_VISIBLE_DEVICES= (nothing)"
         )
     return ",".join(ids)
-
-
-def count_gpus(environment: Mapping[str, str]) -> int:
-    """The GPUs that ranks will see, by CUDA_VISIBLE_DEVICES or the driver's list, without loading CUDA."""
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")])
-    try:
-        return len(os.listdir("/proc/driver/nvidia/gpus"))
-    except OSError:
-        return 0
 
 
 def read_tee(text: str, ranks: int) -> frozenset[int]:

@@ -15,8 +15,8 @@ from pathlib import Path
 
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch import interfaces
+from shardwright.launch.gpus import count_gpus
 from shardwright.launch.hosts import own_slots
-from shardwright.launch.options import count_gpus
 from shardwright.launch.port import PortLease, lease_port
 from shardwright.launch.program import Program
 from shardwright.launch.protocol import Message

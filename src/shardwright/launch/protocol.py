@@ -47,6 +47,7 @@ class Start:
 
     ``preload``: import torch once and fork the ranks. ``held``: file descriptors that ranks must not inherit.
     ``carrier``: the command, of mpirun, that is to start the ranks, in place of the supervisor itself.
+    ``bind``: each rank has cores of its own.
     Under an agent on another host: ``packed``, this package came with the agent and is not what ranks import;
     ``lease_s``, how long the orders may be silent; ``scratch``, the job's folder on the host.
     """
@@ -59,6 +60,7 @@ class Start:
     packed: bool = False
     lease_s: float | None = None
     scratch: str | None = None
+    bind: bool = False
 
     def to_message(self) -> Message:
         return asdict(self)
@@ -75,6 +77,7 @@ class Start:
             packed=message["packed"],
             lease_s=message["lease_s"],
             scratch=message["scratch"],
+            bind=message["bind"],
         )
 
 

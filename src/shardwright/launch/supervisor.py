@@ -24,7 +24,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwright.launch import zygote
+from shardwright.launch.binding import bind
 from shardwright.launch.failure import read_error_file
+from shardwright.launch.gpus import count_gpus
 from shardwright.launch.processes import (
     become_subreaper,
     descendants,
@@ -423,6 +425,8 @@ def main() -> None:
             not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
         if process.pid == 0:
             _become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
+            if start.bind:
+                bind(variables, count_gpus(os.environ))
             if not preload:
                 execute(start.program.command_line())
             if start.packed:
