@@ -110,6 +110,20 @@ def test_a_damaged_checkpoint_is_named_and_auto_goes_on_from_the_one_before(tmp_
     assert "beginning anew" in found["none"][1]
 
 
+def unlistable(directory):
+    trainer, *_ = trainer_of(directory)
+    error, _ = quietly(trainer.resume)
+    return type(error), str(error)
+
+
+def test_a_directory_that_rank_0_cannot_list_is_the_same_error_on_all(tmp_path):
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    for kind, text in run_ranks(2, unlistable, loop):
+        assert kind is CheckpointError
+        assert text == f"{loop} cannot be read: Too many levels of symbolic links"
+
+
 def eager(directory, epochs, patience=None):
     """A run of what cannot be captured; per rank losses are the same, buffers and dropout are not."""
     with warnings.catch_warnings(record=True) as caught:

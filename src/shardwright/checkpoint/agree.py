@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from shardwright.checkpoint.ranks import Lost, OneRank, ProcessRanks, Ranks
+from shardwright.checkpoint.ranks import Lost, OneRank, ProcessRanks, Ranks, alone
 from shardwright.errors import CheckpointError, ShardwrightError
 
 T = TypeVar("T")
@@ -22,7 +22,7 @@ def all_ranks() -> Ranks:
 
     Their messages go by gloo, also where collectives go by NCCL: the first call there makes a group, on all ranks.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if alone():
         return OneRank()
     if "gloo" in str(dist.get_backend()):
         return ProcessRanks()
@@ -35,7 +35,7 @@ def all_ranks() -> Ranks:
 
 def together(ranks: Ranks, do: Callable[[], T]) -> T:
     """What ``do()`` returns on each rank; where it fails on some rank, all raise the first one's error."""
-    answer = told(do)
+    answer = _told(do)
     failures = ranks.gather(answer.failure)
     failure = None
     for rank, found in enumerate(failures or ()):
@@ -51,24 +51,43 @@ def together(ranks: Ranks, do: Callable[[], T]) -> T:
     return result
 
 
+def from_rank_zero(ranks: Ranks, do: Callable[[], T]) -> T:
+    """What ``do()`` returns on rank 0, on every rank; where it fails there, all raise its error."""
+    answer = ranks.broadcast(_told(do) if ranks.rank == 0 else None)
+    if answer.failure is not None:
+        raise answer.failure
+    result: T = answer.result
+    return result
+
+
+def attempt(do: Callable[[], Any]) -> tuple[str | None, Any]:
+    """What went wrong in words, or None, and what came out."""
+    try:
+        return None, do()
+    except Exception as error:  # a failure that is not told would leave the other ranks waiting
+        return _in_words(error), None
+
+
 @dataclass(frozen=True)
-class Told:
+class _Told:
     """How a call ended, in a form that travels."""
 
     failure: Exception | None = None
     result: Any = None
 
 
-def told(do: Callable[[], Any]) -> Told:
+def _told(do: Callable[[], Any]) -> _Told:
     try:
-        return Told(None, do())
+        return _Told(None, do())
     except ShardwrightError as error:
-        return Told(type(error)(*error.args))
+        return _Told(type(error)(*error.args))
     except Exception as error:
-        return Told(CheckpointError(f"{type(error).__name__}: {error}"))
+        return _Told(CheckpointError(_in_words(error)))
 
 
-def untold(told: Told) -> Any:
-    if told.failure is not None:
-        raise told.failure
-    return told.result
+def _in_words(error: Exception) -> str:
+    if isinstance(error, ShardwrightError):
+        return str(error)
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+    return f"{type(error).__name__}: {error}"

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.agree import all_ranks, together, told, untold
+from shardwright.checkpoint.agree import all_ranks, from_rank_zero, together
 from shardwright.checkpoint.asynchronous import AsyncSaver, own_ranks
 from shardwright.checkpoint.exchange import load_state
 from shardwright.checkpoint.folders import open_folder
@@ -175,11 +175,7 @@ def save(
 
 def newest(directory: Where) -> str | None:
     """The name of the newest complete checkpoint in a directory, None where there is none; the same on every rank."""
-    ranks = all_ranks()
-    found: str | None = untold(
-        ranks.broadcast(told(lambda: latest(open_folder(directory))) if ranks.rank == 0 else None)
-    )
-    return found
+    return from_rank_zero(all_ranks(), lambda: latest(open_folder(directory)))
 
 
 def wait(parallel: Any) -> None:
@@ -230,8 +226,8 @@ def load(
     if os.fspath(directory).endswith(_PLAIN):
         return _load_plain(directory, run, strict, rename)
     wait(parallel)
-    where = ranks.broadcast(told(lambda: open_source(directory).where) if ranks.rank == 0 else None)
-    source = together(ranks, lambda: open_source(untold(where)))
+    where = from_rank_zero(ranks, lambda: open_source(directory).where)
+    source = together(ranks, lambda: open_source(where))
     loading = together(ranks, lambda: Loading.of(source, run, strict, rename))
     skipped = together(ranks, loading.fill)
     loading.put(ranks)

@@ -20,11 +20,12 @@ from typing import Any
 import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwright.checkpoint.agree import attempt
 from shardwright.checkpoint.image import Copy, Image
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.pieces import Piece, Share, State, shares
-from shardwright.checkpoint.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks
-from shardwright.checkpoint.save import Prepared, attempt, prepare, write
+from shardwright.checkpoint.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone
+from shardwright.checkpoint.save import Prepared, prepare, write
 from shardwright.checkpoint.store import Store
 from shardwright.errors import CheckpointError
 
@@ -52,7 +53,7 @@ def own_ranks(timeout_s: float = TIMEOUT_S) -> Ranks:
 
     Messages of a save then never meet those of training, which go on at the same time.
     """
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if alone():
         return OneRank()
     return ProcessRanks(dist.new_group(backend="gloo"), timeout_s)
 

@@ -35,6 +35,11 @@ class Lost(str):
     """Why nothing came from a rank."""
 
 
+def alone() -> bool:
+    """Whether this process has no other to talk to."""
+    return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
+
+
 class OneRank:
     """A world of one."""
 

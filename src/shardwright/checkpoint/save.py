@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwright import __version__
+from shardwright.checkpoint.agree import attempt
 from shardwright.checkpoint.containers import packed, without_crc, write_tensor, write_value
 from shardwright.checkpoint.dcp import METADATA, metadata
 from shardwright.checkpoint.files import written
@@ -275,18 +276,6 @@ def _entries(prepared: Prepared, parts: Sequence[Written]) -> dict[str, Entry]:
         assert isinstance(same, TensorEntry)
         entries[".".join(path)] = replace(same, path=path)
     return entries
-
-
-def attempt(do: Callable[[], Any]) -> tuple[str | None, Any]:
-    """What went wrong in words, or None, and what came out."""
-    try:
-        return None, do()
-    except CheckpointError as error:
-        return str(error), None
-    except OSError as error:
-        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else ""), None
-    except Exception as error:  # a failure that is not told would leave the other ranks waiting
-        return f"{type(error).__name__}: {error}", None
 
 
 def _first_failure(answers: Sequence[Any]) -> str | None:

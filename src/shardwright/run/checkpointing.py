@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import SequentialSampler
 
-from shardwright.checkpoint.agree import all_ranks
+from shardwright.checkpoint.agree import all_ranks, from_rank_zero
 from shardwright.checkpoint.api import Best, Checkpoints, Loaded, Where, load
 from shardwright.checkpoint.folders import open_folder
 from shardwright.checkpoint.match import Rename
@@ -281,9 +281,8 @@ def _newest(trainer: Trainer, strict: bool, rename: Rename | None) -> Loaded | N
         raise UsageError(
             'resume("auto") looks where a ModelCheckpoint saves, and the trainer has none; give the directory'
         )
-    ranks = all_ranks()
     folder = open_folder(directory)
-    names, damaged = ranks.broadcast(_names(directory) if ranks.rank == 0 else None)
+    names, damaged = from_rank_zero(all_ranks(), lambda: _names(directory))
     for name in damaged:
         _say(trainer, f"{directory}/{name} is no complete checkpoint and is passed over: its manifest is damaged")
     failure: DamageError | None = None
