@@ -109,7 +109,7 @@ class LocalCarrier(Carrier):
         return {
             rank: rank_variables(
                 rank, self.ranks, rank, self.ranks, 0, 1, "127.0.0.1", self.lease.port, run_id,
-                folder.error_file(rank), folder.failed_mark,
+                folder.error_file(rank), folder.failed_mark, self.options.restarts,
             ) | given.get(rank, {})
             for rank in range(self.ranks)
         }  # fmt: skip

@@ -14,6 +14,7 @@ from shardwright.launch.host_options import HostOptions, RemoteOptions
 from shardwright.launch.mpirun import find_mpirun, mpirun_command, read_backend, read_mca, runs_as_root
 from shardwright.launch.program import Kind, Program, check_program
 from shardwright.launch.rank_table import TABLE_VARIABLES, RankTable, read_rank_table
+from shardwright.launch.restart_options import ONCE, RestartOptions
 from shardwright.launch.save_graphs import VARIABLE, SaveGraphs
 
 # What the launcher itself decides for each rank: not to be set with -x.
@@ -47,6 +48,7 @@ class LaunchOptions:
     carrier: tuple[str, ...] = ()
     remote: RemoteOptions | None = None
     bind: bool = True
+    restarts: RestartOptions = ONCE
 
 
 def read_options(
@@ -54,7 +56,7 @@ def read_options(
     job: str | None, log_dir: str, port: int | None, devices: str | None, variables: Sequence[str], grace_s: float,
     detach: bool, save_graphs: str | None = None, rank_table: str | None = None, via: str | None = None,
     backend: str | None = None, mca: Sequence[tuple[str, str]] = (), where: HostOptions | None = None,
-    bind_to: str = "core",
+    bind_to: str = "core", restarts: RestartOptions = ONCE,
 ) -> LaunchOptions:  # fmt: skip
     """The job that a command line asks for. Raises `UsageError` for what cannot be served.
 
@@ -78,6 +80,7 @@ def read_options(
     elsewhere = remote is not None and remote.wdir is not None and bool(arguments)  # only its hosts can check it
     checked = Program(kind, tuple(arguments)) if elsewhere else check_program(kind, arguments, whole)
     number = 0 if remote is not None else whereabouts.slots_here or read_ranks(ranks, whole)
+    restarts.check(None if remote is not None else number, by_table=table is not None)
     if port is not None and not 0 < port < 65_536:
         raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
     if not grace_s >= 0:
@@ -88,6 +91,7 @@ def read_options(
         shown=frozenset() if remote is not None else read_tee(tee, number),
         job=job, log_dir=Path(log_dir), port=port, environment=environment, grace_s=grace_s, detach=detach,
         rank_environments=by_rank, carrier=carrier, remote=remote, bind=bind_to == "core",
+        restarts=restarts,
     )  # fmt: skip
 
 

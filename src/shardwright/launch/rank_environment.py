@@ -7,11 +7,13 @@ from collections.abc import Mapping
 
 from shardwright.launch.job import FAILED_VARIABLE
 from shardwright.launch.options import RANK_VARIABLES
+from shardwright.launch.restart_options import ONCE, RestartOptions
 
 
 def rank_variables(
     rank: int, size: int, local_rank: int, local_size: int, group_rank: int, groups: int, address: str, port: int,
     run_id: str, error_file: str | os.PathLike[str], failed_mark: str | os.PathLike[str],
+    restarts: RestartOptions = ONCE,
 ) -> dict[str, str]:  # fmt: skip
     """torchrun's variables for a rank: the groups are the hosts, and ``address`` is the first host's."""
     return {
@@ -19,7 +21,7 @@ def rank_variables(
         "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size), "ROLE_WORLD_SIZE": str(size),
         "GROUP_RANK": str(group_rank), "GROUP_WORLD_SIZE": str(groups),
         "MASTER_ADDR": address, "MASTER_PORT": str(port),
-        "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_RUN_ID": run_id,
+        **restarts.variables(), "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_ERROR_FILE": os.fspath(error_file), FAILED_VARIABLE: os.fspath(failed_mark),
     }  # fmt: skip
 

@@ -257,6 +257,7 @@ class SshCarrier(Carrier):
             rank: rank_variables(
                 rank, self.placement.size, local_rank, len(here), index, len(self.connections), self.address,
                 self.port, run_id, f"{scratch}/error.{rank}.json", f"{scratch}/failed.json",
+                self.options.restarts,
             ) | {"NODE_RANK": str(index)} | self.options.rank_environments.get(rank, {})
             for local_rank, rank in enumerate(here)
         }  # fmt: skip
