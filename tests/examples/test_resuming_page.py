@@ -50,5 +50,5 @@ def commands(folder, lines):
 def test_the_commands_of_the_page_go_on(tmp_path):
     [block] = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     [(_, second)] = run_ranks(1, commands, str(tmp_path), block.splitlines())
-    assert "resume: runs/q/checkpoints/step-00000002, step-00000002: epoch 1, 2 steps" in second
+    assert "resume: runs/q/checkpoints/step-00000002: epoch 1, 2 steps" in second
     assert open_source(tmp_path / "runs/q/checkpoints").manifest.info["step"] == 4

@@ -72,6 +72,8 @@ def damaged(folder):
     quietly(trainer.fit, batches, 3)
     names = ["step-00000005", "step-00000010", "step-00000015"]
     assert sorted(path.name for path in directory.glob("step-*")) == names
+    trainer, *_ = trainer_of(directory)
+    found["whole"] = *quietly(trainer.resume, f"{directory}/"), trainer.steps
     large = max((directory / names[2]).glob("*.distcp"), key=lambda path: path.stat().st_size)
     flip(large, large.stat().st_size // 2)
     for name, where in (("newest", "auto"), ("path", directory / names[2]), ("nowhere", folder / "no")):
@@ -90,10 +92,11 @@ def damaged(folder):
 
 def test_a_damaged_checkpoint_is_named_and_auto_goes_on_from_the_one_before(tmp_path):
     [found] = run_ranks(1, damaged, tmp_path)
+    assert found["whole"] == ("step-00000015", f"resume: {tmp_path}/run/step-00000015: epoch 3, 15 steps\n", 15)
     name, text, steps = found["newest"]
     assert (name, steps) == ("step-00000010", 10)
     assert "step-00000015 is damaged: __0_0.distcp: bytes" in text
-    assert "Going on from the checkpoint before it\nresume: " in text
+    assert f"Going on from the checkpoint before it\nresume: {tmp_path}/run/step-00000010: epoch 2, 10 steps" in text
     error, _, steps = found["path"]
     assert isinstance(error, DamageError)
     assert "step-00000010 is the newest other one that has all its bytes" in str(error)

@@ -15,7 +15,7 @@ from torch.utils.data import SequentialSampler
 
 from shardwright.checkpoint.agree import all_ranks, from_rank_zero
 from shardwright.checkpoint.api import Best, Checkpoints, Loaded, Where, load
-from shardwright.checkpoint.folders import open_folder
+from shardwright.checkpoint.folders import last_part, open_folder
 from shardwright.checkpoint.match import Rename
 from shardwright.checkpoint.run_state import Run
 from shardwright.checkpoint.source import checkpoints
@@ -313,7 +313,10 @@ def _load(trainer: Trainer, where: Where, strict: bool, rename: Rename | None) -
         where, run.model, run.optimizer, scheduler=run.scheduler, scaler=run.scaler, ema=run.ema, strict=strict,
         rename=rename,
     )  # fmt: skip
-    _say(trainer, f"resume: {os.fspath(where)}, {loaded.name}: epoch {loaded.epoch}, {loaded.step} steps")
+    found = os.fspath(where).rstrip("/")
+    if last_part(found) != loaded.name:  # a directory of checkpoints
+        found = f"{found}/{loaded.name}"
+    _say(trainer, f"resume: {found}: epoch {loaded.epoch}, {loaded.step} steps")
     return loaded
 
 
