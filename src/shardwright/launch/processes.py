@@ -78,6 +78,12 @@ def start_ticks(pid: int) -> int | None:
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
 
 
+def state_and_cpu_s(pid: int) -> tuple[str, float] | None:
+    """Its state by the kernel's letter, and the processor time of all its threads. None if gone."""
+    fields = _stat(pid)
+    return (fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")) if fields else None
+
+
 def name_of(pid: int) -> str:
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()

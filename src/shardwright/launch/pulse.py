@@ -1,0 +1,169 @@
+"""A few bytes that a rank writes and the supervisor of its host reads: how far the rank is, and in what.
+
+They are memory that the two share, so that they can be read without the rank's help when it is stopped or dead-locked,
+and written in a fraction of a microsecond. The memory is a file without a name that the supervisor has open; a rank,
+also one that was started as a program of its own, finds it as ``/proc/<supervisor>/fd/<number>``, by `PULSE_VARIABLE`.
+Behind these bytes the same file takes the stacks of the rank's threads, which faulthandler writes there at
+`STACK_SIGNAL` whatever the rank is busy with.
+
+Without ``--stall-timeout`` nobody reads, and a rank writes into memory of its own.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+PULSE_VARIABLE = "SHARDWRIGHT_PULSE"
+# Ignored unless somebody handles it, and hardly anybody does: it tells of out-of-band data on sockets.
+STACK_SIGNAL = signal.SIGURG
+
+_LAYOUT = 1
+_OPERATION_BYTES = 32
+_SITE_BYTES = 256
+_LISTENER = struct.Struct("<II")  # the layout, and the pid that writes its stacks at the signal
+_COUNTS = struct.Struct("<QQQ")  # signs of life, steps begun, collectives begun
+_STATE = struct.Struct(f"<QQQ{_OPERATION_BYTES}s")
+_COUNTS_AT = _LISTENER.size
+_OPERATION_AT = _COUNTS_AT + _COUNTS.size
+_SITE_AT = _OPERATION_AT + _OPERATION_BYTES
+_USED_BYTES = _SITE_AT + _SITE_BYTES
+_STACKS_AT = 4096
+
+
+class Pulse:
+    """Written by one rank, seldom enough for a lock to be left out. ``with pulse("all_reduce"):`` surrounds a
+    collective; `at` says for what the next ones are.
+    """
+
+    __slots__ = ("_beats", "_collectives", "_memory", "_steps", "watched")
+
+    def __init__(self, memory: bytearray | mmap.mmap, watched: bool) -> None:
+        self.watched = watched
+        self._memory = memory
+        self._beats, self._steps, self._collectives = _COUNTS.unpack_from(memory, _COUNTS_AT)
+
+    def beat(self) -> None:
+        """A sign of life."""
+        self._beats += 1
+        _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
+
+    def begin_step(self) -> None:
+        self._steps += 1
+        self.beat()
+
+    def set_steps(self, steps: int) -> None:
+        """How many were begun before, in a run that goes on."""
+        self._steps = steps
+        self.beat()
+
+    def at(self, site: bytes) -> None:
+        """For what the next collectives are; as `site` makes it."""
+        self._memory[_SITE_AT : _SITE_AT + _SITE_BYTES] = site
+
+    def __call__(self, operation: bytes) -> Pulse:
+        self._beats += 1
+        self._collectives += 1
+        _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *_: object) -> None:
+        self._beats += 1
+        _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, b"")
+
+
+def site(text: str) -> bytes:
+    """``text`` for `Pulse.at`."""
+    data = text.encode()
+    if len(data) > _SITE_BYTES:
+        data = data[: _SITE_BYTES - 3].decode(errors="ignore").encode() + b"..."
+    return data.ljust(_SITE_BYTES, b"\0")
+
+
+NOWHERE = site("")
+
+
+@cache
+def open_pulse(path: str | None) -> Pulse:
+    """Of this process, by the value of `PULSE_VARIABLE`; from now on it answers the signal with its stacks.
+
+    Where there is no such file, as in a container of its own, what is written is read by nobody.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
+    except OSError:
+        fd = -1
+    if path is None or fd < 0:
+        return Pulse(bytearray(_USED_BYTES), watched=False)
+    try:
+        memory = mmap.mmap(fd, _STACKS_AT)
+    finally:
+        os.close(fd)
+    layout, listener = _LISTENER.unpack_from(memory)
+    if layout != _LAYOUT:  # another version's supervisor
+        return Pulse(bytearray(_USED_BYTES), watched=False)
+    if listener != os.getpid():
+        answer_with_stacks(path)
+    return Pulse(memory, watched=True)
+
+
+def answer_with_stacks(path: str) -> None:
+    """Have faulthandler write the stacks of all threads of this process at `STACK_SIGNAL`. Raises `OSError`."""
+    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)  # open for as long as the process lives
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+    with open(path, "r+b", buffering=0) as file:
+        file.write(_LISTENER.pack(_LAYOUT, os.getpid()))
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rank has written. ``listener`` is the pid that answers with its stacks, 0 for nobody; ``operation`` is the
+    collective that it is in, empty outside of any; ``site`` says for what its last one was.
+    """
+
+    listener: int
+    beats: int
+    steps: int
+    collectives: int
+    operation: str
+    site: str
+
+
+class PulseFile:
+    """The supervisor's end for one rank. Raises `OSError` where no file can be opened."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("pulse", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, _STACKS_AT)
+        os.pwrite(self.fd, _LISTENER.pack(_LAYOUT, 0), 0)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def read(self) -> Reading:
+        data = os.pread(self.fd, _USED_BYTES, 0)
+        _, listener = _LISTENER.unpack_from(data)
+        beats, steps, collectives, operation = _STATE.unpack_from(data, _COUNTS_AT)
+        return Reading(listener, beats, steps, collectives, _text(operation), _text(data[_SITE_AT:_USED_BYTES]))
+
+    def stacks_bytes(self) -> int:
+        return os.fstat(self.fd).st_size - _STACKS_AT
+
+    def take_stacks(self, limit_bytes: int) -> str:
+        """What was written since the last time."""
+        text = os.pread(self.fd, limit_bytes, _STACKS_AT).decode(errors="replace")
+        os.ftruncate(self.fd, _STACKS_AT)
+        return text
+
+
+def _text(data: bytes) -> str:
+    return data.partition(b"\0")[0].decode(errors="replace")
