@@ -21,11 +21,13 @@ import selectors
 import signal
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 from shardwright.launch.processes import die_with_parent
 from shardwright.launch.protocol import STREAMS, Decoder, Start
+from shardwright.launch.pulse import PulseFile
 from shardwright.launch.supervisor import Ending, RankProcess, Supervisor, error_file, execute, not_started
 
 NEVER_STARTED = 0  # the pid of a rank that mpirun gave up, since another had failed
@@ -40,10 +42,10 @@ class CarriedSupervisor(Supervisor):
 
     def __init__(
         self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess], mpirun: int, reports: Reports,
-        said: int,
+        said: int, stall_s: float | None = None,
     ) -> None:  # fmt: skip
         self.mpirun, self.reports, self.said = mpirun, reports, said
-        super().__init__(orders, events, decoder, ranks)
+        super().__init__(orders, events, decoder, ranks, stall_s=stall_s)
         for rank in [rank for rank, process in ranks.items() if process.pid == NEVER_STARTED]:
             ranks[rank].signalled = True
             self._exited(rank, -signal.SIGTERM, time.time())
@@ -73,6 +75,7 @@ class CarriedSupervisor(Supervisor):
             if report["event"] == "exited":
                 self._exited(rank, report["code"], report["time_s"])
             else:
+                self.ranks[rank].stopped_by = report.get("signal", 0)
                 self._tell(report)
 
     def _mpirun_ended(self, code: int) -> None:
@@ -103,7 +106,7 @@ class Reports:
         return held + [json.loads(line) for line in lines]
 
 
-def supervise(start: Start, orders: int, events: int, decoder: Decoder) -> NoReturn:
+def supervise(start: Start, orders: int, events: int, decoder: Decoder, pulses: Mapping[int, PulseFile]) -> NoReturn:
     """Start mpirun, wait until all ranks have started, and supervise them until the end."""
     reports = Reports()
     said = os.memfd_create("mpirun")
@@ -130,11 +133,12 @@ def supervise(start: Start, orders: int, events: int, decoder: Decoder) -> NoRet
             pids.get(rank, NEVER_STARTED),
             {stream: fds[0] for stream, fds in pipes[rank].items()},
             error_file(variables),
+            pulses.get(rank),
         )
         for rank, variables in start.ranks.items()
     }
     die_with_parent(0)
-    CarriedSupervisor(orders, events, decoder, ranks, mpirun, reports, said).run()
+    CarriedSupervisor(orders, events, decoder, ranks, mpirun, reports, said, start.stall_s).run()
     sys.exit(0)
 
 

@@ -7,6 +7,7 @@ The launcher's first line is what to start (`Start`), then come orders:
                                                         signal the ranks, then what they left, and kill after the grace
     {"order": "errors"}                                 tell what ranks that still live have written down as their error
     {"order": "kill"}                                   kill everything now
+    {"order": "stacks"}                                 tell where the ranks are, where `Start.stall_s` is set
 
     {"order": "beat", "sent_s": 1700000000.123}         nothing but a sign of life, where there is a lease
 
@@ -19,6 +20,9 @@ supervisor's events:
     {"event": "exited", "rank": 0, "code": -9, "time_s": 1700000000.123, "signalled": false, "out_of_memory": false,
      "error": ["ValueError: ...", 1700000000.120]}      "error" is null where the rank has written none down
     {"event": "errors", "errors": {"3": ["ValueError: ...", 1700000000.120]}}    the answer to the order
+    {"event": "progress"}                               a rank has done a step, or a collective, since the last time
+    {"event": "stacks", "quiet_s": 31.2, "payload_bytes": 4096}    the answer: how long no rank had done anything or
+                                                        written, and `stacks.Observation` of each as JSON
     {"event": "left", "names": {"123": "sleep"}}        processes that the ranks left behind, about to be ended
     {"event": "carrier_said", "text": "...", "matters": true}    the words of mpirun itself; they matter where it failed
     {"event": "not_started", "message": "..."}          torch could not be imported, or no process be forked
@@ -47,7 +51,8 @@ class Start:
 
     ``preload``: import torch once and fork the ranks. ``held``: file descriptors that ranks must not inherit.
     ``carrier``: the command, of mpirun, that is to start the ranks, in place of the supervisor itself.
-    ``bind``: each rank has cores of its own.
+    ``bind``: each rank has cores of its own. ``stall_s``: after how long a silence of all ranks somebody will ask where
+    they are; None for never.
     Under an agent on another host: ``packed``, this package came with the agent and is not what ranks import;
     ``lease_s``, how long the orders may be silent; ``scratch``, the job's folder on the host.
     """
@@ -61,6 +66,7 @@ class Start:
     lease_s: float | None = None
     scratch: str | None = None
     bind: bool = False
+    stall_s: float | None = None
 
     def to_message(self) -> Message:
         return asdict(self)
@@ -78,6 +84,7 @@ class Start:
             lease_s=message["lease_s"],
             scratch=message["scratch"],
             bind=message["bind"],
+            stall_s=message["stall_s"],
         )
 
 

@@ -36,7 +36,10 @@ from shardwright.launch.processes import (
     out_of_memory_kills,
     send_signal,
 )
+from shardwright.launch.progress import Progress
 from shardwright.launch.protocol import STREAMS, Decoder, Message, Start, encode
+from shardwright.launch.pulse import PULSE_VARIABLE, PulseFile, answer_with_stacks
+from shardwright.launch.stacks import Target
 
 _CHUNK_BYTES = 1 << 16
 _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the ranks' pipes are left alone
@@ -52,6 +55,8 @@ class RankProcess:
     pid: int
     pipes: dict[str, int]
     error_file: Path | None = None  # where it writes down its error
+    pulse: PulseFile | None = None
+    stopped_by: int = 0  # the signal
     signalled: bool = False
     ended: bool = False
 
@@ -89,7 +94,7 @@ class Supervisor:
 
     def __init__(
         self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess],
-        lease_s: float | None = None, scratch: str | None = None,
+        lease_s: float | None = None, scratch: str | None = None, stall_s: float | None = None,
     ) -> None:  # fmt: skip
         self.orders, self.events, self.decoder, self.ranks = orders, events, decoder, ranks
         self.lease_s, self.scratch = lease_s, scratch
@@ -105,6 +110,10 @@ class Supervisor:
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         self.selector.register(wake_read, selectors.EVENT_READ, lambda: os.read(wake_read, 512))
+        self.progress: Progress | None = None
+        if stall_s is not None:
+            pulses = {rank: process.pulse for rank, process in ranks.items() if process.pulse is not None}
+            self.progress = Progress(stall_s, pulses, lambda: os.write(wake_write, b"\0"))
         for rank, process in ranks.items():
             self._tell({"event": "started", "rank": rank, "pid": process.pid})
         self._follow(b"")  # orders that came together with the start
@@ -114,11 +123,14 @@ class Supervisor:
         while not self._reap():
             self._read_while_heard()
             tick_s = _MEMORY_KILL_AGE_S if self.lease_s is None else min(_MEMORY_KILL_AGE_S, self.lease_s / 4)
+            tick_s = tick_s if self.progress is None else min(tick_s, self.progress.interval_s)
             for key, _ in self.selector.select(_ENDING_TICK_S if self.ending else tick_s):
                 key.data()
             if self.lease_s is not None and time.monotonic() - self.heard_s > self.lease_s:
                 self._abandoned()
             self.memory_kills.sample()
+            if self.progress is not None:
+                self._tell_progress(self.progress)
             if self.ending:
                 self._advance(self.ending)
         self._finish(unkillable=[])
@@ -161,12 +173,22 @@ class Supervisor:
             match message["order"]:
                 case "errors":
                     self._tell({"event": "errors", "errors": self._errors()})
+                case "stacks" if self.progress is not None:
+                    living = {rank: process for rank, process in self.ranks.items() if not process.ended}
+                    self.progress.ask({r: Target(p.pid, p.pulse, p.stopped_by) for r, p in living.items()})
                 case "signal":
                     self._signal_ranks(message["signal"])
                 case "end":
                     self._end(message["signal"], message["grace_s"])
                 case "kill":
                     self._end(signal.SIGCONT, 0.0)
+
+    def _tell_progress(self, progress: Progress) -> None:
+        if progress.look():
+            self._tell({"event": "progress"})
+        if (answer := progress.take_answer()) is not None:
+            quiet_s, observations = answer
+            self._tell({"event": "stacks", "quiet_s": quiet_s}, observations)
 
     def _abandoned(self) -> None:
         """The launcher is gone: nobody is left to tell."""
@@ -200,6 +222,8 @@ class Supervisor:
         except BlockingIOError:
             return False
         if data:
+            if self.progress is not None:
+                self.progress.heard()
             self._tell({"event": "output", "rank": rank, "stream": stream}, data)
             return True
         if self.reading:
@@ -236,8 +260,10 @@ class Supervisor:
     def _report(self, rank: int, status: int) -> None:
         process = self.ranks[rank]
         if os.WIFSTOPPED(status):
-            self._tell({"event": "stopped", "rank": rank, "signal": os.WSTOPSIG(status), "pid": process.pid})
+            process.stopped_by = os.WSTOPSIG(status)
+            self._tell({"event": "stopped", "rank": rank, "signal": process.stopped_by, "pid": process.pid})
         elif os.WIFCONTINUED(status):
+            process.stopped_by = 0
             self._tell({"event": "continued", "rank": rank})
         else:
             self._exited(rank, os.waitstatus_to_exitcode(status), time.time())
@@ -384,6 +410,20 @@ def _why_no_torch(message: str) -> str:
     return f"torch cannot be imported by {sys.executable}; `pip install torch` may mend it\n{message.strip()}"
 
 
+def _pulses(start: Start, events: int) -> dict[int, PulseFile]:
+    """For each rank, which is told where to find its own; none where nobody waits for them."""
+    pulses: dict[int, PulseFile] = {}
+    if start.stall_s is None:
+        return pulses
+    try:
+        for rank, variables in start.ranks.items():
+            pulses[rank] = PulseFile()
+            variables[PULSE_VARIABLE] = pulses[rank].path
+    except OSError as error:
+        not_started(events, f"rank {rank} of {len(start.ranks)} on this host cannot be watched: {error}")
+    return pulses
+
+
 def _start_rank(private: list[int]) -> tuple[RankProcess, dict[str, int]]:
     """Fork. The pid is 0 in the child, to which the writing ends of the pipes belong."""
     ours, theirs = {}, {}
@@ -404,10 +444,11 @@ def main() -> None:
     decoder = Decoder()
     orders, events = take_stdio()
     start = _read_start(orders, decoder)
+    pulses = _pulses(start, events)
     if start.carrier:
         from shardwright.launch.carried import supervise
 
-        supervise(start, orders, events, decoder)
+        supervise(start, orders, events, decoder, pulses)
     preload = start.preload and zygote.can_preload(start.program)
     if preload:
         try:
@@ -416,7 +457,7 @@ def main() -> None:
             not_started(events, _why_no_torch(traceback.format_exc()))
     die_with_parent(0)
     ranks: dict[int, RankProcess] = {}
-    private = [orders, events, *start.held]
+    private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values())]
     supervisor = os.getpid()
     for rank, variables in start.ranks.items():
         try:
@@ -429,12 +470,15 @@ def main() -> None:
                 bind(variables, count_gpus(os.environ))
             if not preload:
                 execute(start.program.command_line())
+            if PULSE_VARIABLE in variables:
+                answer_with_stacks(variables[PULSE_VARIABLE])
             if start.packed:
                 _forget_this_package()
             return zygote.run(start.program)
         for fd in pipes.values():
             os.close(fd)
         process.error_file = error_file(variables)
+        process.pulse = pulses.get(rank)
         ranks[rank] = process
-    Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch).run()
+    Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch, start.stall_s).run()
     sys.exit(0)
