@@ -13,8 +13,9 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
@@ -25,7 +26,7 @@ from shardwright.checkpoint.image import Copy, Image
 from shardwright.checkpoint.manifest import Manifest
 from shardwright.checkpoint.pieces import Piece, Share, State, shares
 from shardwright.checkpoint.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone
-from shardwright.checkpoint.save import Prepared, prepare, write
+from shardwright.checkpoint.save import prepare, write
 from shardwright.checkpoint.store import Store
 from shardwright.errors import CheckpointError
 
@@ -114,7 +115,9 @@ class AsyncSaver:
             names = {".".join(path) for path in steady}
             failure, copy = attempt(lambda: self._image.begin(prepared, names))
             prepared = replace(prepared, parts={}) if copy is not None else None
-        thread = _Thread(self.store, name, prepared, dict(info), dict(files), self.ranks, failure, copy)
+        share = None if copy is None else copy.write
+        writing = partial(write, self.store, name, prepared, dict(info), dict(files), self.ranks, share=share)
+        thread = _Thread(name, copy, failure, writing)
         if steady:
             self._hook = register_optimizer_step_pre_hook(_before_step)
             _copies.add(thread.copied)
@@ -175,22 +178,17 @@ class AsyncSaver:
 
 
 class _Thread(threading.Thread):
-    """Copies what is left to be copied, and writes; the end of the process waits for it."""
+    """Copies what is left to be copied, and writes; the end of the process waits for it.
+
+    ``writing`` writes all of it, or where it is told of a failure, tells the other ranks.
+    """
 
     def __init__(
-        self,
-        store: Store,
-        name: str,
-        prepared: Prepared | None,
-        info: Mapping[str, Any],
-        files: Mapping[str, bytes],
-        ranks: Ranks,
-        failure: str | None,
-        copy: Copy | None,
+        self, name: str, copy: Copy | None, failure: str | None, writing: Callable[[str | None], Manifest | None]
     ) -> None:
         super().__init__(name=f"saving {name}", daemon=False)
-        self.arguments = store, name, prepared, info, files, ranks
         self.copy = copy
+        self.writing = writing
         self.copied = threading.Event()
         self.copy_failure = failure
         self.failure: BaseException | None = None
@@ -209,8 +207,7 @@ class _Thread(threading.Thread):
         try:
             self.finish_copy()  # at the loop's own priority: its next step may wait for this
             _give_way()
-            share = None if self.copy is None else self.copy.write
-            self.manifest = write(*self.arguments, self.copy_failure, share)
+            self.manifest = self.writing(self.copy_failure)
         except BaseException as failure:
             self.failure = failure
 
