@@ -11,6 +11,7 @@ ROOT = Path(shardwright.__file__).parent
 # The order in which data passes the rooms of the house: each may import itself and those before it.
 ORDER = [
     "errors",
+    "whole_file",
     "launch",
     "torch_private",
     "mesh",
@@ -26,7 +27,7 @@ ORDER = [
     "zoo",
     "cli",
 ]
-STANDARD_LIBRARY_ONLY = {"errors", "launch"}
+STANDARD_LIBRARY_ONLY = {"errors", "whole_file", "launch"}
 
 
 def imports(path: Path) -> list[tuple[str, int]]:

@@ -65,6 +65,11 @@ def test_a_plan_comes_back_equal(mode, search, mesh, graph, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"]
 
 
+def test_a_plan_that_cannot_be_written(plan, tmp_path):
+    with pytest.raises(PlanError, match=r"cannot write the plan .*gone/plan.json: No such file or directory"):
+        plan.save(tmp_path / "gone" / "plan.json")
+
+
 def test_plans_that_differ_are_not_equal(plan):
     node = next(name for name, strategy in plan.strategies.items() if strategy.used)
     rule = plan.graph.rules[node]

@@ -2,8 +2,6 @@
 
 import contextlib
 import io
-import os
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,7 +10,6 @@ import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
 from shardwright.errors import TrainingError, UsageError
-from shardwright.run.callbacks import write_whole
 
 
 def trainer_of(callbacks=(), mode="data", options=None, model=None, lr=0.1, loss_fn=None, **trainer_options):
@@ -74,20 +71,6 @@ def test_rank_0_prints_the_start_the_losses_and_the_validations(run):
 def test_an_error_in_a_callback_names_it(run):
     for theirs in run:
         assert theirs["notes"] == ["raised by the callback Broken, in on_step_end"]
-
-
-def test_an_interrupted_write_leaves_no_file_and_the_old_one_whole(tmp_path):
-    path = tmp_path / "state.pt"
-    path.write_text("old")
-
-    def interrupted(temporary: Path) -> None:
-        temporary.write_text("half")
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        write_whole(path, interrupted)
-    assert os.listdir(tmp_path) == ["state.pt"]
-    assert path.read_text() == "old"
 
 
 class Overflowing(torch.nn.Module):

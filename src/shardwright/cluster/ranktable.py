@@ -5,12 +5,10 @@ What a product allows is a row of `PRODUCTS`; nothing else knows about products.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,6 +23,7 @@ from shardwright.launch.rank_table import (
     parse_rank_table,
     read_rank_table,
 )
+from shardwright.whole_file import write_whole
 
 ADDRESS_FILE = Path("/etc/hccn.conf")
 _TOOL_TIMEOUT_S = 30.0
@@ -296,18 +295,7 @@ def write(text: str, out: str | None, name: str, force: bool) -> Path:
             if path.read_bytes() == data:
                 return path
             raise UsageError(f"{path} is there already and differs; type --force to replace it, or another --out")
-        _replace(path, lambda draft: draft.write_bytes(data))
+        write_whole(path, lambda draft: draft.write_bytes(data))
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
     return path
-
-
-def _replace(path: Path, fill: Callable[[Path], object]) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        fill(draft)
-        draft.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            draft.unlink()
-        raise

@@ -28,6 +28,7 @@ import torch
 from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import CollectiveKind
+from shardwright.whole_file import write_whole
 
 Where = Literal["inside", "between"]
 FORMAT = "shardwright hardware profile"
@@ -208,14 +209,10 @@ class Hardware:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile; a file that was there is replaced once the new one is whole."""
-        target = Path(path)
-        draft = target.with_name(f".{target.name}.{os.getpid()}")
         try:
-            draft.write_text(self.to_json())
-            draft.replace(target)
+            write_whole(Path(path), lambda draft: draft.write_text(self.to_json()))
         except OSError as error:
-            draft.unlink(missing_ok=True)
-            raise UsageError(f"cannot write the profile {target}: {error.strerror}") from None
+            raise UsageError(f"cannot write the profile {os.fspath(path)}: {error.strerror}") from None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Hardware:

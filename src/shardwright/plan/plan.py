@@ -10,7 +10,6 @@ and nothing run that is not priced.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -25,6 +24,7 @@ from shardwright.mesh.redistribute import Collective, Step, redistribute
 from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 from shardwright.rules.table import internal_collectives
+from shardwright.whole_file import write_whole
 
 FORMAT = 1
 
@@ -253,11 +253,15 @@ class Plan:
         return plan
 
     def save(self, path: str | Path) -> None:
-        """Write the plan to a file, whole or not at all."""
-        path = Path(path)
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # two jobs may save the same plan at once
-        partial.write_text(self.to_json() + "\n")
-        partial.replace(path)
+        """Write the plan to a file, whole or not at all.
+
+        Raises:
+            PlanError: where it cannot be written.
+        """
+        try:
+            write_whole(Path(path), lambda draft: draft.write_text(self.to_json() + "\n"))
+        except OSError as error:
+            raise PlanError(f"cannot write the plan {path}: {error.strerror}") from error
 
     @staticmethod
     def load(path: str | Path, graph: RuledGraph) -> Plan:

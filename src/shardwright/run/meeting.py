@@ -23,6 +23,7 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 
 from shardwright.errors import UsageError, WorldError
 from shardwright.launch.environment import FileMeeting, LaunchEnvironment, Meeting, MpiMeeting, TcpMeeting
+from shardwright.whole_file import write_whole
 
 _LOOPBACK = "127.0.0.1"
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
@@ -156,9 +157,7 @@ def _meet_by_file(path: Path, one_host: bool, told: LaunchEnvironment, deadline:
         listener = _listen(_LOOPBACK if one_host else "", 0)
         note = {"addresses": [_LOOPBACK] if one_host else own_addresses(), "port": listener.getsockname()[1]}
         _make_private(path.parent)
-        draft = path.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(note))
-        draft.replace(path)
+        write_whole(path, lambda draft: draft.write_text(json.dumps(note)))
         return _serve(listener, told.size)
     for _ in deadline.pauses():
         # A note left by an earlier job leads to a port that nobody serves: read it anew until it is rank 0's.

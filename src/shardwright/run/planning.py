@@ -77,6 +77,6 @@ def remembered(graph: RuledGraph, question: str, make: Callable[[], Plan]) -> Pl
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
-    except OSError:
+    except (OSError, PlanError):
         pass
     return plan

@@ -20,7 +20,6 @@ from shardwright.run.callbacks import (
     LossMonitor,
     NanGuard,
     ProgressBar,
-    write_whole,
 )
 from shardwright.run.captured import Parallel
 from shardwright.run.checkpointing import ModelCheckpoint
@@ -30,6 +29,7 @@ from shardwright.run.precision import autocast
 from shardwright.run.seed import set_seed
 from shardwright.run.trainer import Trainer
 from shardwright.run.world import World, init
+from shardwright.whole_file import write_whole
 from shardwright.zoo.checks import data_problems, option_problems
 from shardwright.zoo.config import load_config, to_yaml
 from shardwright.zoo.datasets import Data, make_data
@@ -86,6 +86,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     set_seed(config.system.seed, config.system.deterministic)
     output = Path(config.train.output_dir)
     if world.rank == 0:
+        output.mkdir(parents=True, exist_ok=True)
         write_whole(output / "config.yaml", lambda path: path.write_text(to_yaml(config)))
         print(f"configuration: {output / 'config.yaml'}", flush=True)
     parallel = _parallelize(experiment, world)
