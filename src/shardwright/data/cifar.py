@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -11,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from shardwright.data.cifar_pickle import RefusedPickle, byte_array, pickle_bytes, read_pickle
 from shardwright.data.idx import Bytes
-from shardwright.data.images import LabelledImages, checked_shard
-from shardwright.data.remote import local_copy
-from shardwright.data.transforms import Transform
+from shardwright.data.images import ImageFiles, Pair
 from shardwright.errors import DataError
 
 DOWNLOAD = "https://www.cs.toronto.edu/~kriz/"
@@ -27,8 +23,6 @@ TRAIN_FILES = 5
 NAMES = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 _IMAGE_BYTES = 3 * SIDE * SIDE
 _RECORD_BYTES = 1 + _IMAGE_BYTES
-
-Pair = tuple[Bytes, Bytes]  # images (n, 3, 32, 32) and labels (n,)
 
 
 @dataclass(frozen=True)
@@ -45,7 +39,7 @@ class Version:
         return [f"{stem}{self.suffix}" for stem in stems]
 
 
-class CIFAR10(LabelledImages):
+class CIFAR10(ImageFiles):
     """The colour images of CIFAR-10: pairs of an image, float32 (3, 32, 32) in [0, 1], and its label, int64 ().
 
     ``root`` is the folder of the files, or one that has ``cifar-10-batches-py``, ``cifar-10-batches-bin`` or one of the
@@ -59,19 +53,12 @@ class CIFAR10(LabelledImages):
     `UsageError` for a shard that does not exist.
     """
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        train: bool = True,
-        num_shards: int | None = None,
-        shard_id: int | None = None,
-        transform: Transform | Callable[[Tensor], Any] | None = None,
-    ) -> None:
-        shard = checked_shard("CIFAR10", num_shards, shard_id)
-        version, files = _find(local_copy(root), train)
+    @staticmethod
+    def _read(root: Path, train: bool) -> Pair:
+        version, files = _find(root, train)
         pairs = [version.read(name, contents) for name, contents in files.items()]
         images, labels = (np.concatenate(part) for part in zip(*pairs, strict=True))
-        super().__init__(images, labels, shard, transform)
+        return images, labels
 
 
 def _find(root: Path, train: bool) -> tuple[Version, dict[str, bytes]]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,8 +12,12 @@ from torch import Tensor
 
 from shardwright.data.idx import Bytes
 from shardwright.data.order import even_range
+from shardwright.data.remote import local_copy
 from shardwright.data.transforms import Keys, Transform
 from shardwright.errors import UsageError
+
+Pair = tuple[Bytes, Bytes]
+"""Images of shape (n, c, h, w), and labels of shape (n,)."""
 
 
 class LabelledImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
@@ -71,7 +77,27 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
         return self._images[rows].float().div_(255), self._labels[rows]
 
 
-def checked_shard(kind: str, num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
+class ImageFiles(LabelledImages):
+    """Labelled images from the files of a published set, in a folder or behind its URL, whole or one shard."""
+
+    def __init__(
+        self,
+        root: str | os.PathLike[str],
+        train: bool = True,
+        num_shards: int | None = None,
+        shard_id: int | None = None,
+        transform: Transform | Callable[[Tensor], Any] | None = None,
+    ) -> None:
+        shard = _checked_shard(type(self).__name__, num_shards, shard_id)
+        super().__init__(*self._read(local_copy(root), train), shard, transform)
+
+    @staticmethod
+    def _read(root: Path, train: bool) -> Pair:
+        """All images and labels of one of the two parts."""
+        raise NotImplementedError
+
+
+def _checked_shard(kind: str, num_shards: int | None, shard_id: int | None) -> tuple[int, int]:
     """(number of shards, which one); raises `UsageError` for a shard that does not exist."""
     if num_shards is None and shard_id is None:
         return 1, 0

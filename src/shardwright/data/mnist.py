@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from shardwright.data.idx import Bytes, read_idx
-from shardwright.data.images import LabelledImages, checked_shard
-from shardwright.data.remote import local_copy
-from shardwright.data.transforms import Transform
+from shardwright.data.images import ImageFiles, Pair
 from shardwright.errors import DataError
 
 DOWNLOAD = "https://ossci-datasets.s3.amazonaws.com/mnist/"
@@ -27,7 +21,7 @@ def file_names(train: bool) -> tuple[str, str]:
     return f"{part}-images-idx3-ubyte", f"{part}-labels-idx1-ubyte"
 
 
-class MNIST(LabelledImages):
+class MNIST(ImageFiles):
     """The handwritten digits of the MNIST files in ``root``: pairs of an image and its label.
 
     An image is float32 of shape (1, 28, 28) in [0, 1], a label is int64 of shape (). ``root`` is a folder or its URL,
@@ -40,17 +34,10 @@ class MNIST(LabelledImages):
     and `UsageError` for a shard that does not exist.
     """
 
-    def __init__(
-        self,
-        root: str | os.PathLike[str],
-        train: bool = True,
-        num_shards: int | None = None,
-        shard_id: int | None = None,
-        transform: Transform | Callable[[Tensor], Any] | None = None,
-    ) -> None:
-        shard = checked_shard("MNIST", num_shards, shard_id)
-        images, labels = _read_pair(local_copy(root), train)
-        super().__init__(images[:, None], labels, shard, transform)
+    @staticmethod
+    def _read(root: Path, train: bool) -> Pair:
+        images, labels = _read_pair(root, train)
+        return images[:, None], labels
 
 
 def _read_pair(root: Path, train: bool) -> tuple[Bytes, Bytes]:
