@@ -86,6 +86,14 @@ def launch(
 
     \b
     shardwright launch -n 8 train.py ARGS
+@click.option(
+    "--stall-timeout",
+    "stall_timeout_s",
+    type=float,
+    metavar="SECONDS",
+    help="When no rank finishes a step or writes anything for so long, show where each is, and end the job with exit "
+    "code 124.  [default: never]",
+)
     shardwright launch -n 8 -m package.module ARGS
     shardwright launch -n 8 -- PROGRAM ARGS
     shardwright launch -n 8 --via mpirun --backend mpi train.py ARGS

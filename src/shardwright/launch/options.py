@@ -13,15 +13,18 @@ from shardwright.launch.gpus import count_gpus
 from shardwright.launch.host_options import HostOptions, RemoteOptions
 from shardwright.launch.mpirun import find_mpirun, mpirun_command, read_backend, read_mca, runs_as_root
 from shardwright.launch.program import Kind, Program, check_program
+from shardwright.launch.pulse import PULSE_VARIABLE
 from shardwright.launch.rank_table import TABLE_VARIABLES, RankTable, read_rank_table
 from shardwright.launch.restart_options import ONCE, RestartOptions
 from shardwright.launch.save_graphs import VARIABLE, SaveGraphs
 
+_SHORTEST_STALL_S = 0.5
 # What the launcher itself decides for each rank: not to be set with -x.
 RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE",
+    PULSE_VARIABLE,
 })  # fmt: skip
 
 
@@ -49,6 +52,7 @@ class LaunchOptions:
     remote: RemoteOptions | None = None
     bind: bool = True
     restarts: RestartOptions = ONCE
+    stall_timeout_s: float | None = None
 
 
 def read_options(
@@ -56,7 +60,7 @@ def read_options(
     job: str | None, log_dir: str, port: int | None, devices: str | None, variables: Sequence[str], grace_s: float,
     detach: bool, save_graphs: str | None = None, rank_table: str | None = None, via: str | None = None,
     backend: str | None = None, mca: Sequence[tuple[str, str]] = (), where: HostOptions | None = None,
-    bind_to: str = "core", restarts: RestartOptions = ONCE,
+    bind_to: str = "core", restarts: RestartOptions = ONCE, stall_timeout_s: float | None = None,
 ) -> LaunchOptions:  # fmt: skip
     """The job that a command line asks for. Raises `UsageError` for what cannot be served.
 
@@ -85,13 +89,18 @@ def read_options(
         raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
     if not grace_s >= 0:
         raise UsageError(f"--grace {grace_s} is no time; type the seconds that ranks get to end by themselves")
+    if stall_timeout_s is not None and not _SHORTEST_STALL_S <= stall_timeout_s < float("inf"):
+        raise UsageError(
+            f"--stall-timeout {stall_timeout_s:g} is no time to wait for a sign of life; type seconds, at least "
+            f"{_SHORTEST_STALL_S:g} and more than a step or a silent phase of the program may take"
+        )
     carrier = mpirun_command(find_mpirun(whole), number, settings, runs_as_root()) if via == "mpirun" else ()
     return LaunchOptions(
         program=checked, ranks=number, preload=preload and not carrier,
         shown=frozenset() if remote is not None else read_tee(tee, number),
         job=job, log_dir=Path(log_dir), port=port, environment=environment, grace_s=grace_s, detach=detach,
         rank_environments=by_rank, carrier=carrier, remote=remote, bind=bind_to == "core",
-        restarts=restarts,
+        restarts=restarts, stall_timeout_s=stall_timeout_s,
     )  # fmt: skip
 
 

@@ -21,7 +21,7 @@ _LARGEST_ANSWER_BYTES = 1 << 22
 class Progress:
     """``stall_s`` is after how long a silence somebody will ask. ``wake`` ends the wait of the supervisor's loop."""
 
-    def __init__(self, stall_s: float, pulses: Mapping[int, PulseFile], wake: Callable[[], None]) -> None:
+    def __init__(self, stall_s: float, pulses: Mapping[int, PulseFile], wake: Callable[[], object]) -> None:
         self.interval_s = min(1.0, stall_s / 8)
         self._pulses, self._wake = pulses, wake
         self._beats: dict[int, int] = {}

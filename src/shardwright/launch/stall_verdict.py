@@ -1,0 +1,126 @@
+"""Who holds a job up that hangs: from where each rank is to one sentence that names the odd one out."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from shardwright.launch.failure import describe_ranks
+from shardwright.launch.places import Place, place_of
+from shardwright.launch.stacks import Observation
+
+Ranks = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Hang:
+    """What was found of a whole job. ``returned`` are ranks that ended with 0 before; ``hosts`` names the host of each
+    rank, where there are several; ``silent`` are the hosts that have not told where their ranks are.
+    """
+
+    observations: tuple[Observation, ...]
+    timeout_s: float
+    returned: Ranks = ()
+    hosts: Mapping[int, str] | None = None
+    silent: Sequence[str] = ()
+
+    @cached_property
+    def places(self) -> dict[int, Place]:
+        """Where each rank is, in their order."""
+        return {seen.rank: place_of(seen) for seen in sorted(self.observations, key=lambda seen: seen.rank)}
+
+    @property
+    def groups(self) -> dict[str, Ranks]:
+        """The ranks at each place, the largest group first."""
+        found: dict[str, Ranks] = {}
+        for rank, place in self.places.items():
+            found[place.text] = (*found.get(place.text, ()), rank)
+        return dict(sorted(found.items(), key=lambda group: -len(group[1])))
+
+    def on_host(self, ranks: Collection[int]) -> str:
+        """Where they are all on one host of several."""
+        names = {(self.hosts or {}).get(rank, "") for rank in ranks}
+        return f" on {names.pop()}" if len(names) == 1 and "" not in names else ""
+
+    def verdict(self) -> tuple[str, Ranks]:
+        """One line, and the ranks that it blames, if any.
+
+        The first of these that is so: a rank is stopped, or hangs in the kernel; has returned while others wait; is
+        elsewhere while others wait; all wait, but not in the same; or some have begun fewer collectives.
+        """
+        waiting, elsewhere = self._of_kind("waiting"), self._of_kind("known", "unknown")
+        everyone = tuple(self.places)
+        if held := self._of_kind("stopped") or self._of_kind("kernel"):
+            return self._held(held), held
+        if waiting and self.returned:
+            return f"{describe_ranks(self.returned)} returned 0 before, and {self._is(waiting)}", self.returned
+        if waiting and elsewhere:
+            return f"{self._is(elsewhere)} while {_wait(waiting)} {self._where(waiting)}", elsewhere
+        if waiting:
+            return self._all_waiting()
+        if late := self._fewest_collectives():
+            others = tuple(rank for rank in everyone if rank not in late)
+            have = "have" if len(late) > 1 else "has"
+            return f"{self._is(late)} and {have} begun fewer collectives than the others: {self._is(others)}", late
+        return (self._is(everyone) if everyone else "nobody has told where they are"), ()
+
+    def _of_kind(self, *kinds: str) -> Ranks:
+        return tuple(rank for rank, place in self.places.items() if place.kind in kinds)
+
+    def _held(self, held: Ranks) -> str:
+        others = tuple(rank for rank in self.places if rank not in held)
+        if not others:
+            return self._is(held)
+        if all(self.places[rank].kind == "waiting" for rank in others):
+            them = "them" if len(held) > 1 else "it"
+            return f"{self._is(held)}; {_wait(others)} for {them} {self._where(others)}"
+        return f"{self._is(held)}; {self._is(others)}"
+
+    def _all_waiting(self) -> tuple[str, Ranks]:
+        (first, most), *rest = self.groups.items()
+        odd = tuple(sorted(rank for _, ranks in rest for rank in ranks))
+        if not odd and len(most) == 1:
+            return f"{self._is(most)}, for others that are not there", ()
+        if not odd:
+            why = "the line between them is down, or what they pass differs in size"
+            return f"all {len(most)} ranks wait for each other {first}: {why}", ()
+        if len(most) == len(rest[0][1]):
+            each = "; ".join(f"{self._is(ranks)}" for ranks in self.groups.values())
+            return f"ranks wait in different collectives, of which some left one out or called one twice: {each}", ()
+        they = "they have" if len(odd) > 1 else "it has"
+        return f"{self._is(odd)} while {_wait(most)} {first}: {they} {self._how_far(odd, most)}", odd
+
+    def _how_far(self, odd: Ranks, most: Ranks) -> str:
+        here = [done for rank in odd if (done := self._done(rank))]
+        there = [done for rank in most if (done := self._done(rank))]
+        if len(here) == len(odd) and len(there) == len(most):
+            if min(here) > max(there):
+                return "passed or skipped that one"
+            if max(here) < min(there):
+                return "not come to that one"
+        return "skipped that one, or called another in its place"
+
+    def _done(self, rank: int) -> tuple[int, int] | None:
+        """Steps and collectives begun, where they are known."""
+        [pulse] = [seen.pulse for seen in self.observations if seen.rank == rank]
+        return (pulse.steps, pulse.collectives) if pulse is not None and pulse.collectives else None
+
+    def _fewest_collectives(self) -> Ranks:
+        """Where collectives run beside the program, as on GPUs, nobody is seen inside one."""
+        done = {rank: self._done(rank) for rank in self.places}
+        counts = {rank: known[1] for rank, known in done.items() if known is not None}
+        if len(counts) < len(done) or len(set(counts.values())) < 2:
+            return ()
+        return tuple(rank for rank, count in counts.items() if count == min(counts.values()))
+
+    def _is(self, ranks: Ranks) -> str:
+        return f"{describe_ranks(ranks)}{self.on_host(ranks)} {'are' if len(ranks) > 1 else 'is'} {self._where(ranks)}"
+
+    def _where(self, ranks: Ranks) -> str:
+        texts = {self.places[rank].text for rank in ranks}
+        return texts.pop() if len(texts) == 1 else f"in {len(texts)} places"
+
+
+def _wait(ranks: Ranks) -> str:
+    return f"{len(ranks)} ranks wait" if len(ranks) > 1 else f"{describe_ranks(ranks)} waits"
