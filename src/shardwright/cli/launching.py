@@ -76,6 +76,16 @@ class _LaunchCommand(click.Command):
     show_default=True,
     help="Give each rank its share of the cores, where they can be shared evenly and there are no GPUs.",
 )
+@click.option(
+    "--max-restarts",
+    type=int,
+    default=0,
+    show_default=True,
+    metavar="K",
+    help="Start a job that failed again, so many times at most.",
+)
+@click.option("--elastic", is_flag=True, help="A restart does without hosts that are lost.")
+@click.option("--min-ranks", type=int, metavar="N", help="The fewest ranks of an elastic job.  [default: 1]")
 @click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -86,14 +96,6 @@ def launch(
 
     \b
     shardwright launch -n 8 train.py ARGS
-@click.option(
-    "--stall-timeout",
-    "stall_timeout_s",
-    type=float,
-    metavar="SECONDS",
-    help="When no rank finishes a step or writes anything for so long, show where each is, and end the job with exit "
-    "code 124.  [default: never]",
-)
     shardwright launch -n 8 -m package.module ARGS
     shardwright launch -n 8 -- PROGRAM ARGS
     shardwright launch -n 8 --via mpirun --backend mpi train.py ARGS
@@ -105,7 +107,9 @@ def launch(
     from shardwright.launch.host_options import HostOptions
     from shardwright.launch.local import launch as launch_job
     from shardwright.launch.options import read_options
+    from shardwright.launch.restart_options import RestartOptions
 
+    restarts = RestartOptions.read(*(options.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
     words = ("hosts", "hostfile", "oversubscribe", "python", "wdir", "interface", "lease_s", "connect_timeout_s")
     where = HostOptions(**{word: options.pop(word) for word in words}, allocation=os.environ)
     job = read_options(
@@ -115,6 +119,7 @@ def launch(
         log_dir=log_dir,
         grace_s=grace,
         where=where,
+        restarts=restarts,
         **options,
     )
     if "--allow-run-as-root" in job.carrier:

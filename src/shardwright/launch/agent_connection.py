@@ -109,6 +109,12 @@ class AgentConnection(Connection):
                 return False
         return True
 
+    @property
+    def may_live_s(self) -> float:
+        """An agent that has not told itself that it killed them gives up after its lease, at its next look."""
+        assert self.lease_s is not None
+        return 0.0 if self._gone_code is not None else 1.25 * self.lease_s + 0.5
+
     def wake(self) -> None:
         """The agent does it with every order to end."""
 

@@ -105,6 +105,11 @@ class Connection(ABC):
     def silent_too_long(self) -> bool:
         return self.lease_s is not None and time.monotonic() - self.heard_s > self.lease_s
 
+    @property
+    def may_live_s(self) -> float:
+        """How long after the loss of the host its ranks may still run there."""
+        return 0.0
+
     @abstractmethod
     def wake(self) -> None:
         """A supervisor that somebody stopped continues, so that it can follow an order."""

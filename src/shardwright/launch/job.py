@@ -29,7 +29,10 @@ RUNNING, SUCCEEDED, FAILED, INTERRUPTED, LOST = "running", "succeeded", "failed"
 
 @dataclass(frozen=True)
 class JobState:
-    """What ``job.json`` says. Times are in seconds since the epoch; ``start_ticks`` tells a pid from its reuse."""
+    """What ``job.json`` says. Times are in seconds since the epoch; ``start_ticks`` tells a pid from its reuse.
+
+    A job that is about to begin again is still `RUNNING`. ``ranks`` is how many it had at first.
+    """
 
     command: list[str]
     ranks: int
@@ -40,6 +43,7 @@ class JobState:
     status: str = RUNNING
     exit_code: int | None = None
     ended_s: float | None = None
+    restarts: int = 0
 
     @classmethod
     def of_this_process(cls, command: list[str], ranks: int) -> JobState:
@@ -74,6 +78,12 @@ class JobFolder:
         """A folder for each, once it is known how many there are."""
         for rank in range(ranks):
             self.rank(rank).mkdir(exist_ok=True)
+
+    def begin_again(self) -> None:
+        """Nothing that an attempt has left tells the next one that it failed."""
+        self.failed_mark.unlink(missing_ok=True)
+        for path in self.path.glob("rank.*/error.json"):
+            path.unlink(missing_ok=True)
 
     def write_state(self, state: JobState) -> None:
         replace_file(self.path / "job.json", asdict(state))

@@ -9,8 +9,9 @@
 No operator of torch and no import of it happens here. The exit code is that of the rank that failed first (128 + N for
 signal N), 0 where every rank returned 0, and 128 + N where the launcher was ended by signal N.
 
-One `Launcher` is one run of one job, from its carrier's start to the last word of every supervisor. Connections to
-other hosts outlive it: who wants to run the job again there makes another `Launcher` with the same carrier.
+One `Launcher` is one attempt at one job, from its carrier's start to the last word of every supervisor. Connections to
+other hosts outlive it: who wants to run the job again there makes another `Launcher` with the same carrier. Whether a
+job that failed begins again is for who made the launcher (`restarts`), which only tells whether it may.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import selectors
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 from shardwright.errors import LaunchError
@@ -32,54 +34,71 @@ from shardwright.launch.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, Jo
 from shardwright.launch.logs import RankLogs
 from shardwright.launch.options import LaunchOptions
 from shardwright.launch.processes import become_subreaper, descendants
-from shardwright.launch.progress import decode_observations
 from shardwright.launch.protocol import Message
-from shardwright.launch.run_report import RunReport
-from shardwright.launch.stall import STALLED_CODE, StallWatch
-from shardwright.launch.stall_report import group_lines, headline, write_report
-from shardwright.launch.stall_verdict import Hang
+from shardwright.launch.run_report import Attempt, RunReport
 from shardwright.launch.verdict import Verdict, rank_end
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
+@dataclass(frozen=True)
+class Before:
+    """What the attempts of a job have in common: a console, and from the second one on its state and past."""
+
+    console: Console
+    state: JobState | None = None
+    past: tuple[Attempt, ...] = ()
+
+
 class Launcher:
-    """One run of one job. ``started`` is called once all ranks have started."""
+    """One attempt at one job. ``started`` is called once all ranks have started."""
 
     def __init__(
-        self, options: LaunchOptions, folder: JobFolder, carrier: Carrier, started: Callable[[], None]
-    ) -> None:
+        self, options: LaunchOptions, folder: JobFolder, carrier: Carrier, started: Callable[[], None],
+        before: Before | None = None,
+    ) -> None:  # fmt: skip
         self.options, self.folder, self.carrier, self.started = options, folder, carrier, started
+        self.before = before
+        self.past = before.past if before is not None else ()
+        self.began_s = time.time()
+        self.all_started_s: float | None = None  # by the monotonic clock
         self.ranks = carrier.ranks
         self.run_id = f"{folder.name}-{secrets.token_hex(8)}"
         self.connections: Sequence[Connection] = ()
         self.hosts: dict[int, str] = {}  # of ranks, where there are several
         self.pids: dict[int, int] = {}
         self.interrupted: int | None = None
+        self.told_to_end: int | None = None  # by a signal, also where a failure had begun to end it
+        self.unsure_until_s = 0.0  # by the monotonic clock: ranks may still run on a host that is lost
         self.ending = False
+        self.may_restart = False  # once it has ended
         self.not_started: str | None = None
-        self.stall = StallWatch(options.stall_timeout_s)
         self.killed: set[int] = set()
         self.unkillable: list[str] = []
         self.selector = selectors.DefaultSelector()
-        self.state = JobState.of_this_process([options.program.kind, *options.program.arguments], self.ranks)
+        command = [options.program.kind, *options.program.arguments]
+        state = before.state if before is not None else None
+        self.state = state or JobState.of_this_process(command, self.ranks)
 
     def run(self) -> int:
         with self._catch_signals():
             try:
+                self.folder.begin_again()
                 self.folder.make_ranks(self.ranks)
-                self.logs = RankLogs(self.folder, self.ranks, self._say)
+                self.logs = RankLogs(self.folder, self.ranks, self._say, self._first_line())
                 self.verdict = Verdict(self.logs.stderr_tail)
                 self.folder.write_state(self.state)
                 self.folder.reserve()
                 self.connections = self.carrier.start(self.run_id, self.folder)
-                self.report = RunReport(self.folder, self.state, self.carrier.describe_hosts())
+                self.report = RunReport(self.folder, self.state, self.carrier.describe_hosts(), self.past)
                 self.report.write()
             except OSError as error:
-                self.folder.remove()
+                if not self.past:
+                    self.folder.remove()
                 raise LaunchError(f"job {self.folder.name} cannot be started: {error}") from None
-            self.console = Console(self.options.shown)
+            self.console = self.before.console if self.before is not None else Console(self.options.shown)
+            self.console.shown = self.options.shown
             become_subreaper()  # if a supervisor of this host is killed, what it had adopted comes to us
             self.not_ours = descendants(os.getpid(), without={c.process.pid for c in self.connections})
             if len(self.connections) > 1:
@@ -92,7 +111,6 @@ class Launcher:
                         key.data()
                     self._watch()
                     self._judge()
-                    self._look_for_stall()
                 return self._conclude()
             finally:
                 self._close()
@@ -103,10 +121,20 @@ class Launcher:
     def _close(self) -> None:
         """The carrier is closed by who made it."""
         self.logs.close()
-        self.console.close()
+        if self.before is None:
+            self.console.close()
+        else:
+            self.console.show_fragments(older_than_s=0.0)
         for connection in self.connections:
             connection.detach()
         self.selector.close()
+
+    def _first_line(self) -> str:
+        """Of the logs of a restart."""
+        if not self.past:
+            return ""
+        moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began_s))
+        return f"[shardwright: restart {len(self.past)} of {self.options.restarts.limit}, {moment}]\n"
 
     def _say(self, text: str) -> None:
         self.console.say(text)
@@ -118,7 +146,7 @@ class Launcher:
     def _timeout_s(self) -> float | None:
         # Also those whose ranks have ended: their agents serve until the end of the job.
         ticks = [connection.tick() for connection in self.connections if connection.attached]
-        waits = [self.verdict.wait_s(), self.stall.wait_s(), self.console.show_fragments(), *ticks]
+        waits = [self.verdict.wait_s(), self.console.show_fragments(), *ticks]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _watch(self) -> None:
@@ -154,6 +182,7 @@ class Launcher:
 
     def _interrupt(self, signum: int) -> None:
         name = signal_name(signum)
+        self.told_to_end = signum
         if self.ending:
             if signum == signal.SIGINT:
                 self._say(f"{name}: killing what is left")
@@ -198,16 +227,14 @@ class Launcher:
     def _on_started(self, _: Connection, message: Message, __: bytes) -> None:
         self.pids[message["rank"]] = message["pid"]
         if len(self.pids) == self.ranks:
+            self.all_started_s = time.monotonic()
             self.started()
 
-            self.stall.moved()
     def _on_output(self, _: Connection, message: Message, payload: bytes) -> None:
-        self.stall.moved()
         self.logs.write(message["rank"], message["stream"], payload)
         self.console.output(message["rank"], message["stream"], payload)
 
     def _on_output_lost(self, _: Connection, message: Message, __: bytes) -> None:
-        self.stall.moved()
         self.logs.lose(message["rank"], message["stream"], message["bytes"], message["reason"])
 
     def _on_stopped(self, connection: Connection, message: Message, _: bytes) -> None:
@@ -218,19 +245,11 @@ class Launcher:
                 f"`kill -CONT {message['pid']}`{where} continues it, Ctrl-C ends the job"
             )
 
-    def _on_progress(self, _: Connection, __: Message, ___: bytes) -> None:
-        self.stall.moved()
-
-    def _on_stacks(self, connection: Connection, message: Message, payload: bytes) -> None:
-        self.stall.answered(connection.name, message["quiet_s"], decode_observations(payload))
-
     def _on_continued(self, _: Connection, message: Message, __: bytes) -> None:
-        self.stall.moved()
         if not self.ending:
             self._say(f"rank {message['rank']} continues")
 
     def _on_exited(self, connection: Connection, message: Message, _: bytes) -> None:
-        self.stall.moved()
         rank = message["rank"]
         host = self.hosts.get(rank, "")
         end = rank_end(rank, message, lambda s: s - connection.clock_ahead_s, self.logs.stderr_tail(rank), host)
@@ -284,6 +303,7 @@ class Launcher:
         connection.detach()
         connection.over = True
         code, what = connection.why_lost(self.run_id, self.not_ours)
+        self.unsure_until_s = max(self.unsure_until_s, time.monotonic() + connection.may_live_s)
         if self.interrupted is not None or self.verdict.cause is not None:
             if self.hosts and not (self.interrupted is not None and not self.pids):
                 self._say(what)
@@ -317,53 +337,39 @@ class Launcher:
         cause = self.verdict.first(self.hosts, all_ended=len(self.verdict.ends.keys() | gone) == self.ranks)
         if cause is None:
             return
-        details = self.verdict.details(cause, lambda rank: self.logs.path(rank, "stderr"))
-        self._fail(cause, cause.rank if cause.rank >= 0 else None, details)
-
-    def _look_for_stall(self) -> None:
-        """Ask where the ranks are, once they have been quiet for too long; with the answers the job ends."""
-        if self.ending or self.verdict.settling or self.verdict.cause is not None:
-            return
-        if self.stall.should_ask():
-            self.stall.ask(connection.name for connection in self._living())
-            self._order({"order": "stacks"})
-        elif self.stall.is_stalled():
-            self._stalled()
-
-    def _stalled(self) -> None:
-        assert self.stall.timeout_s is not None
-        returned = tuple(sorted(self.verdict.ends))
-        hang = Hang(tuple(self.stall.observations), self.stall.timeout_s, returned, self.hosts, self.stall.silent_hosts)
-        odd = hang.verdict()[1]
-        self.verdict.cause = RankEnd(-1, STALLED_CODE, time.time(), loss=headline(hang))
-        details = [f"    {line}" for line in group_lines(hang)]
-        try:
-            details.append(f"their stacks: {write_report(hang, self.folder.path)}")
-        except OSError as error:
-            details.append(f"their stacks cannot be written: {error}")
-        self._fail(self.verdict.cause, odd[0] if len(odd) == 1 else None, details)
-
-    def _fail(self, cause: RankEnd, rank: int | None, details: list[str]) -> None:
-        """The job ends: ``rank`` is what failed.json blames, ``details`` are told after the headline."""
         text = self.verdict.headline(cause)
-        failure = {"rank": rank, "cause": text, "time_s": cause.time_s}
+        failure = {"rank": cause.rank if cause.rank >= 0 else None, "cause": text, "time_s": cause.time_s}
         try:
             self.folder.write_failure(failure)  # marked first, then told
         except OSError as error:
             self._say(f"the job cannot be marked as failed: {error}")
+        details = self.verdict.details(cause, lambda rank: self.logs.path(rank, "stderr"))
         self._say("\n".join([text, *details]))
         self._end(signal.SIGTERM, failure)
 
     def _conclude(self) -> int:
-        if self.not_started is not None and self.interrupted is None:
+        if self.not_started is not None and self.interrupted is None and not self.past:
             self.folder.remove()
             raise LaunchError(self.not_started)
+        cause = None
         if self.verdict.cause is not None:
-            status, code = FAILED, self.verdict.exit_code()
+            status, code, cause = FAILED, self.verdict.exit_code(), self.verdict.headline(self.verdict.cause)
         elif self.interrupted is not None:
             status, code = INTERRUPTED, 128 + self.interrupted
+        elif self.not_started is not None:
+            status, code, cause = FAILED, 1, self.not_started
+            self._say(self.not_started)
         else:
             status, code = SUCCEEDED, 0
+        hosts = [str(host["name"]) for host in self.report.hosts]
+        self.ended = Attempt(self.began_s, time.time(), hosts, self.ranks, code, cause)
+        self.may_restart = status == FAILED and self.options.restarts.left > 0 and self.told_to_end is None
+        if not self.may_restart:
+            self.finish(status, code)
+        return code
+
+    def finish(self, status: str, code: int) -> None:
+        """No attempt comes after this one: the job's last state and its report are written."""
         state = self.state.ended(status, code)
         clocks = {connection.name: connection.clock_ahead_s for connection in self.connections}
         try:
@@ -371,8 +377,7 @@ class Launcher:
         except OSError as error:
             self._say(f"the job's state cannot be written: {error}")
         try:
-            self.report.write(state, self.verdict, clocks)
+            self.report.write(state, self.verdict, clocks, self.ended)
         except OSError as error:
             self._say(f"run.json cannot be written: {error}")
         self.folder.release()
-        return code

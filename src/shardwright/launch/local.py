@@ -7,24 +7,27 @@ launcher ── supervisor (own session; imports torch)
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from shardwright.launch.connection import Carrier, Connection
 from shardwright.launch.failure import signal_name
 from shardwright.launch.job import JobFolder, create_job_folder
-from shardwright.launch.launcher import Launcher
 from shardwright.launch.options import LaunchOptions
 from shardwright.launch.port import PortLease, lease_port
 from shardwright.launch.processes import JOB_VARIABLE, descendants, kill_all, marked
 from shardwright.launch.protocol import Start
 from shardwright.launch.rank_environment import default_environment, inherited_environment, rank_variables
+from shardwright.launch.restart_options import RestartOptions
+from shardwright.launch.restarts import Say, run_job
 
 # The supervisor's sys.path is that of `python script.py` without the script's folder: no file of the user's can shadow
 # the standard library before a rank runs.
@@ -51,25 +54,30 @@ def launch(options: LaunchOptions) -> int:
         if options.detach:
             return detach(lambda started: run_on_hosts(options, remote, folder, started), folder)
         return run_on_hosts(options, remote, folder, lambda: None)
-    carrier = LocalCarrier(options, lease_port(options.port))
-    try:
+    with contextlib.closing(lease_port(options.port)) as lease:  # a port that is taken is told before a folder is made
         folder = create_job_folder(options.log_dir, options.job)
+        prepare = LocalAttempts(options, lease)
         if options.detach:
-            return detach(lambda started: _run(options, folder, carrier, started), folder)
-        return _run(options, folder, carrier, lambda: None)
-    finally:
-        carrier.close()
+            return detach(lambda started: run_job(options.restarts, folder, prepare, started), folder)
+        return run_job(options.restarts, folder, prepare, lambda: None)
 
 
-def _run(options: LaunchOptions, folder: JobFolder, carrier: LocalCarrier, started: Callable[[], None]) -> int:
-    try:
-        return Launcher(options, folder, carrier, started).run()
-    finally:
-        carrier.close()
+class LocalAttempts:
+    """Makes the carrier of each attempt. ``lease`` is of the first one's port, or of that which was given for all."""
+
+    def __init__(self, options: LaunchOptions, lease: PortLease) -> None:
+        self.options, self.lease = options, lease
+
+    def __call__(self, restarts: RestartOptions, _: Say) -> tuple[LaunchOptions, Carrier]:
+        options = replace(self.options, restarts=restarts)
+        if restarts.count > 0 and options.port is None:
+            before, self.lease = self.lease, lease_port(None)
+            before.close()  # no sooner, so that the new port is another
+        return options, LocalCarrier(options, self.lease)
 
 
 class LocalCarrier(Carrier):
-    """One supervisor, on this host."""
+    """One supervisor, on this host. ``lease`` is closed by who made it."""
 
     def __init__(self, options: LaunchOptions, lease: PortLease) -> None:
         self.options, self.lease = options, lease
@@ -90,7 +98,7 @@ class LocalCarrier(Carrier):
         connection.ranks = tuple(range(self.ranks))
         start = Start(
             self.options.program, self.options.preload, self._rank_variables(run_id, folder), tuple(held),
-            self.options.carrier, bind=self.options.bind, stall_s=self.options.stall_timeout_s,
+            self.options.carrier, bind=self.options.bind,
         )  # fmt: skip
         connection.send(start.to_message())
         self.connection = connection
@@ -99,7 +107,6 @@ class LocalCarrier(Carrier):
     def close(self) -> None:
         if self.connection is not None:
             self.connection.close()
-        self.lease.close()
 
     def describe_hosts(self) -> list[dict[str, Any]]:
         return [{"name": socket.gethostname(), "ranks": list(range(self.ranks)), "python": sys.version.split()[0]}]

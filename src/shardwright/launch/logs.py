@@ -15,12 +15,18 @@ _TAIL_BYTES = 1 << 15
 class _LogFile:
     """One file. What the disk does not take is counted, and a line in the file says so where it is missing."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, begin: bytes) -> None:
+        """A new file; with ``begin``, a line, the one that an earlier attempt may have left goes on with it."""
         self.path = path
         self.lost_bytes = 0
         self._gap_bytes = 0
         self._gap_reason = ""
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        new = 0 if begin else os.O_EXCL
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | new | os.O_APPEND | os.O_CLOEXEC, 0o666)
+        if begin:
+            size = os.fstat(self._fd).st_size
+            inside_line = size > 0 and os.pread(self._fd, 1, size - 1) != b"\n"
+            self.write(b"\n" * inside_line + begin)
 
     def write(self, data: bytes) -> str | None:
         """Returns why not all of it could be written, None if it was."""
@@ -59,14 +65,17 @@ class _LogFile:
 
 
 class RankLogs:
-    """stdout and stderr of every rank of a job. A disk that is full is reported once, and stops nobody."""
+    """stdout and stderr of every rank of a job. A disk that is full is reported once, and stops nobody.
 
-    def __init__(self, folder: JobFolder, ranks: int, say: Callable[[str], None]) -> None:
+    ``begin`` is the line with which the output of a restart begins.
+    """
+
+    def __init__(self, folder: JobFolder, ranks: int, say: Callable[[str], None], begin: str = "") -> None:
         self._say = say
         self._told = False
         self._tails: dict[int, bytearray] = {rank: bytearray() for rank in range(ranks)}
         self._files = {
-            (rank, stream): _LogFile(os.fspath(folder.rank(rank) / stream))
+            (rank, stream): _LogFile(os.fspath(folder.rank(rank) / stream), begin.encode())
             for rank in range(ranks)
             for stream in STREAMS
         }

@@ -1,20 +1,21 @@
-"""One job on several hosts, from the first connection to the end of the last one."""
+"""One job on several hosts: the hosts of each attempt, checked anew before it starts."""
 
 from __future__ import annotations
 
-import contextlib
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from types import FrameType
 
+from shardwright.errors import LaunchError
+from shardwright.launch.connection import Carrier
 from shardwright.launch.host_options import RemoteOptions
+from shardwright.launch.hosts import Host, Hosts
 from shardwright.launch.job import JobFolder
-from shardwright.launch.launcher import Launcher
 from shardwright.launch.options import LaunchOptions, read_tee
+from shardwright.launch.restart_options import RestartOptions
+from shardwright.launch.restarts import Say, run_job
 from shardwright.launch.ssh import SshCarrier
 
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+MakeCarrier = Callable[[LaunchOptions, RemoteOptions], SshCarrier]
 
 
 def run_on_hosts(
@@ -22,33 +23,90 @@ def run_on_hosts(
     remote: RemoteOptions,
     folder: JobFolder,
     started: Callable[[], None],
-    make_carrier: Callable[[LaunchOptions, RemoteOptions], SshCarrier] = SshCarrier,
+    make_carrier: MakeCarrier = SshCarrier,
 ) -> int:
     """Returns the job's exit code; raises `UsageError` or `LaunchError` where nothing was started."""
-    carrier = make_carrier(options, remote)
-    try:
+    return run_job(options.restarts, folder, RemoteAttempts(options, remote, make_carrier), started)
+
+
+class RemoteAttempts:
+    """Makes the carrier of each attempt: of all hosts, or where the job is elastic of those that can be used then.
+
+    All hosts of the job are asked at each restart, so that one that has come back takes part again.
+    """
+
+    def __init__(self, options: LaunchOptions, remote: RemoteOptions, make_carrier: MakeCarrier) -> None:
+        self.options, self.remote, self.make_carrier = options, remote, make_carrier
+        self.hosts = remote.hosts
+        self.ranks = 0  # of the first attempt
+
+    def __call__(self, restarts: RestartOptions, say: Say) -> tuple[LaunchOptions, Carrier]:
+        options = replace(self.options, restarts=restarts)
+        if restarts.count == 0:
+            carrier = self.make_carrier(options, self.remote)
+            _prepare(carrier)
+            self.hosts, self.ranks = carrier.known, carrier.ranks
+            try:
+                restarts.check(self.ranks)
+                shown = read_tee(self.remote.tee, self.ranks)
+            except BaseException:
+                carrier.close()
+                raise
+            return replace(options, ranks=self.ranks, shown=shown), carrier
+        carrier = self._on_what_is_left(options, say) if restarts.elastic else self._on_all(options)
+        shown = read_tee(self.remote.tee, self.ranks) & frozenset(range(carrier.ranks))
+        return replace(options, ranks=carrier.ranks, shown=shown), carrier
+
+    def _on_all(self, options: LaunchOptions) -> SshCarrier:
+        carrier = self.make_carrier(options, self.remote)
         try:
-            with _ended_by_signals():
-                carrier.prepare()
-            known = replace(options, ranks=carrier.ranks, shown=read_tee(remote.tee, carrier.ranks))
-        except BaseException:
-            folder.remove()
-            raise
-        return Launcher(known, folder, carrier, started).run()
-    finally:
-        carrier.close()
+            _prepare(carrier)
+        except LaunchError as error:
+            raise LaunchError(
+                f"{error}\nwith --elastic the job would go on without hosts that are lost; what it has saved is there "
+                "for another launch"
+            ) from None
+        return carrier
+
+    def _on_what_is_left(self, options: LaunchOptions, say: Say) -> SshCarrier:
+        """Without the hosts that cannot be used; those left may be lost in the meantime, too."""
+        left, lost = self.hosts.hosts, dict[str, list[str]]()
+        while True:
+            ranks = self._ranks_on(left)
+            if ranks < options.restarts.min_ranks:
+                names = ", ".join(host.name for host in left)
+                on = f"on what is left ({names})" if left else "since no host is left"
+                raise LaunchError(
+                    f"the job would have {ranks} ranks {on}, fewer than --min-ranks {options.restarts.min_ranks}"
+                    + _listed(lost)
+                )
+            carrier = self.make_carrier(options, replace(self.remote, hosts=Hosts(left), ranks=ranks))
+            try:
+                _prepare(carrier)
+            except LaunchError:
+                if not carrier.unusable:
+                    raise
+                lost |= carrier.unusable
+                left = tuple(host for host in left if host.name not in lost)
+                continue
+            if lost:
+                names = ", ".join(connection.name for connection in carrier.connections)
+                say(f"the job goes on with {ranks} ranks on {names}, without{_listed(lost)}")
+            return carrier
+
+    def _ranks_on(self, hosts: tuple[Host, ...]) -> int:
+        """As many as at first if there is room for them; where they share slots, by the same measure."""
+        slots, before = Hosts(hosts).slots or 0, self.hosts.slots or 1
+        return max(min(self.ranks, slots), self.ranks * slots // before) if hosts else 0
 
 
-@contextlib.contextmanager
-def _ended_by_signals() -> Iterator[None]:
-    """While nothing runs that would need a grace."""
+def _listed(lost: dict[str, list[str]]) -> str:
+    return "".join(f"\n  {name}: {line}" for name, lines in lost.items() for line in lines)
 
-    def end(signum: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
 
-    handlers = {s: signal.signal(s, end) for s in _ENDING_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+def _prepare(carrier: SshCarrier) -> None:
     try:
-        yield
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
+        carrier.prepare()
+    except BaseException:
+        carrier.close()
+        raise

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from shardwright import __version__
@@ -16,20 +16,37 @@ from shardwright.launch.verdict import Verdict
 
 
 @dataclass(frozen=True)
+class Attempt:
+    """From one start of the ranks to the end of all. ``cause`` is None where it did not fail."""
+
+    started_s: float
+    ended_s: float
+    hosts: list[str]
+    ranks: int
+    exit_code: int
+    cause: str | None
+
+
+@dataclass(frozen=True)
 class RunReport:
-    """``hosts`` is what the carrier says of each, with its ``ranks``."""
+    """``hosts`` is what the carrier says of each, with its ``ranks``; ``past`` are the attempts that have failed."""
 
     folder: JobFolder
     started: JobState
     hosts: list[dict[str, Any]]
+    past: tuple[Attempt, ...] = ()
 
     def write(
         self,
         state: JobState | None = None,
         verdict: Verdict | None = None,
         clocks_ahead_s: Mapping[str, float] | None = None,
+        attempt: Attempt | None = None,
     ) -> None:
-        """Raises `OSError`. ``clocks_ahead_s`` is how far each host's clock was ahead of the launcher's."""
+        """Raises `OSError`. ``clocks_ahead_s`` is how far each host's clock was ahead of the launcher's.
+
+        ``attempt`` is the one that has ended. Hosts and ranks are those of the last one.
+        """
         state = state or self.started
         clocks = clocks_ahead_s or {}
         replace_file(
@@ -46,7 +63,8 @@ class RunReport:
                 "exit_code": state.exit_code,
                 "started_s": state.started_s,
                 "ended_s": state.ended_s,
-                "restarts": 0,
+                "restarts": state.restarts,
+                "attempts": [asdict(ended) for ended in (*self.past, *([attempt] if attempt else []))],
                 "hosts": [host | {"clock_ahead_s": clocks.get(host["name"], 0.0)} for host in self.hosts],
                 "cause": verdict.headline(verdict.cause) if verdict and verdict.cause else None,
                 "ranks": [] if verdict is None else _ranks(verdict),

@@ -56,6 +56,8 @@ class SshCarrier(Carrier):
         self.options, self.remote = options, remote
         self.connections: list[AgentConnection] = []
         self.placement: Placement | None = None
+        self.known = remote.hosts  # with their slots, once they have been asked
+        self.unusable: dict[str, list[str]] = {}  # what was wrong with each, where `prepare` fails for that alone
         self.address, self.port = "127.0.0.1", 0
         self.interfaces: dict[str, str] = {}
         self._here: dict[Host, bool] = {}
@@ -125,8 +127,8 @@ class SshCarrier(Carrier):
     def _place(self, hosts: Hosts) -> None:
         if self.placement is None:
             cpus = {connection.name: connection.answers["hello"]["cpus"] for connection in self.connections}
-            known = Hosts(tuple(h if h.slots is not None else Host(h.name, cpus[h.name], h.user) for h in hosts))
-            self.placement = Placement.by_slots(known, self.remote.ranks, self.remote.oversubscribe)
+            self.known = Hosts(tuple(h if h.slots is not None else Host(h.name, cpus[h.name], h.user) for h in hosts))
+            self.placement = Placement.by_slots(self.known, self.remote.ranks, self.remote.oversubscribe)
             for connection in self.connections[len(self.placement.hosts) :]:
                 connection.close()
             del self.connections[len(self.placement.hosts) :]
@@ -183,6 +185,7 @@ class SshCarrier(Carrier):
         if bad or here:
             listed = [f"  {name}: {line}" for name, lines in bad.items() for line in lines] + [f"  {x}" for x in here]
             count = f"{len(bad)} of {len(self.connections)} hosts cannot be used" if bad else "nothing was started"
+            self.unusable = {} if here else bad
             raise LaunchError("\n".join([f"{count}:", *listed]))
 
     def _find_way(self, selector: selectors.BaseSelector, word: str) -> None:
@@ -201,7 +204,9 @@ class SshCarrier(Carrier):
         first.answers["reached"] = {}
         self._wait(selector, "reached", _ANSWER_S)
         if silent := [c.name for c in others if "reached" not in c.answers]:
-            raise LaunchError(f"{', '.join(silent)} did not answer while it was tried who reaches {first.name}")
+            what = f"did not answer while it was tried who reaches {first.name}"
+            self.unusable = {name: [what] for name in silent}
+            raise LaunchError(f"{', '.join(silent)} {what}")
         reached = {c.name: c.answers["reached"]["by"] for c in others}
         self.address, self.interfaces = interfaces.choose(first.name, addresses, reached, self.remote.interface)
 
@@ -214,7 +219,6 @@ class SshCarrier(Carrier):
             start = Start(
                 self.options.program, self.options.preload, self._rank_variables(index, run_id, scratch),
                 packed=True, lease_s=self.remote.lease_s, scratch=scratch, bind=self.options.bind,
-                stall_s=self.options.stall_timeout_s,
             )  # fmt: skip
             environment = self._host_environment(connection) | {JOB_VARIABLE: f"{run_id}/{index}"}
             connection.send({"order": "start", "start": start.to_message(), "environment": environment})

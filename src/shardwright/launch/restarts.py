@@ -1,0 +1,166 @@
+"""A job from its first attempt to its last: where it fails it begins again, as often as it may.
+
+Each attempt has a carrier, supervisors, a port and a job id of its own, so that no rank can meet anything of an attempt
+before: a store that is kept over a restart goes on telling new ranks the addresses of dead ones. What resumes is the
+program itself, from its last checkpoint.
+
+Between two attempts there is a short pause, doubled for each attempt in a row that failed as soon as it had started.
+Where a host was lost, what may still run there is waited for first: by its lease it has then ended.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from types import FrameType
+
+from shardwright.errors import LaunchError, UsageError
+from shardwright.launch.connection import Carrier
+from shardwright.launch.console import Console
+from shardwright.launch.failure import signal_name
+from shardwright.launch.job import FAILED, INTERRUPTED, JobFolder
+from shardwright.launch.launcher import Before, Launcher
+from shardwright.launch.options import LaunchOptions
+from shardwright.launch.restart_options import RestartOptions
+from shardwright.launch.run_report import Attempt
+
+PAUSE_S = 1.0
+LONGEST_PAUSE_S = 8.0
+_AT_ONCE_S = 2.0  # after all ranks had started
+
+Say = Callable[[str], None]
+Prepare = Callable[[RestartOptions, Say], tuple[LaunchOptions, Carrier]]
+"""Makes the carrier of an attempt, and tells the options as it is known then what ranks there are.
+
+What it says is about a restart. Raises `UsageError` or `LaunchError` where the attempt cannot be made.
+"""
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+
+
+def run_job(restarts: RestartOptions, folder: JobFolder, prepare: Prepare, started: Callable[[], None]) -> int:
+    """The exit code of the last attempt. ``started`` is called once all ranks of the first one have started.
+
+    Raises `UsageError` or `LaunchError` where no rank ever ran; then the folder is removed.
+    """
+    with ended_by_signals():
+        return _Attempts(restarts, folder, prepare, started).run()
+
+
+class _Attempts:
+    def __init__(
+        self, restarts: RestartOptions, folder: JobFolder, prepare: Prepare, started: Callable[[], None]
+    ) -> None:
+        self.restarts, self.folder, self.prepare, self.started = restarts, folder, prepare, started
+        self.past: tuple[Attempt, ...] = ()
+        self.last: Launcher | None = None  # that failed, and after which there is to be another
+        self.at_once = 0  # attempts in a row that failed as soon as they had started
+        self.console: Console | None = None
+
+    def run(self) -> int:
+        try:
+            while True:
+                code = self._attempt()
+                if self.last is None:
+                    return code
+                self._pause(self.last)
+        except SystemExit as ended:  # by a signal, between two attempts
+            if self.last is None or not isinstance(ended.code, int):
+                raise
+            self._say(f"{signal_name(ended.code - 128)}: the job is not restarted")
+            self.last.finish(INTERRUPTED, ended.code)
+            return ended.code
+        finally:
+            if self.console is not None:
+                self.console.close()
+
+    def _say(self, text: str) -> None:
+        assert self.console is not None
+        self.console.say(text)
+
+    def _attempt(self) -> int:
+        """One, with `last` set if there is to be another."""
+        before = self.last
+        try:
+            options, carrier = self.prepare(self.restarts, self._say)
+        except (LaunchError, UsageError) as error:
+            if before is not None:
+                return self._give_up(before, error)
+            self.folder.remove()
+            raise
+        except BaseException:
+            if before is None:
+                self.folder.remove()
+            raise
+        try:
+            launcher = self._launcher(options, carrier, before)
+            code = launcher.run()
+            self.last = launcher if launcher.may_restart else None
+        except LaunchError as error:
+            if before is None:
+                raise
+            return self._give_up(before, error)
+        finally:
+            carrier.close()
+        if launcher.may_restart:
+            self.past += (launcher.ended,)
+        else:
+            self._conclude(launcher)
+        return code
+
+    def _launcher(self, options: LaunchOptions, carrier: Carrier, before: Launcher | None) -> Launcher:
+        if self.console is None:
+            self.console = Console(options.shown)
+        state = None if before is None else replace(before.state, restarts=len(self.past))
+        started = self.started if before is None else lambda: None
+        return Launcher(options, self.folder, carrier, started, Before(self.console, state, self.past))
+
+    def _give_up(self, before: Launcher, error: Exception) -> int:
+        """The job failed, and cannot begin again."""
+        self._say(f"the job cannot be restarted: {error}")
+        self.last = None
+        before.finish(FAILED, before.ended.exit_code)
+        return before.ended.exit_code
+
+    def _conclude(self, launcher: Launcher) -> None:
+        if launcher.ended.cause is None or launcher.options.restarts.limit == 0:
+            return
+        if launcher.told_to_end is not None:
+            self._say(f"{signal_name(launcher.told_to_end)}: the job is not restarted")
+        else:
+            self._say(f"the job has failed {len(self.past) + 1} times; --max-restarts {len(self.past)} is used up")
+
+    def _pause(self, failed: Launcher) -> None:
+        """Say that the job restarts, and wait until it may."""
+        now_s = time.monotonic()
+        soon = failed.all_started_s is None or now_s - failed.all_started_s < _AT_ONCE_S
+        self.at_once = self.at_once + 1 if soon else 0
+        pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** max(0, self.at_once - 1))
+        unsure_s = failed.unsure_until_s - now_s
+        self.restarts = self.restarts.next()
+        hosts = ", ".join(failed.ended.hosts)
+        cause = (failed.ended.cause or "").splitlines()[0]
+        wait = f"in {max(pause_s, unsure_s):.0f} s"
+        if unsure_s > pause_s:
+            wait += ", when the lease of the lost host has ended what may still run there"
+        number = f"restart {self.restarts.count} of {self.restarts.limit}"
+        self._say(f"{number} on {hosts} {wait}, since {cause} (Ctrl-C ends the job)")
+        time.sleep(max(pause_s, unsure_s))
+
+
+@contextlib.contextmanager
+def ended_by_signals() -> Iterator[None]:
+    """While nothing runs that would need a grace."""
+
+    def end(signum: int, _: FrameType | None) -> None:
+        raise SystemExit(128 + signum)
+
+    handlers = {s: signal.signal(s, end) for s in _ENDING_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
