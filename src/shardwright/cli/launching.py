@@ -86,6 +86,14 @@ class _LaunchCommand(click.Command):
 )
 @click.option("--elastic", is_flag=True, help="A restart does without hosts that are lost.")
 @click.option("--min-ranks", type=int, metavar="N", help="The fewest ranks of an elastic job.  [default: 1]")
+@click.option(
+    "--stall-timeout",
+    "stall_timeout_s",
+    type=float,
+    metavar="SECONDS",
+    help="When no rank finishes a step or writes anything for so long, show where each is, and end the job with exit "
+    "code 124.  [default: never]",
+)
 @click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)

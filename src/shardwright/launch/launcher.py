@@ -34,8 +34,12 @@ from shardwright.launch.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, Jo
 from shardwright.launch.logs import RankLogs
 from shardwright.launch.options import LaunchOptions
 from shardwright.launch.processes import become_subreaper, descendants
+from shardwright.launch.progress import decode_observations
 from shardwright.launch.protocol import Message
 from shardwright.launch.run_report import Attempt, RunReport
+from shardwright.launch.stall import STALLED_CODE, StallWatch
+from shardwright.launch.stall_report import group_lines, headline, write_report
+from shardwright.launch.stall_verdict import Hang
 from shardwright.launch.verdict import Verdict, rank_end
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
@@ -74,6 +78,7 @@ class Launcher:
         self.ending = False
         self.may_restart = False  # once it has ended
         self.not_started: str | None = None
+        self.stall = StallWatch(options.stall_timeout_s)
         self.killed: set[int] = set()
         self.unkillable: list[str] = []
         self.selector = selectors.DefaultSelector()
@@ -111,6 +116,7 @@ class Launcher:
                         key.data()
                     self._watch()
                     self._judge()
+                    self._look_for_stall()
                 return self._conclude()
             finally:
                 self._close()
@@ -146,7 +152,7 @@ class Launcher:
     def _timeout_s(self) -> float | None:
         # Also those whose ranks have ended: their agents serve until the end of the job.
         ticks = [connection.tick() for connection in self.connections if connection.attached]
-        waits = [self.verdict.wait_s(), self.console.show_fragments(), *ticks]
+        waits = [self.verdict.wait_s(), self.stall.wait_s(), self.console.show_fragments(), *ticks]
         return min((wait for wait in waits if wait is not None), default=None)
 
     def _watch(self) -> None:
@@ -228,13 +234,16 @@ class Launcher:
         self.pids[message["rank"]] = message["pid"]
         if len(self.pids) == self.ranks:
             self.all_started_s = time.monotonic()
+            self.stall.moved()
             self.started()
 
     def _on_output(self, _: Connection, message: Message, payload: bytes) -> None:
+        self.stall.moved()
         self.logs.write(message["rank"], message["stream"], payload)
         self.console.output(message["rank"], message["stream"], payload)
 
     def _on_output_lost(self, _: Connection, message: Message, __: bytes) -> None:
+        self.stall.moved()
         self.logs.lose(message["rank"], message["stream"], message["bytes"], message["reason"])
 
     def _on_stopped(self, connection: Connection, message: Message, _: bytes) -> None:
@@ -245,11 +254,19 @@ class Launcher:
                 f"`kill -CONT {message['pid']}`{where} continues it, Ctrl-C ends the job"
             )
 
+    def _on_progress(self, _: Connection, __: Message, ___: bytes) -> None:
+        self.stall.moved()
+
+    def _on_stacks(self, connection: Connection, message: Message, payload: bytes) -> None:
+        self.stall.answered(connection.name, message["quiet_s"], decode_observations(payload))
+
     def _on_continued(self, _: Connection, message: Message, __: bytes) -> None:
+        self.stall.moved()
         if not self.ending:
             self._say(f"rank {message['rank']} continues")
 
     def _on_exited(self, connection: Connection, message: Message, _: bytes) -> None:
+        self.stall.moved()
         rank = message["rank"]
         host = self.hosts.get(rank, "")
         end = rank_end(rank, message, lambda s: s - connection.clock_ahead_s, self.logs.stderr_tail(rank), host)
@@ -337,13 +354,40 @@ class Launcher:
         cause = self.verdict.first(self.hosts, all_ended=len(self.verdict.ends.keys() | gone) == self.ranks)
         if cause is None:
             return
+        details = self.verdict.details(cause, lambda rank: self.logs.path(rank, "stderr"))
+        self._fail(cause, cause.rank if cause.rank >= 0 else None, details)
+
+    def _look_for_stall(self) -> None:
+        """Ask where the ranks are, once they have been quiet for too long; with the answers the job ends."""
+        if self.ending or self.verdict.settling or self.verdict.cause is not None:
+            return
+        if self.stall.should_ask():
+            self.stall.ask(connection.name for connection in self._living())
+            self._order({"order": "stacks"})
+        elif self.stall.is_stalled():
+            self._stalled()
+
+    def _stalled(self) -> None:
+        assert self.stall.timeout_s is not None
+        returned = tuple(sorted(self.verdict.ends))
+        hang = Hang(tuple(self.stall.observations), self.stall.timeout_s, returned, self.hosts, self.stall.silent_hosts)
+        odd = hang.verdict()[1]
+        self.verdict.cause = RankEnd(-1, STALLED_CODE, time.time(), loss=headline(hang))
+        details = [f"    {line}" for line in group_lines(hang)]
+        try:
+            details.append(f"their stacks: {write_report(hang, self.folder.path)}")
+        except OSError as error:
+            details.append(f"their stacks cannot be written: {error}")
+        self._fail(self.verdict.cause, odd[0] if len(odd) == 1 else None, details)
+
+    def _fail(self, cause: RankEnd, rank: int | None, details: list[str]) -> None:
+        """The job ends: ``rank`` is what failed.json blames, ``details`` are told after the headline."""
         text = self.verdict.headline(cause)
-        failure = {"rank": cause.rank if cause.rank >= 0 else None, "cause": text, "time_s": cause.time_s}
+        failure = {"rank": rank, "cause": text, "time_s": cause.time_s}
         try:
             self.folder.write_failure(failure)  # marked first, then told
         except OSError as error:
             self._say(f"the job cannot be marked as failed: {error}")
-        details = self.verdict.details(cause, lambda rank: self.logs.path(rank, "stderr"))
         self._say("\n".join([text, *details]))
         self._end(signal.SIGTERM, failure)
 

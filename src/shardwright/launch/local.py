@@ -98,7 +98,7 @@ class LocalCarrier(Carrier):
         connection.ranks = tuple(range(self.ranks))
         start = Start(
             self.options.program, self.options.preload, self._rank_variables(run_id, folder), tuple(held),
-            self.options.carrier, bind=self.options.bind,
+            self.options.carrier, bind=self.options.bind, stall_s=self.options.stall_timeout_s,
         )  # fmt: skip
         connection.send(start.to_message())
         self.connection = connection

@@ -219,6 +219,7 @@ class SshCarrier(Carrier):
             start = Start(
                 self.options.program, self.options.preload, self._rank_variables(index, run_id, scratch),
                 packed=True, lease_s=self.remote.lease_s, scratch=scratch, bind=self.options.bind,
+                stall_s=self.options.stall_timeout_s,
             )  # fmt: skip
             environment = self._host_environment(connection) | {JOB_VARIABLE: f"{run_id}/{index}"}
             connection.send({"order": "start", "start": start.to_message(), "environment": environment})
