@@ -24,7 +24,7 @@ from shardwright.data.order import KEY_LIMIT, permutation, worker_seed
 from shardwright.errors import UsageError
 from shardwright.launch.environment import read_environment
 from shardwright.run.batch import Batch
-from shardwright.run.position import Collate, Cut, Position, Ranks, columns_of
+from shardwright.run.position import Batching, Collate, Cut, Position, Ranks, columns_of
 from shardwright.run.position import Loader as Loader
 from shardwright.run.same_data import check_same_data
 from shardwright.run.stream_loader import StreamLoader
@@ -103,6 +103,7 @@ def loader(
             + "=True"
         )
     batch_size = batch_size or (per_rank_batch_size or 0) * size
+    batching = Batching(batch_size, rank, size, drop_last, pin_memory, collate_fn, plan, check_data)
     if stream is not None:
         refused = "shuffle=True" if shuffle else f"num_workers={num_workers}" if num_workers else ""
         if refused:
@@ -110,36 +111,13 @@ def loader(
                 f"{stream.name} is a stream: its samples come in an order of their own, and each process reads them "
                 f"all; remove {refused}"
             )
-        return StreamLoader(
-            stream,
-            batch_size,
-            rank=rank,
-            size=size,
-            anew=evaluate or shuffle is False,
-            drop_last=drop_last,
-            pin_memory=pin_memory,
-            collate_fn=collate_fn,
-            plan=plan,
-            check_data=check_data,
-        )
+        return StreamLoader(stream, batching, anew=evaluate or shuffle is False)
     if drop_last and batch_size > len(dataset):
         raise UsageError(
             f"drop_last=True leaves no batch: the global batch is {batch_size}, the dataset has {len(dataset)} samples"
         )
-    return IndexedLoader(
-        dataset,
-        batch_size,
-        rank=rank,
-        size=size,
-        seed=seed,
-        shuffle=not evaluate if shuffle is None else shuffle,
-        drop_last=drop_last,
-        num_workers=num_workers,
-        pin_memory=pin_memory,
-        collate_fn=collate_fn,
-        plan=plan,
-        check_data=check_data,
-    )
+    shuffle = not evaluate if shuffle is None else shuffle
+    return IndexedLoader(dataset, batching, seed=seed, shuffle=shuffle, num_workers=num_workers)
 
 
 class IndexedLoader(Loader):
@@ -151,27 +129,11 @@ class IndexedLoader(Loader):
     begins at the position that was loaded.
     """
 
-    def __init__(
-        self,
-        dataset: Any,
-        batch_size: int,
-        *,
-        rank: int,
-        size: int,
-        seed: int,
-        shuffle: bool,
-        drop_last: bool,
-        num_workers: int,
-        pin_memory: bool,
-        collate_fn: Collate | None,
-        plan: Cut | None,
-        check_data: bool,
-    ) -> None:
-        super().__init__(batch_size, rank, size, plan, check_data)
+    def __init__(self, dataset: Any, batching: Batching, *, seed: int, shuffle: bool, num_workers: int) -> None:
+        super().__init__(batching)
         self.dataset = dataset
-        self._seed, self._shuffle, self._drop_last = seed, shuffle, drop_last
-        self._num_workers, self._pin_memory = num_workers, pin_memory
-        self._rows = _Rows(dataset, collate_fn, seed)
+        self._seed, self._shuffle, self._num_workers = seed, shuffle, num_workers
+        self._rows = _Rows(dataset, batching.collate_fn, seed)
 
     def __len__(self) -> int:
         """The number of global batches in a whole epoch."""
@@ -193,15 +155,9 @@ class IndexedLoader(Loader):
             return Position(self.epoch + 1)
         return self._position
 
-    def sample_batch(self) -> Batch:
-        """The whole global batch that comes next, the same on every rank; the position stays where it is.
-
-        Every rank must call it, since the ranks compare their data first.
-        """
-        self._check_once()
-        position = self._next()
-        indices = self._order(position.epoch)[position.samples : position.samples + self.batch_size]
-        return _as_batch(self._rows[indices, position.epoch], _Part(indices, len(indices), 0, len(indices)))
+    def _whole(self, begin: Position) -> Batch:
+        indices = self._order(begin.epoch)[begin.samples : begin.samples + self.batch_size]
+        return _as_batch(self._rows[indices, begin.epoch], _Part(indices, len(indices), 0, len(indices)))
 
     def _check_data(self) -> None:
         check_same_data(self.dataset)

@@ -43,16 +43,31 @@ class Position:
     samples: int = 0
 
 
+@dataclass(frozen=True)
+class Batching:
+    """How samples become this rank's batches, whatever the samples come from; as `sw.loader` is told it."""
+
+    batch_size: int
+    rank: int
+    size: int
+    drop_last: bool
+    pin_memory: bool
+    collate_fn: Collate | None
+    plan: Cut | None
+    check_data: bool
+
+
 class Loader:
     """What `sw.loader` makes: its position in the data, and which part of a global batch is this rank's."""
 
-    def __init__(self, batch_size: int, rank: int, size: int, plan: Cut | None, check_data: bool) -> None:
-        self.batch_size = batch_size
-        self._rank, self._size, self._plan = rank, size, plan
+    def __init__(self, batching: Batching) -> None:
+        self.batch_size = batching.batch_size
+        self._rank, self._size, self._plan = batching.rank, batching.size, batching.plan
+        self._drop_last, self._pin_memory = batching.drop_last, batching.pin_memory
         self._position = Position()
         self._loaded = False  # the position was loaded: the next pass begins there in any case
         self._passes = 0
-        self._unchecked = check_data and size > 1
+        self._unchecked = batching.check_data and batching.size > 1
 
     @property
     def epoch(self) -> int:
@@ -102,8 +117,12 @@ class Loader:
         raise TypeError("a stream does not say how many batches it has")
 
     def sample_batch(self) -> Batch:
-        """The whole global batch that comes next, the same on every rank; the position stays where it is."""
-        raise NotImplementedError
+        """The whole global batch that comes next, the same on every rank; the position stays where it is.
+
+        Every rank must call it, since the ranks compare their data first.
+        """
+        self._check_once()
+        return self._whole(self._next())
 
     def _identity(self) -> dict[str, Any]:
         """What fixes the order of every epoch."""
@@ -111,6 +130,10 @@ class Loader:
 
     def _next(self) -> Position:
         """Where the next loop begins."""
+        raise NotImplementedError
+
+    def _whole(self, begin: Position) -> Batch:
+        """The whole global batch at a position."""
         raise NotImplementedError
 
     def _pass(self, number: int, begin: Position) -> Iterator[Batch]:

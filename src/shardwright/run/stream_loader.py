@@ -12,7 +12,7 @@ from torch.utils.data import default_collate
 from shardwright.data.iterable import Stream
 from shardwright.errors import UsageError
 from shardwright.run.batch import Batch
-from shardwright.run.position import Collate, Cut, Loader, Position, columns_of
+from shardwright.run.position import Batching, Collate, Loader, Position, columns_of
 from shardwright.run.same_data import check_same_stream
 
 
@@ -26,24 +26,11 @@ class StreamLoader(Loader):
     samples alone: where streams end at different places, the ranks wait for each other.
     """
 
-    def __init__(
-        self,
-        stream: Stream,
-        batch_size: int,
-        *,
-        rank: int,
-        size: int,
-        anew: bool,
-        drop_last: bool,
-        pin_memory: bool,
-        collate_fn: Collate | None,
-        plan: Cut | None,
-        check_data: bool,
-    ) -> None:
-        super().__init__(batch_size, rank, size, plan, check_data)
+    def __init__(self, stream: Stream, batching: Batching, *, anew: bool) -> None:
+        super().__init__(batching)
         self.stream = stream
-        self._anew, self._drop_last, self._pin_memory = anew, drop_last, pin_memory
-        self._collate: Collate = default_collate if collate_fn is None else collate_fn
+        self._anew = anew
+        self._collate: Collate = default_collate if batching.collate_fn is None else batching.collate_fn
 
     def _identity(self) -> dict[str, Any]:
         return {"stream": self.stream.name}
@@ -51,13 +38,8 @@ class StreamLoader(Loader):
     def _next(self) -> Position:
         return Position(self.epoch) if self._anew and not self._loaded else self._position
 
-    def sample_batch(self) -> Batch:
-        """The whole global batch that comes next, the same on every rank; the position stays where it is.
-
-        Every rank must call it, since the ranks compare their data first.
-        """
-        self._check_once()
-        _, samples = next(self._global_batches(self._next()))
+    def _whole(self, begin: Position) -> Batch:
+        _, samples = next(self._global_batches(begin))
         return self._batch(samples, 0, len(samples))
 
     def _check_data(self) -> None:
