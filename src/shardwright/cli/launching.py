@@ -147,3 +147,24 @@ def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
     from shardwright.launch.follow import show_logs
 
     sys.exit(show_logs(Path(log_dir), job, ranks, follow))
+
+
+@cli.command()
+def ps() -> None:
+    """List the jobs that you have launched on this host, with their hosts, ranks, restarts and logs."""
+    from shardwright.launch.jobs import show_jobs
+
+    click.echo(show_jobs())
+
+
+@cli.command()
+@click.option("--now", is_flag=True, help="Kill the ranks at once.")
+@click.argument("job")
+def stop(job: str, now: bool) -> None:
+    """End a job on all its hosts: JOB is its name, as `shardwright ps` shows it, or the folder of its logs.
+
+    Its ranks are told to end (TERM) and have the grace with which it was launched; a second call kills them.
+    """
+    from shardwright.launch.jobs_stop import stop_job
+
+    sys.exit(stop_job(job, now, lambda text: click.echo(f"shardwright: {text}")))

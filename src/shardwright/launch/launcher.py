@@ -44,6 +44,8 @@ from shardwright.launch.verdict import Verdict, rank_end
 
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+KILL_NOW = signal.SIGRTMIN
+"""From `shardwright stop --now`: TERM without a grace. SIGINT, the second of which kills, is ignored behind a shell's &."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +170,7 @@ class Launcher:
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.selector.register(read, selectors.EVENT_READ, lambda: self._take_signals(read))
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        caught = [s for s in (*_ENDING_SIGNALS, *_PASSED_SIGNALS) if signal.getsignal(s) != signal.SIG_IGN]
+        caught = [s for s in (*_ENDING_SIGNALS, *_PASSED_SIGNALS, KILL_NOW) if signal.getsignal(s) != signal.SIG_IGN]
         handlers = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
         try:
             yield
@@ -185,16 +187,17 @@ class Launcher:
                 self._order({"order": "signal", "signal": signum})
             elif signum in _ENDING_SIGNALS:
                 self._interrupt(signum)
+            elif signum == KILL_NOW:
+                if not self.ending:
+                    self._interrupt(signal.SIGTERM)
+                self._kill("stop --now")
 
     def _interrupt(self, signum: int) -> None:
         name = signal_name(signum)
         self.told_to_end = signum
         if self.ending:
             if signum == signal.SIGINT:
-                self._say(f"{name}: killing what is left")
-                self._order({"order": "kill"})
-                for connection in self._living():
-                    connection.wake()
+                self._kill(name)
             return
         self.interrupted = signum
         self.verdict.forget()
@@ -209,6 +212,12 @@ class Launcher:
             f" (Ctrl-C{' again' if signum == signal.SIGINT else ''} kills them now)"
         )
         self._end(signum)
+
+    def _kill(self, why: str) -> None:
+        self._say(f"{why}: killing what is left")
+        self._order({"order": "kill"})
+        for connection in self._living():
+            connection.wake()
 
     def _end(self, signum: int, failure: Message | None = None) -> None:
         """One grace for all hosts. ``failure`` is what failed.json says."""

@@ -22,7 +22,8 @@ from shardwright.launch.connection import Carrier
 from shardwright.launch.console import Console
 from shardwright.launch.failure import signal_name
 from shardwright.launch.job import FAILED, INTERRUPTED, JobFolder
-from shardwright.launch.launcher import Before, Launcher
+from shardwright.launch.jobs import RESTARTING, RUNNING, JobRecord
+from shardwright.launch.launcher import KILL_NOW, Before, Launcher
 from shardwright.launch.options import LaunchOptions
 from shardwright.launch.restart_options import RestartOptions
 from shardwright.launch.run_report import Attempt
@@ -59,6 +60,7 @@ class _Attempts:
         self.last: Launcher | None = None  # that failed, and after which there is to be another
         self.at_once = 0  # attempts in a row that failed as soon as they had started
         self.console: Console | None = None
+        self.record: JobRecord | None = None
 
     def run(self) -> int:
         try:
@@ -74,6 +76,8 @@ class _Attempts:
             self.last.finish(INTERRUPTED, ended.code)
             return ended.code
         finally:
+            if self.record is not None:
+                self.record.remove()
             if self.console is not None:
                 self.console.close()
 
@@ -97,6 +101,7 @@ class _Attempts:
             raise
         try:
             launcher = self._launcher(options, carrier, before)
+            self._record(launcher)
             code = launcher.run()
             self.last = launcher if launcher.may_restart else None
         except LaunchError as error:
@@ -117,6 +122,25 @@ class _Attempts:
         state = None if before is None else replace(before.state, restarts=len(self.past))
         started = self.started if before is None else lambda: None
         return Launcher(options, self.folder, carrier, started, Before(self.console, state, self.past))
+
+    def _record(self, launcher: Launcher) -> None:
+        """For `shardwright ps`."""
+        state, options = launcher.state, launcher.options
+        hosts = [str(host["name"]) for host in launcher.carrier.describe_hosts()]
+        marks = [launcher.run_id, *(f"{launcher.run_id}/{index}" for index in range(len(hosts)))]
+        lease_s = options.remote.lease_s if options.remote is not None else None
+        self._write(JobRecord(
+            self.folder.name, str(self.folder.path.resolve()), state.host, state.pid, state.start_ticks,
+            state.started_s, RUNNING, hosts, launcher.ranks, len(self.past), options.grace_s, lease_s, marks,
+        ))  # fmt: skip
+
+    def _write(self, record: JobRecord) -> None:
+        try:
+            record.write()
+        except OSError as error:
+            if self.record is None:
+                self._say(f"`shardwright ps` will not show this job: {error}")
+        self.record = record
 
     def _give_up(self, before: Launcher, error: Exception) -> int:
         """The job failed, and cannot begin again."""
@@ -146,6 +170,8 @@ class _Attempts:
         wait = f"in {max(pause_s, unsure_s):.0f} s"
         if unsure_s > pause_s:
             wait += ", when the lease of the lost host has ended what may still run there"
+        if self.record is not None:
+            self._write(replace(self.record, state=RESTARTING))
         number = f"restart {self.restarts.count} of {self.restarts.limit}"
         self._say(f"{number} on {hosts} {wait}, since {cause} (Ctrl-C ends the job)")
         time.sleep(max(pause_s, unsure_s))
@@ -156,9 +182,9 @@ def ended_by_signals() -> Iterator[None]:
     """While nothing runs that would need a grace."""
 
     def end(signum: int, _: FrameType | None) -> None:
-        raise SystemExit(128 + signum)
+        raise SystemExit(128 + (signal.SIGTERM if signum == KILL_NOW else signum))
 
-    handlers = {s: signal.signal(s, end) for s in _ENDING_SIGNALS if signal.getsignal(s) != signal.SIG_IGN}
+    handlers = {s: signal.signal(s, end) for s in (*_ENDING_SIGNALS, KILL_NOW) if signal.getsignal(s) != signal.SIG_IGN}
     try:
         yield
     finally:
