@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +23,7 @@ from shardwright.cluster.bench_operations import OPERATIONS, Buffers, Case, Oper
 from shardwright.cluster.bench_options import BenchOptions
 from shardwright.cluster.bench_roofline import copy_rate, fastest_link, processor, roofline
 from shardwright.cluster.bench_table import Config, Device, Half, Row, Test, closing, opening, row_line, to_json
-from shardwright.run.agree import agree
+from shardwright.run.agree import agree, from_all_ranks
 from shardwright.run.world import World
 
 
@@ -97,16 +96,10 @@ class _Bench:
             options.min_bytes, options.max_bytes, options.factor if grows else options.step_bytes, grows,
             options.warmup, options.iters, options.check,
         )  # fmt: skip
-        self.devices: list[Device] = self._everyone(_this_device(world))
+        self.devices = from_all_ranks(_this_device(world))
         copied = copy_rate(world.device, self.synchronize, dist.barrier)
-        links = self._everyone(fastest_link(world.backend))
-        self.roofline = roofline(len(set(world.hosts)), self._everyone(copied), links)
-
-    def _everyone(self, mine: Any) -> list[Any]:
-        """What every rank has, in rank order."""
-        found: list[Any] = [None] * self.world.size
-        dist.all_gather_object(found, mine)
-        return found
+        links = from_all_ranks(fastest_link(world.backend))
+        self.roofline = roofline(len(set(world.hosts)), from_all_ranks(copied), links)
 
     def synchronize(self) -> None:
         if self.world.device.type == "cuda":
@@ -135,10 +128,10 @@ class _Bench:
         buffers = operation.buffers(case, in_place)
         mine_s = self._time(operation, case, buffers)
         wrong = self._wrong(operation, case, buffers) if self.options.check else None
-        everyone = self._everyone(_Timed(mine_s, wrong))
+        everyone = from_all_ranks(_Timed(mine_s, wrong))
         seconds = sum(found.seconds for found in everyone) / len(everyone)
         algbw = size / seconds / 1e9
-        total = sum(found.wrong for found in everyone) if self.options.check else None
+        total = sum(found.wrong or 0 for found in everyone) if self.options.check else None
         return Half(seconds * 1e6, algbw, algbw * operation.factor(case.ranks), total)
 
     def _time(self, operation: Operation, case: Case, buffers: Buffers) -> float:

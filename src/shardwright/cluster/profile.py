@@ -28,6 +28,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator
 from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.plan.hardware import Hardware, LinkCost, Where
+from shardwright.run.agree import from_all_ranks
 from shardwright.run.world import World
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -93,9 +94,9 @@ def measure_hardware(world: World, sizes: Sequence[int] = SIZES, rounds: int = R
     return Hardware(
         name=f"{world.device.type}, {world.backend}, {world.size} ranks",
         device=device,
-        flops=_on_slowest(world, _flops(world.device)),
-        memory_bandwidth=dict(_on_slowest(world, (("copy", 2 * _copied(world)),)))["copy"],
-        launch_s=1 / dict(_on_slowest(world, (("launch", 1 / _launch_s(world.device)),)))["launch"],
+        flops=_on_slowest(_flops(world.device)),
+        memory_bandwidth=dict(_on_slowest((("copy", 2 * _copied(world)),)))["copy"],
+        launch_s=1 / dict(_on_slowest((("launch", 1 / _launch_s(world.device)),)))["launch"],
         links=links,
         ranks_per_host=None if hosts == 1 else world.local_size,
         sources=(source,),
@@ -128,8 +129,7 @@ def measure_links(
             seconds = _timed(cells[index].run, world.device)
             if turn >= WARMUP_ROUNDS:
                 times[index].append(seconds)
-    everyone: list[list[list[float]]] = [[]] * world.size
-    dist.all_gather_object(everyone, times)
+    everyone = from_all_ranks(times)
     for groups in all_groups:
         groups.comm.close()
     medians = [
@@ -204,10 +204,9 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _on_slowest(world: World, mine: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
+def _on_slowest(mine: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
     """Of every figure, where more is better, the least of all ranks."""
-    everyone: list[Sequence[tuple[str, float]]] = [()] * world.size
-    dist.all_gather_object(everyone, mine)
+    everyone = from_all_ranks(mine)
     return tuple((name, min(dict(theirs)[name] for theirs in everyone)) for name, _ in mine)
 
 

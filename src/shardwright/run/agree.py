@@ -1,13 +1,25 @@
-"""Ranks that call the same function must mean the same; where they do not, every one of them says so."""
+"""What every rank has, on all of them; and that ranks which call the same function mean the same, or all say so."""
 
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
+from shardwright.checkpoint.ranks import alone
 from shardwright.errors import UsageError
+
+T = TypeVar("T")
+
+
+def from_all_ranks(mine: T) -> list[T]:
+    """What each rank has, in rank order; all ranks call it together. A process without others has its own alone."""
+    if alone():
+        return [mine]
+    everyone = [mine] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    return everyone
 
 
 def agree(what: dict[str, Any], problem: str | None = None) -> None:
@@ -16,10 +28,7 @@ def agree(what: dict[str, Any], problem: str | None = None) -> None:
     Raises:
         UsageError: on every rank, where some rank has a ``problem`` or an entry differs from rank 0's.
     """
-    everyone: list[Any] = [(what, problem)]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, (what, problem))
+    everyone = from_all_ranks((what, problem))
     problems = Counter(theirs for _, theirs in everyone if theirs)
     if problems:
         text, count = problems.most_common(1)[0]

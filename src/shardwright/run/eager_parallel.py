@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.asynchronous import wait_copied
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
+from shardwright.run.agree import from_all_ranks
 from shardwright.run.batch import Batch
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.gradients import Reduction
@@ -250,13 +251,12 @@ def _reached(loss: Tensor) -> set[int]:
 
 def _agree(trial: _Trial, arguments: tuple[Any, ...], world: World) -> _Trial:
     """The trial that stands for all ranks; raises the same `UsageError` on each when one of them has a problem."""
-    gathered: list[Any] = [None] * world.size
-    dist.all_gather_object(gathered, (trial, arguments))
-    for rank, (theirs, _) in enumerate(gathered):
+    everyone = from_all_ranks((trial, arguments))
+    for rank, (theirs, _) in enumerate(everyone):
         if theirs.problem:
             raise UsageError(theirs.problem if world.size == 1 else f"rank {rank}: {theirs.problem}")
-    first, first_arguments = gathered[0]
-    for rank, (theirs, their_arguments) in enumerate(gathered):
+    first, first_arguments = everyone[0]
+    for rank, (theirs, their_arguments) in enumerate(everyone):
         if their_arguments != first_arguments:
             raise UsageError(
                 f"rank 0 called parallelize with (mode, gradients, batch) = {first_arguments}, rank {rank} with "
@@ -268,7 +268,7 @@ def _agree(trial: _Trial, arguments: tuple[Any, ...], world: World) -> _Trial:
             raise UsageError(
                 f"the model of rank {rank} differs from rank 0's: it has {other}; build the same on all ranks"
             )
-    tried = [theirs for theirs, _ in gathered if theirs.samples]
+    tried = [theirs for theirs, _ in everyone if theirs.samples]
     if not tried:
         raise UsageError("the sample batch is empty on every rank; pass one that holds samples")
     used = {name for theirs in tried for name in theirs.used}

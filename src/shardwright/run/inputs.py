@@ -15,6 +15,7 @@ from shardwright.errors import UsageError
 from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.run.agree import from_all_ranks
 from shardwright.run.batch import Batch
 
 BatchKind = Literal["local", "global"]
@@ -51,8 +52,7 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) ->
             "the batch is made of plain tensors: say batch='local' (each rank passes its own part) or batch='global' "
             "(each rank passes the same whole), or take batches from sw.loader"
         )
-    counts: list[int] = [0] * size
-    dist.all_gather_object(counts, given)
+    counts = from_all_ranks(given)
     ends = [sum(counts[: rank + 1]) for rank in range(size)]
     ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
     return Rows(ranges[dist.get_rank()], ends[-1], ranges)

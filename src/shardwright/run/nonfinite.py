@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import Instruction, LocalProgram
+from shardwright.run.agree import from_all_ranks
 from shardwright.run.captured import Parallel
 
 
@@ -34,11 +34,7 @@ def first_non_finite(parallel: Parallel, batch: Any) -> Origin | None:
     capture, program, values = parallel.replay(batch)
     bad = {name: value for name, value in values.items() if _is_bad(value)}
     mine = _origin(capture, program, bad, parallel.world.rank)
-    everyone: list[Origin | None] = [mine]
-    if parallel.world.size > 1:
-        everyone = [None] * parallel.world.size
-        dist.all_gather_object(everyone, mine)
-    found = [origin for origin in everyone if origin is not None]
+    found = [origin for origin in from_all_ranks(mine) if origin is not None]
     return min(found, key=lambda origin: (origin.position, origin.rank), default=None)
 
 

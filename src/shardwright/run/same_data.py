@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from shardwright.errors import DataError
+from shardwright.run.agree import from_all_ranks
 
 SAMPLED = 16
 
@@ -65,9 +65,7 @@ def stream_fingerprint(samples: Callable[[], Iterator[Any]]) -> Fingerprint:
 
 
 def _compare_over_ranks(ours: Fingerprint) -> None:
-    prints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(prints, ours)
-    differences = compare(prints)
+    differences = compare(from_all_ranks(ours))
     if differences:
         raise DataError(
             "the ranks do not see the same data: "

@@ -13,12 +13,10 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
-
-import torch.distributed as dist
 
 from shardwright.launch.network import SYSFS, Device, Moved, Reading, carriers, moved, read_devices
 from shardwright.report.text import size_text
+from shardwright.run.agree import from_all_ranks
 from shardwright.run.captured import Parallel
 from shardwright.run.eager_parallel import EagerParallel
 from shardwright.run.execute import Execution, Run
@@ -28,8 +26,6 @@ from shardwright.run.world import World
 
 # Ethernet 14 (which the loopback does not count), IPv4 20, TCP with time stamps 32. IPv6 would be 20 more.
 _PACKET_HEADER_BYTES = {"ethernet": 66, "other": 66, "ip over infiniband": 56, "loopback": 52}
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -75,7 +71,7 @@ class TrafficWatch:
         self._before: Reading | None = None
         self._places: list[str] = []
         if world.size > 1:
-            self._places = _gathered(f"{world.host}\n{_network_namespace()}", world)
+            self._places = from_all_ranks(f"{world.host}\n{_network_namespace()}")
             self._before = read_devices(sysfs) if self._places.index(self._places[world.rank]) == world.rank else None
         self._runs_before = [(execution, execution.runs.copy()) for execution in self._executions()]
 
@@ -83,9 +79,9 @@ class TrafficWatch:
         """Rank 0 prints what was moved; a world of one rank has nothing to say."""
         if self._world.size == 1:
             return
-        _gathered(None, self._world)  # nobody reads while another still sends
+        from_all_ranks(None)  # nobody reads while another still sends
         mine = None if self._before is None else self._measure(self._before)
-        everyone = [found for found in _gathered(mine, self._world) if found is not None]
+        everyone = [found for found in from_all_ranks(mine) if found is not None]
         if self._world.rank == 0:
             backend = _backend(self._world)
             for line in traffic_lines(everyone, self._predicted(backend), backend):
@@ -183,9 +179,3 @@ def _network_namespace() -> str:
         return os.readlink("/proc/self/ns/net")
     except OSError:
         return ""
-
-
-def _gathered(mine: T, world: World) -> list[T]:
-    everyone: list[T] = [mine] * world.size
-    dist.all_gather_object(everyone, mine)
-    return everyone

@@ -14,7 +14,6 @@ from itertools import islice
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -23,6 +22,7 @@ from shardwright.checkpoint.match import Rename
 from shardwright.errors import UsageError
 from shardwright.graph.capture import flatten_batch
 from shardwright.report.text import start_line, validation_line
+from shardwright.run.agree import from_all_ranks
 from shardwright.run.batch import Batch
 from shardwright.run.callbacks import Callback
 from shardwright.run.captured import Parallel
@@ -362,10 +362,7 @@ def _total(value: Tensor, samples: int) -> float:
 
 def _means_over_ranks(aux: Any, samples: int) -> dict[str, float]:
     """The means over all ranks' parts, from the metrics of this rank's part of ``samples`` samples (None if empty)."""
-    everyone: list[Any] = [({name: _total(value, samples) for name, value in _scalars(aux)}, samples)]
-    if dist.get_world_size() > 1:
-        mine, everyone = everyone[0], [None] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
+    everyone = from_all_ranks(({name: _total(value, samples) for name, value in _scalars(aux)}, samples))
     total = sum(count for _, count in everyone)
     names = next((list(metrics) for metrics, count in everyone if count), [])
     return {name: sum(metrics.get(name, 0.0) for metrics, _ in everyone) / total for name in names}

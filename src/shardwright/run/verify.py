@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
@@ -28,7 +27,7 @@ from shardwright.plan.hardware import for_device
 from shardwright.plan.make import Inputs, Mode, make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
-from shardwright.run.agree import agree
+from shardwright.run.agree import agree, from_all_ranks
 from shardwright.run.batch import Batch
 from shardwright.run.build import as_batches
 from shardwright.run.captured import LossFunction, Parallel
@@ -343,11 +342,7 @@ def _difference(a: Tensor, b: Tensor) -> Tensor:
 
 def _worst_of_all_ranks(mine: list[Deviation]) -> list[Deviation]:
     """Of every kind and reference the largest deviation on any rank; all ranks have compared the same in one order."""
-    everyone = [mine]
-    if dist.is_initialized() and dist.get_world_size() > 1:
-        everyone = [mine] * dist.get_world_size()
-        dist.all_gather_object(everyone, mine)
-    return [max(ranks, key=lambda d: d.largest / d.tolerance) for ranks in zip(*everyone, strict=True)]
+    return [max(ranks, key=lambda d: d.largest / d.tolerance) for ranks in zip(*from_all_ranks(mine), strict=True)]
 
 
 def _notes(plan: Plan, random: Sequence[Node], found: Sequence[Deviation]) -> Iterator[str]:

@@ -25,6 +25,7 @@ from shardwright.launch.environment import (
 from shardwright.launch.mpirun import BACKEND_VARIABLE
 from shardwright.mesh.gloo_threads import calm_receivers
 from shardwright.run import mpi
+from shardwright.run.agree import from_all_ranks
 from shardwright.run.devices import gpu_index, host_names
 from shardwright.run.leave import leave
 from shardwright.run.meeting import (
@@ -143,8 +144,7 @@ def _adopt() -> World:
     rank, size = dist.get_rank(), dist.get_world_size()
     backend = mpi.own_name(str(dist.get_backend()))
     on_gpu = "nccl" in backend
-    hosts: list[str] = [""] * size
-    dist.all_gather_object(hosts, socket.gethostname())
+    hosts = from_all_ranks(socket.gethostname())
     local = [r for r in range(size) if hosts[r] == hosts[rank]]
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return World(rank, size, local.index(rank), len(local), hosts[rank], device, backend, tuple(hosts))
