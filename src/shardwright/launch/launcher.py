@@ -45,7 +45,7 @@ from shardwright.launch.verdict import Verdict, rank_end
 _ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 KILL_NOW = signal.SIGRTMIN
-"""From `shardwright stop --now`: TERM without a grace. SIGINT, the second of which kills, is ignored behind a shell's &."""
+"""From `shardwright stop --now`: TERM without a grace. SIGINT, the second of which kills, is ignored behind an &."""
 
 
 @dataclass(frozen=True)
