@@ -4,7 +4,7 @@ import pytest
 
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch import agent
-from shardwright.launch.host_options import HostOptions, RemoteOptions, Whereabouts, hosts_of_allocation
+from shardwright.launch.host_options import HostOptions, PerHost, RemoteOptions, Whereabouts, hosts_of_allocation
 from shardwright.launch.hosts import Host, Hosts
 from shardwright.launch.interfaces import Address, choose, infiniband_ports
 from shardwright.launch.placement import Placement
@@ -51,13 +51,13 @@ def test_ranks_by_table_keep_their_places():
 def test_where_a_job_runs():
     assert HostOptions().read("2", None, None, "0") == Whereabouts()
     assert HostOptions(hosts="localhost:4").read("3", None, None, "0") == Whereabouts(slots_here=3)
-    there = HostOptions(hosts="localhost:4", wdir="/w").read(None, None, "ssh", "all")
-    assert there.remote == RemoteOptions(Hosts.from_list("localhost:4"), wdir="/w", tee="all")
+    there = HostOptions(hosts="localhost:4", wdir=("/w",)).read(None, None, "ssh", "all")
+    assert there.remote == RemoteOptions(Hosts.from_list("localhost:4"), wdir=PerHost("/w"), tee="all")
     for options, via, message in (
         (HostOptions(hosts="localhost:2"), None, "-n 3 is more than the slots of 1 host, 2 slots: localhost:2"),
         (HostOptions(hosts="a,b"), "mpirun", "--via mpirun starts ranks on this host alone, but -H names 2 hosts"),
         (HostOptions(hosts="a", hostfile="f"), None, "-H and --hostfile both name hosts; type one of them"),
-        (HostOptions(wdir="/w"), None, "--wdir /w is for other hosts, but the job is on this one; type -H"),
+        (HostOptions(wdir=("/w",)), None, "--wdir /w is for other hosts, but the job is on this one; type -H"),
         (HostOptions(), "ssh", "--via ssh needs hosts; type -H HOST:SLOTS,... or --hostfile FILE"),
         (HostOptions(hosts="a,b", lease_s=0.1), None, "--lease 0.1 is too short"),
     ):

@@ -10,13 +10,17 @@ import click
 
 from shardwright.cli.group import cli
 
+_WORDS = "shardwright.launch.words"
+
 
 class _LaunchCommand(click.Command):
     """Keeps a ``--`` that stands before the program, which click would swallow."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = args
         if "--" in args:
             args = [*args[: args.index("--")], "--", *args[args.index("--") :]]  # one for click, or for us below
+        ctx.meta[_WORDS] = tuple(given)
         rest = super().parse_args(ctx, args)
         command = list(ctx.params["command"])
         ctx.params["program"] = command[:1] == ["--"]
@@ -29,7 +33,9 @@ class _LaunchCommand(click.Command):
 @cli.command(cls=_LaunchCommand, context_settings={"allow_interspersed_args": False})
 @click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per slot of the hosts, or per GPU.")
 @click.option("-m", "--module", is_flag=True, help="The program is a module, as in `python -m`.")
-@click.option("-x", "--env", "variables", multiple=True, metavar="VAR[=VALUE]", help="Set or pass on a variable.")
+@click.option(
+    "-x", "--env", "variables", multiple=True, metavar="[HOST:]VAR[=VALUE]", help="Set or pass on a variable."
+)
 @click.option("--tee", metavar="all|none|0,3", help="The ranks to show on the console.  [default: 0]")
 @click.option("--job", metavar="NAME", help="The job's name; without it the next free number.")
 @click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
@@ -47,14 +53,24 @@ class _LaunchCommand(click.Command):
 )
 @click.option(
     "--via",
-    type=click.Choice(["local", "ssh", "mpirun"]),
-    help="Who starts the ranks.  [default: ssh where there are other hosts, else local]",
+    type=click.Choice(["local", "ssh", "mpirun", "srun", "torchrun"]),
+    help="Who starts the ranks; torchrun prints its command for each host.  "
+    "[default: ssh where there are other hosts, else local]",
 )
+@click.option("--run", is_flag=True, help="With --via torchrun: run those commands.")
+@click.option("--print-sbatch", is_flag=True, help="Write a script for sbatch that runs this with --via srun, and end.")
 @click.option("-H", "--host", "hosts", metavar="a:8,b:8", help="The hosts and how many ranks each takes.")
 @click.option("--hostfile", metavar="FILE", help="The same as lines `a slots=8`.")
 @click.option("--oversubscribe", is_flag=True, help="Let -n be more than the slots of all hosts.")
-@click.option("--python", metavar="PATH", help="The interpreter on other hosts; without it the path of this one.")
-@click.option("--wdir", metavar="DIR", help="The working directory on other hosts; without it this one.")
+@click.option(
+    "--python",
+    multiple=True,
+    metavar="[HOST=]PATH",
+    help="The interpreter on the hosts; without it the path of this one.",
+)
+@click.option(
+    "--wdir", multiple=True, metavar="[HOST=]DIR", help="The working directory on the hosts; without it this one."
+)
 @click.option("--interface", metavar="NAME", help="The network interface of the first host by which ranks meet.")
 @click.option(
     "--lease",
@@ -98,8 +114,9 @@ class _LaunchCommand(click.Command):
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
 def launch(
-    command: tuple[str, ...], program: bool, no_preload: bool, log_dir: str, grace: float, **options: Any
-) -> None:
+    command: tuple[str, ...], program: bool, no_preload: bool, log_dir: str, grace: float,
+    run: bool, print_sbatch: bool, **options: Any,
+) -> None:  # fmt: skip
     """Run a program on N processes of this host or of several, with torchrun's variables set.
 
     \b
@@ -108,6 +125,7 @@ def launch(
     shardwright launch -n 8 -- PROGRAM ARGS
     shardwright launch -n 8 --via mpirun --backend mpi train.py ARGS
     shardwright launch -H a:8,b:8 train.py ARGS
+    shardwright launch -n 16 --print-sbatch train.py ARGS | sbatch -N 2
 
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
@@ -120,6 +138,12 @@ def launch(
     restarts = RestartOptions.read(*(options.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
     words = ("hosts", "hostfile", "oversubscribe", "python", "wdir", "interface", "lease_s", "connect_timeout_s")
     where = HostOptions(**{word: options.pop(word) for word in words}, allocation=os.environ)
+    if print_sbatch:
+        from shardwright.launch.srun import batch_script
+
+        words, names = click.get_current_context().meta[_WORDS], ("ranks", "rank_table", "via", "job")
+        click.echo(batch_script(words, where, command, grace, *(options[name] for name in names)), nl=False)
+        return
     job = read_options(
         arguments=command,
         program=program,
@@ -132,6 +156,15 @@ def launch(
     )
     if "--allow-run-as-root" in job.carrier:
         click.echo("shardwright: mpirun is told that it may run as root; it would rather not", err=True)
+    if options["via"] == "torchrun":
+        from shardwright.launch.torchrun import command_lines, one_per_host
+
+        if not run:
+            click.echo(command_lines(job), nl=False)
+            return
+        job = one_per_host(job)
+    elif run:
+        raise click.UsageError("--run belongs to --via torchrun; without it jobs run anyway")
     sys.exit(launch_job(job))
 
 

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 from shardwright.launch.connection import Connection
@@ -28,15 +28,19 @@ _CLOSE_S = 5.0
 _SAID_BYTES = 1 << 14
 _NOISE_BYTES = 1 << 16
 _CLOCK_SAMPLES = 8
+_NO_BINDING = "lacks support for cpu binding"
 
 
 class AgentConnection(Connection):
-    """The process is ssh, or the agent itself where the host is this one."""
+    """The process is ssh (or srun, with an ``environment`` of its own), or the agent itself, on this host."""
 
-    def __init__(self, host: Host, command: Sequence[str], sent: tuple[bytes, bytes], lease_s: float) -> None:
+    def __init__(
+        self, host: Host, command: Sequence[str], sent: tuple[bytes, bytes], lease_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
-            start_new_session=True, preexec_fn=partial(_die_with, os.getpid()),
+            start_new_session=True, preexec_fn=partial(_die_with, os.getpid()), env=environment,
         )  # fmt: skip
         super().__init__(process, host.name, lease_s)
         assert process.stderr is not None
@@ -131,8 +135,13 @@ class AgentConnection(Connection):
             return 1, f"nothing was heard from {self.name} for {self.lease_s:g} s: the host or the line to it is down"
         code = self.wait()
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
-        last = self.said.decode(errors="replace").strip().splitlines()[-1:]
+        last = self.said_lines()[-1:]
         return 1, f"the connection to {self.name} ended ({how}{': ' if last else ''}{''.join(last)})"
+
+    def said_lines(self) -> list[str]:
+        """What ssh or srun and the host's shell said, without srun's words on what it may well lack."""
+        lines = [line.strip() for line in self.said.decode(errors="replace").splitlines()]
+        return [line for line in lines if line and _NO_BINDING not in line]
 
     def wait(self) -> int:
         """For the end of the process, after that of its stream; what it said last is read."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from shardwright.errors import UsageError
@@ -66,8 +66,10 @@ def read_options(
 
     Without ``tee``, rank 0 is shown, or nothing if the job is detached. Without ``where`` the job is on this host.
     """
-    where = where or HostOptions()
-    given = read_variables(variables, os.environ)
+    for_all, by_host = split_variables(variables)
+    given = read_variables(for_all, os.environ)
+    read_by_host = {host: read_variables(words, os.environ) for host, words in by_host.items()}
+    where = replace(where or HostOptions(), variables=read_by_host)
     table = read_table(rank_table, ranks, devices, given)
     tee = tee or ("none" if detach else "0")
     whereabouts = where.read(ranks, table, via, tee)
@@ -81,7 +83,7 @@ def read_options(
         environment[VARIABLE] = str(SaveGraphs.parse(save_graphs))
     kind: Kind = "program" if program else "module" if module else "script"
     whole = os.environ | environment
-    elsewhere = remote is not None and remote.wdir is not None and bool(arguments)  # only its hosts can check it
+    elsewhere = remote is not None and bool(remote.wdir) and bool(arguments)  # only its hosts can check it
     checked = Program(kind, tuple(arguments)) if elsewhere else check_program(kind, arguments, whole)
     number = 0 if remote is not None else whereabouts.slots_here or read_ranks(ranks, whole)
     restarts.check(None if remote is not None else number, by_table=table is not None)
@@ -162,6 +164,24 @@ def read_tee(text: str, ranks: int) -> frozenset[int]:
             raise UsageError(f"--tee {text}: the {ranks} ranks of this job are 0 to {ranks - 1}")
         shown.update(range(first, last + 1))
     return frozenset(shown)
+
+
+def split_variables(words: Sequence[str]) -> tuple[list[str], dict[str, list[str]]]:
+    """What all hosts have, and by host what ``-x HOST:NAME=value`` gives to one: no variable has a colon in its name.
+
+    >>> split_variables(["A=b:c", "fd00::1:A=b"])
+    (['A=b:c'], {'fd00::1': ['A=b']})
+    """
+    for_all: list[str] = []
+    by_host: dict[str, list[str]] = {}
+    for word in words:
+        name, equals, value = word.partition("=")
+        host, colon, name = name.rpartition(":")
+        if colon:
+            by_host.setdefault(host, []).append(name + equals + value)
+        else:
+            for_all.append(word)
+    return for_all, by_host
 
 
 def read_variables(words: Sequence[str], environment: Mapping[str, str]) -> dict[str, str]:

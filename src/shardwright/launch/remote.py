@@ -13,9 +13,11 @@ from shardwright.launch.job import JobFolder
 from shardwright.launch.options import LaunchOptions, read_tee
 from shardwright.launch.restart_options import RestartOptions
 from shardwright.launch.restarts import Say, run_job
+from shardwright.launch.srun import SrunCarrier
 from shardwright.launch.ssh import SshCarrier
 
 MakeCarrier = Callable[[LaunchOptions, RemoteOptions], SshCarrier]
+_CARRIERS: dict[str, MakeCarrier] = {"ssh": SshCarrier, "srun": SrunCarrier}
 
 
 def run_on_hosts(
@@ -23,10 +25,12 @@ def run_on_hosts(
     remote: RemoteOptions,
     folder: JobFolder,
     started: Callable[[], None],
-    make_carrier: MakeCarrier = SshCarrier,
+    make_carrier: MakeCarrier | None = None,
 ) -> int:
     """Returns the job's exit code; raises `UsageError` or `LaunchError` where nothing was started."""
-    return run_job(options.restarts, folder, RemoteAttempts(options, remote, make_carrier), started)
+    return run_job(
+        options.restarts, folder, RemoteAttempts(options, remote, make_carrier or _CARRIERS[remote.via]), started
+    )
 
 
 class RemoteAttempts:

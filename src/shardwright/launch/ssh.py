@@ -52,6 +52,8 @@ _SSH = (
 class SshCarrier(Carrier):
     """The hosts of ``options.remote``."""
 
+    client, package = "ssh", "openssh-client"
+
     def __init__(self, options: LaunchOptions, remote: RemoteOptions) -> None:
         self.options, self.remote = options, remote
         self.connections: list[AgentConnection] = []
@@ -73,14 +75,16 @@ class SshCarrier(Carrier):
         """Connect, check, place the ranks. Raises `LaunchError` with all that is in the way, `UsageError` for -n."""
         hosts = self._hosts_needed()
         with ThreadPoolExecutor(32) as pool:  # a name that nobody knows can take seconds
-            self._here = dict(zip(hosts, pool.map(_is_here, hosts), strict=True))
+            self._here = dict(zip(hosts, pool.map(self.is_here, hosts), strict=True))
         for host in hosts:
             try:
-                connection = AgentConnection(host, self.command(host), self.pack_for(host), self.remote.lease_s)
+                command, environment = self.command(host), self.client_environment()
+                sent = self.pack_for(host)
+                connection = AgentConnection(host, command, sent, self.remote.lease_s, environment)
             except OSError as error:
                 raise LaunchError(
-                    f"ssh to {host.name} cannot be started here: {error}; is there an ssh on the PATH "
-                    "(`apt-get install openssh-client`), and room for more processes and files (`ulimit -n`)?"
+                    f"{self.client} to {host.name} cannot be started here: {error}; is there an {self.client} on the "
+                    f"PATH (`apt-get install {self.package}`), and room for more processes and files (`ulimit -n`)?"
                 ) from None
             self.connections.append(connection)
         word = secrets.token_hex(16)
@@ -99,9 +103,30 @@ class SshCarrier(Carrier):
                 for connection in self.connections:
                     connection.detach()
 
+    def is_here(self, host: Host) -> bool:
+        """Whether no ssh is needed."""
+        return host.user in (None, getpass.getuser()) and is_this_host(host.name)
+
+    def python(self, host: Host) -> str:
+        return self.remote.python.on(host.name) or sys.executable
+
+    def client_environment(self) -> dict[str, str] | None:
+        """Of ssh itself; None for that of the launcher."""
+        return None
+
+    def shared_environment(self) -> dict[str, str]:
+        """Of the launcher, what ranks on all hosts get beside what -x says."""
+        return portable_environment(os.environ)
+
+    def why_silent(self, connection: AgentConnection) -> str:
+        """Why a host did not answer, in a line."""
+        c, python = connection, self.python(connection.host)
+        spent_s = self.remote.connect_timeout_s + _ANSWER_S
+        return why_no_answer(c.host, c.answers, c.exit_code, bytes(c.said), bytes(c.noise), python, spent_s)
+
     def command(self, host: Host) -> list[str]:
         """That starts an agent on the host: here, or by ssh."""
-        python = self.remote.python or sys.executable
+        python = self.python(host)
         if self._here[host]:
             return [python, "-c", BOOT]
         user = ["-l", host.user] if host.user else []
@@ -158,24 +183,18 @@ class SshCarrier(Carrier):
     def _check_order(self, connection: AgentConnection, word: str) -> Message:
         program = self.options.program
         return {
-            "order": "check", "wdir": self.remote.wdir or os.getcwd(), "program": asdict(program),
+            "order": "check", "wdir": self.remote.wdir.on(connection.name) or os.getcwd(), "program": asdict(program),
             "preload": self.options.preload, "first": connection is self.connections[0], "port": self.options.port,
             "ours": program.kind == "module" and program.arguments[0].partition(".")[0] == "shardwright",
-            "environment": portable_environment(os.environ) | self.options.environment,
+            "environment": self._environment_on(connection),
             "lease_s": self.remote.lease_s, "word": word,
         }  # fmt: skip
 
     def _refuse_problems(self) -> None:
         problems: dict[str, list[str]] = {}
-        python = self.remote.python or sys.executable
         for c in self.connections:
-            if "checked" in c.answers:
-                problems[c.name] = list(c.answers["checked"]["problems"])
-            else:
-                spent_s = self.remote.connect_timeout_s + _ANSWER_S
-                problems[c.name] = [
-                    why_no_answer(c.host, c.answers, c.exit_code, bytes(c.said), bytes(c.noise), python, spent_s)
-                ]
+            answered = "checked" in c.answers
+            problems[c.name] = list(c.answers["checked"]["problems"]) if answered else [self.why_silent(c)]
         checked = {c.name: c.answers["hello"] | c.answers["checked"] for c in self._answering("checked")}
         for name, lines in compare(checked).items():
             problems[name] += lines
@@ -241,6 +260,11 @@ class SshCarrier(Carrier):
             for c in self.connections
         ]  # fmt: skip
 
+    def _environment_on(self, connection: AgentConnection) -> dict[str, str]:
+        """What is given to the ranks of a host, beside what a login has there."""
+        own = self.remote.variables.get(connection.name, {})
+        return {**self.shared_environment(), **self.options.environment, **own}
+
     def _host_environment(self, connection: AgentConnection) -> dict[str, str]:
         """What nobody has set, and what only this host has."""
         told = connection.answers["checked"]
@@ -253,7 +277,7 @@ class SshCarrier(Carrier):
             defaults["NCCL_IB_HCA"] = f"={','.join(told['infiniband'])}"
         if connection.host.devices and connection.answers["hello"]["gpus"]:
             defaults["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, connection.host.devices))
-        given = portable_environment(os.environ) | self.options.environment
+        given = self._environment_on(connection)
         return {name: value for name, value in defaults.items() if name not in given}
 
     def _rank_variables(self, index: int, run_id: str, scratch: str) -> dict[int, dict[str, str]]:
@@ -284,8 +308,3 @@ def portable_environment(environment: Mapping[str, str]) -> dict[str, str]:
         for name, value in inherited_environment(environment).items()
         if name not in _OWN and not name.startswith(_OWN_PREFIXES)
     }
-
-
-def _is_here(host: Host) -> bool:
-    """Whether no ssh is needed."""
-    return host.user in (None, getpass.getuser()) and is_this_host(host.name)
