@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.graph.capture import capture, flatten_batch
+from shardwright.graph.capture import flatten_batch
 from shardwright.graph.ir import Capture
-from shardwright.graph.pins import apply_pins
-from shardwright.graph.rewrite import rewrite
+from shardwright.graph.step import captured_step
 from shardwright.lower.lower import lower
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -25,8 +24,7 @@ from shardwright.run.execute import Execution
 def plan_of(
     model: torch.nn.Module, loss_fn: Any, batch: Any, mesh: Mesh, mode: str, pins: Any = None, **options: Any
 ) -> Plan:
-    captured = apply_pins(rewrite(capture(model, loss_fn, batch)), pins or {})
-    return make_plan(captured, mesh, mode, **options)
+    return make_plan(captured_step(model, loss_fn, batch, pins or {}), mesh, mode, **options)
 
 
 def tensors_of(captured: Capture, model: torch.nn.Module, kind: str) -> list[Tensor]:

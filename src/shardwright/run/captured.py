@@ -7,7 +7,7 @@ The first decides how parameters are stored; the plans of later shapes take the 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.asynchronous import wait_copied
 from shardwright.errors import PlanError, UsageError
-from shardwright.graph.capture import capture, flatten_batch
+from shardwright.graph.capture import flatten_batch
 from shardwright.graph.ir import Capture
-from shardwright.graph.pins import apply_pins
-from shardwright.graph.rewrite import rewrite
+from shardwright.graph.step import Kind, captured_step
+from shardwright.graph.trace import LossFunction
 from shardwright.launch.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
 from shardwright.lower.program import LocalProgram
@@ -43,9 +43,6 @@ from shardwright.run.planning import on_rank_zero, remembered
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta, split_parameters
 from shardwright.run.world import World
 from shardwright.torch_private import tree_flatten, tree_unflatten
-
-LossFunction = Callable[[Any, Any], Any]
-Kind = Literal["training", "evaluation", "predict"]
 
 
 @dataclass(frozen=True)
@@ -231,14 +228,8 @@ class Parallel:
             torch.empty(next(shapes), dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
             for _, leaf in leaves
         ]
-        captured = capture(
-            self.module,
-            self._loss_fn,
-            tree_unflatten(whole, spec),
-            training=kind == "training",
-            predict=kind == "predict",
-        )
-        return apply_pins(rewrite(captured, batch_norm=self.options.batch_norm), self.options.pins)
+        sample, options = tree_unflatten(whole, spec), self.options
+        return captured_step(self.module, self._loss_fn, sample, options.pins, kind, options.batch_norm)
 
     def _first_plan(self, batch: Any, rows: Rows, given: Plan | str | None) -> Plan:
         def make() -> Plan:

@@ -8,14 +8,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
 
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.graph.capture import capture
-from shardwright.graph.ir import Capture
-from shardwright.graph.pins import apply_pins
-from shardwright.graph.rewrite import rewrite
-from shardwright.graph.trace import LossFunction
+from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.hardware import read_hardware
 from shardwright.plan.make import Mode, make_plan
@@ -80,11 +75,6 @@ def plan_file(
         plan = _timed(seconds, "loading", lambda: Plan.load(load or "", graph))
         _refuse_other_size(plan, load or "", devices, mesh)
     return PlannedFile(plan, notes, seconds)
-
-
-def captured_step(model: nn.Module, loss_fn: LossFunction, batch: Any, pins: Mapping[str, Any]) -> Capture:
-    """The graph of a training step, rewritten and pinned: what is planned. Raises as `capture` and `apply_pins` do."""
-    return apply_pins(rewrite(capture(model, loss_fn, batch)), pins)
 
 
 def _timed(seconds: dict[str, float], stage: str, make: Callable[[], Any]) -> Any:

@@ -20,6 +20,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.ir import Node
+from shardwright.graph.step import captured_step
+from shardwright.graph.trace import LossFunction
 from shardwright.lower.local import RandomKey, Site, localise
 from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.mesh import Mesh
@@ -30,10 +32,9 @@ from shardwright.plan.ruled import RuledGraph
 from shardwright.run.agree import agree, from_all_ranks
 from shardwright.run.batch import Batch
 from shardwright.run.build import as_batches
-from shardwright.run.captured import LossFunction, Parallel
+from shardwright.run.captured import Parallel
 from shardwright.run.inputs import mesh_for
 from shardwright.run.parallel import parallelize
-from shardwright.run.plan_file import captured_step
 from shardwright.run.planning import on_rank_zero
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta
 from shardwright.run.verification import Deviation, Verification
