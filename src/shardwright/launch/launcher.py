@@ -42,8 +42,8 @@ from shardwright.launch.stall_report import group_lines, headline, write_report
 from shardwright.launch.stall_verdict import Hang
 from shardwright.launch.verdict import Verdict, rank_end
 
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 KILL_NOW = signal.SIGRTMIN
 """From `shardwright stop --now`: TERM without a grace. SIGINT, the second of which kills, is ignored behind an &."""
 
@@ -170,7 +170,7 @@ class Launcher:
         read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self.selector.register(read, selectors.EVENT_READ, lambda: self._take_signals(read))
         before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        caught = [s for s in (*_ENDING_SIGNALS, *_PASSED_SIGNALS, KILL_NOW) if signal.getsignal(s) != signal.SIG_IGN]
+        caught = [s for s in (*ENDING_SIGNALS, *PASSED_SIGNALS, KILL_NOW) if signal.getsignal(s) != signal.SIG_IGN]
         handlers = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
         try:
             yield
@@ -183,9 +183,9 @@ class Launcher:
 
     def _take_signals(self, fd: int) -> None:
         for signum in os.read(fd, 512):
-            if signum in _PASSED_SIGNALS:
+            if signum in PASSED_SIGNALS:
                 self._order({"order": "signal", "signal": signum})
-            elif signum in _ENDING_SIGNALS:
+            elif signum in ENDING_SIGNALS:
                 self._interrupt(signum)
             elif signum == KILL_NOW:
                 if not self.ending:

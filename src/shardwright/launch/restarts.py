@@ -11,6 +11,8 @@ Where a host was lost, what may still run there is waited for first: by its leas
 from __future__ import annotations
 
 import contextlib
+import os
+import select
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -23,7 +25,7 @@ from shardwright.launch.console import Console
 from shardwright.launch.failure import signal_name
 from shardwright.launch.job import FAILED, INTERRUPTED, JobFolder
 from shardwright.launch.jobs import RESTARTING, RUNNING, JobRecord
-from shardwright.launch.launcher import KILL_NOW, Before, Launcher
+from shardwright.launch.launcher import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, Before, Launcher
 from shardwright.launch.options import LaunchOptions
 from shardwright.launch.restart_options import RestartOptions
 from shardwright.launch.run_report import Attempt
@@ -33,13 +35,12 @@ LONGEST_PAUSE_S = 8.0
 _AT_ONCE_S = 2.0  # after all ranks had started
 
 Say = Callable[[str], None]
+Wait = Callable[[float], None]
 Prepare = Callable[[RestartOptions, Say], tuple[LaunchOptions, Carrier]]
 """Makes the carrier of an attempt, and tells the options as it is known then what ranks there are.
 
 What it says is about a restart. Raises `UsageError` or `LaunchError` where the attempt cannot be made.
 """
-
-_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 
 
 def run_job(restarts: RestartOptions, folder: JobFolder, prepare: Prepare, started: Callable[[], None]) -> int:
@@ -47,14 +48,15 @@ def run_job(restarts: RestartOptions, folder: JobFolder, prepare: Prepare, start
 
     Raises `UsageError` or `LaunchError` where no rank ever ran; then the folder is removed.
     """
-    with ended_by_signals():
-        return _Attempts(restarts, folder, prepare, started).run()
+    with ended_by_signals() as wait:
+        return _Attempts(restarts, folder, prepare, started, wait).run()
 
 
 class _Attempts:
     def __init__(
-        self, restarts: RestartOptions, folder: JobFolder, prepare: Prepare, started: Callable[[], None]
+        self, restarts: RestartOptions, folder: JobFolder, prepare: Prepare, started: Callable[[], None], wait: Wait
     ) -> None:
+        self.wait = wait
         self.restarts, self.folder, self.prepare, self.started = restarts, folder, prepare, started
         self.past: tuple[Attempt, ...] = ()
         self.last: Launcher | None = None  # that failed, and after which there is to be another
@@ -174,19 +176,33 @@ class _Attempts:
             self._write(replace(self.record, state=RESTARTING))
         number = f"restart {self.restarts.count} of {self.restarts.limit}"
         self._say(f"{number} on {hosts} {wait}, since {cause} (Ctrl-C ends the job)")
-        time.sleep(max(pause_s, unsure_s))
+        self.wait(max(pause_s, unsure_s))
 
 
 @contextlib.contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """While nothing runs that would need a grace."""
+def ended_by_signals() -> Iterator[Wait]:
+    """While nothing runs that would need a grace; those signals that are for ranks are lost. Yields how to wait."""
 
     def end(signum: int, _: FrameType | None) -> None:
         raise SystemExit(128 + (signal.SIGTERM if signum == KILL_NOW else signum))
 
-    handlers = {s: signal.signal(s, end) for s in (*_ENDING_SIGNALS, KILL_NOW) if signal.getsignal(s) != signal.SIG_IGN}
+    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    heard = [s for s in (*ENDING_SIGNALS, *PASSED_SIGNALS, KILL_NOW) if signal.getsignal(s) != signal.SIG_IGN]
+    handlers = {s: signal.signal(s, (lambda *_: None) if s in PASSED_SIGNALS else end) for s in heard}
+
+    def wait(seconds: float) -> None:
+        # time.sleep would sleep on after a signal that comes just before the system call.
+        deadline = time.monotonic() + seconds
+        while (left_s := deadline - time.monotonic()) > 0:
+            if select.select([read], [], [], left_s)[0]:
+                os.read(read, 512)
+
     try:
-        yield
+        yield wait
     finally:
         for signum, handler in handlers.items():
             signal.signal(signum, handler)
+        signal.set_wakeup_fd(before)
+        os.close(read)
+        os.close(write)
