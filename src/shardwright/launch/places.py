@@ -82,6 +82,8 @@ def _of_stack(stack: Stack, step: str, idle: bool) -> tuple[str, bool]:
     called = f" (called at {_short(script)})" if script is not None and not _is_program(script) else ""
     if names := list(_functions(inside, lambda frame: "/torch/distributed/" in frame.file)):
         return f"in {names[-1]}{step}{called}", idle
+    if any(frame.file.startswith("<frozen importlib") for frame in inside):
+        return f"in an import{called}", False
     if any("/torch/utils/data/" in frame.file for frame in inside):
         return f"in DataLoader{called}", False
     if _is_backward(stack):

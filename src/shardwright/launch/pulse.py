@@ -31,8 +31,9 @@ _COUNTS = struct.Struct("<QQQ")  # signs of life, steps begun, collectives begun
 _STATE = struct.Struct(f"<QQQ{_OPERATION_BYTES}s")
 _COUNTS_AT = _LISTENER.size
 _OPERATION_AT = _COUNTS_AT + _COUNTS.size
+_SITE = struct.Struct(f"<Q{_SITE_BYTES}s")  # how far in the step, and the words
 _SITE_AT = _OPERATION_AT + _OPERATION_BYTES
-_USED_BYTES = _SITE_AT + _SITE_BYTES
+_USED_BYTES = _SITE_AT + _SITE.size
 _STACKS_AT = 4096
 
 
@@ -41,11 +42,12 @@ class Pulse:
     collective; `at` says for what the next ones are.
     """
 
-    __slots__ = ("_beats", "_collectives", "_memory", "_steps", "watched")
+    __slots__ = ("_beats", "_collectives", "_memory", "_numbered", "_steps", "watched")
 
     def __init__(self, memory: bytearray | mmap.mmap, watched: bool) -> None:
         self.watched = watched
         self._memory = memory
+        self._numbered = False
         self._beats, self._steps, self._collectives = _COUNTS.unpack_from(memory, _COUNTS_AT)
 
     def beat(self) -> None:
@@ -53,8 +55,12 @@ class Pulse:
         self._beats += 1
         _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
 
-    def begin_step(self) -> None:
-        self._steps += 1
+    def begin_step(self, number: int | None = None) -> None:
+        """Without a number the next one, unless somebody else has given steps their numbers."""
+        if number is not None:
+            self._numbered, self._steps = True, number
+        elif not self._numbered:
+            self._steps += 1
         self.beat()
 
     def set_steps(self, steps: int) -> None:
@@ -64,7 +70,7 @@ class Pulse:
 
     def at(self, site: bytes) -> None:
         """For what the next collectives are; as `site` makes it."""
-        self._memory[_SITE_AT : _SITE_AT + _SITE_BYTES] = site
+        self._memory[_SITE_AT:_USED_BYTES] = site
 
     def __call__(self, operation: bytes) -> Pulse:
         self._beats += 1
@@ -80,20 +86,25 @@ class Pulse:
         _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, b"")
 
 
-def site(text: str) -> bytes:
-    """``text`` for `Pulse.at`."""
+def site(text: str, position: int) -> bytes:
+    """For `Pulse.at`: the words, and a number that grows in the course of a step."""
     data = text.encode()
     if len(data) > _SITE_BYTES:
         data = data[: _SITE_BYTES - 3].decode(errors="ignore").encode() + b"..."
-    return data.ljust(_SITE_BYTES, b"\0")
+    return _SITE.pack(position, data)
 
 
-NOWHERE = site("")
+NOWHERE = site("", 0)
+
+
+def own_pulse() -> Pulse:
+    """Of this process; from now on it answers `STACK_SIGNAL` with its stacks."""
+    return open_pulse(os.environ.get(PULSE_VARIABLE))
 
 
 @cache
 def open_pulse(path: str | None) -> Pulse:
-    """Of this process, by the value of `PULSE_VARIABLE`; from now on it answers the signal with its stacks.
+    """By the value of `PULSE_VARIABLE`, opened once.
 
     Where there is no such file, as in a container of its own, what is written is read by nobody.
     """
@@ -126,7 +137,8 @@ def answer_with_stacks(path: str) -> None:
 @dataclass(frozen=True)
 class Reading:
     """What a rank has written. ``listener`` is the pid that answers with its stacks, 0 for nobody; ``operation`` is the
-    collective that it is in, empty outside of any; ``site`` says for what its last one was.
+    collective that it is in, empty outside of any; ``site`` says for what its last one was, and ``position`` how far
+    in its step that is.
     """
 
     listener: int
@@ -135,6 +147,7 @@ class Reading:
     collectives: int
     operation: str
     site: str
+    position: int = 0
 
 
 class PulseFile:
@@ -153,7 +166,8 @@ class PulseFile:
         data = os.pread(self.fd, _USED_BYTES, 0)
         _, listener = _LISTENER.unpack_from(data)
         beats, steps, collectives, operation = _STATE.unpack_from(data, _COUNTS_AT)
-        return Reading(listener, beats, steps, collectives, _text(operation), _text(data[_SITE_AT:_USED_BYTES]))
+        position, words = _SITE.unpack_from(data, _SITE_AT)
+        return Reading(listener, beats, steps, collectives, _text(operation), _text(words), position)
 
     def stacks_bytes(self) -> int:
         return os.fstat(self.fd).st_size - _STACKS_AT

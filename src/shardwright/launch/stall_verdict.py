@@ -8,6 +8,7 @@ from functools import cached_property
 
 from shardwright.launch.failure import describe_ranks
 from shardwright.launch.places import Place, place_of
+from shardwright.launch.pulse import Reading
 from shardwright.launch.stacks import Observation
 
 Ranks = tuple[int, ...]
@@ -79,38 +80,53 @@ class Hang:
 
     def _all_waiting(self) -> tuple[str, Ranks]:
         (first, most), *rest = self.groups.items()
-        odd = tuple(sorted(rank for _, ranks in rest for rank in ranks))
-        if not odd and len(most) == 1:
+        if not rest and len(most) == 1:
             return f"{self._is(most)}, for others that are not there", ()
-        if not odd:
+        if not rest:
             why = "the line between them is down, or what they pass differs in size"
             return f"all {len(most)} ranks wait for each other {first}: {why}", ()
         if len(most) == len(rest[0][1]):
-            each = "; ".join(f"{self._is(ranks)}" for ranks in self.groups.values())
-            return f"ranks wait in different collectives, of which some left one out or called one twice: {each}", ()
-        they = "they have" if len(odd) > 1 else "it has"
-        return f"{self._is(odd)} while {_wait(most)} {first}: {they} {self._how_far(odd, most)}", odd
+            return self._halves()
+        odd = tuple(sorted(rank for _, ranks in rest for rank in ranks))
+        ahead = self._ahead(odd, most)
+        how = {1: "passed or skipped that one", -1: "not come to that one"}.get(
+            ahead, "skipped that one, or called another in its place"
+        )
+        return f"{self._is(odd)} while {_wait(most)} {first}: {'they have' if len(odd) > 1 else 'it has'} {how}", odd
 
-    def _how_far(self, odd: Ranks, most: Ranks) -> str:
-        here = [done for rank in odd if (done := self._done(rank))]
-        there = [done for rank in most if (done := self._done(rank))]
-        if len(here) == len(odd) and len(there) == len(most):
-            if min(here) > max(there):
-                return "passed or skipped that one"
-            if max(here) < min(there):
-                return "not come to that one"
-        return "skipped that one, or called another in its place"
+    def _halves(self) -> tuple[str, Ranks]:
+        """No majority says what is right; but who comes later in the program cannot have been where others wait."""
+        far = {rank: done for rank in self.places if (done := self._done(rank)) is not None}
+        front = tuple(rank for rank, done in far.items() if done == max(far.values()))
+        behind = tuple(rank for rank in self.places if rank not in front)
+        if len(far) < len(self.places) or not behind:
+            each = "; ".join(self._is(ranks) for ranks in self.groups.values())
+            return f"ranks wait in different collectives, of which some left one out or called one twice: {each}", ()
+        have = "have" if len(front) > 1 else "has"
+        return f"{self._is(front)} and {have} passed or skipped what others wait in: {self._is(behind)}", front
+
+    def _ahead(self, odd: Ranks, most: Ranks) -> int:
+        """1 where all of them are further in the program, -1 where none is as far, else 0."""
+        here = [done for rank in odd if (done := self._done(rank)) is not None]
+        there = [done for rank in most if (done := self._done(rank)) is not None]
+        if len(here) < len(odd) or len(there) < len(most):
+            return 0
+        return (min(here) > max(there)) - (max(here) < min(there))
 
     def _done(self, rank: int) -> tuple[int, int] | None:
-        """Steps and collectives begun, where they are known."""
+        """Steps begun, and how far the last one is, where that is known."""
+        pulse = self._pulse(rank)
+        return (pulse.steps, pulse.position) if pulse is not None and pulse.position else None
+
+    def _pulse(self, rank: int) -> Reading | None:
         [pulse] = [seen.pulse for seen in self.observations if seen.rank == rank]
-        return (pulse.steps, pulse.collectives) if pulse is not None and pulse.collectives else None
+        return pulse
 
     def _fewest_collectives(self) -> Ranks:
         """Where collectives run beside the program, as on GPUs, nobody is seen inside one."""
-        done = {rank: self._done(rank) for rank in self.places}
-        counts = {rank: known[1] for rank, known in done.items() if known is not None}
-        if len(counts) < len(done) or len(set(counts.values())) < 2:
+        pulses = {rank: self._pulse(rank) for rank in self.places}
+        counts = {rank: pulse.collectives for rank, pulse in pulses.items() if pulse is not None and pulse.collectives}
+        if len(counts) < len(pulses) or len(set(counts.values())) < 2:
             return ()
         return tuple(rank for rank, count in counts.items() if count == min(counts.values()))
 

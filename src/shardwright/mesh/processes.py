@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import LoweringError, WorldError
+from shardwright.launch.pulse import own_pulse
 from shardwright.mesh.collectives import Axes
 from shardwright.mesh.gloo_threads import calm_receivers
 from shardwright.mesh.mesh import Mesh
@@ -42,6 +43,7 @@ class ProcessCommunicator:
         self.mesh = mesh
         self.rank = dist.get_rank()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        self._pulse = own_pulse()
 
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
         """Make the groups for these sets of axes. All ranks call it together, with the same sets in any order."""
@@ -80,7 +82,8 @@ class ProcessCommunicator:
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
         if group is not None:
-            dist.all_reduce(tensor, group=group)
+            with self._pulse(b"all_reduce"):
+                dist.all_reduce(tensor, group=group)
         return tensor
 
     def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
@@ -88,7 +91,8 @@ class ProcessCommunicator:
         if group is None:
             return [tensor]
         gathered = list(tensor.new_empty(group.size(), *tensor.shape).unbind())
-        dist.all_gather(gathered, tensor, group=group)
+        with self._pulse(b"all_gather"):
+            dist.all_gather(gathered, tensor, group=group)
         return gathered
 
     def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
@@ -98,7 +102,8 @@ class ProcessCommunicator:
         if dist.get_backend(group) in _SUM_LOCALLY:
             return torch.stack(self.all_to_all(tensors, axes)).sum(0, dtype=tensors[0].dtype)
         scattered = torch.empty_like(tensors[0])
-        dist.reduce_scatter(scattered, tensors, group=group)
+        with self._pulse(b"reduce_scatter"):
+            dist.reduce_scatter(scattered, tensors, group=group)
         return scattered
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
@@ -107,5 +112,6 @@ class ProcessCommunicator:
             return tensors
         sent = torch.stack(tensors)
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=group)
+        with self._pulse(b"all_to_all"):
+            dist.all_to_all_single(received, sent, group=group)
         return list(received.unbind())

@@ -23,6 +23,7 @@ from shardwright.graph.capture import flatten_batch
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import Kind, captured_step
 from shardwright.graph.trace import LossFunction
+from shardwright.launch.pulse import own_pulse
 from shardwright.launch.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
 from shardwright.lower.program import LocalProgram
@@ -76,7 +77,7 @@ class Parallel:
 
     ``parallel(batch)`` is the loss of the global batch, the same on every rank, or (loss, aux) where the loss function
     returns that. Of an auxiliary output each rank gets the rows of the batch that it was given; what has no such rows
-    comes whole.
+    comes whole. `close`, or the end of a ``with``, gives back its process groups.
     """
 
     def __init__(
@@ -97,6 +98,9 @@ class Parallel:
         self._reduction = GradientReduction()
         self._programs: dict[str, _Prepared] = {}
         self._step = 0
+        self._closed = False
+        self._pulse = own_pulse()
+        self._between_steps = True
         self._seed: int = on_rank_zero(torch.initial_seed)
         agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
@@ -114,6 +118,7 @@ class Parallel:
     def __call__(self, batch: Any) -> Any:
         """The loss of the global batch; in training mode it also updates buffers and advances the random numbers."""
         training = self.module.training
+        self._tell_pulse(training)
         prepared, inputs = self._ready("training" if training else "evaluation", batch)
         loss, aux, new_buffers = self._run(prepared, inputs)
         assert loss is not None
@@ -124,6 +129,14 @@ class Parallel:
                 loss = _scaled_gradient(loss, self.world.size)
         spec = prepared.plan.capture.aux_spec
         return loss if spec is None else (loss, spec.unflatten([tensor.detach() for tensor in aux]))
+
+    def _tell_pulse(self, training: bool) -> None:
+        """All batches of an accumulation are one step."""
+        if training and self._between_steps:
+            self._pulse.begin_step()
+        else:
+            self._pulse.beat()
+        self._between_steps = not training or not self._reduction.deferring
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
         """What the loss function returns beside the loss, in evaluation mode and without gradients.
@@ -199,9 +212,31 @@ class Parallel:
         """The programs that were made so far, each with a count of its runs."""
         return [prepared.execution for prepared in self._programs.values()]
 
+    def close(self) -> None:
+        """Give back the process groups of the programs, once no backward is to come; every rank calls it.
+
+        Without it they live as long as the process. Parameters and `state_dict` stay; what communicates is refused.
+        """
+        self._closed = True
+        self._communicator.close()
+
+    def __enter__(self) -> Parallel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise UsageError(
+                f"this {type(self.module).__name__} was closed, so that its ranks talk no more; call close() after the "
+                "last batch, or parallelize the model again"
+            )
+
     # Preparing
 
     def _ready(self, kind: Kind, batch: Any) -> tuple[_Prepared, list[Tensor]]:
+        self._refuse_closed()
         tensors = [tensor.to(self.world.device) for tensor in flatten_batch(batch)]
         rows = rows_of(batch, tensors, self.options.batch)
         key = self._key(kind, batch, rows)
@@ -331,6 +366,7 @@ class Parallel:
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""
+        self._refuse_closed()
         return {name: self._gathered(name, tensor) for name, tensor in self.module.state_dict().items()}
 
     def _gathered(self, name: str, tensor: Tensor) -> Tensor:
@@ -358,6 +394,7 @@ class Parallel:
     def load_random_state(self, state: Mapping[str, int]) -> None:
         """Draw from here on what the one that gave ``state`` would draw; every rank calls it with the same."""
         self._seed, self._step = state["seed"], state["step"]
+        self._pulse.set_steps(self._step)
 
     def train(self, mode: bool = True) -> Parallel:
         """Training mode, as `torch.nn.Module.train`."""

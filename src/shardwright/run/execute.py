@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from shardwright.graph import operators
+from shardwright.launch.pulse import own_pulse
 from shardwright.lower import kernels
 from shardwright.lower.program import LocalProgram
 from shardwright.lower.randomness import mixed
 from shardwright.mesh import collectives
 from shardwright.mesh.collectives import Communicator
 from shardwright.run.buckets import GradientReduction
+from shardwright.run.sites import Sites
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
 # A forward alone, one whose backward reduces the gradients, and one whose backward leaves them to a later one.
@@ -48,11 +50,17 @@ class Execution:
         self._comm = comm
         self._device = device
         self._reduction = reduction
+        self._reduce: Callable[..., Any] = reduction
         self._names = dict(_NAMES)
         name = f"<program of rank {program.rank} {id(self):x}>"
         linecache.cache[name] = (len(program.source), None, program.source.splitlines(keepends=True), name)
         exec(compile(program.source, name, "exec"), self._names)
         self._step: Callable[..., Outputs] = self._names["step"]
+        if (pulse := own_pulse()).watched:
+            sites = Sites(program, self._names["step"].__code__, pulse)
+            self._names.update({name: sites.watched(self._names[name]) for name in _STEPS})
+            self._names["kernels"] = sites.watched_members(kernels)
+            self._reduce = sites.watched(reduction)
 
     def __call__(
         self,
@@ -68,7 +76,7 @@ class Execution:
         key = _keys(seed, step)
         with_gradients: Run = "deferred" if self._reduction.deferring else "reduced"
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
-        return self._step(parameters, buffers, inputs, constants, self._comm, key, self._device, self._reduction)
+        return self._step(parameters, buffers, inputs, constants, self._comm, key, self._device, self._reduce)
 
     def variables(
         self,

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import UsageError
+from shardwright.launch.pulse import own_pulse
 from shardwright.run.world import current_world
 
 Reduction = Literal["mean", "sum"]
@@ -42,7 +43,8 @@ def reduce_gradients(parameters: Iterable[Tensor], op: Reduction = "mean") -> No
         flat = torch.cat(
             [_flat_gradient(parameter) for parameter in members] + ([] if present else [_presence(trained)])
         )
-        dist.all_reduce(flat)
+        with own_pulse()(b"all_reduce"):
+            dist.all_reduce(flat)
         if not present:
             flat, counts = flat[: -2 * len(trained)], flat[-2 * len(trained) :]
             present = _agreed(trained, counts)

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from shardwright.checkpoint.match import Rename
 from shardwright.errors import UsageError
 from shardwright.graph.capture import flatten_batch
+from shardwright.launch.pulse import own_pulse
 from shardwright.report.text import start_line, validation_line
 from shardwright.run.agree import from_all_ranks
 from shardwright.run.batch import Batch
@@ -118,6 +119,7 @@ class Trainer:
         self.batches = 0
         self._stopping = self._stopped = self._announced = False
         self._begun = Begun()
+        self._pulse = own_pulse()
         self._continues: Continuation | None = None
 
     def stop(self) -> None:
@@ -243,6 +245,7 @@ class Trainer:
             self.step += 1
             self.steps += 1
             self.batches += len(group)
+            self._pulse.begin_step(self.steps)
             self._train_step(group)
             self._call_all("on_step_end")
             self._stopping = self._stopping or self.steps == last_step

@@ -23,6 +23,7 @@ from shardwright.launch.environment import (
     read_environment,
 )
 from shardwright.launch.mpirun import BACKEND_VARIABLE
+from shardwright.launch.pulse import own_pulse
 from shardwright.mesh.gloo_threads import calm_receivers
 from shardwright.run import mpi
 from shardwright.run.agree import from_all_ranks
@@ -89,6 +90,7 @@ def init(
     the others, when a host has more ranks than GPUs, or when an earlier call set up another world; `UsageError` when
     the arguments make no sense.
     """
+    own_pulse().beat()
     if dist.is_initialized():
         return _existing(backend, rank, world_size)
     backend = backend or os.environ.get(BACKEND_VARIABLE) or None

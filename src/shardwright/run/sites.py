@@ -1,0 +1,119 @@
+"""What each collective of a local program is for, told to the pulse of this rank, so that a hang can be explained.
+
+The functions that a program calls are wrapped: each finds by the place of its call which instruction it is, says so
+before it begins, and leaves a hook on the autograd node of its result that says so before the backward. Nothing is
+wrapped where nobody watches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.graph.ir import Node
+from shardwright.launch.pulse import NOWHERE, Pulse, site
+from shardwright.lower.program import LocalProgram
+
+_NAMED = 3  # parameters of a bucket
+_NO_LABELS = (NOWHERE, NOWHERE)
+
+
+class Sites:
+    """Of ``program``, whose source was compiled to the function with ``code``."""
+
+    def __init__(self, program: LocalProgram, code: CodeType, pulse: Pulse) -> None:
+        self._code, self._pulse = code, pulse
+        by_line = {line: labels(program, at) for line, at in _lines(program)}
+        # By the offset of the call within the code, which a frame knows without a search.
+        self._labels = {
+            2 * unit: by_line[line]
+            for unit, (line, *_) in enumerate(code.co_positions())
+            if line is not None and line in by_line
+        }
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which tells for what it is called. From elsewhere than the program it tells nothing."""
+        pulse, code = self._pulse, self._code
+        hooks = {backward: _hook(pulse, backward) for _, backward in self._labels.values()}
+
+        def told(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if frame.f_code is not code:
+                return function(*args, **kwargs)
+            forward, backward = self._labels.get(frame.f_lasti, _NO_LABELS)
+            pulse.at(forward)
+            result = function(*args, **kwargs)
+            first = result if isinstance(result, Tensor) else next(iter(result))
+            if first.grad_fn is not None:
+                first.grad_fn.register_prehook(hooks[backward])
+            return result
+
+        return told
+
+    def watched_members(self, module: ModuleType) -> SimpleNamespace:
+        """The functions of ``module``, watched where they communicate."""
+        members = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        communicate = [
+            name
+            for name, value in members.items()
+            if inspect.isfunction(value) and "comm" in inspect.signature(value).parameters
+        ]
+        return SimpleNamespace(**members | {name: self.watched(members[name]) for name in communicate})
+
+
+def _hook(pulse: Pulse, label: bytes) -> Callable[[Any], None]:
+    return lambda _: pulse.at(label)
+
+
+def _lines(program: LocalProgram) -> Iterator[tuple[int, int]]:
+    """The line of the source for each instruction, as (line, index)."""
+    at = 0
+    for number, line in enumerate(program.source.splitlines(), start=1):
+        if at < len(program.instructions) and line.endswith(f" = {program.instructions[at].text}"):
+            yield number, at
+            at += 1
+
+
+def labels(program: LocalProgram, at: int) -> tuple[bytes, bytes]:
+    """For what instruction ``at`` communicates, in the forward and in the backward, which comes the other way."""
+    forward, backward = _words(program, at)
+    return site(forward, at), site(backward, 2 * len(program.instructions) - at)
+
+
+def _words(program: LocalProgram, at: int) -> tuple[str, str]:
+    instruction = program.instructions[at]
+    if instruction.bucket:
+        names = [value.label for value, _ in instruction.bucket]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        return "", f"the gradients of {', '.join(names[:_NAMED])}{more}"
+    used, value = _user(program, at), instruction.value
+    if value is not None and value.kind == "parameter":
+        return f"{value.label}{f' in {used}' if used else ''}", f"the gradient of {value.label}"
+    if not used and value is not None:
+        used = "the loss" if value.name == program.loss else f"the result {value.label}"
+    return used, f"the backward of {used}"
+
+
+def _user(program: LocalProgram, at: int) -> str:
+    """The operator that instruction ``at`` is, or that waits for its result; empty where the program returns it."""
+    instructions = program.instructions
+    while instructions[at].node is None:
+        results = set(instructions[at].outputs)
+        readers = (later for later in range(at + 1, len(instructions)) if results & set(instructions[later].reads))
+        at = next(readers, -1)
+        if at < 0:
+            return ""
+    node = instructions[at].node
+    assert node is not None
+    return _name(node)
+
+
+def _name(node: Node) -> str:
+    """As "linear of layers.3.mlp"."""
+    parts = node.op.split(".")
+    return f"{parts[1] if len(parts) > 1 else node.op} of {node.scope or 'the loss function'}"
