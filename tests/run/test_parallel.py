@@ -5,11 +5,12 @@ import warnings
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
-from shardwright.errors import CaptureError, ShardwrightError
+from shardwright.errors import CaptureError, ShardwrightError, UsageError
 from shardwright.mesh.layout import chunk
 from shardwright.run.batch import Batch
 from shardwright.run.parallel import EagerFallback
@@ -150,11 +151,11 @@ def uncaptured(mode):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            parallel = sw.parallelize(Branching(), loss_fn, batch_of(8), mode, batch="global")
-            loss, _ = parallel(batch_of(8))
+            with sw.parallelize(Branching(), loss_fn, batch_of(8), mode, batch="global") as parallel:
+                loss, _ = parallel(batch_of(8))
+                loss.backward()
         except CaptureError as error:
             return str(error)
-    loss.backward()
     return loss.item(), [str(w.message) for w in caught if w.category is EagerFallback]
 
 
@@ -200,6 +201,40 @@ def test_what_does_not_fit_is_refused_on_every_rank(options, message):
     for text in run_ranks(2, refused, options, timeout=30):
         assert text is not None
         assert text.startswith(message)
+
+
+def closed():
+    """What is left of a model at the end of a ``with``, and the loss before it and of a model made afterwards."""
+    torch.set_num_threads(1)
+    sw.init()
+    make, loss_fn, batch_of = NETWORKS["perceptron"]
+    batch = batch_of(16)
+    losses, groups = [], []
+    for _ in range(2):
+        sw.set_seed(1)
+        options = {"mesh": "dp=2,tp=2", "search": "propagation", "batch": "global"}
+        with sw.parallelize(make(), loss_fn, batch, "auto", **options) as parallel:
+            loss, _ = parallel(batch)
+            loss.backward()
+            losses.append(loss.item())
+            made = set(parallel._communicator._groups.values()) - {dist.group.WORLD}
+            assert all(dist.get_process_group_ranks(group) for group in made)
+        groups.append(len(made))
+        for group in made:
+            with pytest.raises((KeyError, ValueError)):
+                dist.get_process_group_ranks(group)
+        for use in (lambda: parallel(batch), lambda: parallel.predict(batch), parallel.full_state_dict):
+            with pytest.raises(UsageError, match="was closed, so that its ranks talk no more; call close"):
+                use()
+        assert len(parallel.state_dict()) == len(list(parallel.parameters()))
+        parallel.close()  # again
+    return losses, groups
+
+
+def test_the_end_of_a_with_gives_back_the_groups():
+    for losses, groups in run_ranks(4, closed):
+        assert losses[0] == losses[1]
+        assert groups[0] == groups[1] > 0
 
 
 def with_batch_norm(statistics):

@@ -72,6 +72,9 @@ def parallelize(
         save_graphs: a folder for dumps, or (folder, level): level 1 the strategies of all operators, level 2, the
             default, the program of each rank too. Without it, what ``shardwright launch --save-graphs`` says.
 
+    What it returns has process groups of its own, which live until its ``close()``, the end of a ``with
+    sw.parallelize(...) as parallel:``, or that of the process.
+
     A model that cannot be captured runs by torch's DistributedDataParallel in the modes "data" and "single", with an
     `EagerFallback` warning that says why; the other modes need the capture.
 

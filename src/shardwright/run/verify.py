@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,8 +109,9 @@ def verify(
     found: list[Deviation] = []
     with _exact_arithmetic():
         for dtype in dtypes:
-            side_by_side = _SideBySide(model, loss_fn, given, used, dtype, lr, world, plain=not random)
-            found += _worst_of_all_ranks(side_by_side.run(steps))
+            with ExitStack() as closing:
+                side_by_side = _SideBySide(model, loss_fn, given, used, dtype, lr, world, closing, plain=not random)
+                found += _worst_of_all_ranks(side_by_side.run(steps))
     return Verification(used, steps, lr, tuple(found), tuple(_notes(used, random, found)))
 
 
@@ -216,7 +217,7 @@ class _SideBySide:
 
     def __init__(
         self, model: nn.Module, loss_fn: LossFunction, batches: Sequence[Any], plan: Plan, dtype: str, lr: float,
-        world: World, *, plain: bool,
+        world: World, closing: ExitStack, *, plain: bool,
     ) -> None:  # fmt: skip
         self.dtype = dtype
         torch_dtype: torch.dtype = getattr(torch, dtype)
@@ -233,7 +234,7 @@ class _SideBySide:
         def parallel(mode: Mode, given: Plan | None) -> _Trainer:
             made = parallelize(copied(), loss_fn, self.batches[0], mode, plan=given, batch="global")
             assert isinstance(made, Parallel)  # the capture has succeeded before
-            return _Trainer(made, made.module, lr)
+            return _Trainer(closing.enter_context(made), made.module, lr)
 
         self.batches = [tree_map(cast, batch) for batch in batches]
         try:
