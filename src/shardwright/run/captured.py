@@ -23,6 +23,7 @@ from shardwright.graph.capture import flatten_batch
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import Kind, captured_step
 from shardwright.graph.trace import LossFunction
+from shardwright.launch.pulse import own_pulse
 from shardwright.launch.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
 from shardwright.lower.program import LocalProgram
@@ -98,6 +99,8 @@ class Parallel:
         self._programs: dict[str, _Prepared] = {}
         self._step = 0
         self._closed = False
+        self._pulse = own_pulse()
+        self._between_steps = True
         self._seed: int = on_rank_zero(torch.initial_seed)
         agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
@@ -115,6 +118,7 @@ class Parallel:
     def __call__(self, batch: Any) -> Any:
         """The loss of the global batch; in training mode it also updates buffers and advances the random numbers."""
         training = self.module.training
+        self._tell_pulse(training)
         prepared, inputs = self._ready("training" if training else "evaluation", batch)
         loss, aux, new_buffers = self._run(prepared, inputs)
         assert loss is not None
@@ -125,6 +129,14 @@ class Parallel:
                 loss = _scaled_gradient(loss, self.world.size)
         spec = prepared.plan.capture.aux_spec
         return loss if spec is None else (loss, spec.unflatten([tensor.detach() for tensor in aux]))
+
+    def _tell_pulse(self, training: bool) -> None:
+        """All batches of an accumulation are one step."""
+        if training and self._between_steps:
+            self._pulse.begin_step()
+        else:
+            self._pulse.beat()
+        self._between_steps = not training or not self._reduction.deferring
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
         """What the loss function returns beside the loss, in evaluation mode and without gradients.
@@ -382,6 +394,7 @@ class Parallel:
     def load_random_state(self, state: Mapping[str, int]) -> None:
         """Draw from here on what the one that gave ``state`` would draw; every rank calls it with the same."""
         self._seed, self._step = state["seed"], state["step"]
+        self._pulse.set_steps(self._step)
 
     def train(self, mode: bool = True) -> Parallel:
         """Training mode, as `torch.nn.Module.train`."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from shardwright.checkpoint.asynchronous import wait_copied
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
+from shardwright.launch.pulse import own_pulse
 from shardwright.run.agree import from_all_ranks
 from shardwright.run.batch import Batch
 from shardwright.run.eager import DataParallelStep, LossFn
@@ -67,8 +68,13 @@ class EagerParallel:
         self.module = model
         self._step = step
         self._splitter = splitter
+        self._pulse = own_pulse()
 
     def __call__(self, batch: Any) -> Any:
+        if self.module.training:
+            self._pulse.begin_step()
+        else:
+            self._pulse.beat()
         part, global_size = self._splitter.split(batch)
         return self._step(part, global_size)
 
