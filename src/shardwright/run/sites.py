@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import Tensor
 
-from shardwright.graph.ir import Node
+from shardwright.graph.ir import Node, Value
 from shardwright.launch.pulse import NOWHERE, Pulse, site
 from shardwright.lower.program import LocalProgram
 
@@ -82,7 +82,7 @@ def _lines(program: LocalProgram) -> Iterator[tuple[int, int]]:
 def labels(program: LocalProgram, at: int) -> tuple[bytes, bytes]:
     """For what instruction ``at`` communicates, in the forward and in the backward, which comes the other way."""
     forward, backward = _words(program, at)
-    return site(forward, at), site(backward, 2 * len(program.instructions) - at)
+    return site(forward, at + 1), site(backward, 2 * len(program.instructions) - at)
 
 
 def _words(program: LocalProgram, at: int) -> tuple[str, str]:
@@ -95,8 +95,16 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
     if value is not None and value.kind == "parameter":
         return f"{value.label}{f' in {used}' if used else ''}", f"the gradient of {value.label}"
     if not used and value is not None:
-        used = "the loss" if value.name == program.loss else f"the result {value.label}"
+        used = _result(program, value)
     return used, f"the backward of {used}"
+
+
+def _result(program: LocalProgram, value: Value) -> str:
+    """What the program returns: the loss, a buffer that it has changed, or what the loss function gave beside it."""
+    if value.name == program.loss:
+        return "the loss"
+    buffers = [buffer for buffer, new in program.mutations.items() if new == value.name]
+    return f"the buffer {buffers[0]}" if buffers else f"the output {value.label}"
 
 
 def _user(program: LocalProgram, at: int) -> str:
