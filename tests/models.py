@@ -19,6 +19,18 @@ class Perceptron(nn.Module):
         return self.layers(x.flatten(1))
 
 
+class Branching(nn.Module):
+    """Cannot be captured: it looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(24, 12)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x.flatten(1))
+        return y if y.sum().item() > -1e9 else y * 2
+
+
 class Block(nn.Module):
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import shardwright.run.loader as loader_module
 from shardwright.data.order import permutation
 from shardwright.errors import UsageError
 from shardwright.run.batch import Batch
+from whole_batches import global_batches
 
 WORLD_SIZES = [1, 2, 3, 4, 8]
 
@@ -38,27 +39,6 @@ def loaders(size, world_size, **arguments):
         sw.loader(Numbers(size), world=SimpleNamespace(rank=rank, size=world_size), **arguments)
         for rank in range(world_size)
     ]
-
-
-def global_batches(ranks, limit=None):
-    """The indices of each global batch, put together from the parts of all ranks in rank order."""
-    iterators = [iter(rank) for rank in ranks]
-    batches = []
-    while limit is None or len(batches) < limit:
-        parts = [next(iterator, None) for iterator in iterators]
-        if parts[0] is None:
-            assert parts == [None] * len(parts)
-            break
-        assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
-        assert (parts[0].start, parts[-1].stop) == (0, parts[0].global_size)
-        assert len({part.global_size for part in parts}) == 1
-        for part in parts:
-            index, row = part
-            assert (index.dtype, row.dtype, row.shape[1:]) == (torch.int64, torch.float32, (2,))
-            assert len(index) == len(row) == part.stop - part.start
-            assert torch.equal(row, index.float()[:, None].expand(-1, 2))
-        batches.append(torch.cat([part[0] for part in parts]).tolist())
-    return batches
 
 
 def flat(batches):

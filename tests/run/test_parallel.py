@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import shardwright as sw
-from models import NETWORKS
+from models import NETWORKS, Branching
 from ranks import run_ranks
 from shardwright.errors import CaptureError, ShardwrightError, UsageError
 from shardwright.mesh.layout import chunk
@@ -132,18 +132,6 @@ def test_optimizers_update_split_parameters_as_whole_ones(kind, options):
             assert deviation(theirs, expected) < 1e-10
 
 
-class Branching(torch.nn.Module):
-    """Cannot be captured: it looks at a value."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(24, 12)
-
-    def forward(self, x):
-        y = self.layer(x.flatten(1))
-        return y if y.sum().item() > 0 else y * 2
-
-
 def uncaptured(mode):
     sw.init()
     sw.set_seed(0)
@@ -165,7 +153,7 @@ def test_what_cannot_be_captured_runs_by_ddp_aloud_or_is_refused():
     assert "item" in everyone[0][1][0]
     assert everyone[1][1] == []
     for message in run_ranks(2, uncaptured, "auto"):
-        assert "test_parallel.py" in message
+        assert "models.py" in message
 
 
 def refused(options):

@@ -15,6 +15,7 @@ import shardwright.data.iterable as iterable_module
 from ranks import run_ranks
 from shardwright.data.iterable import Stream
 from shardwright.errors import DataError, UsageError
+from whole_batches import global_batches
 
 
 def count(epoch):
@@ -30,23 +31,6 @@ class Iterable(torch.utils.data.IterableDataset):
 
 def loaders(source, world_size, **arguments):
     return [sw.loader(source, world=SimpleNamespace(rank=r, size=world_size), **arguments) for r in range(world_size)]
-
-
-def global_batches(ranks, limit=None):
-    iterators = [iter(rank) for rank in ranks]
-    batches = []
-    while limit is None or len(batches) < limit:
-        parts = [next(iterator, None) for iterator in iterators]
-        if parts[0] is None:
-            assert parts == [None] * len(parts)
-            break
-        assert [part.start for part in parts[1:]] == [part.stop for part in parts[:-1]]
-        assert (parts[0].start, parts[-1].stop) == (0, parts[0].global_size)
-        for number, row in parts:
-            assert (number.dtype, row.dtype, row.shape[1:]) == (torch.int64, torch.float32, (2,))
-            assert torch.equal(row, number.float()[:, None].expand(-1, 2))
-        batches.append(torch.cat([part[0] for part in parts]).tolist())
-    return batches
 
 
 def flat(batches):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import shardwright as sw
-from models import NETWORKS
+from models import NETWORKS, Branching
 from ranks import run_ranks
 from shardwright.errors import UsageError
 
@@ -223,6 +223,14 @@ def test_all_ranks_skip_the_steps_that_overflow_and_the_schedule_waits(mode):
     assert everyone[0][-1][2] == pytest.approx(0.1 * 0.5 ** (10 - len(skipped)))
 
 
+def with_accuracy(model, batch):
+    images, labels = batch
+    logits = model(images)
+    right = logits.argmax(1) == labels
+    loss = torch.nn.functional.cross_entropy(logits, labels)
+    return loss, {"accuracy": right.sum(), "mean": right.double().mean()}
+
+
 def counted(images, batch_size):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -231,20 +239,13 @@ def counted(images, batch_size):
     x, y = NETWORKS["perceptron"][2](images)
     dataset = torch.utils.data.TensorDataset(x, y)
 
-    def loss_fn(model, batch):
-        images, labels = batch
-        logits = model(images)
-        right = logits.argmax(1) == labels
-        loss = torch.nn.functional.cross_entropy(logits, labels)
-        return loss, {"accuracy": right.sum(), "mean": right.double().mean()}
-
     model = NETWORKS["perceptron"][0]()
     train, validate = sw.loader(dataset, 64), sw.loader(dataset, batch_size, evaluate=True)
-    parallel = sw.parallelize(model, loss_fn, train.sample_batch(), "data")
+    parallel = sw.parallelize(model, with_accuracy, train.sample_batch(), "data")
     trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))
     evaluation = trainer.evaluate(validate)
     with torch.no_grad():
-        loss, metrics = loss_fn(model, (x, y))
+        loss, metrics = with_accuracy(model, (x, y))
     assert model.training
     return evaluation, loss.item(), metrics["accuracy"].item(), world.size
 
@@ -257,18 +258,6 @@ def test_an_evaluation_of_1001_images_on_3_ranks_counts_1001():
         assert evaluation.metrics["mean"] == pytest.approx(right / 1001, rel=1e-12)
 
 
-class Branching(torch.nn.Module):
-    """Cannot be captured: it looks at a value."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = torch.nn.Linear(24, 12)
-
-    def forward(self, x):
-        y = self.layer(x.flatten(1))
-        return y if y.sum().item() > -1e9 else y * 2
-
-
 def uncaptured(batch_size):
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -278,23 +267,16 @@ def uncaptured(batch_size):
     dataset = torch.utils.data.TensorDataset(x, y)
     model = Branching()
 
-    def loss_fn(model, batch):
-        images, labels = batch
-        logits = model(images)
-        right = logits.argmax(1) == labels
-        loss = torch.nn.functional.cross_entropy(logits, labels)
-        return loss, {"accuracy": right.sum(), "mean": right.double().mean()}
-
     train, validate = sw.loader(dataset, 25), sw.loader(dataset, batch_size, evaluate=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that it runs by DistributedDataParallel
-        parallel = sw.parallelize(model, loss_fn, train.sample_batch(), "data")
+        parallel = sw.parallelize(model, with_accuracy, train.sample_batch(), "data")
     trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), accumulate=2, precision="bf16")
     trainer.fit(train)
     trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1))
     evaluation = trainer.evaluate(validate)
     with torch.no_grad():
-        loss, metrics = loss_fn(model, (x, y))
+        loss, metrics = with_accuracy(model, (x, y))
     return type(parallel).__name__, evaluation, loss.item(), metrics["accuracy"].item()
 
 
