@@ -185,6 +185,11 @@ def test_an_elastic_job_takes_no_rank_table():
         RestartOptions.read(1, True, None).check(None, by_table=True)
 
 
+def test_an_elastic_job_is_not_made_of_torchruns():
+    with pytest.raises(UsageError, match="--via torchrun starts one torchrun for each host; leave one of them out"):
+        RestartOptions.read(1, True, None).check(None, via="torchrun")
+
+
 # --- which hosts an attempt gets
 
 

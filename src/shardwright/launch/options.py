@@ -86,7 +86,7 @@ def read_options(
     elsewhere = remote is not None and bool(remote.wdir) and bool(arguments)  # only its hosts can check it
     checked = Program(kind, tuple(arguments)) if elsewhere else check_program(kind, arguments, whole)
     number = 0 if remote is not None else whereabouts.slots_here or read_ranks(ranks, whole)
-    restarts.check(None if remote is not None else number, by_table=table is not None)
+    restarts.check(None if remote is not None else number, by_table=table is not None, via=via)
     if port is not None and not 0 < port < 65_536:
         raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
     if not grace_s >= 0:

@@ -39,12 +39,16 @@ class RestartOptions:
     def next(self) -> RestartOptions:
         return replace(self, count=self.count + 1)
 
-    def check(self, ranks: int | None, *, by_table: bool = False) -> None:
+    def check(self, ranks: int | None, *, by_table: bool = False, via: str | None = None) -> None:
         """Raises `UsageError` where the job, of so many ranks where they are known, cannot become smaller."""
         if self.elastic and by_table:
             raise UsageError(
                 "--elastic gives ranks other hosts, but a rank table says where each is; type -H HOST:SLOTS,... in "
                 "place of --rank-table, or leave --elastic out"
+            )
+        if self.elastic and via == "torchrun":
+            raise UsageError(
+                "--elastic counts ranks, and --via torchrun starts one torchrun for each host; leave one of them out"
             )
         if ranks is not None and self.min_ranks > ranks:
             raise UsageError(
