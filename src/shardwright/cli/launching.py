@@ -71,6 +71,19 @@ class _LaunchCommand(click.Command):
 @click.option(
     "--wdir", multiple=True, metavar="[HOST=]DIR", help="The working directory on the hosts; without it this one."
 )
+@click.option(
+    "--stage",
+    multiple=True,
+    metavar="PATH",
+    help="Copy a file or folder into a fresh folder on each host, where ranks run.",
+)
+@click.option("--keep-stage", is_flag=True, help="Leave those folders when the job has ended.")
+@click.option(
+    "--collect-logs/--no-collect-logs",
+    default=True,
+    show_default=True,
+    help="Bring the logs of all hosts here as they are written, or leave each on the host of its rank.",
+)
 @click.option("--interface", metavar="NAME", help="The network interface of the first host by which ranks meet.")
 @click.option(
     "--lease",
@@ -136,7 +149,19 @@ def launch(
     from shardwright.launch.restart_options import RestartOptions
 
     restarts = RestartOptions.read(*(options.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
-    words = ("hosts", "hostfile", "oversubscribe", "python", "wdir", "interface", "lease_s", "connect_timeout_s")
+    words = (
+        "hosts",
+        "hostfile",
+        "oversubscribe",
+        "python",
+        "wdir",
+        "stage",
+        "keep_stage",
+        "collect_logs",
+        "interface",
+        "lease_s",
+        "connect_timeout_s",
+    )
     where = HostOptions(**{word: options.pop(word) for word in words}, allocation=os.environ)
     if print_sbatch:
         from shardwright.launch.srun import batch_script

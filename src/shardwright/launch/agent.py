@@ -8,7 +8,10 @@ on, it follows orders of its own, each with its answer:
     {"order": "beat", "sent_s": ...}      {"event": "beat", "sent_s": ..., "time_s": ...}    the clock of this host
     {"order": "check", ...}               {"event": "checked", "problems": [...], ...}       see `preflight`
     {"order": "reach", "addresses": [...], "port": ..., "word": ...}   {"event": "reached", "by": {address: interface}}
-    {"order": "start", "start": {...}, "environment": {...}}     a supervisor's events, and at the end its "ended"
+    {"order": "stage", ...}, {"order": "stage_entry", ...}, {"order": "stage_more", ...}    see `stage`; {"event":
+                                          "staging"} once in a while, and what is wrong comes with "checked"
+    {"order": "start", "start": {...}, "environment": {...}, "kept": null}
+                                          a supervisor's events, and at the end its "ended"; with "kept" see `kept_logs`
 
 After an "ended" it waits for the next start; with the end of its orders it kills what there is and ends. Where the
 launcher is silent for the time of the lease it does the same, and so does the supervisor, which hears of each beat.
@@ -33,10 +36,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwright.launch import interfaces, preflight
+from shardwright.launch.kept_logs import KeptLogs
 from shardwright.launch.packed import SUPERVISOR_BOOT
 from shardwright.launch.port import PortLease
 from shardwright.launch.processes import JOB_VARIABLE, become_subreaper, descendants, kill_all, marked
 from shardwright.launch.protocol import Decoder, Message, encode
+from shardwright.launch.stage import StagedFiles, remove_folder
 from shardwright.launch.supervisor import take_stdio
 
 _CHUNK_BYTES = 1 << 18
@@ -44,6 +49,7 @@ _BACKLOG_BYTES = 1 << 21
 _PATIENCE_S = 2.0  # in which a full line holds the ranks up, before what they write is left out
 _LOSSY_S = 60.0  # after a loss the line is known to be slow, and nobody waits for it
 _KILL_S = 30.0
+_TELL_STAGING_S = 1.0
 
 
 class Agent:
@@ -61,6 +67,10 @@ class Agent:
         self.environment: dict[str, str] = {}
         self.port: PortLease | None = None
         self.supervisor: _Supervisor | None = None
+        self.has_started = False
+        self.kept: KeptLogs | None = None
+        self.staged: StagedFiles | None = None
+        self.told_staging_s = 0.0
         os.set_blocking(events, False)
         os.set_blocking(orders, False)
         self.selector.register(orders, selectors.EVENT_READ, self._take_orders)
@@ -81,6 +91,8 @@ class Agent:
         if self.supervisor is not None:
             self.supervisor.hang_up()
         self._kill_everything()
+        if self.staged is not None and not (self.staged.keep and self.has_started):
+            remove_folder(self.staged.folder)
         shutil.rmtree(self.scratch, ignore_errors=True)
         os._exit(0)
 
@@ -117,7 +129,9 @@ class Agent:
         if not data:
             self.abandoned()
         self.heard_s = time.monotonic()
-        for message, _ in self.decoder.feed(data):
+        for message, payload in self.decoder.feed(data):
+            if payload:
+                message["payload"] = payload
             own = getattr(self, f"_order_{message['order']}", None)
             if own is not None:
                 own(message)
@@ -132,11 +146,29 @@ class Agent:
     def _order_check(self, message: Message) -> None:
         self.lease_s = message["lease_s"]
         self.environment = dict(os.environ) | message["environment"]
+        if self.staged is not None:
+            self.staged.finish()
+            message["wdir"] = message["wdir"] or os.fspath(self.staged.folder)
         answer, self.port, listening = preflight.check(message, self.environment, self.scratch)
+        if self.staged is not None:
+            answer["staged"] = os.fspath(self.staged.folder)
+            answer["problems"] = self.staged.problems or answer["problems"]
         if listening is not None:
             word = message["word"]
             self.selector.register(listening, selectors.EVENT_READ, lambda: interfaces.answer(listening, word))
         self.tell(answer)
+
+    def _order_stage(self, message: Message) -> None:
+        self.staged = StagedFiles(message, self.scratch)
+
+    def _order_stage_entry(self, message: Message) -> None:
+        assert self.staged is not None
+        self.staged.take(message)
+        if (now_s := time.monotonic()) >= self.told_staging_s + _TELL_STAGING_S:
+            self.told_staging_s = now_s
+            self.tell({"event": "staging"})
+
+    _order_stage_more = _order_stage_entry
 
     def _order_reach(self, message: Message) -> None:
         by = interfaces.reach(message["addresses"], message["port"], message["word"])
@@ -145,7 +177,17 @@ class Agent:
     def _order_start(self, message: Message) -> None:
         self.environment |= message["environment"]
         for left in self.scratch.iterdir():  # by an earlier run
-            left.unlink()
+            if not left.is_dir():
+                left.unlink()
+        self.has_started = True
+        try:
+            self.kept = _kept_logs(message)
+        except OSError as error:
+            what = (
+                f"the log {error.filename} cannot be written there: {error.strerror}; type --job NAME or --log-dir DIR"
+            )
+            self.tell({"event": "not_started", "message": what})
+            return
         held = self.port.file_descriptors() if self.port is not None else []
         start = message["start"] | {"held": [*held, self.packed]}
         try:
@@ -176,18 +218,43 @@ class Agent:
             self.supervisor.read_if(not self.line.holds_up(len(self.backlog)))
 
     def relay(self, message: Message, payload: bytes) -> None:
+        if self.kept is not None and not self._relay_kept(self.kept, message, payload):
+            return
         if message["event"] == "output" and self.line.leaves_out(message, len(self.backlog)):
             return
         for lost in self.line.losses():
             self.tell(lost)
         self.tell(message, payload)
 
+    def _relay_kept(self, kept: KeptLogs, message: Message, payload: bytes) -> bool:
+        """Whether the launcher is to have the message."""
+        match message["event"]:
+            case "output":
+                return kept.write(message["rank"], message["stream"], payload)
+            case "exited":
+                if tail := kept.take_tail(message["rank"]):
+                    self.tell({"event": "stderr_tail", "rank": message["rank"]}, tail)
+            case "ended":
+                for lost in kept.close():
+                    self.tell(lost)
+        return True
+
     def supervisor_over(self, code: int, had_last_word: bool) -> None:
         self.supervisor = None
         if had_last_word:
             return
         self._kill_everything()
+        for lost in self.kept.close() if self.kept is not None else ():
+            self.tell(lost)
         self.tell({"event": "supervisor_gone", "code": code})
+
+
+def _kept_logs(order: Message) -> KeptLogs | None:
+    kept = order["kept"]
+    if kept is None:
+        return None
+    ranks = [int(rank) for rank in order["start"]["ranks"]]
+    return KeptLogs(Path(kept["folder"]), ranks, kept["shown"], kept["begin"])
 
 
 class _Line:

@@ -15,7 +15,7 @@ import signal
 import subprocess
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 from shardwright.launch.connection import Connection
@@ -56,6 +56,8 @@ class AgentConnection(Connection):
         self._beat_at_s = 0.0
         self._gone_code: int | None = None
         self._backlog += sent[0]
+        self._stream: Iterator[bytes] | None = None
+        self.stream_error: OSError | None = None
 
     def attach(self, selector: selectors.BaseSelector, on_events: Callable[[], None]) -> None:
         super().attach(selector, on_events)
@@ -66,6 +68,29 @@ class AgentConnection(Connection):
             with contextlib.suppress(KeyError):
                 self._selector.unregister(self.errors)
         super().detach()
+
+    def send_stream(self, pieces: Iterator[bytes]) -> None:
+        """Encoded messages, taken one by one as the other end takes them; where they fail, ``stream_error`` says why.
+
+        Until then nothing else goes between them but beats.
+        """
+        self._stream = pieces
+        self.send({"order": "beat", "sent_s": time.time()})
+
+    @property
+    def streamed(self) -> bool:
+        """Whether there was a stream: then the host is busy for as long as it is heard of."""
+        return self._stream is not None
+
+    def _refill(self) -> bool:
+        if self._stream is None or self.stream_error is not None:
+            return False
+        try:
+            piece = next(self._stream, None)
+        except OSError as error:
+            self.stream_error, piece = error, None
+        self._backlog += piece or b""
+        return piece is not None
 
     def _take_said(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -107,6 +132,8 @@ class AgentConnection(Connection):
             case "supervisor_gone":
                 self._gone_code = message["code"]
                 return False
+            case "staging":
+                pass
             case "hello" | "too_old" | "checked" | "reached":
                 self.answers[message["event"]] = message
             case _:

@@ -13,7 +13,7 @@ import selectors
 import subprocess
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from shardwright.launch.job import JobFolder
@@ -62,7 +62,7 @@ class Connection(ABC):
 
     def _flush(self) -> None:
         try:
-            while self._backlog:
+            while self._backlog or self._refill():
                 del self._backlog[: os.write(self.orders, self._backlog[:_CHUNK_BYTES])]
         except BlockingIOError:
             return
@@ -70,6 +70,10 @@ class Connection(ABC):
             self._backlog.clear()
         if self._selector is not None and self.orders in self._selector.get_map():
             self._selector.unregister(self.orders)
+
+    def _refill(self) -> bool:
+        """More for the backlog, which the other end has taken, if there is more."""
+        return False
 
     def receive(self) -> list[tuple[Message, bytes]] | None:
         """What has come, with the payloads; None at the end of the stream."""
@@ -139,8 +143,13 @@ class Carrier(ABC):
         """Of all hosts together."""
 
     @abstractmethod
-    def start(self, run_id: str, folder: JobFolder) -> Sequence[Connection]:
-        """Connections, of hosts in the order of their ranks, whose supervisors have been told what to start.
+    def start(
+        self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
+    ) -> Sequence[Connection]:
+        """Where logs are written on their hosts, ``begin`` is their first line after a restart, and ``shown`` are the
+        ranks whose output is to come here all the same.
+
+        Connections, of hosts in the order of their ranks, whose supervisors have been told what to start.
 
         Raises `OSError` or `LaunchError` where they cannot be.
         """

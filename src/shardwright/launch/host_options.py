@@ -12,6 +12,7 @@ from shardwright.errors import UsageError
 from shardwright.launch.hosts import Hosts, is_host_name, is_this_host, own_slots
 from shardwright.launch.placement import Placement
 from shardwright.launch.rank_table import RankTable
+from shardwright.launch.stage import Stage
 
 LEASE_S = 10.0
 _SHORTEST_LEASE_S = 0.5
@@ -19,10 +20,14 @@ _SHORTEST_LEASE_S = 0.5
 
 @dataclass(frozen=True, kw_only=True)
 class HostSettings:
-    """What holds on all hosts. ``lease_s`` is the silence after which each side gives the other up."""
+    """What holds on all hosts. ``lease_s`` is the silence after which each side gives the other up.
+
+    Without ``collect_logs`` the logs stay on the hosts of their ranks.
+    """
 
     oversubscribe: bool = False
     interface: str | None = None
+    collect_logs: bool = True
     lease_s: float = LEASE_S
     connect_timeout_s: float = 10.0
 
@@ -75,6 +80,7 @@ class RemoteOptions(HostSettings):
     python: PerHost = PerHost()
     wdir: PerHost = PerHost()
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    stage: Stage | None = None
 
 
 @dataclass(frozen=True)
@@ -90,6 +96,7 @@ class HostOptions(HostSettings):
     """As typed. ``allocation`` is the environment in which Slurm's is looked for.
 
     ``python`` and ``wdir`` are for all hosts, or ``HOST=...``; ``variables`` come by host, and are read already.
+    ``stage`` are paths that are copied to the hosts.
     """
 
     hosts: str | None = None
@@ -98,6 +105,8 @@ class HostOptions(HostSettings):
     python: tuple[str, ...] = ()
     wdir: tuple[str, ...] = ()
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    stage: tuple[str, ...] = ()
+    keep_stage: bool = False
 
     def read(self, ranks: str | None, table: RankTable | None, via: str | None, tee: str) -> Whereabouts:
         """Raises `UsageError` for words that contradict each other."""
@@ -163,9 +172,11 @@ class HostOptions(HostSettings):
     def _refuse_without_hosts(self, via: str | None) -> None:
         words = {
             "--python": self.python, "--wdir": self.wdir, "--interface": (self.interface,) if self.interface else (),
+            "--stage": self.stage, "--keep-stage": ("",) if self.keep_stage else (),
+            "--no-collect-logs": () if self.collect_logs else ("",),
             "-x": tuple(f"{host}:{name}" for host, names in self.variables.items() for name in names),
         }  # fmt: skip
-        if given := next((f"{name} {values[0]}" for name, values in words.items() if values), None):
+        if given := next((f"{name} {values[0]}".strip() for name, values in words.items() if values), None):
             raise UsageError(f"{given} is for other hosts, but the job is on this one; type -H HOST:SLOTS,... too")
         if via == "ssh":
             raise UsageError("--via ssh needs hosts; type -H HOST:SLOTS,... or --hostfile FILE")

@@ -93,11 +93,14 @@ class Launcher:
             try:
                 self.folder.begin_again()
                 self.folder.make_ranks(self.ranks)
-                self.logs = RankLogs(self.folder, self.ranks, self._say, self._first_line())
+                kept = self.options.remote is not None and not self.options.remote.collect_logs
+                self.logs = RankLogs(
+                    self.folder, self.ranks, self._say, self._first_line(), kept, lambda rank: self.hosts.get(rank, "")
+                )
                 self.verdict = Verdict(self.logs.stderr_tail)
                 self.folder.write_state(self.state)
                 self.folder.reserve()
-                self.connections = self.carrier.start(self.run_id, self.folder)
+                self.connections = self.carrier.start(self.run_id, self.folder, self._first_line(), self.options.shown)
                 self.report = RunReport(self.folder, self.state, self.carrier.describe_hosts(), self.past)
                 self.report.write()
             except OSError as error:
@@ -254,6 +257,14 @@ class Launcher:
     def _on_output_lost(self, _: Connection, message: Message, __: bytes) -> None:
         self.stall.moved()
         self.logs.lose(message["rank"], message["stream"], message["bytes"], message["reason"])
+
+    def _on_stderr_tail(self, _: Connection, message: Message, payload: bytes) -> None:
+        self.logs.write(message["rank"], "stderr", payload)
+
+    def _on_log_lost(self, _: Connection, message: Message, __: bytes) -> None:
+        reason = f" ({message['reason']})" if message["reason"] else ""
+        path = self.logs.path(message["rank"], message["stream"])
+        self._say(f"{path} lacks {message['bytes']} bytes{reason}")
 
     def _on_stopped(self, connection: Connection, message: Message, _: bytes) -> None:
         if not self.ending:

@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -87,7 +87,9 @@ class LocalCarrier(Carrier):
     def ranks(self) -> int:
         return self.options.ranks
 
-    def start(self, run_id: str, folder: JobFolder) -> Sequence[Connection]:
+    def start(
+        self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
+    ) -> Sequence[Connection]:
         held = self.lease.file_descriptors()
         supervisor = subprocess.Popen(
             [sys.executable, "-c", _BOOT.format(root=str(Path(__file__).parents[2]))],

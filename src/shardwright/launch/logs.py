@@ -9,10 +9,10 @@ from collections.abc import Callable
 from shardwright.launch.job import JobFolder
 from shardwright.launch.protocol import STREAMS
 
-_TAIL_BYTES = 1 << 15
+TAIL_BYTES = 1 << 15
 
 
-class _LogFile:
+class LogFile:
     """One file. What the disk does not take is counted, and a line in the file says so where it is missing."""
 
     def __init__(self, path: str, begin: bytes) -> None:
@@ -67,16 +67,21 @@ class _LogFile:
 class RankLogs:
     """stdout and stderr of every rank of a job. A disk that is full is reported once, and stops nobody.
 
-    ``begin`` is the line with which the output of a restart begins.
+    ``begin`` is the line with which the output of a restart begins. With ``kept`` the files are on the hosts of the
+    ranks (`kept_logs`), and here are the ends of what they wrote to stderr alone; ``host`` names the host of a rank.
     """
 
-    def __init__(self, folder: JobFolder, ranks: int, say: Callable[[str], None], begin: str = "") -> None:
+    def __init__(
+        self, folder: JobFolder, ranks: int, say: Callable[[str], None], begin: str = "", kept: bool = False,
+        host: Callable[[int], str] = lambda rank: "",
+    ) -> None:  # fmt: skip
+        self._folder, self._host = folder, host
         self._say = say
         self._told = False
         self._tails: dict[int, bytearray] = {rank: bytearray() for rank in range(ranks)}
         self._files = {
-            (rank, stream): _LogFile(os.fspath(folder.rank(rank) / stream), begin.encode())
-            for rank in range(ranks)
+            (rank, stream): LogFile(os.fspath(folder.rank(rank) / stream), begin.encode())
+            for rank in range(0 if kept else ranks)
             for stream in STREAMS
         }
 
@@ -84,22 +89,31 @@ class RankLogs:
         if stream == "stderr":
             tail = self._tails[rank]
             tail += data
-            del tail[:-_TAIL_BYTES]
-        file = self._files[rank, stream]
+            del tail[:-TAIL_BYTES]
+        file = self._files.get((rank, stream))
+        if file is None:
+            return
         if (reason := file.write(data)) and not self._told:
             self._told = True
             self._say(f"{file.path} cannot be written: {reason}. The ranks go on; what is lost is counted")
 
     def lose(self, rank: int, stream: str, count: int, reason: str) -> None:
         """Bytes of a rank that did not reach this host."""
-        self._files[rank, stream].lose(count, reason)
+        file = self._files.get((rank, stream))
+        if file is not None:
+            file.lose(count, reason)
+        else:
+            self._say(f"the console lacks {count} bytes of rank {rank}, which its log has: {reason}")
 
     def stderr_tail(self, rank: int) -> bytes:
         """The end of what the rank wrote to stderr, kept in memory."""
         return bytes(self._tails[rank])
 
     def path(self, rank: int, stream: str) -> str:
-        return self._files[rank, stream].path
+        file = self._files.get((rank, stream))
+        if file is not None:
+            return file.path
+        return ":".join(filter(None, [self._host(rank), os.fspath((self._folder.rank(rank) / stream).absolute())]))
 
     def close(self) -> None:
         for file in self._files.values():

@@ -17,6 +17,7 @@ from shardwright.launch.pulse import PULSE_VARIABLE
 from shardwright.launch.rank_table import TABLE_VARIABLES, RankTable, read_rank_table
 from shardwright.launch.restart_options import ONCE, RestartOptions
 from shardwright.launch.save_graphs import VARIABLE, SaveGraphs
+from shardwright.launch.stage import Stage
 
 _SHORTEST_STALL_S = 0.5
 # What the launcher itself decides for each rank: not to be set with -x.
@@ -74,6 +75,8 @@ def read_options(
     tee = tee or ("none" if detach else "0")
     whereabouts = where.read(ranks, table, via, tee)
     remote = whereabouts.remote
+    if remote is not None:
+        remote = replace(remote, stage=Stage.read(where.stage, where.keep_stage, Path(log_dir)))
     by_rank = {} if table is None else {rank: table.variables(rank, Path(str(rank_table))) for rank in table.placed}
     if table is not None:
         ranks, devices = str(table.size), table_gpus(by_rank, os.environ | given) if remote is None else None
@@ -83,7 +86,8 @@ def read_options(
         environment[VARIABLE] = str(SaveGraphs.parse(save_graphs))
     kind: Kind = "program" if program else "module" if module else "script"
     whole = os.environ | environment
-    elsewhere = remote is not None and bool(remote.wdir) and bool(arguments)  # only its hosts can check it
+    # Only its hosts can check it.
+    elsewhere = remote is not None and (bool(remote.wdir) or remote.stage is not None) and bool(arguments)
     checked = Program(kind, tuple(arguments)) if elsewhere else check_program(kind, arguments, whole)
     number = 0 if remote is not None else whereabouts.slots_here or read_ranks(ranks, whole)
     restarts.check(None if remote is not None else number, by_table=table is not None, via=via)

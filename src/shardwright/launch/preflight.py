@@ -38,10 +38,10 @@ def check(
 ) -> tuple[Message, PortLease | None, socket.socket | None]:
     """The answer; on the first host also the port where the ranks meet, and a socket on which others try to reach it.
 
-    The order has ``wdir``, ``program``, ``preload``, ``ours`` (whether the program is this package itself), ``first``
-    and ``port``. Changes into the working directory.
+    The order has ``log_dir`` (None where logs are written elsewhere), ``wdir``, ``program``, ``preload``, ``ours``
+    (whether the program is this package itself), ``first`` and ``port``. Changes into the working directory.
     """
-    problems = [*_check_folder(order["wdir"]), *_check_scratch(scratch)]
+    problems = [*_check_folder(order["wdir"]), *_check_scratch(scratch), *_check_log_dir(order["log_dir"])]
     program = Program(order["program"]["kind"], tuple(order["program"]["arguments"]))
     if not problems:
         problems += _check_program(program, environment)
@@ -90,6 +90,19 @@ def _check_scratch(scratch: Path) -> list[str]:
     usage = os.statvfs(scratch)
     if usage.f_bavail * usage.f_frsize < _SCRATCH_BYTES:
         return [f"the disk of {scratch.parent} is full there; make room, or set TMPDIR in the shell's start file"]
+    return []
+
+
+def _check_log_dir(name: str | None) -> list[str]:
+    if name is None:
+        return []
+    try:
+        os.makedirs(name, exist_ok=True)
+        usage = os.statvfs(name)
+    except OSError as error:
+        return [f"the logs cannot be written to {name} there: {error.strerror}; type --log-dir DIR, or --collect-logs"]
+    if usage.f_bavail * usage.f_frsize < _SCRATCH_BYTES:
+        return [f"the disk of {name} is full there; type --log-dir DIR, or --collect-logs"]
     return []
 
 

@@ -21,10 +21,11 @@ import shlex
 import shutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import cached_property, partial
+from itertools import chain
 from typing import Any
 
 from shardwright.errors import LaunchError
@@ -38,7 +39,7 @@ from shardwright.launch.options import LaunchOptions
 from shardwright.launch.packed import BOOT, pack, sources
 from shardwright.launch.placement import Placement
 from shardwright.launch.processes import JOB_VARIABLE
-from shardwright.launch.protocol import Message, Start
+from shardwright.launch.protocol import Message, Start, encode
 from shardwright.launch.rank_environment import default_environment, inherited_environment, rank_variables
 from shardwright.launch.ssh_errors import compare, why_no_answer
 
@@ -63,6 +64,7 @@ class SshCarrier(Carrier):
         self.address, self.port = "127.0.0.1", 0
         self.interfaces: dict[str, str] = {}
         self._here: dict[Host, bool] = {}
+        self._started = False
 
     @property
     def ranks(self) -> int:
@@ -94,7 +96,7 @@ class SshCarrier(Carrier):
             try:
                 self._wait(selector, "hello", self.remote.connect_timeout_s + _ANSWER_S)
                 for connection in self._answering("hello"):
-                    connection.send(self._check_order(connection, word))
+                    self._order_check(connection, word)
                 self._wait(selector, "checked", _ANSWER_S)
                 self._refuse_problems()
                 self._place(hosts)
@@ -121,6 +123,8 @@ class SshCarrier(Carrier):
     def why_silent(self, connection: AgentConnection) -> str:
         """Why a host did not answer, in a line."""
         c, python = connection, self.python(connection.host)
+        if (error := c.stream_error) is not None:
+            return f"{error.filename}, which is to be staged, cannot be read here: {error.strerror}"
         spent_s = self.remote.connect_timeout_s + _ANSWER_S
         return why_no_answer(c.host, c.answers, c.exit_code, bytes(c.said), bytes(c.noise), python, spent_s)
 
@@ -169,21 +173,35 @@ class SshCarrier(Carrier):
         return [c for c in self.connections if event in c.answers and c.exit_code is None]
 
     def _wait(self, selector: selectors.BaseSelector, event: str, timeout_s: float) -> None:
-        """Until each host that still can has answered, or the time is over."""
-        deadline = time.monotonic() + timeout_s
+        """Until each host that still can has answered, or the time is over; that of a host to which much is sent
+        begins anew whenever it is heard."""
+        began_s = time.monotonic()
         asked = [c for c in self.connections if event == "hello" or "hello" in c.answers]
-        while any(c.exit_code is None and event not in c.answers for c in asked):
-            left_s = deadline - time.monotonic()
+        while waiting := [c for c in asked if c.exit_code is None and event not in c.answers]:
+            until_s = max(c.heard_s if c.streamed and c.heard_s > began_s else began_s for c in waiting) + timeout_s
+            left_s = until_s - time.monotonic()
+            if any(c.stream_error for c in waiting):
+                return
             if left_s <= 0:
                 return
             beats = [c.tick() for c in self._answering("hello")]
             for key, _ in selector.select(min([left_s, *(beat for beat in beats if beat is not None)])):
                 key.data()
 
+    def _order_check(self, connection: AgentConnection, word: str) -> None:
+        """After what is staged, if anything is."""
+        order = self._check_order(connection, word)
+        if (stage := self.remote.stage) is None:
+            connection.send(order)
+        else:
+            connection.send_stream(chain(stage.orders(), [encode(order)]))
+
     def _check_order(self, connection: AgentConnection, word: str) -> Message:
-        program = self.options.program
+        program, here = self.options.program, None if self.remote.stage else os.getcwd()
         return {
-            "order": "check", "wdir": self.remote.wdir.on(connection.name) or os.getcwd(), "program": asdict(program),
+            "order": "check", "wdir": self.remote.wdir.on(connection.name) or here,
+            "log_dir": None if self.remote.collect_logs else os.fspath(self.options.log_dir.absolute()),
+            "program": asdict(program),
             "preload": self.options.preload, "first": connection is self.connections[0], "port": self.options.port,
             "ours": program.kind == "module" and program.arguments[0].partition(".")[0] == "shardwright",
             "environment": self._environment_on(connection),
@@ -231,7 +249,11 @@ class SshCarrier(Carrier):
 
     # --- starting
 
-    def start(self, run_id: str, folder: JobFolder) -> Sequence[Connection]:
+    def start(
+        self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
+    ) -> Sequence[Connection]:
+        kept = {"folder": os.fspath(folder.path.absolute()), "shown": sorted(shown), "begin": begin}
+        self._started = True
         for index, connection in enumerate(self.connections):
             connection.over = False
             scratch = connection.answers["hello"]["scratch"]
@@ -241,7 +263,10 @@ class SshCarrier(Carrier):
                 stall_s=self.options.stall_timeout_s,
             )  # fmt: skip
             environment = self._host_environment(connection) | {JOB_VARIABLE: f"{run_id}/{index}"}
-            connection.send({"order": "start", "start": start.to_message(), "environment": environment})
+            connection.send({
+                "order": "start", "start": start.to_message(), "environment": environment,
+                "kept": None if self.remote.collect_logs else kept,
+            })  # fmt: skip
         return self.connections
 
     def close(self) -> None:
@@ -249,6 +274,11 @@ class SshCarrier(Carrier):
             connection.hang_up()
         for connection in self.connections:
             connection.close()
+        if self._started and self.remote.stage is not None and self.remote.stage.keep:
+            for c in self.connections:
+                text = f"shardwright: {c.answers['checked']['staged']} holds what was staged to {c.name}\n"
+                os.write(2, text.encode())
+        self._started = False
 
     def describe_hosts(self) -> list[dict[str, Any]]:
         return [
@@ -256,6 +286,7 @@ class SshCarrier(Carrier):
                 "name": c.name, "ranks": list(c.ranks), "interface": self.interfaces.get(c.name),
                 **{key: c.answers["hello"][key] for key in ("python", "executable", "cpus", "gpus")},
                 **{key: c.answers["checked"][key] for key in ("torch", "shardwright")},
+                **({"staged": c.answers["checked"]["staged"]} if self.remote.stage else {}),
             }
             for c in self.connections
         ]  # fmt: skip

@@ -12,7 +12,6 @@ import contextlib
 import os
 import select
 import selectors
-import shutil
 import signal
 import sys
 import time
@@ -40,6 +39,7 @@ from shardwright.launch.progress import Progress
 from shardwright.launch.protocol import STREAMS, Decoder, Message, Start, encode
 from shardwright.launch.pulse import PULSE_VARIABLE, PulseFile, answer_with_stacks
 from shardwright.launch.stacks import Target
+from shardwright.launch.stage import remove_folder
 
 _CHUNK_BYTES = 1 << 16
 _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the ranks' pipes are left alone
@@ -194,7 +194,7 @@ class Supervisor:
         """The launcher is gone: nobody is left to tell."""
         kill_all(lambda: descendants(os.getpid()), _UNKILLABLE_S)
         if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            remove_folder(Path(self.scratch))
         os._exit(1)
 
     # --- what the ranks write
