@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from shardwright import __version__
+from shardwright.checkpoint.ranks import alone
 from shardwright.errors import PlanError, ShardwrightError, WorldError
 from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
@@ -22,7 +23,7 @@ T = TypeVar("T")
 
 def on_rank_zero(make: Callable[[], T]) -> T:
     """What ``make()`` returns on rank 0, on every rank; what it raises there is raised on every rank."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if alone():
         return make()
     answer: list[tuple[T | None, Exception | None]] = [(None, None)]
     if dist.get_rank() == 0:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from shardwright.checkpoint.ranks import alone
 from shardwright.errors import UsageError
 from shardwright.mesh.dtensor import device_mesh, to_placements
 from shardwright.mesh.layout import Layout
@@ -23,7 +24,7 @@ from shardwright.mesh.mesh import Mesh
 
 def agree_on_weights(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
+    if alone():
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
