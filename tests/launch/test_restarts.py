@@ -4,6 +4,7 @@ import json
 import os
 import re
 import signal
+import subprocess
 import sys
 
 import pytest
@@ -154,6 +155,23 @@ def test_a_supervisor_that_cannot_import_torch_any_more_is_another_failure(launc
 
 
 @pytest.mark.slow
+def test_a_full_log_disk_is_no_reason_not_to_begin_again(launching):
+    (launching.folder / "log_output").mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "none", "log_output"]
+    if subprocess.run(mount, cwd=launching.folder, capture_output=True).returncode != 0:
+        pytest.skip("this user may not mount a small disk")
+    try:
+        fails_once = "os._exit(3 * (os.environ['TORCHELASTIC_RESTART_COUNT'] == '0'))"
+        script = launching.write("train.py", f"import os\nos.write(1, b'x' * 999_999)\n{fails_once}\n")
+        ended = launching.run("-n", "1", "--tee", "none", "--max-restarts", "1", *PYTHON, script)
+        assert ended.code == 0, ended.stderr
+        assert "log_output/1/rank.0/stdout cannot be written: No space left on device" in ended.stderr
+        assert read(launching, "job.json")["status"] == "succeeded"
+    finally:
+        subprocess.run(["umount", "log_output"], cwd=launching.folder, check=True)
+
+
+@pytest.mark.slow
 def test_a_given_port_serves_every_attempt(launching):
     import socket
 
@@ -200,7 +218,7 @@ class Carrier:
         self.known, self.lost, self.unusable, self.closed = remote.hosts, lost, {}, False
         self.placement = Placement.by_slots(remote.hosts, remote.ranks, remote.oversubscribe)
         self.ranks = self.placement.size
-        self.connections = list(self.placement.hosts)
+        self.connections = list(self.placement.hosts)  # by their names
 
     def prepare(self):
         self.unusable = {h.name: ["it cannot be reached"] for h in self.placement.hosts if h.name in self.lost}
@@ -244,6 +262,8 @@ def test_an_elastic_job_goes_on_without_what_is_lost_and_takes_back_what_returns
     assert job.said == ["the job goes on with 3 ranks on b, c, without\n  a: it cannot be reached"]
     assert job.attempt("a", "b") == ({"c": [0]}, frozenset({0}))
     assert job.attempt() == ({"a": [0, 1], "b": [2, 3], "c": [4]}, frozenset(range(5)))
+    assert job.said == ["the job goes on with 5 ranks on a, b, c"]
+    job.attempt()
     assert job.said == []
     with pytest.raises(LaunchError, match=r"(?s)would have 0 ranks since no host is left, fewer than .* 1\n  a: it"):
         job.attempt("a", "b", "c")

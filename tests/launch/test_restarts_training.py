@@ -147,6 +147,7 @@ def test_half_the_hosts_die(tmp_path, elastic):
                 assert ended.code == 0, ended.stderr
                 assert report["restarts"] in (1, 2)
                 assert [host["name"] for host in report["hosts"]] == ["host2", "host4"]
+                assert "when the lease of the lost host has ended what may still run there" in ended.stderr
                 assert "the job goes on with 2 ranks on host2, host4, without\n" in ended.stderr
                 assert re.search(r"\n +host1: no sshd answers there", ended.stderr)
                 assert re.search(r"\n +host3: it cannot be reached", ended.stderr)

@@ -98,11 +98,11 @@ class Launcher:
                     self.folder, self.ranks, self._say, self._first_line(), kept, lambda rank: self.hosts.get(rank, "")
                 )
                 self.verdict = Verdict(self.logs.stderr_tail)
-                self.folder.write_state(self.state)
-                self.folder.reserve()
+                self._note(lambda: self.folder.write_state(self.state))
+                self._note(self.folder.reserve)
                 self.connections = self.carrier.start(self.run_id, self.folder, self._first_line(), self.options.shown)
                 self.report = RunReport(self.folder, self.state, self.carrier.describe_hosts(), self.past)
-                self.report.write()
+                self._note(self.report.write)
             except OSError as error:
                 if not self.past:
                     self.folder.remove()
@@ -139,6 +139,15 @@ class Launcher:
         for connection in self.connections:
             connection.detach()
         self.selector.close()
+
+    def _note(self, write: Callable[[], None]) -> None:
+        """Write of the job. A disk that has become full since it began is no reason not to begin again."""
+        try:
+            write()
+        except OSError as error:
+            if self.before is None or not self.past:
+                raise
+            self.before.console.say(f"what is known of this restart cannot be written: {error}")
 
     def _first_line(self) -> str:
         """Of the logs of a restart."""

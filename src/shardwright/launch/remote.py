@@ -43,6 +43,7 @@ class RemoteAttempts:
         self.options, self.remote, self.make_carrier = options, remote, make_carrier
         self.hosts = remote.hosts
         self.ranks = 0  # of the first attempt
+        self.last: tuple[str, ...] = ()  # the hosts of the last one
 
     def __call__(self, restarts: RestartOptions, say: Say) -> tuple[LaunchOptions, Carrier]:
         options = replace(self.options, restarts=restarts)
@@ -56,8 +57,10 @@ class RemoteAttempts:
             except BaseException:
                 carrier.close()
                 raise
+            self.last = _names(carrier)
             return replace(options, ranks=self.ranks, shown=shown), carrier
         carrier = self._on_what_is_left(options, say) if restarts.elastic else self._on_all(options)
+        self.last = _names(carrier)
         shown = read_tee(self.remote.tee, self.ranks) & frozenset(range(carrier.ranks))
         return replace(options, ranks=carrier.ranks, shown=shown), carrier
 
@@ -66,6 +69,8 @@ class RemoteAttempts:
         try:
             _prepare(carrier)
         except LaunchError as error:
+            if not 0 < len(carrier.unusable) < len(self.hosts):
+                raise
             raise LaunchError(
                 f"{error}\nwith --elastic the job would go on without hosts that are lost; what it has saved is there "
                 "for another launch"
@@ -78,8 +83,8 @@ class RemoteAttempts:
         while True:
             ranks = self._ranks_on(left)
             if ranks < options.restarts.min_ranks:
-                names = ", ".join(host.name for host in left)
-                on = f"on what is left ({names})" if left else "since no host is left"
+                rest = ", ".join(host.name for host in left)
+                on = f"on what is left ({rest})" if left else "since no host is left"
                 raise LaunchError(
                     f"the job would have {ranks} ranks {on}, fewer than --min-ranks {options.restarts.min_ranks}"
                     + _listed(lost)
@@ -93,15 +98,19 @@ class RemoteAttempts:
                 lost |= carrier.unusable
                 left = tuple(host for host in left if host.name not in lost)
                 continue
-            if lost:
-                names = ", ".join(connection.name for connection in carrier.connections)
-                say(f"the job goes on with {ranks} ranks on {names}, without{_listed(lost)}")
+            if (names := _names(carrier)) != self.last:
+                without = f", without{_listed(lost)}" if lost else ""
+                say(f"the job goes on with {ranks} ranks on {', '.join(names)}{without}")
             return carrier
 
     def _ranks_on(self, hosts: tuple[Host, ...]) -> int:
         """As many as at first if there is room for them; where they share slots, by the same measure."""
         slots, before = Hosts(hosts).slots or 0, self.hosts.slots or 1
         return max(min(self.ranks, slots), self.ranks * slots // before) if hosts else 0
+
+
+def _names(carrier: SshCarrier) -> tuple[str, ...]:
+    return tuple(connection.name for connection in carrier.connections)
 
 
 def _listed(lost: dict[str, list[str]]) -> str:

@@ -107,9 +107,10 @@ class _Attempts:
             code = launcher.run()
             self.last = launcher if launcher.may_restart else None
         except LaunchError as error:
-            if before is None:
-                raise
-            return self._give_up(before, error)
+            if before is not None:
+                return self._give_up(before, error)
+            self.folder.remove()
+            raise
         finally:
             carrier.close()
         if launcher.may_restart:
