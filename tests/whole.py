@@ -18,7 +18,7 @@ from shardwright.mesh.simulate import simulate
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.run.buckets import GradientReduction
-from shardwright.run.execute import Execution
+from shardwright.run.execute import Execution, Given
 
 
 def plan_of(
@@ -56,7 +56,8 @@ def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[s
         program = lower(plan, comm.rank)
         local = part("parameter", parameters)
         execution = Execution(program, comm, torch.device("cpu"), GradientReduction())
-        loss, aux, new = execution(local, part("buffer", buffers), part("input", inputs), constants, seed=seed, step=0)
+        given = Given(local, part("buffer", buffers), part("input", inputs), constants, seed, step=0)
+        loss, aux, new = execution(given)
         assert loss is not None
         loss.backward()
         found = [("loss", Layout(()), loss.detach())]

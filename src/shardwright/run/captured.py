@@ -38,7 +38,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
 from shardwright.report.ir import save_graphs
 from shardwright.run.buckets import GradientReduction
-from shardwright.run.execute import Execution
+from shardwright.run.execute import Execution, Given
 from shardwright.run.inputs import BatchKind, Rows, global_shapes, local_inputs, rows_of
 from shardwright.run.planning import on_rank_zero, remembered
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta, split_parameters
@@ -167,20 +167,17 @@ class Parallel:
         program, and the value of each of its variables. Draws the same random numbers and changes nothing.
         """
         prepared, inputs = self._ready("training", batch)
-        leaves = self._leaves(prepared.plan.capture, inputs)
+        given = self._given(prepared.plan.capture, inputs, self._step - 1)
         with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
-            values = prepared.execution.variables(*leaves, seed=self._seed, step=self._step - 1)
+            values = prepared.execution.variables(given)
         return prepared.plan.capture, prepared.execution.program, values
 
     def _run(self, prepared: _Prepared, inputs: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
-        leaves = self._leaves(prepared.plan.capture, inputs)
+        given = self._given(prepared.plan.capture, inputs, self._step)
         with torch.autocast(self.world.device.type, enabled=False):  # the casts are operators of the graph
-            return prepared.execution(*leaves, seed=self._seed, step=self._step)
+            return prepared.execution(given)
 
-    def _leaves(
-        self, captured: Capture, inputs: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor], Sequence[Tensor], list[Tensor]]:
-        """Parameters, buffers, inputs and constants, as a program takes them."""
+    def _given(self, captured: Capture, inputs: Sequence[Tensor], step: int) -> Given:
         # Copies, since the backward may need what `_store_buffers` overwrites.
         buffers = [
             self._buffer(v.label).clone() if v.name in captured.mutations else self._buffer(v.label)
@@ -191,7 +188,7 @@ class Parallel:
             for value in captured.of_kind("parameter")
         ]
         constants = [captured.constants[value.name].to(self.world.device) for value in captured.of_kind("constant")]
-        return parameters, buffers, inputs, constants
+        return Given(parameters, buffers, inputs, constants, self._seed, step)
 
     def _store_buffers(self, captured: Capture, new: Sequence[Tensor]) -> None:
         with torch.no_grad():

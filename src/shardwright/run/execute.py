@@ -5,6 +5,8 @@ from __future__ import annotations
 import linecache
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, Literal
 
 import torch
@@ -35,6 +37,28 @@ _NAMES = {
 }
 
 
+@dataclass(frozen=True, eq=False)
+class Given:
+    """What a program is given: this rank's parts in its order, and what fixes its random numbers, together with global
+    positions.
+    """
+
+    parameters: Sequence[Tensor]
+    buffers: Sequence[Tensor]
+    inputs: Sequence[Tensor]
+    constants: Sequence[Tensor]
+    seed: int
+    step: int
+
+    def leaves(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
+        """All tensors, kind by kind."""
+        return self.parameters, self.buffers, self.inputs, self.constants
+
+    def keys(self) -> Callable[[int], int]:
+        """What the operators of a step draw their random numbers from, by their number."""
+        return lambda number: mixed(mixed(mixed(self.seed) ^ self.step) ^ number)
+
+
 class Execution:
     """Runs a local program: loss, auxiliary outputs and new buffers from this rank's parts.
 
@@ -62,45 +86,21 @@ class Execution:
             self._names["kernels"] = sites.watched_members(kernels)
             self._reduce = sites.watched(reduction)
 
-    def __call__(
-        self,
-        parameters: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        constants: Sequence[Tensor],
-        *,
-        seed: int,
-        step: int,
-    ) -> Outputs:
-        """Run the forward. ``seed`` and ``step`` fix the random numbers, together with global positions."""
-        key = _keys(seed, step)
+    def __call__(self, given: Given) -> Outputs:
+        """Run the forward."""
         with_gradients: Run = "deferred" if self._reduction.deferring else "reduced"
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
-        return self._step(parameters, buffers, inputs, constants, self._comm, key, self._device, self._reduce)
+        return self._step(*given.leaves(), self._comm, given.keys(), self._device, self._reduce)
 
-    def variables(
-        self,
-        parameters: Sequence[Tensor],
-        buffers: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        constants: Sequence[Tensor],
-        *,
-        seed: int,
-        step: int,
-    ) -> dict[str, Any]:
+    def variables(self, given: Given) -> dict[str, Any]:
         """Run the same forward one instruction at a time and keep every variable, under its name in the program."""
         program = self.program
         names = (*program.parameters, *program.buffers, *program.inputs, *program.constants)
-        found: dict[str, Any] = dict(zip(names, [*parameters, *buffers, *inputs, *constants], strict=True))
-        surroundings = {"comm": self._comm, "key": _keys(seed, step), "device": self._device}
+        found: dict[str, Any] = dict(zip(names, chain(*given.leaves()), strict=True))
+        surroundings = {"comm": self._comm, "key": given.keys(), "device": self._device}
         scope = self._names | surroundings | {"reduce_gradients": self._reduction}
         for instruction in program.instructions:
             results = eval(instruction.text, scope, found)
             single = len(instruction.outputs) == 1 and instruction.kind != "bucket"
             found.update(zip(instruction.outputs, [results] if single else results, strict=True))
         return found
-
-
-def _keys(seed: int, step: int) -> Callable[[int], int]:
-    """What the operators of a step draw their random numbers from, by their number."""
-    return lambda number: mixed(mixed(mixed(seed) ^ step) ^ number)
