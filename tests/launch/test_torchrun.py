@@ -51,8 +51,8 @@ def test_a_command_for_each_host_is_printed(launching):
     ]
     ended = launching.run("-n", "2", "--via", "torchrun", "--", "prog", "-x")
     assert "no program prog on the PATH" in ended.stderr
-    ended = launching.run("-n", "2", "--via", "torchrun", "--", "true", "-x")
-    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 --no-python true -x"
+    ended = launching.run("-n", "2", "--max-restarts", "3", "--via", "torchrun", "--", "true", "-x")
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=3 --no-python true -x"
     assert ended.stdout == f"cd {launching.folder} && {command}\n"
     assert not (launching.folder / "log_output").exists()
     refused = launching.run("-n", "2", "--run", "--", "true")

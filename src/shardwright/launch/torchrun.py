@@ -29,8 +29,9 @@ _RUN = (
 def command_lines(options: LaunchOptions) -> str:
     """A command per host, each below a comment with its name: what to type there, all at about the same time."""
     remote, here = options.remote, os.getcwd()
+    restarts = [f"--max-restarts={options.restarts.limit}"] if options.restarts.limit else []
     if remote is None:
-        words = ["--standalone", f"--nproc-per-node={options.ranks}"]
+        words = ["--standalone", f"--nproc-per-node={options.ranks}", *restarts]
         return _line(here, {}, options, sys.executable, words)
     placement = _placement(options)
     first = placement.hosts[0].name
@@ -38,7 +39,7 @@ def command_lines(options: LaunchOptions) -> str:
     for index, (host, ranks) in enumerate(zip(placement.hosts, placement.ranks, strict=True)):
         words = [
             f"--nnodes={len(placement.hosts)}", f"--node-rank={index}", f"--nproc-per-node={len(ranks)}",
-            f"--master-addr={first}", f"--master-port={options.port or _PORT}",
+            f"--master-addr={first}", f"--master-port={options.port or _PORT}", *restarts,
         ]  # fmt: skip
         python = remote.python.on(host.name) or sys.executable
         own = dict(remote.variables.get(host.name, {}))
