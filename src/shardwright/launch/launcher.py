@@ -391,7 +391,7 @@ class Launcher:
         if self.ending or self.verdict.settling or self.verdict.cause is not None:
             return
         if self.stall.should_ask():
-            self.stall.ask(connection.name for connection in self._living())
+            self.stall.ask({connection.name: connection.lease_s for connection in self._living()})
             self._order({"order": "stacks"})
         elif self.stall.is_stalled():
             self._stalled()
