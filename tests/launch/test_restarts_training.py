@@ -82,13 +82,20 @@ def parent(pid):
 def kill_ranks(job, launcher, folder, kills, ranks):
     """``kills`` times, a while after the job has got further than it had been, one of its ranks at random."""
     chance = random.Random(0)
-    for _ in range(kills):
-        before = newest(folder)
-        wait_until(lambda before=before: newest(folder) > before or launcher.poll() is not None, 90, "it trains again")
+    past = set()
+
+    def living():
         assert launcher.poll() is None, launcher.stderr.read()
+        found = set(ranks_of(job)) - past
+        return len(found) == ranks and found
+
+    for _ in range(kills):
+        started = wait_until(living, 90, "the ranks have started")
+        before = newest(folder)  # now that none of the last attempt can save any more
+        wait_until(lambda before=before: living() and newest(folder) > before, 90, "they train")
         time.sleep(chance.uniform(0, 0.2))
-        living = wait_until(lambda: len(found := ranks_of(job)) == ranks and found, 5, "the ranks")
-        os.kill(chance.choice(living), signal.SIGKILL)
+        os.kill(chance.choice(sorted(started)), signal.SIGKILL)
+        past |= started
 
 
 def disturbed(job, where, epochs, kills, ranks):
