@@ -197,7 +197,7 @@ def closed():
     sw.init()
     make, loss_fn, batch_of = NETWORKS["perceptron"]
     batch = batch_of(16)
-    losses, groups = [], []
+    losses, groups, left = [], [], []
     for _ in range(2):
         sw.set_seed(1)
         options = {"mesh": "dp=2,tp=2", "search": "propagation", "batch": "global"}
@@ -207,7 +207,10 @@ def closed():
             losses.append(loss.item())
             made = set(parallel._communicator._groups.values()) - {dist.group.WORLD}
             assert all(dist.get_process_group_ranks(group) for group in made)
+            norm = torch.nn.utils.clip_grad_norm_(parallel.parameters(), 1.0)  # over the groups of DTensors
+            losses.append(full(norm).item())
         groups.append(len(made))
+        left.append(len(dist.distributed_c10d._world.pg_map))
         for group in made:
             with pytest.raises((KeyError, ValueError)):
                 dist.get_process_group_ranks(group)
@@ -216,13 +219,14 @@ def closed():
                 use()
         assert len(parallel.state_dict()) == len(list(parallel.parameters()))
         parallel.close()  # again
-    return losses, groups
+    return losses, groups, left
 
 
 def test_the_end_of_a_with_gives_back_the_groups():
-    for losses, groups in run_ranks(4, closed):
-        assert losses[0] == losses[1]
+    for losses, groups, left in run_ranks(4, closed):
+        assert losses[:2] == losses[2:]
         assert groups[0] == groups[1] > 0
+        assert left[0] == left[1], "equal meshes of DTensors share their groups"
 
 
 def with_batch_norm(statistics):

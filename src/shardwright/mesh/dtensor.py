@@ -7,7 +7,9 @@ and no units: a layout that needs them is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakKeyDictionary
 
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
@@ -72,17 +74,28 @@ def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> L
     return Layout.split(ndim, axes, partial)
 
 
+_made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh]]
+_made = WeakKeyDictionary()
+
+
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """The device mesh with the axes of ``mesh``, over the whole world. All ranks call it together.
 
-    ``device_type`` is ``"cpu"`` or ``"cuda"``.
+    ``device_type`` is ``"cpu"`` or ``"cuda"``. Equal axes have one device mesh, whose process groups live as long as
+    the world: torch takes equal device meshes for one, and may communicate over the groups of the first.
 
     Raises:
         PlanError: where the mesh has no axis; a DTensor lives on one at least.
     """
     if not mesh.axes:
         raise PlanError("a mesh without axes is no device mesh; on one device parameters are plain tensors")
-    return init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
+    world = dist.group.WORLD
+    assert world is not None
+    made = _made.setdefault(world, {})
+    key = (device_type, tuple(mesh.sizes.items()))
+    if key not in made:
+        made[key] = init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
+    return made[key]
 
 
 def gathered(tensor: Tensor) -> Tensor:

@@ -213,6 +213,7 @@ class Parallel:
         """Give back the process groups of the programs, once no backward is to come; every rank calls it.
 
         Without it they live as long as the process. Parameters and `state_dict` stay; what communicates is refused.
+        The groups of DTensors stay too, for the next model on equal axes (`mesh.dtensor.device_mesh`).
         """
         self._closed = True
         self._communicator.close()
