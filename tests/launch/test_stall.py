@@ -152,8 +152,8 @@ WAIT = "in all_reduce of step 41 for linear of layers.3"
         (
             hang(*(seen(r, stack(("/w/t.py", 9 - r // 2, "main")), pulse=inside("", collectives=85 - r // 2))
                    for r in (0, 1, 2))),
-            "rank 2 is in t.py:8 in main and has begun fewer collectives than the others: ranks 0-1 are in t.py:9 in "
-            "main", (2,),
+            "rank 2 is in t.py:8 in main (step 41) and has begun fewer collectives than the others: ranks 0-1 are in "
+            "t.py:9 in main (step 41)", (2,),
         ),
         (hang(*(seen(r, stack(("/w/t.py", 9, "main"))) for r in (0, 1))), "ranks 0-1 are in t.py:9 in main", ()),
         (hang(silent=("b",)), "nobody has told where they are", ()),

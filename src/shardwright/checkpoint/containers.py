@@ -14,6 +14,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.manifest import BLOCK_BYTES, Place
 from shardwright.errors import CheckpointError
+from shardwright.launch.pulse import own_pulse
 
 _RECORD = b"archive/data/0"  # the elements' record in the zip archive
 
@@ -118,6 +119,7 @@ class _Summed:
             except BaseException as failure:
                 self.failure = failure
                 raise
+            own_pulse().beat()
         return len(view)
 
     def flush(self) -> None:

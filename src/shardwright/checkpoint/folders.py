@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import fsspec
 
 from shardwright.errors import CheckpointError, UsageError
+from shardwright.launch.pulse import own_pulse
 
 # protocol -> the package that speaks it; fsspec has the others on board
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -73,6 +74,7 @@ class LocalFolder:
         try:
             done, left = 0, [buffer for buffer in buffers if len(buffer)]
             while left and (count := os.preadv(descriptor, left, start + done)):
+                own_pulse().beat()
                 done += count
                 while left and count >= len(left[0]):
                     count -= len(left.pop(0))
@@ -120,6 +122,7 @@ class RemoteFolder:
     def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
         size = sum(map(len, buffers))
         data = memoryview(self._bytes(name, start=start, end=start + size))
+        own_pulse().beat()
         rest = data
         for buffer in buffers:
             part, rest = rest[: len(buffer)], rest[len(buffer) :]

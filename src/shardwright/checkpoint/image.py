@@ -23,6 +23,7 @@ from shardwright.checkpoint.manifest import BLOCK_BYTES, Place, checksum
 from shardwright.checkpoint.save import NO_BOX, Part, Prepared, Written
 from shardwright.checkpoint.store import Store, WritingPlace
 from shardwright.errors import CheckpointError
+from shardwright.launch.pulse import own_pulse
 from shardwright.torch_private import version
 
 WRITE_BYTES = 64 << 20
@@ -138,6 +139,7 @@ class Copy:
         with written(store.files, f"{place.directory}/{name}", self._size_bytes) as file:
             for start in range(0, self._size_bytes, WRITE_BYTES):
                 file.write(whole[start : start + WRITE_BYTES].data)
+                own_pulse().beat()
         places = {}
         for part in self._order:
             at = self._places[part]

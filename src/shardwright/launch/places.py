@@ -92,7 +92,7 @@ def _of_stack(stack: Stack, step: str, idle: bool) -> tuple[str, bool]:
         return f"in the forward{step} (line {script.line} of its program)", False
     if names := list(_functions(inside, lambda frame: _OURS.search(frame.file) is not None)):
         return f"in {names[-1]} of shardwright{step}{called}", False
-    return f"in {_short(script or stack[0])}", False
+    return f"in {_short(script or stack[0])}{f' ({step[4:]})' if step else ''}", False
 
 
 def _functions(frames: list[Frame], belongs: Callable[[Frame], bool]) -> Iterator[str]:
