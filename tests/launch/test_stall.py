@@ -86,7 +86,7 @@ def inside(operation="all_reduce", step=41, what="linear of layers.3", position=
         (seen(state="T", stopped_by=20), "stopped", "stopped (SIGTSTP)"),
         (seen(state="D", waits_in="nfs_wait", frames=stack(("/w/t.py", 8, "load"))), "kernel",
          "waiting for the kernel (state D, in nfs_wait) in t.py:8 in load"),
-        (seen(waits_in="do_wait"), "unknown", "somewhere unknown (in do_wait of the kernel)"),
+        (seen(waits_in="do_wait"), "unknown", "somewhere (the kernel has it in do_wait)"),
         (seen(state=""), "unknown", "gone"),
     ],
 )  # fmt: skip
@@ -170,7 +170,8 @@ def test_the_report_groups_the_ranks_and_has_every_stack(tmp_path):
         returned=(3,), hosts={0: "a", 1: "a", 2: "b", 4: "b"}, silent=("c",),
     )  # fmt: skip
     assert group_lines(found) == [
-        f"3 ranks {WAIT} (0-2)", "rank 4 on b stopped (SIGSTOP)", "rank 3 returned 0 before",
+        f"3 ranks {WAIT} (0-2)", "rank 4 on b stopped (SIGSTOP)", "no stack of rank 4: it is stopped",
+        "rank 3 returned 0 before",
         "from c came no word where its ranks are",
     ]  # fmt: skip
     assert headline(found).startswith(

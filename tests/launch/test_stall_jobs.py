@@ -31,6 +31,13 @@ def test_a_rank_that_sleeps_is_shown_though_it_was_not_forked_from_the_zygote(la
     assert json.loads((launching.folder / "log_output/1/failed.json").read_text())["rank"] is None
     assert run_json(launching)["exit_code"] == 124
     assert "no rank has finished a step" in run_json(launching)["cause"]
+    assert run_json(launching)["stalls"] == ["stall-1.txt"]
+
+
+def test_torchrun_looks_for_no_hangs(launching):
+    ended = launching.run("-n", "2", "--via", "torchrun", "--stall-timeout", "5", launching.write("t.py", ""))
+    assert ended.code == 2
+    assert "torchrun looks for no hangs; --stall-timeout needs --run, or another --via" in ended.stderr
 
 
 def test_who_writes_or_takes_steps_now_and_then_is_left_alone(launching):
@@ -179,4 +186,4 @@ def test_a_program_that_took_the_place_of_the_rank_is_not_sent_a_signal(launchin
     )
     ended = launching.run("-n", "1", "--stall-timeout", "4", script, timeout_s=60)
     assert (ended.code, launching.log(0)) == (124, "up\n")
-    assert "not forked from the zygote" in report(launching) or "by py-spy" in report(launching)
+    assert "neither forked by the launcher" in report(launching) or "by py-spy" in report(launching)

@@ -184,6 +184,8 @@ def launch(
     if options["via"] == "torchrun":
         from shardwright.launch.torchrun import command_lines, one_per_host
 
+        if not run and job.stall_timeout_s is not None:
+            raise click.UsageError("torchrun looks for no hangs; --stall-timeout needs --run, or another --via")
         if not run:
             click.echo(command_lines(job), nl=False)
             return

@@ -47,8 +47,8 @@ def place_of(seen: Observation) -> Place:
         what = f", in {seen.waits_in}" if seen.waits_in else ""
         return Place("kernel", f"waiting for the kernel (state D{what}) {where}".rstrip(), where)
     if not where:
-        said = f"in {seen.waits_in}" if seen.waits_in else f"in state {seen.state}" if seen.state else "gone"
-        return Place("unknown", f"somewhere unknown ({said} of the kernel)" if seen.state else said, "")
+        kernel = f"the kernel has it in {seen.waits_in}" if seen.waits_in else f"its state is {seen.state}"
+        return Place("unknown", f"somewhere ({kernel})" if seen.state else "gone", "")
     return Place("waiting" if waiting else "known", where, where)
 
 

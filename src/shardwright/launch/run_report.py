@@ -66,6 +66,7 @@ class RunReport:
                 "restarts": state.restarts,
                 "attempts": [asdict(ended) for ended in (*self.past, *([attempt] if attempt else []))],
                 "hosts": [host | {"clock_ahead_s": clocks.get(host["name"], 0.0)} for host in self.hosts],
+                "stalls": sorted(path.name for path in self.folder.path.glob("stall-*.txt")),
                 "cause": verdict.headline(verdict.cause) if verdict and verdict.cause else None,
                 "ranks": [] if verdict is None else _ranks(verdict),
             },

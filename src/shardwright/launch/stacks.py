@@ -194,7 +194,7 @@ def _with_faulthandler(found: dict[int, Observation], targets: Mapping[int, Targ
         if seen.state in "Tt":
             result[rank] = replace(seen, no_stacks="it is stopped; py-spy could read it (`pip install py-spy`)")
         elif pulse is None or seen.pulse is None or seen.pulse.listener != seen.pid or not _handles(seen.pid):
-            why = "not forked from the zygote, and shardwright not in use; py-spy could read it (`pip install py-spy`)"
+            why = "neither forked by the launcher nor using shardwright; py-spy could read it (`pip install py-spy`)"
             result[rank] = replace(seen, no_stacks=why)
         else:
             pulse.take_stacks(0)

@@ -33,6 +33,11 @@ def group_lines(hang: Hang) -> list[str]:
             lines.append(f"{len(ranks)} ranks {text} ({describe_ranks(ranks).partition(' ')[2]})")
     if len(lines) > _SHOWN_GROUPS:
         lines[_SHOWN_GROUPS:] = [f"and ranks in {len(lines) - _SHOWN_GROUPS} other places"]
+    reasons: dict[str, list[int]] = {}
+    for seen in hang.observations:
+        if seen.no_stacks:
+            reasons.setdefault(seen.no_stacks, []).append(seen.rank)
+    lines += [f"no stack of {describe_ranks(ranks)}: {reason}" for reason, ranks in reasons.items()]
     if hang.returned:
         lines.append(f"{describe_ranks(hang.returned)} returned 0 before")
     lines += [f"from {name} came no word where its ranks are" for name in hang.silent]
