@@ -187,7 +187,8 @@ def test_what_mpirun_said_is_kept(tmp_path):
     ended = run("launch", 2, "--mca", "pml", "nothing_of_that_name", PROGRAM, "cheap", folder=tmp_path)
     assert ended.returncode != 0
     assert "what mpirun said: log_output/1/mpirun" in ended.stderr
-    assert "nothing_of_that_name" in (tmp_path / "log_output" / "1" / "mpirun").read_text()
+    # That there is no such component is said by the ranks through mpirun, which may end before it has passed it on.
+    assert "exited with non-zero status" in (tmp_path / "log_output" / "1" / "mpirun").read_text()
 
 
 @pytest.mark.parametrize(
