@@ -60,7 +60,7 @@ def test_a_rank_that_is_stopped_inside_a_step_is_named_with_what_the_others_wait
     script = launching.write(
         "train.py", TRAINING.replace("RANK", "1").replace("HOW", "os.kill(os.getpid(), signal.SIGSTOP)")
     )
-    ended = launching.run("-n", "3", "--stall-timeout", "3", "--grace", "2", script, timeout_s=60)
+    ended = launching.run("-n", "3", "--stall-timeout", "3", "--grace", "2", script, timeout_s=100)
     assert ended.code == 124, ended.stderr
     named = (
         r"for 3 s: rank 1 is stopped \(SIGSTOP\) in (train.py:\d+ in hurt \()?step 4\)?; "  # its stack by py-spy alone
@@ -79,7 +79,7 @@ def test_a_rank_that_skips_a_collective_is_named(launching):
     text = TRAINING.replace("RANK", "1").replace("HOW", "return tensor")
     text = text.replace("nn.Linear(8, 8))", "nn.Linear(8, 8), nn.BatchNorm1d(8))")
     script = launching.write("train.py", text)
-    ended = launching.run("-n", "3", "--stall-timeout", "3", script, timeout_s=60)
+    ended = launching.run("-n", "3", "--stall-timeout", "3", script, timeout_s=100)
     assert ended.code == 124, ended.stderr
     named = (
         r"rank 1 is in all_gather of step \d for \S+ of 2 while 2 ranks wait in all_reduce of step \d for .*: it has "
@@ -114,7 +114,7 @@ DDP = """
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_script_of_torch_alone_is_explained_by_its_stacks(launching, workers):
     script = launching.write("ddp.py", DDP.replace("WORKERS", str(workers)))
-    ended = launching.run("-n", "3", "--stall-timeout", "3", script, timeout_s=60)
+    ended = launching.run("-n", "3", "--stall-timeout", "3", script, timeout_s=100)
     assert ended.code == 124, ended.stderr
     where = "in ddp.py:13 in __getitem__" if workers == 0 else "in DataLoader (called at ddp.py:16 in train)"
     assert f"rank 2 is {where} while 2 ranks wait in the backward (called at ddp.py:18 in train)" in ended.stderr
@@ -135,7 +135,7 @@ def test_a_rank_that_returned_early_is_named(launching):
     wait_for_it()
     """,
     )
-    ended = launching.run("-n", "2", "--stall-timeout", "8", script, timeout_s=60)
+    ended = launching.run("-n", "2", "--stall-timeout", "8", script, timeout_s=100)
     assert ended.code == 124, ended.stderr
     assert "rank 0 is in t.py:7 in wait_for_it" in ended.stderr
     assert "rank 1 returned 0 before" in ended.stderr
@@ -157,7 +157,7 @@ def test_ranks_of_mpirun_are_watched(launching):
     hang()
     """,
     )
-    ended = launching.run("-n", "2", "--via", "mpirun", "--stall-timeout", "2", script, timeout_s=60)
+    ended = launching.run("-n", "2", "--via", "mpirun", "--stall-timeout", "2", script, timeout_s=100)
     assert ended.code == 124, ended.stderr
     assert "for 2 s: ranks 0-1 are in t.py:7 in hang (step 6)\n" in ended.stderr
     assert "steps begun: 6" in report(launching)
@@ -184,6 +184,6 @@ def test_a_program_that_took_the_place_of_the_rank_is_not_sent_a_signal(launchin
     os.execv(sys.executable, [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)"])
     """,
     )
-    ended = launching.run("-n", "1", "--stall-timeout", "4", script, timeout_s=60)
+    ended = launching.run("-n", "1", "--stall-timeout", "4", script, timeout_s=100)
     assert (ended.code, launching.log(0)) == (124, "up\n")
     assert "neither forked by the launcher" in report(launching) or "by py-spy" in report(launching)

@@ -127,11 +127,17 @@ def open_pulse(path: str | None) -> Pulse:
 
 
 def answer_with_stacks(path: str) -> None:
-    """Have faulthandler write the stacks of all threads of this process at `STACK_SIGNAL`. Raises `OSError`."""
-    fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)  # open for as long as the process lives
+    """Have faulthandler write the stacks of all threads of this process at `STACK_SIGNAL`.
+
+    Where the file cannot be opened, as with too many open files, the process goes on and will have no stacks.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)  # open for as long as the process lives
+        with open(path, "r+b", buffering=0) as file:
+            file.write(_LISTENER.pack(_LAYOUT, os.getpid()))
+    except OSError:
+        return
     faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
-    with open(path, "r+b", buffering=0) as file:
-        file.write(_LISTENER.pack(_LAYOUT, os.getpid()))
 
 
 @dataclass(frozen=True)
