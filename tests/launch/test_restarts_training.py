@@ -93,22 +93,23 @@ def kill_ranks(job, launcher, folder, kills, ranks):
         started = wait_until(living, 90, "the ranks have started")
         before = newest(folder)  # now that none of the last attempt can save any more
         wait_until(lambda before=before: living() and newest(folder) > before, 90, "they train")
-        time.sleep(chance.uniform(0, 0.2))
+        time.sleep(chance.uniform(0, 0.1))
         os.kill(chance.choice(sorted(started)), signal.SIGKILL)
         past |= started
 
 
 def disturbed(job, where, epochs, kills, ranks):
-    job.run(*where, "--job", "calm", *train("calm", epochs), timeout_s=300)
+    job.run(*where, "--job", "calm", *train("calm", epochs), timeout_s=600)
     words = [*where, "--job", "wild", "--max-restarts", str(kills), "--grace", "2", *train("wild", epochs)]
     launcher = job.start(*words)
     kill_ranks(job, launcher, job.folder / "wild", kills, ranks)
-    ended = job.finish(launcher, 300)
+    ended = job.finish(launcher, 900)
     assert ended.code == 0, ended.stderr
     report = run_json(job, "wild")
     assert (report["status"], report["restarts"]) == ("succeeded", kills)
     causes = [attempt["cause"] for attempt in report["attempts"]]
-    assert all(re.search(r"failed first: killed by SIGKILL", cause) for cause in causes[:-1]), causes
+    # Within half a minute of an out-of-memory kill anywhere on this machine, ours may be taken for one.
+    assert all(re.search(r"failed first: killed by .*SIGKILL", cause) for cause in causes[:-1]), causes
     assert causes[-1] is None
     assert_same_losses(job, "wild", "calm")
 
@@ -116,7 +117,7 @@ def disturbed(job, where, epochs, kills, ranks):
 def test_twenty_kills_of_a_random_rank_change_no_loss(tmp_path):
     job = Launching(tmp_path)
     try:
-        disturbed(job, ["-n", "2"], epochs=250, kills=20, ranks=2)
+        disturbed(job, ["-n", "2"], epochs=200, kills=20, ranks=2)
         job.assert_none_left()
     finally:
         job.close()
@@ -127,7 +128,7 @@ def test_kills_on_two_hosts_change_no_loss(tmp_path):
     with host_network(2, tmp_path / "network") as network:
         job = ManyHosts(tmp_path, network)
         try:
-            disturbed(job, ["-H", "host1:1,host2:1"], epochs=100, kills=3, ranks=2)
+            disturbed(job, ["-H", "host1:1,host2:1"], epochs=40, kills=3, ranks=2)
             job.assert_none_left()
         finally:
             job.close()
@@ -136,7 +137,7 @@ def test_kills_on_two_hosts_change_no_loss(tmp_path):
 @pytest.mark.parametrize("elastic", [True, False])
 def test_half_the_hosts_die(tmp_path, elastic):
     """One altogether, of the other the line."""
-    epochs = 100
+    epochs = 60
     (tmp_path / "network").mkdir()
     with host_network(4, tmp_path / "network") as network:
         job = ManyHosts(tmp_path, network)
@@ -147,7 +148,7 @@ def test_half_the_hosts_die(tmp_path, elastic):
             wait_until(lambda: newest(job.folder / "wild") > 10, 90, "it trains")
             os.kill(network.hosts["host1"].pid, signal.SIGKILL)
             network.cut("host3")
-            ended = job.finish(launcher, 300)
+            ended = job.finish(launcher, 900)
             network.mend("host3")
             report = run_json(job, "wild")
             if elastic:
@@ -158,7 +159,7 @@ def test_half_the_hosts_die(tmp_path, elastic):
                 assert "the job goes on with 2 ranks on host2, host4, without\n" in ended.stderr
                 assert re.search(r"\n +host1: no sshd answers there", ended.stderr)
                 assert re.search(r"\n +host3: it cannot be reached", ended.stderr)
-                job.run("-n", "1", "--job", "calm", *train("calm", epochs), timeout_s=300)
+                job.run("-n", "1", "--job", "calm", *train("calm", epochs), timeout_s=600)
                 assert_same_losses(job, "wild", "calm")
             else:
                 assert ended.code == 1
