@@ -50,7 +50,8 @@ def inside(operation="all_reduce", step=41, what="linear of layers.3", position=
         (seen(pulse=inside()), "waiting", "in all_reduce of step 41 for linear of layers.3"),
         (seen(pulse=inside(what="", step=0)), "waiting", "in all_reduce"),
         (seen(frames=IN_ALL_REDUCE), "waiting", "in all_reduce (called at train.py:12 in main)"),
-        (seen(frames=IN_ALL_REDUCE, busy=1.0), "known", "in all_reduce (called at train.py:12 in main), computing"),
+        (seen(frames=IN_ALL_REDUCE, busy=1.0), "waiting", "in all_reduce (called at train.py:12 in main)"),
+        (seen(frames=stack(("/w/t.py", 8, "load")), busy=1.0), "known", "in t.py:8 in load, computing"),
         (
             seen(frames=stack((C10D, 1, "all_gather"), (C10D, 2, "wrapper"), (C10D, 3, "all_gather_object"),
                               ("/w/t.py", 4, "<module>"))),

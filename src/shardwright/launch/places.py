@@ -63,7 +63,7 @@ def _where(seen: Observation) -> tuple[str, bool]:
     if place is None:
         return (f"in{step.removeprefix(' of')}" if step else ""), False
     text, waiting = place
-    return text + ("" if idle else ", computing"), waiting
+    return text + ("" if idle or waiting else ", computing"), waiting
 
 
 def _of_stacks(stacks: tuple[Stack, ...], step: str, idle: bool) -> tuple[str, bool] | None:
@@ -81,7 +81,7 @@ def _of_stack(stack: Stack, step: str, idle: bool) -> tuple[str, bool]:
     script = stack[len(inside)] if len(inside) < len(stack) else None
     called = f" (called at {_short(script)})" if script is not None and not _is_program(script) else ""
     if names := list(_functions(inside, lambda frame: "/torch/distributed/" in frame.file)):
-        return f"in {names[-1]}{step}{called}", idle
+        return f"in {names[-1]}{step}{called}", True  # also where it is busy: MPI asks again and again
     if any(frame.file.startswith("<frozen importlib") for frame in inside):
         return f"in an import{called}", False
     if any("/torch/utils/data/" in frame.file for frame in inside):
