@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from launching import Launching, wait_until
 
-from hosts import HostNetwork
+from hosts import HostNetwork, host_network
 
 # What an account may do to a program that ssh starts, by the key with which one logs in: see `add_accounts`.
 NOISY = "echo Welcome to this host; echo 'load: 3 %'; exec sh -c \\\"$SSH_ORIGINAL_COMMAND\\\""
@@ -19,6 +21,52 @@ OLD_PYTHON = (
     f'exec {sys.executable} -c \'import sys,io;sys.version_info=(3,8,10);sys.version=\\"3.8.10 (x)\\";'
     "f=io.BufferedReader(io.FileIO(0,closefd=False),1);exec(f.read(int(f.readline())))'"
 )
+# What ranks do: each says that it is up, and where the job's folder on its host is.
+UP = """
+    import os, signal, sys, time
+    rank = int(os.environ["RANK"])
+    with open(f"new.{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    with open(f"scratch.{rank}", "w") as file:
+        file.write(os.path.dirname(os.environ["SHARDWRIGHT_FAILED_MARK"]))
+    os.rename(f"new.{rank}", f"up.{rank}")
+    def wait():
+        while len([n for n in os.listdir() if n.startswith("up.")]) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
+"""
+SLEEP = UP + "    time.sleep(100)\n"
+STUBBORN = (
+    UP + "    for s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
+    "    os.system('setsid sleep 100 & echo $! > grandchild.$RANK')\n    time.sleep(100)\n"
+)
+
+
+@contextlib.contextmanager
+def hosts_with_accounts(folder: Path) -> Iterator[HostNetwork]:
+    """Two hosts, with the other names of `add_accounts`."""
+    with host_network(2, folder) as network:
+        add_accounts(network)
+        yield network
+
+
+@contextlib.contextmanager
+def jobs_on(network: HostNetwork, folder: Path) -> Iterator[ManyHosts]:
+    """In the end no process is left anywhere, and no folder of a job on a host."""
+    job = ManyHosts(folder, network)
+    try:
+        yield job
+        job.assert_none_left()
+        left = [Path(path.read_text()) for path in folder.glob("scratch.*")]
+        wait_until(lambda: not any(path.exists() for path in left), 3, "the job's folders on the hosts are removed")
+    finally:
+        job.close()
+
+
+@contextlib.contextmanager
+def jobs_on_hosts(count: int, folder: Path) -> Iterator[tuple[HostNetwork, ManyHosts]]:
+    """For a test that has hosts of its own."""
+    (folder / "network").mkdir()
+    with host_network(count, folder / "network") as network, jobs_on(network, folder) as job:
+        yield network, job
 
 
 class ManyHosts(Launching):

@@ -9,9 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from many_hosts import ManyHosts
-
-from hosts import host_network
+from many_hosts import jobs_on_hosts
 
 BIN = Path(sys.executable).parent
 MPIRUN = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
@@ -153,26 +151,18 @@ PER_HOST = (
 
 def test_a_script_for_torch_distributed_launch_on_two_hosts_by_one_command(tmp_path):
     """By ours, as it is; and by torch's own launcher, one per host, where it is to be that one."""
-    (tmp_path / "network").mkdir()
-    with host_network(2, tmp_path / "network") as network:
-        job = ManyHosts(tmp_path, network)
-        try:
-            job.write("train.py", DISTRIBUTED)
-            found = []
-            for command in (
-                ["-H", "host1:2,host2:2", "train.py", "--lr", "0.1"],
-                ["-H", "host1:1,host2:1", "--", "sh", "-c", PER_HOST],
-            ):
-                ended = job.run(*command, timeout_s=80)
-                assert ended.code == 0, ended.stderr
-                found.append([(job.folder / f"seen.{rank}").read_text().split() for rank in range(4)])
-                for rank in range(4):
-                    (job.folder / f"seen.{rank}").unlink()
-            assert found[0] == found[1]
-            assert [seen[:3] for seen in found[0]] == [
-                [str(rank % 2), "4", f"host{1 + rank // 2}"] for rank in range(4)
-            ]
-            assert len({seen[3] for seen in found[0]}) == 1
-            job.assert_none_left()
-        finally:
-            job.close()
+    with jobs_on_hosts(2, tmp_path) as (_, job):
+        job.write("train.py", DISTRIBUTED)
+        found = []
+        for command in (
+            ["-H", "host1:2,host2:2", "train.py", "--lr", "0.1"],
+            ["-H", "host1:1,host2:1", "--", "sh", "-c", PER_HOST],
+        ):
+            ended = job.run(*command, timeout_s=80)
+            assert ended.code == 0, ended.stderr
+            found.append([(job.folder / f"seen.{rank}").read_text().split() for rank in range(4)])
+            for rank in range(4):
+                (job.folder / f"seen.{rank}").unlink()
+        assert found[0] == found[1]
+        assert [seen[:3] for seen in found[0]] == [[str(rank % 2), "4", f"host{1 + rank // 2}"] for rank in range(4)]
+        assert len({seen[3] for seen in found[0]}) == 1

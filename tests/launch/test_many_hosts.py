@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import COMMAND, wait_until
-from many_hosts import ManyHosts, add_accounts
-
-from hosts import host_network
+from many_hosts import hosts_with_accounts, jobs_on
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "tests" / "reference"
@@ -23,19 +21,14 @@ SHOW = (
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
-        add_accounts(network)
+    with hosts_with_accounts(tmp_path_factory.mktemp("hosts")) as network:
         yield network
 
 
 @pytest.fixture
 def job(network, tmp_path):
-    job = ManyHosts(tmp_path, network)
-    try:
+    with jobs_on(network, tmp_path) as job:
         yield job
-        job.assert_none_left()
-    finally:
-        job.close()
 
 
 def logs(job, ranks, name="1"):

@@ -10,9 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import wait_until
-from many_hosts import ManyHosts, add_accounts, wait_until_alone
-
-from hosts import host_network
+from many_hosts import SLEEP, STUBBORN, UP, hosts_with_accounts, jobs_on, wait_until_alone
 
 pytestmark = pytest.mark.slow
 
@@ -20,41 +18,18 @@ PYTHON = ["--", sys.executable]
 BOTH = ["-H", "host1:1,host2:1"]
 LEASE_S = 2.0
 SLACK_S = 10.0  # of a busy machine
-UP = """
-    import os, signal, sys, time
-    rank = int(os.environ["RANK"])
-    with open(f"new.{rank}", "w") as file:
-        file.write(str(os.getpid()))
-    with open(f"scratch.{rank}", "w") as file:
-        file.write(os.path.dirname(os.environ["SHARDWRIGHT_FAILED_MARK"]))
-    os.rename(f"new.{rank}", f"up.{rank}")
-    def wait():
-        while len([n for n in os.listdir() if n.startswith("up.")]) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
-"""
-SLEEP = UP + "    time.sleep(100)\n"
-STUBBORN = (
-    UP + "    for s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
-    "    os.system('setsid sleep 100 & echo $! > grandchild.$RANK')\n    time.sleep(100)\n"
-)
 
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
-        add_accounts(network)
+    with hosts_with_accounts(tmp_path_factory.mktemp("hosts")) as network:
         yield network
 
 
 @pytest.fixture
 def job(network, tmp_path):
-    job = ManyHosts(tmp_path, network)
-    try:
+    with jobs_on(network, tmp_path) as job:
         yield job
-        job.assert_none_left()
-        scratch = [Path(path.read_text()) for path in tmp_path.glob("scratch.*")]
-        wait_until(lambda: not any(path.exists() for path in scratch), 3, "the job's folders on the hosts are removed")
-    finally:
-        job.close()
 
 
 def failed(job):
@@ -281,7 +256,7 @@ def test_what_is_not_on_a_host_is_said(job):
     assert ended.code == 2
     assert ended.stderr.count("the working directory /nowhere cannot be entered: No such file or directory;") == 2
     ended = job.run(*BOTH, "--wdir", "/etc", program)
-    assert "host2: there is no train.py in /etc; copy it there, or type --wdir DIR" in ended.stderr
+    assert "host2: there is no train.py in /etc; copy it there (--stage), or type --wdir DIR" in ended.stderr
     ended = job.run(*BOTH, "--wdir", "/etc", "--", "no-such-program")
     assert "host1: there is no program no-such-program on its PATH" in ended.stderr
 

@@ -10,28 +10,21 @@ from pathlib import Path
 
 import pytest
 from launching import wait_until
-from many_hosts import ManyHosts, add_accounts
-
-from hosts import host_network
+from many_hosts import hosts_with_accounts, jobs_on
 
 BOTH = ["-H", "host1:1,host2:1"]
 
 
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
-    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
-        add_accounts(network)
+    with hosts_with_accounts(tmp_path_factory.mktemp("hosts")) as network:
         yield network
 
 
 @pytest.fixture
 def job(network, tmp_path):
-    job = ManyHosts(tmp_path, network)
-    try:
+    with jobs_on(network, tmp_path) as job:
         yield job
-        job.assert_none_left()
-    finally:
-        job.close()
 
 
 def test_directory_interpreter_and_variables_by_host(job):
@@ -218,5 +211,9 @@ def test_logs_that_stay_are_where_they_always_are_on_a_common_file_system(job):
     assert [job.log(rank) for rank in (0, 1)] == ["out 0\n", "out 1\n"]
     assert sorted(ended.stdout.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
     assert job.run("--rank", "1", command="logs").stdout == "out 1\n"
+    again = ["--no-collect-logs", "--max-restarts", "1", "--grace", "1", "--", "sh", "-c"]
+    ended = job.run(*BOTH, *again, "echo $TORCHELASTIC_RESTART_COUNT; exit $((1 - TORCHELASTIC_RESTART_COUNT))")
+    assert ended.code == 0, ended.stderr
+    assert re.fullmatch(r"0\n\[shardwright: restart 1 of 1, .*\]\n1\n", job.log(1, job="2"))
     refused = job.run("-n", "1", "--no-collect-logs", "--", "true")
     assert "--no-collect-logs is for other hosts, but the job is on this one" in refused.stderr

@@ -5,9 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from many_hosts import ManyHosts
-
-from hosts import host_network
+from many_hosts import jobs_on_hosts
 
 SUM = """
     import os, sys
@@ -52,8 +50,8 @@ def test_a_command_for_each_host_is_printed(launching):
     ended = launching.run("-n", "2", "--via", "torchrun", "--", "prog", "-x")
     assert "no program prog on the PATH" in ended.stderr
     ended = launching.run("-n", "2", "--max-restarts", "3", "--via", "torchrun", "--", "true", "-x")
-    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node=2 --max-restarts=3 --no-python true -x"
-    assert ended.stdout == f"cd {launching.folder} && {command}\n"
+    words = "--standalone --nproc-per-node=2 --max-restarts=3 --no-python true -x"
+    assert ended.stdout == f"cd {launching.folder} && {sys.executable} -m torch.distributed.run {words}\n"
     assert not (launching.folder / "log_output").exists()
     refused = launching.run("-n", "2", "--run", "--", "true")
     assert (refused.code, "--run belongs to --via torchrun" in refused.stderr) == (2, True)
@@ -75,27 +73,21 @@ def test_what_is_printed_for_this_host_is_run_by_a_shell_or_by_us(launching):
 
 @pytest.mark.slow
 def test_what_is_printed_for_two_hosts_is_run_there_by_hand_or_by_us(tmp_path):
-    (tmp_path / "network").mkdir()
-    with host_network(2, tmp_path / "network") as network:
-        job = ManyHosts(tmp_path, network)
-        try:
-            script = job.write("train.py", SUM)
-            words = ["-H", "host1:2,host2:1", "-x", "A=1", "--via", "torchrun"]
-            _, first, _, _, second = job.run(*words, script).stdout.splitlines()
-            started = [
-                subprocess.Popen(network.ssh_command(host, f"export PATH={shlex.quote(job.path)}; {line}"))
-                for host, line in (("host1", first), ("host2", second))
-            ]
-            assert [process.wait(60) for process in started] == [0, 0]
-            by_hand = seen(job, 3)
-            assert by_hand == ["0 2 0 1 1 6", "1 2 0 1 1 6", "0 1 1 1 - 6"]
-            ended = job.run(*words, "--run", script, timeout_s=60)
-            assert ended.code == 0, ended.stderr
-            assert seen(job, 3) == by_hand
-            failing = job.write("fail.py", "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit(3)\n")
-            ended = job.run(*words, "--run", failing, timeout_s=60)
-            assert ended.code == 1
-            assert "rank 1 on host2 failed first: exit code 1" in ended.stderr
-            job.assert_none_left()
-        finally:
-            job.close()
+    with jobs_on_hosts(2, tmp_path) as (network, job):
+        script = job.write("train.py", SUM)
+        words = ["-H", "host1:2,host2:1", "-x", "A=1", "--via", "torchrun"]
+        _, first, _, _, second = job.run(*words, script).stdout.splitlines()
+        started = [
+            subprocess.Popen(network.ssh_command(host, f"export PATH={shlex.quote(job.path)}; {line}"))
+            for host, line in (("host1", first), ("host2", second))
+        ]
+        assert [process.wait(60) for process in started] == [0, 0]
+        by_hand = seen(job, 3)
+        assert by_hand == ["0 2 0 1 1 6", "1 2 0 1 1 6", "0 1 1 1 - 6"]
+        ended = job.run(*words, "--run", script, timeout_s=60)
+        assert ended.code == 0, ended.stderr
+        assert seen(job, 3) == by_hand
+        failing = job.write("fail.py", "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit(3)\n")
+        ended = job.run(*words, "--run", failing, timeout_s=60)
+        assert ended.code == 1
+        assert "rank 1 on host2 failed first: exit code 1" in ended.stderr

@@ -109,7 +109,7 @@ def _check_log_dir(name: str | None) -> list[str]:
 def _check_program(program: Program, environment: Mapping[str, str]) -> list[str]:
     name = program.arguments[0]
     if program.kind == "script" and not os.path.exists(name):
-        return [f"there is no {name} in {os.getcwd()}; copy it there, or type --wdir DIR with the folder that has it"]
+        return [f"there is no {name} in {os.getcwd()}; copy it there (--stage), or type --wdir DIR with its folder"]
     if program.kind == "program" and shutil.which(name, path=environment.get("PATH")) is None:
         return [f"there is no program {name} on its PATH; install it, or type the whole path"]
     return []

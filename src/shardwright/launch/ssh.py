@@ -126,7 +126,9 @@ class SshCarrier(Carrier):
         if (error := c.stream_error) is not None:
             return f"{error.filename}, which is to be staged, cannot be read here: {error.strerror}"
         spent_s = self.remote.connect_timeout_s + _ANSWER_S
-        return why_no_answer(c.host, c.answers, c.exit_code, bytes(c.said), bytes(c.noise), python, spent_s)
+        text = why_no_answer(c.host, c.answers, c.exit_code, bytes(c.said), bytes(c.noise), python, spent_s)
+        in_allocation = self.remote.via == "ssh" and "SLURM_JOB_NODELIST" in os.environ
+        return f"{text}; in this allocation of Slurm --via srun may do without ssh" if in_allocation else text
 
     def command(self, host: Host) -> list[str]:
         """That starts an agent on the host: here, or by ssh."""

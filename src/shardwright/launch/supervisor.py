@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import select
 import selectors
 import signal
@@ -46,6 +47,7 @@ _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the r
 _ENDING_TICK_S = 0.05
 _LEFT_TO_ITSELF_S = 0.5  # after the last rank: Python's resource tracker, for one, ends by itself
 _LEFT_GRACE_S = 5.0
+_SPARE_FILES = 16  # beside the two pipes of each rank
 _UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
 _MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
 
@@ -424,6 +426,26 @@ def _pulses(start: Start, events: int) -> dict[int, PulseFile]:
     return pulses
 
 
+def _check_open_files(ranks: int, events: int) -> None:
+    """That as many may be open as it takes: without, not even the end of ranks that have started could be watched."""
+    taken = 2 * ranks + _SPARE_FILES
+    held: list[int] = []
+    try:
+        for _ in range(taken):
+            held.append(os.dup(0))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        for fd in held:  # telling takes some, too
+            os.close(fd)
+        not_started(
+            events,
+            f"{ranks} ranks on this host take {taken} more open files, and it may have {limit}: {error.strerror}; type "
+            "`ulimit -n 4096` in the shell's start file there",
+        )
+    for fd in held:
+        os.close(fd)
+
+
 def _start_rank(private: list[int]) -> tuple[RankProcess, dict[str, int]]:
     """Fork. The pid is 0 in the child, to which the writing ends of the pipes belong."""
     ours, theirs = {}, {}
@@ -459,6 +481,7 @@ def main() -> None:
     ranks: dict[int, RankProcess] = {}
     private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values())]
     supervisor = os.getpid()
+    _check_open_files(len(start.ranks), events)
     for rank, variables in start.ranks.items():
         try:
             process, pipes = _start_rank(private)
