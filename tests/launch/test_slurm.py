@@ -12,6 +12,11 @@ from launching import COMMAND, wait_until
 from many_hosts import ManyHosts
 
 from hosts import host_network
+from shardwright.launch.host_options import PerHost, RemoteOptions
+from shardwright.launch.hosts import Hosts
+from shardwright.launch.options import LaunchOptions
+from shardwright.launch.program import Program
+from shardwright.launch.srun import SrunCarrier
 from slurm import slurm
 
 SUM = """
@@ -65,13 +70,30 @@ class SlurmJobs(ManyHosts):
         stdout, stderr = process.communicate(timeout=timeout_s)
         return process.returncode, stdout, stderr
 
-    def submit(self, *words, **options):
-        """Returns the job's number once it has ended."""
+    def submit(self, *words, wait=True, **options):
+        """With the job's number as output; if ``wait``, once it has ended."""
         said = subprocess.run(
-            ["sbatch", "--parsable", "--wait", *words], cwd=self.folder, env=self.environment, capture_output=True,
-            text=True, timeout=90, **options,
+            ["sbatch", "--parsable", *(["--wait"] if wait else []), *words],
+            cwd=self.folder, env=self.environment, capture_output=True, text=True, timeout=90, **options,
         )  # fmt: skip
         return said.returncode, said.stdout.strip(), said.stderr
+
+
+def test_an_agents_step_has_all_of_its_node_and_ranks_have_what_slurm_says_there(monkeypatch):
+    given = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    remote = RemoteOptions(Hosts.from_list("a:8"), via="srun", python=PerHost("/p"))
+    carrier = SrunCarrier(LaunchOptions(Program("program", ("true",)), 0, remote=remote), remote)
+    client, shared = carrier.client_environment(), carrier.shared_environment()
+    assert {name: client.get(name) for name in given} == {
+        "SLURM_GPUS_PER_TASK": None, "SLURM_NTASKS_PER_NODE": None, "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3"
+    }  # fmt: skip
+    assert not given.keys() & shared.keys()
+    assert shared["PATH"] == os.environ["PATH"]
+    command = carrier.command(remote.hosts.hosts[0])
+    assert {"--overlap", "--mem=0", "--nodelist=a", "--unbuffered", "--immediate=10"} <= set(command)
+    assert command[-3:-1] == ["/p", "-c"]
 
 
 READ = """
@@ -184,6 +206,27 @@ def test_a_printed_script_runs_as_a_batch_job(job):
         f"{rank} of 2, 0 here, sum 3, ['a b', '--print-sbatch']" for rank in range(2)
     ]
     assert (job.folder / "logs/1/run.json").exists()
+
+
+@pytest.mark.slow
+def test_a_batch_job_that_is_told_to_end_tells_its_ranks(job):
+    """As Slurm does before its time is over: TERM to the script, which is the launcher."""
+    heed = "import os, signal, sys, time\nrank = os.environ['RANK']\n" + (
+        "signal.signal(15, lambda *_: (open(f'told.{rank}', 'w').write('x'), sys.exit(0)))\n"
+        "open(f'up.{rank}', 'w').write('x')\ntime.sleep(100)\n"
+    )
+    words = ["launch", "-n", "2", "--print-sbatch", "--", sys.executable, job.write("train.py", heed)]
+    printed = subprocess.run([COMMAND, *words], cwd=job.folder, capture_output=True, text=True, timeout=30, check=True)
+    assert "#SBATCH --signal=B:TERM@60\n" in printed.stdout
+    code, number, said = job.submit("-N", "2", "--output=out", wait=False, input=printed.stdout)
+    assert code == 0, said
+    job.wait_for_ranks(2)
+    end = ["scancel", "--batch", "--signal=TERM", number]
+    subprocess.run(end, env=job.environment, check=True, timeout=20)
+    for rank in (0, 1):
+        job.wait_for_file(f"told.{rank}", 20)
+    wait_until(lambda: "SIGTERM: ending 2 ranks" in (job.folder / "out").read_text(), 10, "the launcher says so")
+    wait_until(lambda: not job.survivors(), 15, "the end of all processes")
 
 
 @pytest.mark.slow
