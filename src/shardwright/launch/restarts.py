@@ -24,7 +24,7 @@ from shardwright.launch.connection import Carrier
 from shardwright.launch.console import Console
 from shardwright.launch.failure import signal_name
 from shardwright.launch.job import FAILED, INTERRUPTED, JobFolder
-from shardwright.launch.jobs import RESTARTING, RUNNING, JobRecord
+from shardwright.launch.jobs import RESTARTING, RUNNING, JobRecord, known_jobs
 from shardwright.launch.launcher import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, Before, Launcher
 from shardwright.launch.options import LaunchOptions
 from shardwright.launch.restart_options import RestartOptions
@@ -127,7 +127,9 @@ class _Attempts:
         return Launcher(options, self.folder, carrier, started, Before(self.console, state, self.past))
 
     def _record(self, launcher: Launcher) -> None:
-        """For `shardwright ps`."""
+        """For `shardwright ps`. What killed launchers have left there is cleared away, whether or not anybody asks."""
+        with contextlib.suppress(UsageError):
+            known_jobs()
         state, options = launcher.state, launcher.options
         hosts = [str(host["name"]) for host in launcher.carrier.describe_hosts()]
         marks = [launcher.run_id, *(f"{launcher.run_id}/{index}" for index in range(len(hosts)))]
