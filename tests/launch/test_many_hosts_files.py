@@ -211,9 +211,13 @@ def test_logs_that_stay_are_where_they_always_are_on_a_common_file_system(job):
     assert [job.log(rank) for rank in (0, 1)] == ["out 0\n", "out 1\n"]
     assert sorted(ended.stdout.splitlines()) == ["[rank 0] out 0", "[rank 1] out 1"]
     assert job.run("--rank", "1", command="logs").stdout == "out 1\n"
+    refused = job.run("-n", "1", "--no-collect-logs", "--", "true")
+    assert "--no-collect-logs is for other hosts, but the job is on this one" in refused.stderr
+
+
+@pytest.mark.slow
+def test_logs_that_stay_go_on_after_a_restart(job):
     again = ["--no-collect-logs", "--max-restarts", "1", "--grace", "1", "--", "sh", "-c"]
     ended = job.run(*BOTH, *again, "echo $TORCHELASTIC_RESTART_COUNT; exit $((1 - TORCHELASTIC_RESTART_COUNT))")
     assert ended.code == 0, ended.stderr
-    assert re.fullmatch(r"0\n\[shardwright: restart 1 of 1, .*\]\n1\n", job.log(1, job="2"))
-    refused = job.run("-n", "1", "--no-collect-logs", "--", "true")
-    assert "--no-collect-logs is for other hosts, but the job is on this one" in refused.stderr
+    assert re.fullmatch(r"0\n\[shardwright: restart 1 of 1, .*\]\n1\n", job.log(1, job="1"))
