@@ -2,10 +2,12 @@
 
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from launching import COMMAND, wait_until
@@ -170,7 +172,13 @@ def test_the_rank_that_failed_is_named_and_all_others_end(job):
     assert time.monotonic() - start_s < 30
 
 
-UP = "import os, time, signal\nsignal.signal(15, signal.SIG_IGN)\nopen(f\"up.{os.environ['RANK']}\", 'w').write('x')\n"
+UP = """
+import os, signal, time
+signal.signal(15, signal.SIG_IGN)
+rank = os.environ["RANK"]
+open(f"scratch.{rank}", "w").write(os.path.dirname(os.environ["SHARDWRIGHT_FAILED_MARK"]))
+open(f"up.{rank}", "w").write("x")
+"""
 
 
 @pytest.mark.slow
@@ -189,6 +197,11 @@ def test_nothing_survives_what_is_killed(job, how):
         os.kill(launcher if how == "launcher" else int(below[0]), signal.SIGKILL)
     _, said = allocation.communicate(timeout=30)
     wait_until(lambda: not job.survivors(), 15, "the end of all processes")
+    scratch = [Path((job.folder / f"scratch.{rank}").read_text()) for rank in (0, 1)]
+    if how == "scancel":  # where srun is gone Slurm kills agents at once, and nobody is left to remove anything
+        wait_until(lambda: not any(path.exists() for path in scratch), 5, "the job's folders on the nodes are removed")
+    for path in scratch:
+        shutil.rmtree(path, ignore_errors=True)
     if how == "srun":
         assert allocation.returncode == 1
         assert "the connection to host" in said

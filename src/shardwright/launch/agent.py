@@ -86,7 +86,7 @@ class Agent:
             if self.lease_s is not None and time.monotonic() - self.heard_s > self.lease_s:
                 self.abandoned()
 
-    def abandoned(self) -> NoReturn:
+    def abandoned(self, code: int = 0) -> NoReturn:
         """The launcher is gone: nobody is left to tell. A supervisor without orders kills everything, too."""
         if self.supervisor is not None:
             self.supervisor.hang_up()
@@ -94,7 +94,7 @@ class Agent:
         if self.staged is not None and not (self.staged.keep and self.has_started):
             remove_folder(self.staged.folder)
         shutil.rmtree(self.scratch, ignore_errors=True)
-        os._exit(0)
+        os._exit(code)
 
     def _kill_everything(self) -> None:
         mark = self.environment.get(JOB_VARIABLE)
@@ -369,4 +369,7 @@ def main(packed: int) -> NoReturn:
     """The end of the first program that came over the line."""
     become_subreaper()
     orders, events = take_stdio()
-    Agent(packed, orders, events).run()
+    agent = Agent(packed, orders, events)
+    for signum in (signal.SIGTERM, signal.SIGHUP):  # Slurm ends a step so: time to remove what would be left
+        signal.signal(signum, lambda signum, _: agent.abandoned(128 + signum))
+    agent.run()
