@@ -28,7 +28,8 @@ from typing import Any, NoReturn
 from shardwright.launch.processes import die_with_parent
 from shardwright.launch.protocol import STREAMS, Decoder, Start
 from shardwright.launch.pulse import PulseFile
-from shardwright.launch.supervisor import Ending, RankProcess, Supervisor, error_file, execute, not_started
+from shardwright.launch.rank_start import RankProcess, error_file, execute, not_started
+from shardwright.launch.supervisor import Ending, Supervisor
 
 NEVER_STARTED = 0  # the pid of a rank that mpirun gave up, since another had failed
 _CARRIER_END_S = 10.0  # after its last rank, in which mpirun ends by itself

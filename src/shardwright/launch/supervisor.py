@@ -10,18 +10,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import select
 import selectors
 import signal
 import sys
 import time
 import traceback
-import warnings
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NoReturn
 
 from shardwright.launch import zygote
 from shardwright.launch.binding import bind
@@ -38,7 +34,20 @@ from shardwright.launch.processes import (
 )
 from shardwright.launch.progress import Progress
 from shardwright.launch.protocol import STREAMS, Decoder, Message, Start, encode
-from shardwright.launch.pulse import PULSE_VARIABLE, PulseFile, answer_with_stacks
+from shardwright.launch.pulse import PULSE_VARIABLE, answer_with_stacks
+from shardwright.launch.rank_start import (
+    UNKILLABLE_S,
+    RankProcess,
+    become_rank,
+    check_open_files,
+    error_file,
+    execute,
+    forget_this_package,
+    not_started,
+    open_pulses,
+    start_rank,
+    why_no_torch,
+)
 from shardwright.launch.stacks import Target
 from shardwright.launch.stage import remove_folder
 
@@ -47,20 +56,7 @@ _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the r
 _ENDING_TICK_S = 0.05
 _LEFT_TO_ITSELF_S = 0.5  # after the last rank: Python's resource tracker, for one, ends by itself
 _LEFT_GRACE_S = 5.0
-_SPARE_FILES = 16  # beside the two pipes of each rank
-_UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
 _MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
-
-
-@dataclass
-class RankProcess:
-    pid: int
-    pipes: dict[str, int]
-    error_file: Path | None = None  # where it writes down its error
-    pulse: PulseFile | None = None
-    stopped_by: int = 0  # the signal
-    signalled: bool = False
-    ended: bool = False
 
 
 @dataclass
@@ -194,7 +190,7 @@ class Supervisor:
 
     def _abandoned(self) -> None:
         """The launcher is gone: nobody is left to tell."""
-        kill_all(lambda: descendants(os.getpid()), _UNKILLABLE_S)
+        kill_all(lambda: descendants(os.getpid()), UNKILLABLE_S)
         if self.scratch is not None:
             remove_folder(Path(self.scratch))
         os._exit(1)
@@ -317,7 +313,7 @@ class Supervisor:
             ending.killed |= below
             for pid in below:
                 send_signal(pid, signal.SIGKILL)
-            if now_s >= ending.kill_at_s + _UNKILLABLE_S:
+            if now_s >= ending.kill_at_s + UNKILLABLE_S:
                 self._finish(unkillable=sorted(below))
         elif now_s >= ending.tell_at_s:
             left = descendants(os.getpid(), without={process.pid for process in self._living()}) - ending.told
@@ -331,12 +327,6 @@ class Supervisor:
 
 def _error_of(process: RankProcess) -> tuple[str, float] | None:
     return read_error_file(process.error_file) if process.error_file is not None else None
-
-
-def error_file(variables: Mapping[str, str]) -> Path | None:
-    """Where a rank with these variables writes down its error."""
-    name = variables.get("TORCHELASTIC_ERROR_FILE")
-    return Path(name) if name else None
 
 
 def take_stdio() -> tuple[int, int]:
@@ -361,104 +351,6 @@ def _read_start(orders: int, decoder: Decoder) -> Start:
     os._exit(1)
 
 
-def _write(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
-
-
-def _become_rank(parent: int, variables: dict[str, str], pipes: dict[str, int], private: list[int]) -> None:
-    """In the forked child: nothing of the supervisor remains but what it imported."""
-    die_with_parent(signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
-    os.setsid()
-    for fd, stream in enumerate(STREAMS, start=1):
-        os.dup2(pipes[stream], fd)
-    for fd in private:
-        os.close(fd)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for signum in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(signum, signal.SIG_DFL)
-    os.environ.update(variables)
-
-
-def _forget_this_package() -> None:
-    """What came over the line serves to start a rank. Its program imports what is installed on this host."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "shardwright"]:
-        del sys.modules[name]
-
-
-def execute(command_line: list[str]) -> None:
-    for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(signum, signal.SIG_DFL)  # what Python ignores or handles, a program of any kind must not
-    try:
-        os.execvp(command_line[0], command_line)
-    except OSError as error:
-        os.write(2, f"shardwright: cannot run {command_line[0]}: {error.strerror}\n".encode())
-        os._exit(127)
-
-
-def not_started(events: int, message: str) -> NoReturn:
-    kill_all(lambda: descendants(os.getpid()), _UNKILLABLE_S)
-    with contextlib.suppress(BrokenPipeError):
-        _write(events, encode({"event": "not_started", "message": message}))
-    os._exit(1)
-
-
-def _why_no_torch(message: str) -> str:
-    last = message.strip().splitlines()[-1]
-    if last.startswith("ModuleNotFoundError") and "'torch'" in last:
-        return f"{sys.executable} has no torch; type `{sys.executable} -m pip install torch`"
-    return f"torch cannot be imported by {sys.executable}; `pip install torch` may mend it\n{message.strip()}"
-
-
-def _pulses(start: Start, events: int) -> dict[int, PulseFile]:
-    """For each rank, which is told where to find its own; none where nobody waits for them."""
-    pulses: dict[int, PulseFile] = {}
-    if start.stall_s is None:
-        return pulses
-    try:
-        for rank, variables in start.ranks.items():
-            pulses[rank] = PulseFile()
-            variables[PULSE_VARIABLE] = pulses[rank].path
-    except OSError as error:
-        not_started(events, f"rank {rank} of {len(start.ranks)} on this host cannot be watched: {error}")
-    return pulses
-
-
-def _check_open_files(ranks: int, events: int) -> None:
-    """That as many may be open as it takes: without, not even the end of ranks that have started could be watched."""
-    taken = 2 * ranks + _SPARE_FILES
-    held: list[int] = []
-    try:
-        for _ in range(taken):
-            held.append(os.dup(0))
-    except OSError as error:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        for fd in held:  # telling takes some, too
-            os.close(fd)
-        not_started(
-            events,
-            f"{ranks} ranks on this host take {taken} more open files, and it may have {limit}: {error.strerror}; type "
-            "`ulimit -n 4096` in the shell's start file there",
-        )
-    for fd in held:
-        os.close(fd)
-
-
-def _start_rank(private: list[int]) -> tuple[RankProcess, dict[str, int]]:
-    """Fork. The pid is 0 in the child, to which the writing ends of the pipes belong."""
-    ours, theirs = {}, {}
-    for stream in STREAMS:
-        ours[stream], theirs[stream] = os.pipe()
-        os.set_blocking(ours[stream], False)
-    private += ours.values()
-    with warnings.catch_warnings():
-        # Python 3.12 warns where numpy's thread pool exists: it is idle, and its library restarts it after a fork.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        return RankProcess(os.fork(), ours), theirs
-
-
 def main() -> None:
     """Supervise what the launcher orders on standard input; in a forked rank, run its program and return."""
     die_with_parent(signal.SIGKILL)  # as long as there is no rank that needs somebody to end it
@@ -466,7 +358,7 @@ def main() -> None:
     decoder = Decoder()
     orders, events = take_stdio()
     start = _read_start(orders, decoder)
-    pulses = _pulses(start, events)
+    pulses = open_pulses(start, events)
     if start.carrier:
         from shardwright.launch.carried import supervise
 
@@ -476,19 +368,19 @@ def main() -> None:
         try:
             zygote.preload()
         except BaseException:
-            not_started(events, _why_no_torch(traceback.format_exc()))
+            not_started(events, why_no_torch(traceback.format_exc()))
     die_with_parent(0)
     ranks: dict[int, RankProcess] = {}
     private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values())]
     supervisor = os.getpid()
-    _check_open_files(len(start.ranks), events)
+    check_open_files(len(start.ranks), events)
     for rank, variables in start.ranks.items():
         try:
-            process, pipes = _start_rank(private)
+            process, pipes = start_rank(private)
         except OSError as error:
             not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
         if process.pid == 0:
-            _become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
+            become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
             if start.bind:
                 bind(variables, count_gpus(os.environ))
             if not preload:
@@ -496,7 +388,7 @@ def main() -> None:
             if PULSE_VARIABLE in variables:
                 answer_with_stacks(variables[PULSE_VARIABLE])
             if start.packed:
-                _forget_this_package()
+                forget_this_package()
             return zygote.run(start.program)
         for fd in pipes.values():
             os.close(fd)
