@@ -46,11 +46,11 @@ def _kill_at_random_instants(directory, kills, seed):
     save_step(Store(directory), 1, numel)
     start = time.monotonic()
     save_step(Store(directory), 2, numel)
-    once_s = time.monotonic() - start
+    span_s = 3 * (time.monotonic() - start)  # of which the instants are drawn; it follows how fast the machine is now
     before, interrupted, advanced = 2, 0, 0
     for _ in range(kills):
         pid = _in_a_fork(lambda: _save_for_ever(directory, before, numel))  # noqa: B023  # forked at once
-        time.sleep(chance.uniform(0, 3 * once_s))
+        time.sleep(chance.uniform(0, span_s))
         os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
         assert os.WIFSIGNALED(status), "the saving process ended by itself"
@@ -58,6 +58,7 @@ def _kill_at_random_instants(directory, kills, seed):
         assert found >= before
         interrupted += any(name.startswith(SAVING) for name in os.listdir(directory))
         advanced += found > before
+        span_s *= 0.9 if found > before else 1.1
         before = found
     save_step(Store(directory, retention=KEEP_TWO), before + 1, numel)
     assert good_step(Store(directory)) == before + 1
