@@ -1,11 +1,11 @@
 """A profile of this machine, and how well it predicts sizes that it was not fitted to.
 
-    python benchmarks/hardware_profile.py [--ranks 2,4] [--apart]
+    python benchmarks/hardware_profile.py [--ranks 2,4] [--apart] [--bind-to none]
 
 Fitted sizes and held-out ones (the powers of two from 4 KiB to 64 MiB) are timed in one run, in an order drawn anew in
 each round, so that both see the same machine; the curves are fitted to the former alone. With --apart the held-out
-sizes are timed in a second job after the first has ended. Each row holds the median of 20 at a held-out size, the
-prediction, and their ratio.
+sizes are timed in a second job after the first has ended. Each row holds the median of 20 samples at a held-out
+size (a sample: one call; of small sizes the median of a few in succession), the prediction, and their ratio.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def inside(sizes: list[int], answer: str) -> None:
     from shardwright.cluster.profile import measure_links
 
     world = sw.init()
-    found = measure_links(world, sizes, kinds=COMPARED, once=HELD_OUT, ranks=world.size)
+    found = measure_links(world, sizes, kinds=COMPARED, ranks=world.size)
     if world.rank == 0:
         Path(answer).write_text(json.dumps([[m.kind, m.points] for m in found]))
 
 
-def measured(sizes: list[int], ranks: int, folder: Path) -> dict[str, dict[int, float]]:
+def measured(sizes: list[int], ranks: int, bind_to: str, folder: Path) -> dict[str, dict[int, float]]:
     """Kind -> size -> median seconds, of a job of its own."""
     answer = folder / "answer.json"
     command = [
@@ -43,6 +43,8 @@ def measured(sizes: list[int], ranks: int, folder: Path) -> dict[str, dict[int, 
         "launch",
         "-n",
         str(ranks),
+        "--bind-to",
+        bind_to,
         __file__,
         "--inside",
         json.dumps(sizes),
@@ -52,13 +54,13 @@ def measured(sizes: list[int], ranks: int, folder: Path) -> dict[str, dict[int, 
     return {kind: dict(map(tuple, points)) for kind, points in json.loads(answer.read_text())}
 
 
-def compare(ranks: int, apart: bool, folder: Path) -> None:
+def compare(ranks: int, apart: bool, bind_to: str, folder: Path) -> None:
     """Print a table for each collective, and how far the worst row is off."""
     from shardwright.cluster.profile import SIZES
     from shardwright.cluster.profile_fit import fit
 
-    first = measured([*SIZES, *(() if apart else HELD_OUT)], ranks, folder)
-    second = measured(list(HELD_OUT), ranks, folder) if apart else first
+    first = measured([*SIZES, *(() if apart else HELD_OUT)], ranks, bind_to, folder)
+    second = measured(list(HELD_OUT), ranks, bind_to, folder) if apart else first
     for kind in COMPARED:
         curve = fit([(size, seconds) for size, seconds in first[kind].items() if size in SIZES])
         print(f"\n{kind}, {ranks} ranks, {len(curve.segments)} segments\n")
@@ -76,6 +78,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--apart", action="store_true")
+    parser.add_argument("--bind-to", choices=["core", "none"], default="core")
     parser.add_argument("--inside", nargs=2)
     options = parser.parse_args()
     if options.inside:
@@ -83,7 +86,7 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         for ranks in map(int, options.ranks.split(",")):
-            compare(ranks, options.apart, Path(folder))
+            compare(ranks, options.apart, options.bind_to, Path(folder))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
 from functools import partial
@@ -40,8 +40,8 @@ SIZES = tuple(sorted({
 }))  # fmt: skip
 ROUNDS = 20
 WARMUP_ROUNDS = 2
-# Small collectives vary most and cost least: they are timed more often in a round.
-_TIMES = ((2**20, 6), (2**23, 2))
+# Small collectives vary most, by whatever else wants a core for an instant, and cost least.
+_TIMES = ((2**20, 11), (2**26, 3))
 _FLOAT = 4
 
 
@@ -109,33 +109,30 @@ def measure_links(
     rounds: int = ROUNDS,
     kinds: Sequence[CollectiveKind] = KINDS,
     *,
-    once: Collection[int] = (),
     ranks: int | None = None,
 ) -> list[Measured]:
     """The medians at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
 
-    Sizes in ``once`` are timed once in a round, other small ones more often. ``ranks``, where given, leaves out groups
-    of another size.
+    In each round a size is timed once, or several times in succession where it is small, of which the median counts.
+    ``ranks``, where given, leaves out groups of another size.
     """
     all_groups = [groups for groups in _all_groups(world) if ranks in (None, groups.ranks)]
     buffer = torch.zeros(max(sizes) // _FLOAT + world.size, device=world.device)
     cells = [_cell(groups, kind, size, buffer) for groups in all_groups for kind in kinds for size in sizes]
-    times: list[list[float]] = [[] for _ in cells]
-    order = [i for i, cell in enumerate(cells) for _ in range(1 if cell.size in once else _times(cell.size))]
+    visits: list[list[list[float]]] = [[] for _ in cells]
+    order = list(range(len(cells)))
     drawn = random.Random(0)  # the same order on every rank
     for turn in range(WARMUP_ROUNDS + rounds):
         drawn.shuffle(order)
         for index in order:
-            seconds = _timed(cells[index].run, world.device)
+            cell = cells[index]
+            seconds = [_timed(cell.run, world.device) for _ in range(_times(cell.size))]
             if turn >= WARMUP_ROUNDS:
-                times[index].append(seconds)
-    everyone = from_all_ranks(times)
+                visits[index].append(seconds)
+    everyone = from_all_ranks(visits)
     for groups in all_groups:
         groups.comm.close()
-    medians = [
-        statistics.median(max(of_ranks) for of_ranks in zip(*(theirs[index] for theirs in everyone), strict=True))
-        for index in range(len(cells))
-    ]
+    medians = [_typical([theirs[index] for theirs in everyone]) for index in range(len(cells))]
     found = []
     for groups in all_groups:
         for kind in kinds:
@@ -147,6 +144,15 @@ def measure_links(
 
 def _times(size: int) -> int:
     return next((times for below, times in _TIMES if size < below), 1)
+
+
+def _typical(visits_of_ranks: Sequence[Sequence[Sequence[float]]]) -> float:
+    """The median over the visits of the median of a visit, in each of whose calls the slowest rank counts."""
+    samples = [
+        statistics.median(max(call) for call in zip(*calls_of_ranks, strict=True))
+        for calls_of_ranks in zip(*visits_of_ranks, strict=True)
+    ]
+    return float(statistics.median(samples))
 
 
 def _all_groups(world: World) -> list[_Groups]:
