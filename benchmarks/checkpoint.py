@@ -122,6 +122,7 @@ def clean(directory: Path) -> None:
     if dist.get_rank() == 0:
         shutil.rmtree(directory, ignore_errors=True)
         os.sync()
+        time.sleep(0.5)  # the disk is told of the blocks that are free again only after that
     dist.barrier()
 
 
