@@ -210,6 +210,7 @@ def test_a_file_finds_its_neighbours_and_its_classes():
     assert pickle.loads(pickle.dumps(thing)) == thing
 
 
+@pytest.mark.slow
 def test_the_page_about_verify_tells_the_truth(monkeypatch, capsys):
     page = PAGE.read_text()
     write("net.py", page.split("```python\n")[1].split("```")[0])

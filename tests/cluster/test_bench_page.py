@@ -1,11 +1,14 @@
 """The page about the benchmark is true: its blocks run in order, in one folder, and print what stands under them."""
 
+import pytest
+
 from pages import DOCS, run_blocks
 from shardwright.cluster.bench_table import Config, opening
 
 PAGE = DOCS / "bench.md"
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(tmp_path):
     assert run_blocks(PAGE, tmp_path) == ["bash", "python", "bash", "text"]
 

@@ -46,7 +46,9 @@ def run_on(ranks, tmp_path, *arguments):
     return run_ranks(ranks, run_example, arguments, str(tmp_path / f"log{ranks}"), timeout=110)[0]
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [pytest.param("float32", 1e-5, marks=pytest.mark.slow), ("float64", 1e-12)]
+)
 def test_eight_ranks_lose_as_one(digits, tmp_path, dtype, tolerance):
     arguments = ["--data", digits, "--dtype", dtype, "--steps", "50", "--log-every", "1"]
     one, eight = run_on(1, tmp_path, *arguments), run_on(8, tmp_path, *arguments)
@@ -56,6 +58,7 @@ def test_eight_ranks_lose_as_one(digits, tmp_path, dtype, tolerance):
     assert re.match(r"epoch: 1 step: 1, loss is \d\.\d+\n", eight[0])
 
 
+@pytest.mark.slow
 def test_the_sum_is_the_mean_with_the_rate_times_the_ranks(digits, tmp_path):
     arguments = ["--data", digits, "--dtype", "float64", "--steps", "40", "--log-every", "1"]
     mean = run_on(2, tmp_path, *arguments, "--lr", "0.02")[1]

@@ -56,7 +56,7 @@ def one_step(kind, mode, options, rows):
 
 
 @pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.slow), 7, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", ["global", "loader", "local"])
+@pytest.mark.parametrize("kind", [pytest.param("global", marks=pytest.mark.slow), "loader", "local"])
 @pytest.mark.parametrize(("mode", "options"), [("data", {}), ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"})])
 def test_a_batch_of_any_shape_given_in_any_way(kind, mode, options, rows):
     [(loss, gradients, _, predicted)] = run_ranks(1, one_step, "global", "single", {}, rows)
@@ -93,7 +93,7 @@ def accumulated(micro_batches, gradients, mode, options):
 
 
 @pytest.mark.parametrize(("mode", "options"), [("data", {}), ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"})])
-@pytest.mark.parametrize("gradients", ["mean", "sum"])
+@pytest.mark.parametrize("gradients", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_accumulation_clipping_sums_and_frozen_parameters(mode, options, gradients):
     [(norm, expected)] = run_ranks(1, accumulated, 3, "mean", "single", {})
     for their_norm, theirs in run_ranks(4, accumulated, 3, gradients, mode, options):

@@ -145,6 +145,7 @@ def losses(text):
     return {(e, s): loss for e, s, loss in re.findall(r"epoch: (\d+) step: (\d+), loss is (\S+)", text)}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_term_to_the_launcher_saves_and_the_run_that_goes_on_ends_as_one_that_was_not_ended(script, tmp_path):
     process = started(script, tmp_path / "run", "auto")

@@ -51,11 +51,11 @@ ALL = [
     for case in itertools.product(NETWORKS, RANKS, PLANS)
     if not (case[2] == "grid" and case[1] in (2, 3))  # no 2 x n
 ]
-# Every pair of network and plan, of network and ranks, of ranks and plan at least once or nearly so.
+# Every network, plan and number of ranks at least once.
 SAMPLE = {
     ("perceptron", 2, "tensor"), ("perceptron", 3, "propagation"), ("perceptron", 8, "auto"),
-    ("resnet", 2, "propagation"), ("resnet", 3, "data"), ("resnet", 6, "grid"), ("resnet", 4, "tensor"),
-    ("transformer", 4, "grid"), ("transformer", 6, "data"), ("transformer", 3, "tensor"), ("transformer", 2, "auto"),
+    ("resnet", 2, "propagation"), ("resnet", 3, "data"),
+    ("transformer", 4, "grid"), ("transformer", 6, "data"), ("transformer", 2, "auto"),
 }  # fmt: skip
 
 

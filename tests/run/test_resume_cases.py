@@ -139,6 +139,7 @@ def eager(directory, epochs, patience=None):
     return losses.seen, {k: v.clone() for k, v in trainer.parallel.state_dict().items()}, told
 
 
+@pytest.mark.slow
 def test_what_cannot_be_captured_goes_on_with_its_own_dropout_on_as_many_ranks(tmp_path):
     whole = run_ranks(2, eager, str(tmp_path / "whole"), 3)
     first = run_ranks(2, eager, str(tmp_path / "parts"), 1)

@@ -124,6 +124,7 @@ def check(parts, whole, samples):
     return again
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_the_middle_of_an_epoch_goes_on_with_the_next_sample_on_other_ranks(tmp_path):
     parts = in_parts(tmp_path / "parts", [(3, 2, "data", {}), (1, 5, "data", {}), (2, None, *TENSOR)], EVEN)

@@ -166,7 +166,7 @@ LAUNCHERS = {
 
 
 # The same environment and the same launcher as others here.
-SLOW = {"torchrun", "launch a module", "launch a program", "launch a command"}
+SLOW = {"torchrun", "mpirun", "launch a module", "launch a program", "launch a command"}
 
 
 @pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAUNCHERS])
