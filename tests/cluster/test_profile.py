@@ -112,6 +112,7 @@ def test_one_rank_has_no_links():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_the_command_saves_a_profile_that_plans_take(tmp_path):
     (tmp_path / "net.py").write_text(
         "import torch\nfrom torch import nn\n\n\ndef build():\n"
