@@ -33,7 +33,7 @@ from shardwright.launch.failure import RankEnd, describe_ranks, signal_name
 from shardwright.launch.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, JobState
 from shardwright.launch.logs import RankLogs
 from shardwright.launch.options import LaunchOptions
-from shardwright.launch.processes import become_subreaper, descendants
+from shardwright.launch.processes import become_subreaper, descendants, woken_by
 from shardwright.launch.progress import decode_observations
 from shardwright.launch.protocol import Message
 from shardwright.launch.run_report import Attempt, RunReport
@@ -178,20 +178,10 @@ class Launcher:
 
     @contextlib.contextmanager
     def _catch_signals(self) -> Iterator[None]:
-        """Signals wake the loop; those that were ignored when we were started (nohup) stay so."""
-        read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.selector.register(read, selectors.EVENT_READ, lambda: self._take_signals(read))
-        before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        caught = [s for s in (*ENDING_SIGNALS, *PASSED_SIGNALS, KILL_NOW) if signal.getsignal(s) != signal.SIG_IGN]
-        handlers = {signum: signal.signal(signum, lambda *_: None) for signum in caught}
-        try:
+        """Signals wake the loop."""
+        with woken_by(dict.fromkeys((*ENDING_SIGNALS, *PASSED_SIGNALS, KILL_NOW), lambda *_: None)) as read:
+            self.selector.register(read, selectors.EVENT_READ, lambda: self._take_signals(read))
             yield
-        finally:
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
-            signal.set_wakeup_fd(before)
-            os.close(read)
-            os.close(write)
 
     def _take_signals(self, fd: int) -> None:
         for signum in os.read(fd, 512):

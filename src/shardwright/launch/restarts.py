@@ -27,6 +27,7 @@ from shardwright.launch.job import FAILED, INTERRUPTED, JobFolder
 from shardwright.launch.jobs import RESTARTING, RUNNING, JobRecord, known_jobs
 from shardwright.launch.launcher import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, Before, Launcher
 from shardwright.launch.options import LaunchOptions
+from shardwright.launch.processes import woken_by
 from shardwright.launch.restart_options import RestartOptions
 from shardwright.launch.run_report import Attempt
 
@@ -189,23 +190,14 @@ def ended_by_signals() -> Iterator[Wait]:
     def end(signum: int, _: FrameType | None) -> None:
         raise SystemExit(128 + (signal.SIGTERM if signum == KILL_NOW else signum))
 
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    before = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    heard = [s for s in (*ENDING_SIGNALS, *PASSED_SIGNALS, KILL_NOW) if signal.getsignal(s) != signal.SIG_IGN]
-    handlers = {s: signal.signal(s, (lambda *_: None) if s in PASSED_SIGNALS else end) for s in heard}
+    passed: dict[int, Callable[[int, FrameType | None], object]] = dict.fromkeys(PASSED_SIGNALS, lambda *_: None)
+    with woken_by(passed | dict.fromkeys((*ENDING_SIGNALS, KILL_NOW), end)) as read:
 
-    def wait(seconds: float) -> None:
-        # time.sleep would sleep on after a signal that comes just before the system call.
-        deadline = time.monotonic() + seconds
-        while (left_s := deadline - time.monotonic()) > 0:
-            if select.select([read], [], [], left_s)[0]:
-                os.read(read, 512)
+        def wait(seconds: float) -> None:
+            # time.sleep would sleep on after a signal that comes just before the system call.
+            deadline = time.monotonic() + seconds
+            while (left_s := deadline - time.monotonic()) > 0:
+                if select.select([read], [], [], left_s)[0]:
+                    os.read(read, 512)
 
-    try:
         yield wait
-    finally:
-        for signum, handler in handlers.items():
-            signal.signal(signum, handler)
-        signal.set_wakeup_fd(before)
-        os.close(read)
-        os.close(write)
