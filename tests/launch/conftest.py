@@ -3,6 +3,9 @@ from pathlib import Path
 
 import pytest
 from launching import Launching
+from many_hosts import ManyHosts, hosts_with_accounts, jobs_on
+
+from hosts import HostNetwork
 
 
 @pytest.fixture
@@ -13,3 +16,15 @@ def launching(tmp_path: Path) -> Iterator[Launching]:
         job.assert_none_left()
     finally:
         job.close()
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> Iterator[HostNetwork]:
+    with hosts_with_accounts(tmp_path_factory.mktemp("hosts")) as network:
+        yield network
+
+
+@pytest.fixture
+def job(network: HostNetwork, tmp_path: Path) -> Iterator[ManyHosts]:
+    with jobs_on(network, tmp_path) as job:
+        yield job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import subprocess
 import sys
@@ -14,6 +15,10 @@ from launching import Launching, wait_until
 
 from hosts import HostNetwork, host_network
 
+PYTHON = ["--", sys.executable]
+BOTH = ["-H", "host1:1,host2:1"]
+LEASE_S = 2.0
+SLACK_S = 10.0  # of a busy machine
 # What an account may do to a program that ssh starts, by the key with which one logs in: see `add_accounts`.
 NOISY = "echo Welcome to this host; echo 'load: 3 %'; exec sh -c \\\"$SSH_ORIGINAL_COMMAND\\\""
 NO_PYTHON = "exec /nowhere/python"
@@ -38,6 +43,11 @@ STUBBORN = (
     UP + "    for s in (1, 2, 15): signal.signal(s, signal.SIG_IGN)\n"
     "    os.system('setsid sleep 100 & echo $! > grandchild.$RANK')\n    time.sleep(100)\n"
 )
+
+
+def failed(job: ManyHosts) -> Any:
+    """What failed.json says of the first job."""
+    return json.loads((job.folder / "log_output/1/failed.json").read_text())
 
 
 @contextlib.contextmanager

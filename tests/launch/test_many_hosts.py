@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from launching import COMMAND, wait_until
-from many_hosts import hosts_with_accounts, jobs_on
 
 ROOT = Path(__file__).parents[2]
 REFERENCE = ROOT / "tests" / "reference"
@@ -17,18 +16,6 @@ SHOW = (
     'echo "$RANK $LOCAL_RANK $GROUP_RANK $WORLD_SIZE $LOCAL_WORLD_SIZE $MASTER_ADDR $GLOO_SOCKET_IFNAME '
     '$NCCL_SOCKET_IFNAME $(hostname)"'
 )
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with hosts_with_accounts(tmp_path_factory.mktemp("hosts")) as network:
-        yield network
-
-
-@pytest.fixture
-def job(network, tmp_path):
-    with jobs_on(network, tmp_path) as job:
-        yield job
 
 
 def logs(job, ranks, name="1"):

@@ -10,21 +10,7 @@ from pathlib import Path
 
 import pytest
 from launching import wait_until
-from many_hosts import hosts_with_accounts, jobs_on
-
-BOTH = ["-H", "host1:1,host2:1"]
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with hosts_with_accounts(tmp_path_factory.mktemp("hosts")) as network:
-        yield network
-
-
-@pytest.fixture
-def job(network, tmp_path):
-    with jobs_on(network, tmp_path) as job:
-        yield job
+from many_hosts import BOTH
 
 
 def test_directory_interpreter_and_variables_by_host(job):

@@ -1,6 +1,5 @@
 """What a job on several hosts loses: half of them, an agent that stands still, room, open files, its peers."""
 
-import json
 import os
 import re
 import shutil
@@ -11,30 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
-from many_hosts import SLEEP, STUBBORN, UP, hosts_with_accounts, jobs_on, jobs_on_hosts, wait_until_alone
+from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, UP, failed, jobs_on_hosts, wait_until_alone
 
 pytestmark = pytest.mark.slow
-
-PYTHON = ["--", sys.executable]
-BOTH = ["-H", "host1:1,host2:1"]
-LEASE_S = 2.0
-SLACK_S = 10.0  # of a busy machine
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with hosts_with_accounts(tmp_path_factory.mktemp("hosts")) as network:
-        yield network
-
-
-@pytest.fixture
-def job(network, tmp_path):
-    with jobs_on(network, tmp_path) as job:
-        yield job
-
-
-def failed(job):
-    return json.loads((job.folder / "log_output/1/failed.json").read_text())
 
 
 def wrapper(job, name, text):

@@ -11,9 +11,7 @@ from dataclasses import replace
 
 import pytest
 from launching import COMMAND, wait_until
-from many_hosts import ManyHosts
 
-from hosts import host_network
 from shardwright.errors import UsageError
 from shardwright.launch import jobs
 from shardwright.launch.jobs import JobRecord, find_job, known_jobs, make_private, show_jobs
@@ -182,22 +180,6 @@ def test_names_that_are_none_or_several(folder):
 
 
 # --- on other hosts
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
-        yield network
-
-
-@pytest.fixture
-def job(network, tmp_path):
-    job = ManyHosts(tmp_path, network)
-    try:
-        yield job
-        job.assert_none_left()
-    finally:
-        job.close()
 
 
 BOTH = ["-H", "host1:1,host2:1", "--lease", "2"]

@@ -5,30 +5,11 @@ import re
 
 import pytest
 from launching import wait_until
-from many_hosts import ManyHosts
 from stalling import TRAINING
-
-from hosts import host_network
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
 WORDS = ["-H", "host1:2,host2:2", "--stall-timeout", "4", "--grace", "2"]
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
-        yield network
-
-
-@pytest.fixture
-def job(network, tmp_path):
-    job = ManyHosts(tmp_path, network)
-    try:
-        yield job
-        job.assert_none_left()
-    finally:
-        job.close()
 
 
 def report(job):

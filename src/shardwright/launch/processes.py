@@ -1,4 +1,4 @@
-"""Processes as Linux shows them: who descends from whom, who carries a job's mark, who was killed for memory; their signals."""
+"""Processes as Linux shows them: descent, marks of jobs, kills for lack of memory; and how signals are heard."""
 
 from __future__ import annotations
 
