@@ -20,9 +20,9 @@ def bind(variables: Mapping[str, str], gpus: int) -> None:
     Nothing is bound where ranks compute on GPUs, where the cores cannot be shared evenly, or where ranks were told to
     use more threads than their share.
     """
-    cores = in_order(os.sched_getaffinity(0))
     if gpus:
         return
+    cores = in_order(os.sched_getaffinity(0))
     mine = share(cores, int(variables["LOCAL_RANK"]), int(variables["LOCAL_WORLD_SIZE"]))
     threads = (os.environ | dict(variables)).get("OMP_NUM_THREADS", "")
     if mine and not (threads.isdecimal() and int(threads) > len(mine)):
