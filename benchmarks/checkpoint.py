@@ -37,11 +37,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
-from shardwright.checkpoint.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.load import load
-from shardwright.checkpoint.ranks import ProcessRanks
-from shardwright.checkpoint.save import save
-from shardwright.checkpoint.store import Store
+from shardwright.checkpoint.loading.load import load
+from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
+from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage.store import Store
+from shardwright.world.ranks import ProcessRanks
 
 WIDTH = 1024
 OPTIMIZER_EVERY = 20

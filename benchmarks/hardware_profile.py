@@ -27,7 +27,7 @@ BIN = Path(sys.executable).parent
 def inside(sizes: list[int], answer: str) -> None:
     """What each rank runs: the medians at ``sizes``, which rank 0 writes down."""
     import shardwright as sw
-    from shardwright.cluster.profile import measure_links
+    from shardwright.cluster.bench.profile import measure_links
 
     world = sw.init()
     found = measure_links(world, sizes, kinds=COMPARED, ranks=world.size)
@@ -56,8 +56,8 @@ def measured(sizes: list[int], ranks: int, bind_to: str, folder: Path) -> dict[s
 
 def compare(ranks: int, apart: bool, bind_to: str, folder: Path) -> None:
     """Print a table for each collective, and how far the worst row is off."""
-    from shardwright.cluster.profile import SIZES
-    from shardwright.cluster.profile_fit import fit
+    from shardwright.cluster.bench.profile import SIZES
+    from shardwright.cluster.bench.profile_fit import fit
 
     first = measured([*SIZES, *(() if apart else HELD_OUT)], ranks, bind_to, folder)
     second = measured(list(HELD_OUT), ranks, bind_to, folder) if apart else first

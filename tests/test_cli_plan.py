@@ -9,7 +9,7 @@ import pytest
 
 from shardwright.cli import main
 from shardwright.errors import UsageError
-from shardwright.run.build import BuildFunction, as_batches
+from shardwright.verification.build import BuildFunction, as_batches
 
 PAGE = Path(__file__).parents[1] / "docs" / "verify.md"
 COMMAND = Path(sys.executable).with_name("shardwright")

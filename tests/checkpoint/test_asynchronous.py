@@ -20,15 +20,15 @@ from ranks import run_ranks
 from saved import good_step, no_leftovers, save_step, state_of
 from shardwright import checkpoint
 from shardwright.checkpoint.api import Checkpoints
-from shardwright.checkpoint.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.files import LocalFiles
-from shardwright.checkpoint.image import Copy
-from shardwright.checkpoint.load import load
-from shardwright.checkpoint.ranks import OneRank
-from shardwright.checkpoint.run_state import Run
-from shardwright.checkpoint.store import Store
+from shardwright.checkpoint.loading.load import load
+from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
+from shardwright.checkpoint.saving.image import Copy
+from shardwright.checkpoint.storage.files import LocalFiles
+from shardwright.checkpoint.storage.store import Store
+from shardwright.checkpoint.whole_run.run_state import Run
 from shardwright.errors import CheckpointError
-from shardwright.run.checkpointing import run_of
+from shardwright.training.checkpointing import run_of
+from shardwright.world.ranks import OneRank
 
 
 class Slow(LocalFiles):
@@ -327,12 +327,12 @@ def test_a_synchronous_save_beside_one_under_way_is_refused(tmp_path):
 def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
     script = textwrap.dedent(f"""
         import sys
-        sys.path.insert(0, {str(Path(__file__).parents[1])!r})
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
         from saved import state_of
-        from shardwright.checkpoint.asynchronous import AsyncSaver
-        from shardwright.checkpoint.files import LocalFiles
-        from shardwright.checkpoint.ranks import OneRank
-        from shardwright.checkpoint.store import Store
+        from shardwright.checkpoint.saving.asynchronous import AsyncSaver
+        from shardwright.checkpoint.storage.files import LocalFiles
+        from shardwright.world.ranks import OneRank
+        from shardwright.checkpoint.storage.store import Store
         import time
 
         class Slow(LocalFiles):

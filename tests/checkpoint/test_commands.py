@@ -7,11 +7,11 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from shardwright.checkpoint.exchange import read_state
-from shardwright.checkpoint.load import load
-from shardwright.checkpoint.pieces import Piece
-from shardwright.checkpoint.save import save
-from shardwright.checkpoint.store import Store
+from shardwright.checkpoint.exchange.exchange import read_state
+from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.loading.load import load
+from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage.store import Store
 from shardwright.cli import cli
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.mesh.layout import Layout

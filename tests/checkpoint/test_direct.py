@@ -11,10 +11,10 @@ import pytest
 from test_store import mounted
 
 from saved import good_step, no_leftovers, save_step
-from shardwright.checkpoint import direct
-from shardwright.checkpoint.direct import BUFFER_BYTES, DirectFile
-from shardwright.checkpoint.files import LocalFiles
-from shardwright.checkpoint.store import Store
+from shardwright.checkpoint.storage import direct
+from shardwright.checkpoint.storage.direct import BUFFER_BYTES, DirectFile
+from shardwright.checkpoint.storage.files import LocalFiles
+from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError
 
 

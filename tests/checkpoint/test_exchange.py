@@ -15,18 +15,18 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.checkpoint.exchange import fill, load_state, read_state, split
-from shardwright.checkpoint.load import load
-from shardwright.checkpoint.merge import merge
-from shardwright.checkpoint.pieces import Piece
-from shardwright.checkpoint.ranks import OneRank
-from shardwright.checkpoint.save import save
-from shardwright.checkpoint.source import open_source
-from shardwright.checkpoint.store import Store
-from shardwright.checkpoint.verify import verify
+from shardwright.checkpoint.exchange.exchange import fill, load_state, read_state, split
+from shardwright.checkpoint.exchange.merge import merge
+from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.inspection.verify import verify
+from shardwright.checkpoint.loading.load import load
+from shardwright.checkpoint.loading.source import open_source
+from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.world.ranks import OneRank
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool,
@@ -117,8 +117,8 @@ def test_a_file_is_mapped_and_not_copied(tmp_path):
     save_file({"w": torch.ones(1 << 26)}, tmp_path / "a.safetensors")
     code = """
         import sys, torch
-        from shardwright.checkpoint.exchange import fill, read_state
-        from shardwright.checkpoint.pieces import Piece
+        from shardwright.checkpoint.exchange.exchange import fill, read_state
+        from shardwright.checkpoint.format.pieces import Piece
         from shardwright.mesh.layout import Layout
         from shardwright.mesh.mesh import Mesh
         def resident():
@@ -383,7 +383,7 @@ def test_a_merge_holds_no_more_than_a_slab(tmp_path):
     save(Store(tmp_path / "run"), "s", {("model", "w"): big}, {}, {}, OneRank())
     code = """
         import sys
-        from shardwright.checkpoint.merge import merge
+        from shardwright.checkpoint.exchange.merge import merge
         def peak():
             with open("/proc/self/status") as status:
                 return sum(int(line.split()[1]) for line in status if line.startswith("VmHWM"))

@@ -12,12 +12,12 @@ import torch.distributed as dist
 from faulty_files import Faulty
 from ranks import run_ranks
 from saved import good_step, no_leftovers, save_step, state_of
-from shardwright.checkpoint.files import LocalFiles
-from shardwright.checkpoint.ranks import ProcessRanks
-from shardwright.checkpoint.retention import Retention
-from shardwright.checkpoint.save import save
-from shardwright.checkpoint.store import LOCK, SAVING, Store
+from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage.files import LocalFiles
+from shardwright.checkpoint.storage.retention import Retention
+from shardwright.checkpoint.storage.store import LOCK, SAVING, Store
 from shardwright.errors import CheckpointError
+from shardwright.world.ranks import ProcessRanks
 
 KEEP_TWO = Retention(latest_k=2)
 

@@ -12,19 +12,20 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from ranks import run_ranks
-from shardwright.checkpoint import containers, manifest, pieces, source
-from shardwright.checkpoint.folders import LocalFolder
-from shardwright.checkpoint.load import load, read_box
-from shardwright.checkpoint.manifest import Box
-from shardwright.checkpoint.pieces import Piece
-from shardwright.checkpoint.ranks import OneRank, ProcessRanks
-from shardwright.checkpoint.save import save
-from shardwright.checkpoint.source import Source, open_source
-from shardwright.checkpoint.store import Store
-from shardwright.checkpoint.verify import verify
+from shardwright.checkpoint.format import containers, manifest, pieces
+from shardwright.checkpoint.format.manifest import Box
+from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.inspection.verify import verify
+from shardwright.checkpoint.loading import source
+from shardwright.checkpoint.loading.load import load, read_box
+from shardwright.checkpoint.loading.source import Source, open_source
+from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage.folders import LocalFolder
+from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError, DamageError, UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.world.ranks import OneRank, ProcessRanks
 from simulated_ranks import SimulatedRanks
 
 DTYPES = [
@@ -33,8 +34,8 @@ DTYPES = [
 ]  # fmt: skip
 MESHES = [Mesh(()), Mesh.of(a=2), Mesh.of(a=3), Mesh.of(a=6), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3)]
 pieces_cut = pieces.cut
-LOAD = sys.modules["shardwright.checkpoint.load"]  # the package has a function of that name
-VERIFY = sys.modules["shardwright.checkpoint.verify"]
+LOAD = sys.modules["shardwright.checkpoint.loading.load"]  # the package has a function of that name
+VERIFY = sys.modules["shardwright.checkpoint.inspection.verify"]
 
 
 @contextlib.contextmanager

@@ -10,11 +10,11 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from faulty_files import Faulty, Killed
 from saved import good_step, save_step, state_of
-from shardwright.checkpoint.manifest import MANIFEST
-from shardwright.checkpoint.objects import MARK, ObjectFiles, ObjectStore, open_store
-from shardwright.checkpoint.retention import Retention
-from shardwright.checkpoint.save import save
-from shardwright.checkpoint.store import Store
+from shardwright.checkpoint.format.manifest import MANIFEST
+from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage.objects import MARK, ObjectFiles, ObjectStore, open_store
+from shardwright.checkpoint.storage.retention import Retention
+from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError, UsageError
 from simulated_ranks import SimulatedRanks
 

@@ -13,15 +13,15 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor, Replicate, Shard, init_device_mesh
 
 from ranks import run_ranks
-from shardwright.checkpoint import pieces
-from shardwright.checkpoint.manifest import BLOCK_BYTES, TensorEntry, ValueEntry
-from shardwright.checkpoint.pieces import Piece
-from shardwright.checkpoint.ranks import OneRank, ProcessRanks
-from shardwright.checkpoint.save import save
-from shardwright.checkpoint.store import Store
+from shardwright.checkpoint.format import pieces
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, TensorEntry, ValueEntry
+from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.world.ranks import OneRank, ProcessRanks
 from simulated_ranks import SimulatedRanks
 
 DTYPES = [

@@ -14,7 +14,7 @@ from torch.optim import swa_utils
 
 import shardwright as sw
 from models import NETWORKS, Perceptron, Transformer, next_token, transformer_batch
-from shardwright.checkpoint.source import open_source
+from shardwright.checkpoint.loading.source import open_source
 from shardwright.errors import CheckpointError, UsageError
 
 OPTIMIZERS = {
@@ -336,7 +336,7 @@ def test_importing_the_package_imports_no_torch():
 import sys
 import shardwright
 assert "torch" not in sys.modules
-print(callable(shardwright.checkpoint.save), callable(shardwright.checkpoint.load))
+print(callable(shardwright.checkpoint.saving.save), callable(shardwright.checkpoint.loading.load))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True True\n"

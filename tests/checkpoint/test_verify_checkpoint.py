@@ -9,14 +9,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from shardwright.checkpoint.load import load
-from shardwright.checkpoint.manifest import MANIFEST, checksum
-from shardwright.checkpoint.ranks import OneRank
-from shardwright.checkpoint.save import save
-from shardwright.checkpoint.source import open_source
-from shardwright.checkpoint.store import Store
-from shardwright.checkpoint.verify import verify
+from shardwright.checkpoint.format.manifest import MANIFEST, checksum
+from shardwright.checkpoint.inspection.verify import verify
+from shardwright.checkpoint.loading.load import load
+from shardwright.checkpoint.loading.source import open_source
+from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError
+from shardwright.world.ranks import OneRank
 
 STATE = {
     ("model", "w"): torch.arange(60, dtype=torch.float32).reshape(6, 10),

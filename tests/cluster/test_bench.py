@@ -15,18 +15,18 @@ from click.testing import CliRunner
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.cli import cli
-from shardwright.cluster.bench import passed, run_bench
-from shardwright.cluster.bench_data import DTYPES, PERIOD, count_wrong, fill, pattern, reduced
-from shardwright.cluster.bench_operations import OPERATIONS
-from shardwright.cluster.bench_options import (
+from shardwright.cluster.bench.bench import passed, run_bench
+from shardwright.cluster.bench.data import DTYPES, PERIOD, count_wrong, fill, pattern, reduced
+from shardwright.cluster.bench.operations import OPERATIONS
+from shardwright.cluster.bench.options import (
     COLLECTIVES,
     BenchOptions,
     parse_size,
     ranks_and_iters,
     read_bench_options,
 )
-from shardwright.cluster.bench_roofline import fastest_link, roofline
-from shardwright.cluster.bench_table import (
+from shardwright.cluster.bench.roofline import fastest_link, roofline
+from shardwright.cluster.bench.table import (
     Config,
     Device,
     Half,

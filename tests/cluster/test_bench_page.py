@@ -3,7 +3,7 @@
 import pytest
 
 from pages import DOCS, run_blocks
-from shardwright.cluster.bench_table import Config, opening
+from shardwright.cluster.bench.table import Config, opening
 
 PAGE = DOCS / "bench.md"
 

@@ -10,8 +10,8 @@ import pytest
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.cluster.profile import KINDS, SIZES, measure_hardware, measure_links, report
-from shardwright.cluster.profile_fit import fit, monotone
+from shardwright.cluster.bench.profile import KINDS, SIZES, measure_hardware, measure_links, report
+from shardwright.cluster.bench.profile_fit import fit, monotone
 from shardwright.errors import UsageError
 from shardwright.plan.hardware import Curve, Hardware, Segment
 

@@ -10,11 +10,11 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwright.cluster.ranktable as ranktable
+import shardwright.cluster.table_making as ranktable
 from shardwright.cli import cli
 from shardwright.errors import ShardwrightError
-from shardwright.launch.hosts import Host, Hosts
-from shardwright.launch.rank_table import RankTable, parse_rank_table, read_rank_table
+from shardwright.hosts.hosts import Host, Hosts
+from shardwright.hosts.rank_table import RankTable, parse_rank_table, read_rank_table
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 FOUR, EIGHT = "hccl_4p_4567_127.0.0.1.json", "hccl_8p_01234567_127.0.0.1.json"

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from click.testing import CliRunner
 
-from shardwright.checkpoint.exchange import read_state
+from shardwright.checkpoint.exchange.exchange import read_state
 from shardwright.cli import cli
 
 PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"

@@ -12,7 +12,7 @@ from pathlib import Path
 from click.testing import CliRunner
 
 from ranks import run_ranks
-from shardwright.checkpoint.source import open_source
+from shardwright.checkpoint.loading.source import open_source
 from shardwright.cli import cli
 
 PAGE = (Path(__file__).parents[2] / "docs" / "resuming.md").read_text()

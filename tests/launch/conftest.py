@@ -2,10 +2,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import Launching
-from many_hosts import ManyHosts, hosts_with_accounts, jobs_on
 
 from hosts import HostNetwork
+from launching import Launching
+from many_hosts import ManyHosts, hosts_with_accounts, jobs_on
 
 
 @pytest.fixture

@@ -11,9 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from launching import Launching, wait_until
-
 from hosts import HostNetwork, host_network
+from launching import Launching, wait_until
 
 PYTHON = ["--", sys.executable]
 BOTH = ["-H", "host1:1,host2:1"]

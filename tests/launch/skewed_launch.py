@@ -6,13 +6,13 @@ What is sent to that host is told that time.time() is something else, which its 
 import os
 import sys
 
-from shardwright.launch.host_options import HostOptions
-from shardwright.launch.hosts import Host
-from shardwright.launch.job import create_job_folder
-from shardwright.launch.options import read_options
-from shardwright.launch.packed import pack, sources
+from shardwright.hosts.hosts import Host
+from shardwright.launch.asked.host_options import HostOptions
+from shardwright.launch.asked.options import read_options
+from shardwright.launch.carriers.packed import pack, sources
+from shardwright.launch.carriers.ssh import SshCarrier
+from shardwright.launch.kept.job import create_job_folder
 from shardwright.launch.remote import run_on_hosts
-from shardwright.launch.ssh import SshCarrier
 
 SKEWED, AHEAD_S, HOSTS = sys.argv[1], float(sys.argv[2]), sys.argv[3]
 PATCH = f"""

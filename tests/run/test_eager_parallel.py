@@ -10,9 +10,9 @@ from torch import nn
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError, WorldError
-from shardwright.run.batch import Batch
 from shardwright.run.eager_parallel import parallelize_eagerly
 
 TOLERANCE = 1e-12

@@ -10,9 +10,9 @@ import torch.distributed as dist
 import shardwright as sw
 from models import NETWORKS, Branching
 from ranks import run_ranks
+from shardwright.data.loading.batch import Batch
 from shardwright.errors import CaptureError, ShardwrightError, UsageError
 from shardwright.mesh.layout import chunk
-from shardwright.run.batch import Batch
 from shardwright.run.parallel import EagerFallback
 
 

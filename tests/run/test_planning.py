@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from shardwright import package
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.graph.rewrite import rewrite
@@ -53,7 +54,7 @@ def test_the_planner_is_known_by_its_sources(monkeypatch, tmp_path):
     for room in ("mesh", "rules", "graph", "plan", "run"):
         (tmp_path / room).mkdir()
         (tmp_path / room / "code.py").write_text("x = 1")
-    monkeypatch.setattr(planning, "__file__", str(tmp_path / "run" / "planning.py"))
+    monkeypatch.setattr(package, "FOLDER", tmp_path)
     digests = [planning.planner_digest.__wrapped__()]
     (tmp_path / "run" / "code.py").write_text("x = 2")
     assert planning.planner_digest.__wrapped__() == digests[0]

@@ -6,11 +6,11 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.graph.step import captured_step
-from shardwright.launch.pulse import PULSE_VARIABLE, PulseFile
 from shardwright.lower.lower import lower
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import SimulatedCommunicator
 from shardwright.plan.make import make_plan
+from shardwright.pulse import PULSE_VARIABLE, PulseFile
 from shardwright.run.sites import labels
 from whole import run, same
 

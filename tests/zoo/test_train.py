@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ranks import run_ranks
-from shardwright.checkpoint.source import open_source
+from shardwright.checkpoint.loading.source import open_source
 from shardwright.data.digits import write_digits
 from shardwright.data.random_images import RandomDataWarning
 from shardwright.zoo.config import load_config, shipped_names
@@ -42,7 +42,7 @@ def folders(tmp_path_factory):
 
 def run(name, overrides, output):
     """What a run prints on this rank, and its losses with all their digits."""
-    import shardwright.run.callbacks as callbacks
+    import shardwright.training.callbacks as callbacks
     from shardwright.zoo.train import train
 
     torch.set_num_threads(1)

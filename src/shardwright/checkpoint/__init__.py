@@ -5,8 +5,8 @@ they are made of.
 """
 
 from shardwright.checkpoint.api import Loaded, load, newest, save, wait
-from shardwright.checkpoint.asynchronous import wait_copied
-from shardwright.checkpoint.exchange import load_state, read_state
-from shardwright.checkpoint.run_state import RandomState
+from shardwright.checkpoint.exchange.exchange import load_state, read_state
+from shardwright.checkpoint.saving.asynchronous import wait_copied
+from shardwright.checkpoint.whole_run.run_state import RandomState
 
 __all__ = ["Loaded", "RandomState", "load", "load_state", "newest", "read_state", "save", "wait", "wait_copied"]

@@ -15,18 +15,27 @@ from weakref import WeakKeyDictionary
 
 from torch.optim import Optimizer
 
-from shardwright.checkpoint.agree import all_ranks, from_rank_zero, together
-from shardwright.checkpoint.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.exchange import load_state
-from shardwright.checkpoint.folders import open_folder
-from shardwright.checkpoint.match import Rename
-from shardwright.checkpoint.objects import open_store
-from shardwright.checkpoint.restore import Loading
-from shardwright.checkpoint.retention import Retention
-from shardwright.checkpoint.run_state import Run, Stateful, generators, info, name_of, run_files, steady, whole_state
-from shardwright.checkpoint.save import save as write
-from shardwright.checkpoint.source import latest, open_source
+from shardwright.checkpoint.exchange.exchange import load_state
+from shardwright.checkpoint.loading.match import Rename
+from shardwright.checkpoint.loading.source import latest, open_source
+from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
+from shardwright.checkpoint.saving.save import save as write
+from shardwright.checkpoint.storage.folders import open_folder
+from shardwright.checkpoint.storage.objects import open_store
+from shardwright.checkpoint.storage.retention import Retention
+from shardwright.checkpoint.whole_run.restore import Loading
+from shardwright.checkpoint.whole_run.run_state import (
+    Run,
+    Stateful,
+    generators,
+    info,
+    name_of,
+    run_files,
+    steady,
+    whole_state,
+)
 from shardwright.errors import UsageError
+from shardwright.world.together import all_ranks, from_rank_zero, together
 
 Where = str | os.PathLike[str]
 Best = tuple[str, int, Literal["min", "max"]]

@@ -22,7 +22,7 @@ def show(where: str, entries: bool) -> None:
 
     DIR is one checkpoint, or a directory of them: then all are listed, and the latest is shown. A URL will do.
     """
-    from shardwright.checkpoint.show import print_shown
+    from shardwright.checkpoint.inspection.show import print_shown
 
     print_shown(where, entries)
 
@@ -34,7 +34,7 @@ def verify_checkpoint(where: str) -> None:
 
     There is one line for each damage, and then the exit code is 1.
     """
-    from shardwright.checkpoint.verify import verify as verify_all
+    from shardwright.checkpoint.inspection.verify import verify as verify_all
 
     found = verify_all(where)
     for line in (line for verified in found for line in verified.lines()):
@@ -56,7 +56,7 @@ def merge(where: str, to: str, what: str) -> None:
 
     DIR is one checkpoint, or a directory of them: then it is the latest.
     """
-    from shardwright.checkpoint.merge import merge as merge_to
+    from shardwright.checkpoint.exchange.merge import merge as merge_to
 
     merged = merge_to(where, to, what)
     click.echo(f"{merged.path}: {merged.tensors} tensors, {merged.size_bytes:,} bytes")
@@ -74,7 +74,7 @@ def split(file: str, to: str, ranks: int) -> None:
 
     FILE may also be a folder of transformers, or a URL. Of a file that has more than a model in it, the model is taken.
     """
-    from shardwright.checkpoint.exchange import split as split_file
+    from shardwright.checkpoint.exchange.exchange import split as split_file
 
     saved = split_file(file, to, ranks)
     size = sum(record.size_bytes for record in saved.files.values())

@@ -143,10 +143,10 @@ def launch(
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
-    from shardwright.launch.host_options import HostOptions
+    from shardwright.launch.asked.host_options import HostOptions
+    from shardwright.launch.asked.options import read_options
+    from shardwright.launch.asked.restart_options import RestartOptions
     from shardwright.launch.local import launch as launch_job
-    from shardwright.launch.options import read_options
-    from shardwright.launch.restart_options import RestartOptions
 
     restarts = RestartOptions.read(*(options.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
     words = (
@@ -164,7 +164,7 @@ def launch(
     )
     where = HostOptions(**{word: options.pop(word) for word in words}, allocation=os.environ)
     if print_sbatch:
-        from shardwright.launch.srun import batch_script
+        from shardwright.launch.carriers.srun import batch_script
 
         words, names = click.get_current_context().meta[_WORDS], ("ranks", "rank_table", "via", "job")
         click.echo(batch_script(words, where, command, grace, *(options[name] for name in names)), nl=False)
@@ -182,7 +182,7 @@ def launch(
     if "--allow-run-as-root" in job.carrier:
         click.echo("shardwright: mpirun is told that it may run as root; it would rather not", err=True)
     if options["via"] == "torchrun":
-        from shardwright.launch.torchrun import command_lines, one_per_host
+        from shardwright.launch.carriers.torchrun import command_lines, one_per_host
 
         if not run and job.stall_timeout_s is not None:
             raise click.UsageError("torchrun looks for no hangs; --stall-timeout needs --run, or another --via")
@@ -204,7 +204,7 @@ def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
     """Show what a job's ranks wrote; without JOB that of the job started last."""
     from pathlib import Path
 
-    from shardwright.launch.follow import show_logs
+    from shardwright.launch.kept.follow import show_logs
 
     sys.exit(show_logs(Path(log_dir), job, ranks, follow))
 
@@ -212,7 +212,7 @@ def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
 @cli.command()
 def ps() -> None:
     """List the jobs that you have launched on this host, with their hosts, ranks, restarts and logs."""
-    from shardwright.launch.jobs import show_jobs
+    from shardwright.launch.kept.jobs import show_jobs
 
     click.echo(show_jobs())
 

@@ -59,6 +59,6 @@ def bench(collective: str | None, **options: Any) -> None:
     number of ranks, which this command starts; where a launcher has started them already (mpirun, torchrun, shardwright
     launch), -n is the number of iterations. The exit code is 0, or 1 where an element of some row was wrong.
     """
-    from shardwright.cluster.bench_command import bench as run
+    from shardwright.cluster.bench.command import bench as run
 
     sys.exit(run(collective, **options))

@@ -32,7 +32,7 @@ def plan(target: str, save: str | None, **options: Any) -> None:
     build is a function without arguments that returns (model, loss_fn, batch), batch being one global batch, and pins
     as a fourth where wanted. It is called on torch's meta device, so that large models take no memory.
     """
-    from shardwright.run.plan_file import plan_file
+    from shardwright.verification.plan_file import plan_file
 
     planned = plan_file(target, **options)
     if save is not None:
@@ -57,6 +57,6 @@ def verify(target: str, ranks: str | None, dtypes: tuple[str, ...], **options: A
     build is a function without arguments that returns (model, loss_fn, batch), or a list of global batches, and pins
     as a fourth where wanted. The exit code is 0 within the tolerances, 1 beyond them, and 2 where nothing was compared.
     """
-    from shardwright.run.verify_file import verify_file
+    from shardwright.verification.from_file import verify_file
 
     sys.exit(verify_file(target, ranks, options | {"dtypes": dtypes or ("float64", "float32")}))

@@ -40,7 +40,7 @@ def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:
     shardwright launch -n 8 train --config FILE.yaml                    the same; also torchrun and mpirun
     """
 
-    from shardwright.launch.environment import read_environment
+    from shardwright.hosts.environment import read_environment
 
     try:
         from shardwright.zoo import train as zoo

@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from shardwright.errors import UsageError
-from shardwright.launch.network import SYSFS, Device, Moved, Reading, moved, read_devices
+from shardwright.hosts.network import SYSFS, Device, Moved, Reading, moved, read_devices
 from shardwright.report.text import size_text
 
 _LONGEST_S = 24 * 3600.0

@@ -11,8 +11,10 @@ from types import CodeType, FrameType, TracebackType
 
 import torch
 
+from shardwright import package
+
 _TORCH = str(Path(torch.__file__).parent) + "/"
-_OURS = str(Path(__file__).parent.parent) + "/"
+_OURS = str(package.FOLDER) + "/"
 _MODELS = _OURS + "zoo/"
 _HIDING = {
     (_TORCH + "utils/checkpoint.py", "checkpoint"): "checkpoint",

@@ -27,20 +27,20 @@ from dataclasses import dataclass
 from functools import partial
 
 from shardwright.errors import LaunchError
-from shardwright.launch.connection import Carrier, Connection
+from shardwright.launch.asked.options import LaunchOptions
+from shardwright.launch.carriers.connection import Carrier, Connection
 from shardwright.launch.console import Console
-from shardwright.launch.failure import RankEnd, describe_ranks, signal_name
-from shardwright.launch.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, JobState
-from shardwright.launch.logs import RankLogs
-from shardwright.launch.options import LaunchOptions
-from shardwright.launch.processes import become_subreaper, descendants, woken_by
-from shardwright.launch.progress import decode_observations
-from shardwright.launch.protocol import Message
-from shardwright.launch.run_report import Attempt, RunReport
-from shardwright.launch.stall import STALLED_CODE, StallWatch
-from shardwright.launch.stall_report import group_lines, headline, write_report
-from shardwright.launch.stall_verdict import Hang
-from shardwright.launch.verdict import Verdict, rank_end
+from shardwright.launch.hangs.stall import STALLED_CODE, StallWatch
+from shardwright.launch.hangs.stall_report import group_lines, headline, write_report
+from shardwright.launch.hangs.stall_verdict import Hang
+from shardwright.launch.host.processes import become_subreaper, descendants, woken_by
+from shardwright.launch.host.protocol import Message
+from shardwright.launch.kept.failure import RankEnd, describe_ranks, signal_name
+from shardwright.launch.kept.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, JobState
+from shardwright.launch.kept.logs import RankLogs
+from shardwright.launch.kept.run_report import Attempt, RunReport
+from shardwright.launch.kept.verdict import Verdict, rank_end
+from shardwright.launch.supervisor.progress import decode_observations
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)

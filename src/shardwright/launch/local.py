@@ -15,18 +15,18 @@ import subprocess
 import sys
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from shardwright.launch.connection import Carrier, Connection
-from shardwright.launch.failure import signal_name
-from shardwright.launch.job import JobFolder, create_job_folder
-from shardwright.launch.options import LaunchOptions
-from shardwright.launch.port import PortLease, lease_port
-from shardwright.launch.processes import JOB_VARIABLE, descendants, kill_all, marked
-from shardwright.launch.protocol import Start
-from shardwright.launch.rank_environment import default_environment, inherited_environment, rank_variables
-from shardwright.launch.restart_options import RestartOptions
+from shardwright import package
+from shardwright.hosts.port import PortLease, lease_port
+from shardwright.launch.asked.options import LaunchOptions
+from shardwright.launch.asked.restart_options import RestartOptions
+from shardwright.launch.carriers.connection import Carrier, Connection
+from shardwright.launch.carriers.rank_environment import default_environment, inherited_environment, rank_variables
+from shardwright.launch.host.processes import JOB_VARIABLE, descendants, kill_all, marked
+from shardwright.launch.host.protocol import Start
+from shardwright.launch.kept.failure import signal_name
+from shardwright.launch.kept.job import JobFolder, create_job_folder
 from shardwright.launch.restarts import Say, run_job
 
 # The supervisor's sys.path is that of `python script.py` without the script's folder: no file of the user's can shadow
@@ -35,7 +35,7 @@ _BOOT = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
 sys.path.append({root!r})
-from shardwright.launch.supervisor import main
+from shardwright.launch.supervisor.supervisor import main
 del sys.path[-1]
 main()
 """
@@ -46,7 +46,7 @@ def launch(options: LaunchOptions) -> int:
 
     Raises `UsageError` or `LaunchError` where nothing could be started; then no folder is left behind.
     """
-    from shardwright.launch.detach import detach
+    from shardwright.launch.kept.detach import detach
     from shardwright.launch.remote import run_on_hosts
 
     if (remote := options.remote) is not None:
@@ -92,7 +92,7 @@ class LocalCarrier(Carrier):
     ) -> Sequence[Connection]:
         held = self.lease.file_descriptors()
         supervisor = subprocess.Popen(
-            [sys.executable, "-c", _BOOT.format(root=str(Path(__file__).parents[2]))],
+            [sys.executable, "-c", _BOOT.format(root=str(package.SEARCHED))],
             env=common_environment(self.options, run_id), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             bufsize=0, pass_fds=held, start_new_session=True,
         )  # fmt: skip

@@ -6,15 +6,15 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardwright.errors import LaunchError
-from shardwright.launch.connection import Carrier
-from shardwright.launch.host_options import RemoteOptions
-from shardwright.launch.hosts import Host, Hosts
-from shardwright.launch.job import JobFolder
-from shardwright.launch.options import LaunchOptions, read_tee
-from shardwright.launch.restart_options import RestartOptions
+from shardwright.hosts.hosts import Host, Hosts
+from shardwright.launch.asked.host_options import RemoteOptions
+from shardwright.launch.asked.options import LaunchOptions, read_tee
+from shardwright.launch.asked.restart_options import RestartOptions
+from shardwright.launch.carriers.connection import Carrier
+from shardwright.launch.carriers.srun import SrunCarrier
+from shardwright.launch.carriers.ssh import SshCarrier
+from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.restarts import Say, run_job
-from shardwright.launch.srun import SrunCarrier
-from shardwright.launch.ssh import SshCarrier
 
 MakeCarrier = Callable[[LaunchOptions, RemoteOptions], SshCarrier]
 _CARRIERS: dict[str, MakeCarrier] = {"ssh": SshCarrier, "srun": SrunCarrier}

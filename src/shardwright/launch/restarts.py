@@ -20,16 +20,16 @@ from dataclasses import replace
 from types import FrameType
 
 from shardwright.errors import LaunchError, UsageError
-from shardwright.launch.connection import Carrier
+from shardwright.launch.asked.options import LaunchOptions
+from shardwright.launch.asked.restart_options import RestartOptions
+from shardwright.launch.carriers.connection import Carrier
 from shardwright.launch.console import Console
-from shardwright.launch.failure import signal_name
-from shardwright.launch.job import FAILED, INTERRUPTED, JobFolder
-from shardwright.launch.jobs import RESTARTING, RUNNING, JobRecord, known_jobs
+from shardwright.launch.host.processes import woken_by
+from shardwright.launch.kept.failure import signal_name
+from shardwright.launch.kept.job import FAILED, INTERRUPTED, JobFolder
+from shardwright.launch.kept.jobs import RESTARTING, RUNNING, JobRecord, known_jobs
+from shardwright.launch.kept.run_report import Attempt
 from shardwright.launch.launcher import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, Before, Launcher
-from shardwright.launch.options import LaunchOptions
-from shardwright.launch.processes import woken_by
-from shardwright.launch.restart_options import RestartOptions
-from shardwright.launch.run_report import Attempt
 
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 8.0

@@ -8,11 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.backends.gloo_threads import calm_receivers
 from shardwright.errors import LoweringError, WorldError
-from shardwright.launch.pulse import own_pulse
 from shardwright.mesh.collectives import Axes
-from shardwright.mesh.gloo_threads import calm_receivers
 from shardwright.mesh.mesh import Mesh
+from shardwright.pulse import own_pulse
 
 # Backends whose own reduce-scatter is slower than an all-to-all and a local sum (gloo, 4 ranks: 15 ms against 1.5 ms
 # for 4 kB, 44-65 ms against 30-42 ms for 4 MB each).

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from shardwright.graph.ir import Node, Operand, Value
-from shardwright.launch.save_graphs import SaveGraphs
+from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.redistribute import Collective, Step

@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.asynchronous import wait_copied
+from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.errors import PlanError, UsageError
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import Kind, captured_step
 from shardwright.graph.trace import LossFunction
-from shardwright.launch.pulse import own_pulse
-from shardwright.launch.save_graphs import SaveGraphs
+from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
 from shardwright.lower.program import LocalProgram
 from shardwright.mesh.collectives import all_gather
@@ -36,14 +35,15 @@ from shardwright.plan.hardware import Hardware, for_device
 from shardwright.plan.make import Inputs, Mode, make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
+from shardwright.pulse import own_pulse
 from shardwright.report.ir import save_graphs
 from shardwright.run.buckets import GradientReduction
 from shardwright.run.execute import Execution, Given
 from shardwright.run.inputs import BatchKind, Rows, global_shapes, local_inputs, rows_of
 from shardwright.run.planning import on_rank_zero, remembered
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta, split_parameters
-from shardwright.run.world import World
 from shardwright.torch_private import tree_flatten, tree_unflatten
+from shardwright.world.world import World
 
 
 @dataclass(frozen=True)

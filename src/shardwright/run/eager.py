@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from shardwright.run.samples import count_samples
+from shardwright.data.loading.samples import count_samples
 
 LossFn = Callable[[nn.Module, Any], Any]
 

@@ -11,16 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.checkpoint.asynchronous import wait_copied
+from shardwright.checkpoint.saving.asynchronous import wait_copied
+from shardwright.data.loading.batch import Batch
+from shardwright.data.loading.samples import count_samples, map_tensors
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
-from shardwright.launch.pulse import own_pulse
-from shardwright.run.agree import from_all_ranks
-from shardwright.run.batch import Batch
+from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
-from shardwright.run.gradients import Reduction
-from shardwright.run.samples import count_samples, map_tensors
-from shardwright.run.world import World, current_world
+from shardwright.world.agree import from_all_ranks
+from shardwright.world.gradients import Reduction
+from shardwright.world.world import World, current_world
 
 Mode = Literal["data", "single"]
 BatchKind = Literal["local", "global"]

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from shardwright.graph import operators
-from shardwright.launch.pulse import own_pulse
 from shardwright.lower import kernels
 from shardwright.lower.program import LocalProgram
 from shardwright.lower.randomness import mixed
 from shardwright.mesh import collectives
 from shardwright.mesh.collectives import Communicator
+from shardwright.pulse import own_pulse
 from shardwright.run.buckets import GradientReduction
 from shardwright.run.sites import Sites
 

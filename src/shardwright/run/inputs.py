@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.run.agree import from_all_ranks
-from shardwright.run.batch import Batch
+from shardwright.world.agree import from_all_ranks
 
 BatchKind = Literal["local", "global"]
 Range = tuple[int, int]

@@ -12,16 +12,16 @@ from torch import nn
 
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.trace import LossFunction
-from shardwright.launch.save_graphs import SaveGraphs
+from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.hardware import Hardware, read_hardware
 from shardwright.plan.make import SEARCHES, Inputs, Mode
 from shardwright.plan.plan import Plan
-from shardwright.run.agree import agree
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.eager_parallel import EagerParallel, parallelize_eagerly
 from shardwright.run.inputs import BatchKind, mesh_for
-from shardwright.run.world import current_world
+from shardwright.world.agree import agree
+from shardwright.world.world import current_world
 
 Gradients = Literal["mean", "sum"]
 

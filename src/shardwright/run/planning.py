@@ -12,11 +12,11 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from shardwright import __version__
-from shardwright.checkpoint.ranks import alone
+from shardwright import __version__, package
 from shardwright.errors import PlanError, ShardwrightError, WorldError
 from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
+from shardwright.world.ranks import alone
 
 T = TypeVar("T")
 
@@ -54,11 +54,9 @@ def cache_directory() -> Path:
 @cache
 def planner_digest() -> str:
     """A hash of everything that decides a plan: the sources of the planner, and the version of torch."""
-    package = Path(__file__).parents[1]
     text = hashlib.sha256(torch.__version__.encode())
-    for room in ("mesh", "rules", "graph", "plan"):
-        for path in sorted((package / room).glob("*.py")):
-            text.update(path.name.encode() + path.read_bytes())
+    for name, source in package.sources("mesh", "rules", "graph", "plan").items():
+        text.update(name.encode() + source)
     return text.hexdigest()[:32]
 
 

@@ -16,8 +16,8 @@ from typing import Any
 from torch import Tensor
 
 from shardwright.graph.ir import Node, Value
-from shardwright.launch.pulse import NOWHERE, Pulse, site
 from shardwright.lower.program import LocalProgram
+from shardwright.pulse import NOWHERE, Pulse, site
 
 _NAMED = 3  # parameters of a bucket
 _NO_LABELS = (NOWHERE, NOWHERE)

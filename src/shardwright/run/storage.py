@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from shardwright.checkpoint.ranks import alone
 from shardwright.errors import UsageError
 from shardwright.mesh.dtensor import device_mesh, to_placements
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.world.ranks import alone
 
 
 def agree_on_weights(model: nn.Module) -> None:

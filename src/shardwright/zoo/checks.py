@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from shardwright.errors import UsageError
-from shardwright.launch.environment import read_environment
+from shardwright.hosts.environment import read_environment
 from shardwright.mesh.mesh import Mesh
 from shardwright.zoo.datasets import Data
 from shardwright.zoo.options import AdamW, Config, CrossEntropy, Sgd

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwright.run.schedules import constant_schedule, cosine_schedule, polynomial_schedule, step_schedule
+from shardwright.training.schedules import constant_schedule, cosine_schedule, polynomial_schedule, step_schedule
 from shardwright.zoo.datasets import Data
 from shardwright.zoo.gpt import GPT
 from shardwright.zoo.options import (

@@ -10,10 +10,13 @@ from typing import Any
 
 import torch
 
+from shardwright.data.loading.loader import Loader, loader
 from shardwright.errors import DataError, UsageError
-from shardwright.launch.environment import read_environment
-from shardwright.launch.options import LaunchOptions, read_options
-from shardwright.run.callbacks import (
+from shardwright.hosts.environment import read_environment
+from shardwright.launch.asked.options import LaunchOptions, read_options
+from shardwright.run.captured import Parallel
+from shardwright.run.parallel import parallelize
+from shardwright.training.callbacks import (
     EMA,
     Callback,
     EarlyStopping,
@@ -21,15 +24,12 @@ from shardwright.run.callbacks import (
     NanGuard,
     ProgressBar,
 )
-from shardwright.run.captured import Parallel
-from shardwright.run.checkpointing import ModelCheckpoint
-from shardwright.run.loader import Loader, loader
-from shardwright.run.parallel import parallelize
-from shardwright.run.precision import autocast
-from shardwright.run.seed import set_seed
-from shardwright.run.trainer import Trainer
-from shardwright.run.world import World, init
+from shardwright.training.checkpointing import ModelCheckpoint
+from shardwright.training.trainer import Trainer
 from shardwright.whole_file import write_whole
+from shardwright.world.precision import autocast
+from shardwright.world.seed import set_seed
+from shardwright.world.world import World, init
 from shardwright.zoo.checks import data_problems, option_problems
 from shardwright.zoo.config import load_config, to_yaml
 from shardwright.zoo.datasets import Data, make_data

@@ -1,0 +1,1 @@
+"""Plain formats of others, in and out."""

@@ -1,0 +1,119 @@
+"""What each rank holds of a state, and which of it each rank writes.
+
+Every rank derives the same answer from the layouts alone, without talking.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from shardwright.checkpoint.format.manifest import Box
+from shardwright.mesh.dtensor import from_placements
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Axis, Mesh
+
+LARGEST_CHUNK_BYTES = 64 << 20
+"""Larger boxes are written as several chunks, which spread over the ranks that hold them."""
+
+State = Mapping[tuple[str, ...], Any]
+"""A flat state: path -> tensor, DTensor or any other value that torch.save and a weights-only load agree on."""
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """A tensor as this rank holds it: ``local`` is its part of the whole of ``shape``, as ``layout`` cuts it."""
+
+    path: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    layout: Layout
+    mesh: Mesh
+    local: Tensor
+
+    @property
+    def name(self) -> str:
+        return ".".join(self.path)
+
+    @staticmethod
+    def of(path: tuple[str, ...], tensor: Tensor) -> Piece:
+        """The piece of a DTensor over the whole world, or of a plain tensor that every rank holds whole."""
+        shape = tuple(tensor.shape)
+        if not isinstance(tensor, DTensor):
+            return Piece(path, shape, tensor.dtype, Layout.replicated(tensor.ndim), Mesh(()), tensor.detach())
+        names = tensor.device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(tensor.device_mesh.ndim))
+        mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, tensor.device_mesh.shape, strict=True)))
+        layout = from_placements(tensor.placements, tensor.ndim, mesh)
+        with torch.no_grad():  # then the local part comes without a node of autograd
+            local = tensor.to_local().detach()
+        return Piece(path, shape, tensor.dtype, layout, mesh, local)
+
+    def box(self, rank: int) -> Box:
+        """What ``rank`` holds."""
+        if not self.mesh.axes:
+            return Box((0,) * len(self.shape), self.shape)
+        return Box.of(self.layout.local_slice(self.shape, self.mesh, rank))
+
+    def holders(self, world_size: int) -> dict[Box, list[int]]:
+        """Every different box that has elements, with the ranks that hold it.
+
+        A tensor without elements is one box, held by all.
+        """
+        held: dict[Box, list[int]] = {}
+        for rank in range(world_size):
+            box = self.box(rank)
+            if box.numel or not math.prod(self.shape):
+                held.setdefault(box, []).append(rank)
+        return held
+
+
+@dataclass(frozen=True)
+class Share:
+    """A chunk, and the rank that writes it."""
+
+    name: str
+    box: Box
+    writer: int
+
+
+def cut(box: Box, item_bytes: int, largest_bytes: int = LARGEST_CHUNK_BYTES) -> list[Box]:
+    """The box as boxes of at most ``largest_bytes``, cut along its first dim, where that has rows enough.
+
+    >>> [b.sizes for b in cut(Box((0, 0), (5, 4)), 4, largest_bytes=32)]
+    [(2, 4), (2, 4), (1, 4)]
+    """
+    if not box.sizes or box.numel * item_bytes <= largest_bytes:
+        return [box]
+    row_bytes = math.prod(box.sizes[1:]) * item_bytes
+    rows = max(largest_bytes // row_bytes, 1)
+    first, count = box.offsets[0], box.sizes[0]
+    return [
+        Box((first + start, *box.offsets[1:]), (min(rows, count - start), *box.sizes[1:]))
+        for start in range(0, count, rows)
+    ]
+
+
+def shares(pieces: Sequence[Piece], world_size: int) -> list[Share]:
+    """Every chunk once, spread over the ranks that hold it so that they write about equally many bytes.
+
+    What fewest ranks hold is given away first, then the largest: the freely movable chunks even out the rest.
+    """
+    todo = [
+        (len(ranks), -part.numel * piece.dtype.itemsize, piece.name, part, ranks)
+        for piece in pieces
+        for box, ranks in piece.holders(world_size).items()
+        for part in cut(box, piece.dtype.itemsize)
+    ]
+    load = [0] * world_size
+    given = []
+    for _, negative_bytes, name, part, ranks in sorted(todo, key=lambda t: (*t[:3], t[3].offsets)):
+        writer = min(ranks, key=lambda rank: (load[rank], rank))
+        load[writer] -= negative_bytes
+        given.append(Share(name, part, writer))
+    return given

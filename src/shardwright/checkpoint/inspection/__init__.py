@@ -1,0 +1,1 @@
+"""Looking at checkpoints without loading them."""

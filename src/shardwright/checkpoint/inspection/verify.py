@@ -1,0 +1,254 @@
+"""Whether every byte of a checkpoint is what was written, and every file belongs to it."""
+
+from __future__ import annotations
+
+import io
+import math
+import os
+import pickle
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from shardwright.checkpoint.format.dcp import METADATA
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, TensorEntry
+from shardwright.checkpoint.loading.source import (
+    READ_BYTES,
+    Damage,
+    Source,
+    checkpoints,
+    damaged_file,
+    pointed_at,
+    read_manifest,
+    wrong_sizes,
+)
+from shardwright.checkpoint.storage.folders import Folder, open_folder
+from shardwright.checkpoint.storage.objects import MARK
+from shardwright.errors import CheckpointError
+
+_NAMED = 5  # entries that are named where a file lost many
+_DCP = {
+    "torch.distributed.checkpoint.metadata": {
+        "BytesStorageMetadata",
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.serialization": {"_get_layout"},
+}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What came of looking at the checkpoint (or directory of checkpoints) at ``where``."""
+
+    where: str
+    damage: tuple[Damage, ...]
+    files: int = 0
+    size_bytes: int = 0
+
+    def lines(self) -> list[str]:
+        """One line for each damage, or one that says that there is none; none for a sound directory of checkpoints."""
+        if self.damage:
+            return [f"{self.where}/{damage}" for damage in self.damage]
+        if not self.files:
+            return []
+        return [f"{self.where}: {self.files} files, {self.size_bytes:,} bytes, all as they were written"]
+
+
+def verify(where: str | os.PathLike[str] | Folder) -> list[Verified]:
+    """Read all of a checkpoint, or of every one in a directory of them, the newest first, the directory last.
+
+    Memory: 8 MiB per thread, and the files that are not tensors.
+
+    Raises:
+        CheckpointError: where there is no checkpoint at all.
+    """
+    folder = open_folder(where) if isinstance(where, str | os.PathLike) else where
+    sizes = folder.sizes()
+    if MANIFEST in sizes or _looks_like_one(sizes):
+        return [verify_one(folder)]
+    valid = checkpoints(folder)
+    names = [name for name in folder.folders() if name in valid or _looks_like_one(folder.inner(name).sizes())]
+    if not names and LATEST not in sizes:
+        raise CheckpointError(
+            f"no checkpoint in {folder.where}: expected {MANIFEST} in it, or directories that have one; it has "
+            f"{', '.join(sorted([*sizes, *folder.folders()])[:8]) or 'nothing, or is not there'}"
+        )
+    order = [*(name for name in names if name not in valid), *reversed(valid)]
+    return [
+        *(verify_one(folder.inner(name)) for name in order),
+        Verified(folder.where, (*_pointer(folder, valid, names),)),
+    ]
+
+
+def verify_one(folder: Folder) -> Verified:
+    """Read all of one checkpoint."""
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        what = str(error).removeprefix(f"{folder.where}/{MANIFEST} ")
+        return Verified(folder.where, (Damage(MANIFEST, None, what),))
+    sizes = folder.sizes()
+    found = [
+        *wrong_sizes(folder, manifest),
+        *_unexpected([*sizes, *(f"{name}/" for name in folder.folders())], manifest),
+        *_impossible(manifest),
+    ]
+    missing = {name for name in manifest.files if name not in sizes}
+    for name, record in sorted(manifest.files.items()):
+        if record.checksum and name not in missing:
+            found += [damage] if (damage := damaged_file(folder, manifest, name)) else []
+    found += _containers(Source(folder, manifest), sizes)
+    if not any(damage.file == METADATA for damage in found):
+        found += _metadata(folder, manifest)
+    return Verified(folder.where, tuple(found), len(sizes), sum(sizes.values()))
+
+
+def _looks_like_one(sizes: dict[str, int]) -> bool:
+    """Whether a directory has, or had, a checkpoint, and is not one that a save is about to make or to remove."""
+    return MANIFEST in sizes or (MARK not in sizes and any(name.endswith(".distcp") for name in sizes))
+
+
+def _pointer(folder: Folder, valid: dict[str, Manifest], names: list[str]) -> Iterator[Damage]:
+    """What is wrong with ``latest`` itself; where what it names is damaged, that was told there."""
+    name, newest = pointed_at(folder), next(reversed(valid), None)
+    advice = f"; the newest complete checkpoint is {newest}" if newest else ""
+    if LATEST not in folder.sizes():
+        yield Damage(LATEST, None, f"the file is missing{advice}")
+    elif name is None:
+        yield Damage(LATEST, None, f"is damaged: expected one line with the name of a checkpoint{advice}")
+    elif name not in names:
+        yield Damage(LATEST, None, f"names {name!r}, which is no complete checkpoint here{advice}")
+    elif name in valid and name != newest:
+        yield Damage(LATEST, None, f"names {name}, but {newest} was saved after it")
+
+
+def _unexpected(names: Iterable[str], manifest: Manifest) -> Iterator[Damage]:
+    for name in sorted(set(names) - manifest.files.keys() - {MANIFEST, MARK}):
+        yield Damage(name, None, "does not belong to the checkpoint: its manifest does not know it")
+
+
+def _impossible(manifest: Manifest) -> Iterator[Damage]:
+    """Chunks that do not make up their tensors, and elements that do not fit into their containers."""
+    for entry in manifest.tensors():
+        inside = all(
+            o >= 0 and o + n <= size
+            for chunk in entry.chunks
+            for o, n, size in zip(chunk.box.offsets, chunk.box.sizes, entry.shape, strict=True)
+        )
+        count = sum(chunk.box.numel for chunk in entry.chunks)
+        if not inside or count != math.prod(entry.shape):
+            yield Damage(MANIFEST, entry.name, f"its chunks have {count} elements of {math.prod(entry.shape)}")
+        for chunk in entry.chunks:
+            if chunk.place.data + chunk.box.numel * entry.dtype.itemsize > chunk.place.length:
+                yield Damage(MANIFEST, entry.name, "its elements do not fit into their container")
+
+
+def _places(manifest: Manifest) -> dict[str, list[tuple[str, Place]]]:
+    """The containers of every file, by where they start, with their entries."""
+    found: dict[str, dict[Place, str]] = {}
+    for entry in manifest.entries.values():
+        parts = [chunk.place for chunk in entry.chunks] if isinstance(entry, TensorEntry) else [entry.place]
+        for place in parts:
+            found.setdefault(place.file, {})[place] = entry.name
+    return {
+        file: sorted(((name, place) for place, name in places.items()), key=lambda item: item[1].start)
+        for file, places in sorted(found.items())
+    }
+
+
+def _containers(source: Source, sizes: dict[str, int]) -> Iterator[Damage]:
+    """Gaps between containers, containers beyond the end, and blocks that are not what was written."""
+    placed = _places(source.manifest)
+    for name, record in sorted(source.manifest.files.items()):
+        if record.checksum is None and name not in placed:
+            yield Damage(name, None, "no entry of the manifest lies in it, and it has no checksum")
+    for file, places in placed.items():
+        yield from _gaps(source.manifest, file, [place for _, place in places])
+        if file not in sizes:
+            continue
+        inside = [(name, place) for name, place in places if place.start + place.length <= sizes[file]]
+        lost = [name for name, place in places if place.start + place.length > sizes[file]]
+        if lost:
+            more = f" and {len(lost) - _NAMED} more" if len(lost) > _NAMED else ""
+            yield Damage(file, None, f"its end is missing, where these lay: {', '.join(lost[:_NAMED])}{more}")
+        with ThreadPoolExecutor(source.folder.threads) as pool:
+            for damage in pool.map(lambda item: _blocks(source, *item), inside):
+                yield from damage
+
+
+def _gaps(manifest: Manifest, file: str, places: Iterable[Place]) -> Iterator[Damage]:
+    at = 0
+    for place in places:
+        if place.start != at:
+            what = f"no entry covers its bytes {at} to {place.start - 1}" if place.start > at else "its entries overlap"
+            yield Damage(file, None, what)
+        if len(place.checksums) != -(-place.length // BLOCK_BYTES):
+            yield Damage(MANIFEST, None, f"has too few checksums for what starts at byte {place.start} of {file}")
+        at = place.start + place.length
+    if file not in manifest.files:
+        yield Damage(file, None, "the manifest has entries in it, but does not list the file")
+    elif at != manifest.files[file].size_bytes:
+        yield Damage(file, None, f"no entry covers its bytes from {at} on")
+
+
+def _blocks(source: Source, name: str, place: Place) -> list[Damage]:
+    step = max(READ_BYTES // BLOCK_BYTES, 1)
+    memory = bytearray(min(step * BLOCK_BYTES, place.length))
+    found = []
+    for index in range(0, len(place.checksums), step):
+        size = min(step * BLOCK_BYTES, place.length - index * BLOCK_BYTES)
+        found += source.check_blocks(name, place, index, memoryview(memory)[:size])
+    return found
+
+
+class _Unpickler(pickle.Unpickler):
+    """Reads what the index of ``torch.distributed.checkpoint`` is made of, and nothing that could run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        data = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        if data or name in _DCP.get(module, ()):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"it names {module}.{name}")
+
+
+def _metadata(folder: Folder, manifest: Manifest) -> Iterator[Damage]:
+    """Where the index that ``torch.distributed.checkpoint`` reads says something else than the manifest."""
+    if METADATA not in manifest.files:
+        yield Damage(
+            METADATA, None, "the manifest does not list it: torch.distributed.checkpoint cannot read the files"
+        )
+        return
+    try:
+        found = _Unpickler(io.BytesIO(folder.read(METADATA))).load()
+        described, stored, paths = found.state_dict_metadata, found.storage_data, found.planner_data
+        places = {
+            (index.fqn, tuple(index.offset or ())): (info.relative_path, info.offset, info.length)
+            for index, info in stored.items()
+        }
+    except Exception as error:  # unpickling raises anything
+        yield Damage(METADATA, None, f"cannot be read as the index of torch.distributed.checkpoint: {error}")
+        return
+    for name in sorted(described.keys() ^ manifest.entries.keys()):
+        yield Damage(METADATA, name, "is in one of .metadata and checkpoint.json only")
+    for name in sorted(described.keys() & manifest.entries.keys()):
+        entry, theirs = manifest.entries[name], described[name]
+        if isinstance(entry, TensorEntry):
+            ours = {(name, c.box.offsets): (c.place.file, c.place.start, c.place.length) for c in entry.chunks}
+            kind = (getattr(getattr(theirs, "properties", None), "dtype", None), tuple(getattr(theirs, "size", ())))
+            same = kind == (entry.dtype, entry.shape)
+        else:
+            ours, same = {(name, ()): (entry.place.file, entry.place.start, entry.place.length)}, True
+        if not same or any(places.get(key) != place for key, place in ours.items()):
+            yield Damage(METADATA, name, "it says otherwise than checkpoint.json what is there and where")
+        elif tuple(paths.get(name, ())) != entry.path:
+            yield Damage(METADATA, name, "it says otherwise than checkpoint.json where in the state that stands")

@@ -1,0 +1,1 @@
+"""Reading the parts that a rank needs, checked."""

@@ -1,0 +1,244 @@
+"""Load any checkpoint into any layout: each rank reads the blocks in which its own parts lie, and no others.
+
+A rank needs a box of every tensor (``Piece.box``) and finds, in the manifest, the chunks that overlap it. What is one
+stretch of a file and one stretch of memory is read from the one into the other; where a dim but the first was cut, the
+rows are read in slabs from the first needed element to the last, and copied from there.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Box, Chunk, Manifest, TensorEntry, ValueEntry
+from shardwright.checkpoint.format.pieces import Piece, State
+from shardwright.checkpoint.loading.match import Match, Path, Rename, match
+from shardwright.checkpoint.loading.source import Source, open_source
+from shardwright.checkpoint.saving.asynchronous import wait_copied
+from shardwright.checkpoint.storage.folders import Folder
+from shardwright.errors import CheckpointError
+
+SLAB_BYTES = 16 << 20
+"""So much of a chunk is read at once where it cannot be read straight into its destination."""
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """What came of a load: ``values`` is what was wanted and no tensor, ``manifest`` that of the checkpoint."""
+
+    values: Mapping[Path, Any]
+    match: Match
+    manifest: Manifest
+
+
+def load(
+    source: str | os.PathLike[str] | Folder | Source,
+    wanted: State,
+    *,
+    rank: int | None = None,
+    strict: bool = True,
+    rename: Rename | None = None,
+    threads: int | None = None,
+) -> Loaded:
+    """Fill the tensors of ``wanted`` in place from a checkpoint, each DTensor with this rank's part of it.
+
+    ``wanted`` maps paths to tensors, DTensors or `Piece`\\ s, whose memory is filled, or to anything else: then what
+    the checkpoint has there is returned in `Loaded.values`, a tensor whole. No rank waits for another; every rank
+    calls it with the same names. ``rank`` is this process's own where not given. ``rename`` says how the parameters
+    of the checkpoint are called here, ``{"encoder.*": "backbone.*"}`` or a function of a name.
+
+    With ``strict=False`` what fits is loaded, into other dtypes too, and `Loaded.match` names the rest.
+
+    Extra memory: per thread (two on local files, eight on remote ones) a slab of 16 MiB and two blocks of 256 KiB.
+
+    Raises:
+        CheckpointError: where the checkpoint does not fit, before anything is changed.
+        DamageError: where the checkpoint is damaged, with the file, the entry and what to take instead. Damage of a
+            tensor is found while reading it, so what was to be filled may be filled in part.
+        UsageError: for patterns of ``rename`` that fit nothing.
+    """
+    source = source if isinstance(source, Source) else open_source(source)
+    entries = {entry.path: entry for entry in source.manifest.entries.values()}
+    found = match(entries, wanted, where=source.where, strict=strict, rename=rename)
+    rank = current_rank() if rank is None else rank
+    values: dict[Path, Any] = {}
+    jobs: list[_Job] = []
+    for path, entry in found.pairs:
+        target = wanted[path]
+        if isinstance(entry, ValueEntry):
+            continue
+        if not isinstance(target, Tensor | Piece):
+            target = values[path] = torch.empty(entry.shape, dtype=entry.dtype)
+        jobs += _jobs(entry, target if isinstance(target, Piece) else Piece.of(path, target), rank)
+    source.check_files()
+    wait_copied()
+    for path, entry in found.pairs:
+        if isinstance(entry, ValueEntry):
+            values[path] = source.value(entry)
+    _run(source, jobs, threads or source.folder.threads)
+    return Loaded(values, found, source.manifest)
+
+
+def read_box(source: Source, entry: TensorEntry, box: Box) -> Tensor:
+    """A part of a tensor, as a plain tensor."""
+    part = torch.empty(box.sizes, dtype=entry.dtype)
+    _run(source, _jobs_of(entry, box, part), source.folder.threads)
+    return part
+
+
+def read_whole(source: Source, entry: TensorEntry, into: Tensor) -> None:
+    """All of a tensor, into a plain tensor of its shape."""
+    _run(source, _jobs_of(entry, Box((0,) * len(entry.shape), entry.shape), into), source.folder.threads)
+
+
+def current_rank() -> int:
+    """This process in its world; 0 where there is none."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+@dataclass(frozen=True, eq=False)
+class _Job:
+    """Elements to fetch: ``part`` of a chunk, in the coordinates of the chunk, goes into ``target`` of its shape."""
+
+    entry: TensorEntry
+    chunk: Chunk
+    part: Box
+    target: Tensor
+
+
+def _jobs(entry: TensorEntry, piece: Piece, rank: int) -> list[_Job]:
+    if piece.layout.partial:
+        raise CheckpointError(
+            f"{entry.name} is partial over {', '.join(piece.layout.partial)} here: the ranks hold summands of it, "
+            "which no checkpoint has; redistribute it first"
+        )
+    if piece.local.is_meta:
+        raise CheckpointError(
+            f"{entry.name} is on the meta device, where nothing can be stored; first type model.to_empty(device='cpu')"
+        )
+    return _jobs_of(entry, piece.box(rank), piece.local.detach())
+
+
+def _jobs_of(entry: TensorEntry, need: Box, local: Tensor) -> list[_Job]:
+    jobs, count = [], 0
+    for chunk in entry.chunks:
+        part = chunk.box.common(need)
+        if part.numel:
+            count += part.numel
+            inside = Box(tuple(a - b for a, b in zip(part.offsets, chunk.box.offsets, strict=True)), part.sizes)
+            jobs.append(_Job(entry, chunk, inside, local[part.slices_in(need)]))
+    if count != need.numel:
+        raise CheckpointError(
+            f"the chunks of {entry.name} in the manifest have {count} of the {need.numel} elements at {need.offsets}, "
+            f"{need.sizes}: the manifest was not written by this library"
+        )
+    return jobs
+
+
+def _run(source: Source, jobs: Sequence[_Job], threads: int) -> None:
+    jobs = sorted(jobs, key=lambda job: (job.chunk.place.file, job.chunk.place.start))
+    slabs = _Slabs()
+    if threads == 1 or len(jobs) < 2:
+        for job in jobs:
+            _fill(source, job, slabs)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        waiting = [pool.submit(_fill, source, job, slabs) for job in jobs]
+        try:
+            for result in waiting:
+                result.result()
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+class _Slabs(threading.local):
+    """Room for one slab per thread."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+
+    def of(self, size_bytes: int) -> Tensor:
+        if len(self.memory) < size_bytes:
+            self.memory = torch.empty(size_bytes, dtype=torch.uint8)
+        return self.memory[:size_bytes]
+
+
+def _fill(source: Source, job: _Job, slabs: _Slabs) -> None:
+    place, dtype = job.chunk.place, job.entry.dtype
+    strides = _strides(job.chunk.box.sizes)
+    item = dtype.itemsize
+    straight = job.target.device.type == "cpu" and job.target.dtype == dtype
+    whole = Box(job.part.offsets, job.part.sizes)
+    for part in _slabs(whole, strides, item, job.target if straight else None):
+        first = sum(a * s for a, s in zip(part.offsets, strides, strict=True))
+        start, count = place.data + first * item, _cover(part.sizes, strides)
+        target = job.target[part.slices_in(whole)]
+        if straight and count == part.numel and target.is_contiguous():
+            source.read(job.entry.name, place, start, memory_of(target))
+            torch.autograd.graph.increment_version(target)  # autograd sees no write from outside
+            continue
+        raw = slabs.of(count * item)
+        source.read(job.entry.name, place, start, memory_of(raw))
+        target.copy_(raw.view(dtype).as_strided(part.sizes, strides))
+
+
+def memory_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the CPU, as bytes to read or to write."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
+
+
+def _cover(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """How many elements lie from the first to the last of a box."""
+    return sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1
+
+
+def _slabs(whole: Box, strides: Sequence[int], item: int, target: Tensor | None) -> Iterator[Box]:
+    """Cut a box so that every part is one stretch both in the file and in ``target``, or covers at most a slab.
+
+    Rows with more than a block of other elements between them are not read together.
+    """
+
+    yield from _cut(whole, 0, whole, strides, item, target)
+
+
+def _cut(part: Box, dim: int, whole: Box, strides: Sequence[int], item: int, target: Tensor | None) -> Iterator[Box]:
+    """Of a part of ``whole``, of which all dims before ``dim`` have one row."""
+    count = _cover(part.sizes, strides)
+    if count == part.numel and target is not None and target[part.slices_in(whole)].is_contiguous():
+        yield part
+        return
+    while dim < len(strides) and part.sizes[dim] == 1:
+        dim += 1
+    sparse = any(
+        n > 1 and (stride - _cover(part.sizes[d + 1 :], strides[d + 1 :])) * item > BLOCK_BYTES
+        for d, (n, stride) in enumerate(zip(part.sizes, strides, strict=True))
+    )
+    if dim == len(strides) or (count * item <= SLAB_BYTES and not sparse):
+        yield part
+        return
+    row = _cover(part.sizes[dim + 1 :], strides[dim + 1 :])
+    rows = 1 if sparse else max((SLAB_BYTES // item - row) // strides[dim] + 1, 1)
+    for start, size in _ranges(part.sizes[dim], rows):
+        offsets = (*part.offsets[:dim], part.offsets[dim] + start, *part.offsets[dim + 1 :])
+        sizes = (*part.sizes[:dim], size, *part.sizes[dim + 1 :])
+        yield from _cut(Box(offsets, sizes), dim, whole, strides, item, target)
+
+
+def _ranges(count: int, step: int) -> Iterator[tuple[int, int]]:
+    for start, stop in itertools.pairwise([*range(0, count, step), count]):
+        yield start, stop - start

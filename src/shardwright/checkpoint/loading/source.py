@@ -1,0 +1,311 @@
+"""A checkpoint as bytes that are checked: files of this host, or behind a URL that fsspec knows.
+
+Nothing that is read here is used before its checksum has been compared, and nothing is read that is not asked for but
+the rest of the blocks of 256 KiB in which it lies.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, ValueEntry, checksum
+from shardwright.checkpoint.storage.folders import Folder, LocalFolder, last_part, open_folder
+from shardwright.errors import CheckpointError, DamageError
+
+READ_BYTES = 8 << 20
+"""So much is asked of a file at once."""
+_MOST = 16  # where all of a block but a sixteenth is wanted, it is read without a copy, and the rest forgotten
+
+
+@dataclass(frozen=True)
+class Damage:
+    """What is wrong with a file, and which entry of the checkpoint lies there (None: the file as a whole)."""
+
+    file: str
+    entry: str | None
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.file}: {self.what}" + (f" (entry {self.entry})" if self.entry else "")
+
+
+def _checksum(parts: Sequence[memoryview]) -> str:
+    """`manifest.checksum` of bytes that lie in several places."""
+    if len(parts) == 1:
+        return checksum(parts[0])
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def _between(buffers: Sequence[memoryview], first: int, last: int) -> list[memoryview]:
+    """The bytes from ``first`` to ``last`` of buffers that follow each other."""
+    found, at = [], 0
+    for buffer in buffers:
+        low, high = max(first - at, 0), min(last - at, len(buffer))
+        if low < high:
+            found.append(buffer[low:high])
+        at += len(buffer)
+    return found
+
+
+class _Scratch(threading.local):
+    """The last block that a thread read of which it needed a part only: the next part is often in it too. ``rest`` is
+    room for what is read and not wanted at all.
+    """
+
+    key: tuple[str, int, int] | None = None
+
+    def __init__(self) -> None:
+        self.memory = bytearray(BLOCK_BYTES)
+        self.rest = bytearray(BLOCK_BYTES)
+
+
+class Source:
+    """One checkpoint to read from. Its methods may be called from several threads at once."""
+
+    def __init__(self, folder: Folder, manifest: Manifest) -> None:
+        self.folder = folder
+        self.manifest = manifest
+        self._scratch = _Scratch()
+
+    @property
+    def where(self) -> str:
+        return self.folder.where
+
+    def read(self, entry: str, place: Place, start: int, buffer: memoryview) -> None:
+        """Fill ``buffer`` with the bytes of a container from its byte ``start`` on, and check every block of them.
+
+        Raises:
+            CheckpointError: where a block is not what was written, or the file ends before it.
+        """
+        stop, index, end = start + len(buffer), start // BLOCK_BYTES, -(-(start + len(buffer)) // BLOCK_BYTES)
+        while index < end:
+            count = self._wanted(place, index, start, stop)
+            first, last = index * BLOCK_BYTES, min((index + max(count, 1)) * BLOCK_BYTES, place.length)
+            low, high = max(first, start), min(last, stop)
+            part, scratch, key = buffer[low - start : high - start], self._scratch, (place.file, place.start, index)
+            if count and scratch.key != key:
+                scratch.key = None
+                before, after = memoryview(scratch.memory)[: low - first], memoryview(scratch.rest)[: last - high]
+                self._fetch(entry, place, index, before, part, after)
+                index += count
+                continue
+            last = min((index + 1) * BLOCK_BYTES, place.length)
+            high = min(last, stop)
+            block = memoryview(scratch.memory)[: last - first]
+            if scratch.key != key:
+                scratch.key = None
+                self._fetch(entry, place, index, block)
+                scratch.key = key
+            buffer[low - start : high - start] = block[low - first : high - first]
+            index += 1
+
+    def _wanted(self, place: Place, index: int, start: int, stop: int) -> int:
+        """How many blocks, from this one on, are wanted (almost) whole, and can be read at once."""
+        count = 0
+        while count < max(READ_BYTES // BLOCK_BYTES, 1) and (index + count) * BLOCK_BYTES < stop:
+            first, last = (index + count) * BLOCK_BYTES, min((index + count + 1) * BLOCK_BYTES, place.length)
+            low, high = max(first, start), min(last, stop)
+            if _MOST * (high - low) < (_MOST - 1) * (last - first):
+                break
+            count += 1
+        return count
+
+    def _fetch(self, entry: str, place: Place, index: int, *buffers: memoryview) -> None:
+        if found := self.check_blocks(entry, place, index, *buffers):
+            raise self.damaged(found[0])
+
+    def check_blocks(self, entry: str, place: Place, index: int, *buffers: memoryview) -> list[Damage]:
+        """Read the blocks of a container from number ``index`` on into ``buffers``, which together have their size;
+        what is wrong with each of them.
+        """
+        start, size = place.start + index * BLOCK_BYTES, sum(map(len, buffers))
+        try:
+            count = self.folder.read_into(place.file, start, *buffers)
+        except FileNotFoundError:
+            return [Damage(place.file, entry, "the file is missing")]
+        except OSError as error:
+            return [Damage(place.file, entry, f"cannot be read: {error.strerror or error}")]
+        if count < size:
+            return [Damage(place.file, entry, f"ends at byte {start + count}, where {size - count} more were written")]
+        found = []
+        most = max(buffers, key=len)
+        at = sum(map(len, buffers[: next(i for i, b in enumerate(buffers) if b is most)]))
+        for number, first in enumerate(range(0, size, BLOCK_BYTES), index):
+            last = min(first + BLOCK_BYTES, size)
+            inside = at <= first and last <= at + len(most)
+            digest = checksum(most[first - at : last - at]) if inside else _checksum(_between(buffers, first, last))
+            if digest != place.checksums[number]:
+                what = f"bytes {start + first} to {start + last - 1} are not what was written: their checksum differs"
+                found.append(Damage(place.file, entry, what))
+        return found
+
+    def value(self, entry: ValueEntry) -> Any:
+        """What an entry that is no tensor holds."""
+        data = bytearray(entry.place.length)
+        self.read(entry.name, entry.place, 0, memoryview(data))
+        return torch.load(io.BytesIO(data), weights_only=True)
+
+    def file(self, name: str) -> bytes:
+        """A whole small file of the checkpoint: ``plan.json``, ``config.yaml``.
+
+        Raises:
+            CheckpointError: where the checkpoint has none of that name, or it was altered.
+        """
+        if name not in self.manifest.files:
+            names = ", ".join(sorted(n for n, record in self.manifest.files.items() if record.checksum))
+            raise CheckpointError(f"{self.where} has no {name}; it has: {names}")
+        if found := damaged_file(self.folder, self.manifest, name):
+            raise self.damaged(found)
+        return self.folder.read(name)
+
+    def check_files(self) -> None:
+        """Every file is there with all its bytes, and the small ones are what was written.
+
+        Raises:
+            CheckpointError: which names all that are not.
+        """
+        found = [*wrong_sizes(self.folder, self.manifest)]
+        bad = {damage.file for damage in found}
+        whole = [name for name, record in self.manifest.files.items() if record.checksum and name not in bad]
+        found += [damage for name in sorted(whole) if (damage := damaged_file(self.folder, self.manifest, name))]
+        if found:
+            raise self.damaged(*found)
+
+    def damaged(self, *found: Damage) -> CheckpointError:
+        """The error that tells of damage, and what to do."""
+        return damage_error(self.folder, found)
+
+
+def damage_error(folder: Folder, found: tuple[Damage, ...] | list[Damage]) -> CheckpointError:
+    """The error that tells of damage in the checkpoint in ``folder``, and which other one to take."""
+    told = "; ".join(str(damage) for damage in found[:5]) + (f"; and {len(found) - 5} more" if len(found) > 5 else "")
+    text = f"{folder.where} is damaged: {told}"
+    outer = folder.outer()
+    name = last_part(os.path.abspath(folder.where) if isinstance(folder, LocalFolder) else folder.where)
+    others = [other for other in intact(outer) if other != name]
+    if others:
+        text += f". {outer.where}/{others[-1]} is the newest other one that has all its bytes"
+    return DamageError(f"{text}. `shardwright checkpoint verify {outer.where}` names all damage in all of them")
+
+
+def wrong_sizes(folder: Folder, manifest: Manifest) -> Iterator[Damage]:
+    """The files that are missing, too short or too long."""
+    sizes = folder.sizes()
+    for name, record in sorted(manifest.files.items()):
+        if name not in sizes:
+            yield Damage(name, None, "the file is missing")
+        elif sizes[name] != record.size_bytes:
+            yield Damage(name, None, f"has {sizes[name]} bytes, {record.size_bytes} were written")
+
+
+def damaged_file(folder: Folder, manifest: Manifest, name: str) -> Damage | None:
+    """What is wrong with a file that has a checksum of its own."""
+    record = manifest.files[name]
+    try:
+        data = folder.read(name)
+    except OSError as error:
+        return Damage(name, None, f"cannot be read: {error.strerror or error}")
+    if record.checksum is not None and checksum(data) != record.checksum:
+        return Damage(name, None, "is not what was written: its checksum differs")
+    return None
+
+
+def read_manifest(folder: Folder) -> Manifest:
+    """The manifest in a folder.
+
+    Raises:
+        CheckpointError: where there is none, or it is damaged.
+    """
+    source = f"{folder.where}/{MANIFEST}"
+    try:
+        return Manifest.from_text(folder.read(MANIFEST), source)
+    except OSError as error:
+        raise CheckpointError(f"{source} cannot be read: {error.strerror or error}") from error
+
+
+def checkpoints(folder: Folder) -> dict[str, Manifest]:
+    """The checkpoints in a directory of them that have a valid manifest, the one saved first at the beginning."""
+    found = {}
+    for name in folder.folders():
+        try:
+            found[name] = read_manifest(folder.inner(name))
+        except CheckpointError:
+            continue
+    return dict(sorted(found.items(), key=lambda item: (int(item[1].info.get("sequence", 0)), item[0])))
+
+
+def intact(folder: Folder) -> list[str]:
+    """Those of which every file has all its bytes, the newest last."""
+    return [name for name, manifest in checkpoints(folder).items() if not [*wrong_sizes(folder.inner(name), manifest)]]
+
+
+def pointed_at(folder: Folder) -> str | None:
+    """The name that ``latest`` holds, None where the pointer is missing or is not one line with a name."""
+    try:
+        text = folder.read(LATEST).decode()
+    except (OSError, UnicodeDecodeError):
+        return None
+    name = text.removesuffix("\n")
+    return name if text == f"{name}\n" and name.isprintable() and "/" not in name and name else None
+
+
+def latest(folder: Folder) -> str | None:
+    """The newest checkpoint of a directory of them, None where it has none.
+
+    Where the pointer is damaged, a warning says so, and the manifests tell.
+    """
+    name = pointed_at(folder)
+    if name is not None and MANIFEST in folder.inner(name).sizes():
+        return name
+    newest = next(reversed(checkpoints(folder)), None)
+    if newest is not None:
+        what = f"names {name}, which is no checkpoint here" if name else "is missing or damaged"
+        warnings.warn(f"{folder.where}/{LATEST} {what}; reading the newest complete one, {newest}", stacklevel=3)
+    return newest
+
+
+def open_source(where: str | os.PathLike[str] | Folder) -> Source:
+    """The checkpoint at a path or URL; of a directory of checkpoints the latest.
+
+    Raises:
+        CheckpointError: where there is none, or its manifest is damaged.
+    """
+    folder = open_folder(where) if isinstance(where, str | os.PathLike) else where
+    sizes = folder.sizes()
+    if MANIFEST not in sizes:
+        name = None if ".metadata" in sizes else latest(folder)
+        if name is None:
+            raise CheckpointError(_no_checkpoint(folder, sizes))
+        folder = folder.inner(name)
+    try:
+        manifest = read_manifest(folder)
+    except CheckpointError as error:
+        raise damage_error(folder, [Damage(MANIFEST, None, str(error))]) from error
+    return Source(folder, manifest)
+
+
+def _no_checkpoint(folder: Folder, sizes: dict[str, int]) -> str:
+    if ".metadata" in sizes:
+        return (
+            f"{folder.where} has a .metadata but no {MANIFEST}: torch.distributed.checkpoint wrote it. Read it "
+            "with its dcp.load, or turn it into one of ours: python -m torch.distributed.checkpoint.format_utils "
+            f"dcp_to_torch {folder.where} FILE.pt, then shardwright checkpoint split FILE.pt --to DIR"
+        )
+    found = sorted([*sizes, *(f"{name}/" for name in folder.folders())])
+    listed = ", ".join(found[:8]) + (" ..." if len(found) > 8 else "") or "nothing, or is not there"
+    return (
+        f"no checkpoint in {folder.where}: expected {MANIFEST} in it, or directories that have one and a file "
+        f"`{LATEST}` that names one of them; it has {listed}"
+    )

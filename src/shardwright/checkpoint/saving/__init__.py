@@ -1,0 +1,1 @@
+"""Writing a checkpoint, beside the loop where asked."""

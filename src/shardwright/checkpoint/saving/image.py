@@ -1,0 +1,184 @@
+"""The file of one rank, laid out in memory as it will lie on the disk.
+
+What is saved beside the training loop is copied once, straight to where it stands in the file, and summed while it is
+in the cache; the file is then written from there in a few large calls, during which nothing holds the interpreter's
+lock. The memory begins at a page, so that the disk can take it without another copy (open(2), ``O_DIRECT``).
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Collection, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.checkpoint.format.containers import Frame, frame_of, without_crc
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Place, checksum
+from shardwright.checkpoint.saving.save import NO_BOX, Part, Prepared, Written
+from shardwright.checkpoint.storage.files import written
+from shardwright.checkpoint.storage.store import Store, WritingPlace
+from shardwright.errors import CheckpointError
+from shardwright.pulse import own_pulse
+from shardwright.torch_private import version
+
+WRITE_BYTES = 64 << 20
+ROOM_BYTES = 1 << 20
+"""Beyond what is needed, since values (positions, lists of metrics) grow a little from save to save."""
+
+Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+
+
+@dataclass(frozen=True, eq=False)
+class _Container:
+    """A container that lies at ``start`` of the file; ``version`` is that of a tensor which is copied later."""
+
+    part: Part
+    source: Tensor | bytes
+    start: int
+    frame: Frame
+    version: int | None = None
+
+
+class Image:
+    """Memory of the host for the file of one rank, kept from one save to the next."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.uint8)
+        self._frames: dict[tuple[torch.dtype, torch.Size], Frame] = {}
+
+    def fit(self, prepared: Prepared) -> None:
+        """Take the memory for such a state now."""
+        self._lay_out(prepared, ())
+
+    def begin(self, prepared: Prepared, steady: Collection[str]) -> Copy:
+        """Copy what is saved, but for the entries named in ``steady``, which `Copy.finish` copies."""
+        containers = self._lay_out(prepared, steady)
+        return Copy(self.memory, containers)
+
+    def _lay_out(self, prepared: Prepared, steady: Collection[str]) -> list[_Container]:
+        found, size = [], 0
+        for path, data in prepared.values.items():
+            found.append(_Container((".".join(path), NO_BOX), data, size, Frame(b"", len(data), b"")))
+            size += len(data)
+        for part, tensor in prepared.parts.items():
+            frame = self._frame(tensor)
+            later = part[0] in steady and not tensor.is_inference()  # inference tensors count no versions
+            found.append(_Container(part, tensor, size, frame, version(tensor) if later else None))
+            size += frame.length
+        self._make_room(size, pinned=any(tensor.is_cuda for tensor in prepared.parts.values()))
+        return found
+
+    def _frame(self, tensor: Tensor) -> Frame:
+        key = (tensor.dtype, tensor.shape)
+        if key not in self._frames:
+            with without_crc():
+                self._frames[key] = frame_of(*key)
+        return self._frames[key]
+
+    def _make_room(self, size: int, pinned: bool) -> None:
+        if size <= self.memory.numel():
+            return
+        self.memory = torch.empty(0, dtype=torch.uint8)  # give back the old before asking for the new
+        size += ROOM_BYTES
+        if pinned:
+            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        else:
+            self.memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
+        self.memory.zero_()  # the system finds the pages now and not in the middle of the first copy
+
+
+class Copy:
+    """A state on its way into an image. What may change at any time is in it when this is made."""
+
+    def __init__(self, memory: Tensor, containers: Sequence[_Container]) -> None:
+        self._memory = memory
+        self._order = [container.part for container in containers]
+        self._places: dict[Part, Place] = {}
+        self._later = [container for container in containers if container.version is not None]
+        self._on_device = [c for c in containers if isinstance(c.source, Tensor) and c.source.is_cuda]
+        for container in containers:
+            if container.version is None:
+                self._put(container)
+        # What follows on the device is in the order of the training's own work; the rest goes beside it.
+        self._beside: Any = torch.cuda.Stream() if self._on_device else None  # type: ignore[no-untyped-call]
+        if self._beside is not None:
+            self._beside.wait_stream(torch.cuda.current_stream())
+        self._size_bytes = sum(container.frame.length for container in containers)
+
+    def finish(self) -> None:
+        """Copy the rest, in whatever thread.
+
+        Raises:
+            CheckpointError: where a tensor is not what it was when the copy began.
+        """
+        on_device = self._on_device
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            for container in self._later:
+                self._put(container)
+        if self._beside is not None:
+            self._beside.synchronize()
+        for container in self._later:
+            assert isinstance(container.source, Tensor)
+            if version(container.source) != container.version:
+                raise CheckpointError(_changed(container.part[0]))
+        self._later, self._on_device = [], []  # what was copied may be given back by its owner
+        for container in on_device:
+            self._seal(container)
+
+    def write(self, store: Store, place: WritingPlace, prepared: Prepared, rank: int) -> Written:
+        """Write the file of this rank; what `save.write` takes."""
+        name = place.file(rank)
+        if not self._order:
+            return Written(name, 0, {})
+        whole: Bytes = self._memory.numpy()[: self._size_bytes]
+        with written(store.files, f"{place.directory}/{name}", self._size_bytes) as file:
+            for start in range(0, self._size_bytes, WRITE_BYTES):
+                file.write(whole[start : start + WRITE_BYTES].data)
+                own_pulse().beat()
+        places = {}
+        for part in self._order:
+            at = self._places[part]
+            places[part] = Place(name, at.start, at.length, at.data, at.checksums)
+        return Written(name, self._size_bytes, places)
+
+    def _put(self, container: _Container) -> None:
+        frame, source = container.frame, container.source
+        target = self._memory[container.start : container.start + frame.length]
+        if isinstance(source, Tensor):
+            flat = source.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+            if flat.is_cuda:
+                target[frame.data : frame.data + frame.size].copy_(flat, non_blocking=True)
+                return
+            data: Bytes = flat.cpu().numpy()
+        else:
+            data = np.frombuffer(source, dtype=np.uint8)
+        self._seal(container, data)
+
+    def _seal(self, container: _Container, data: Bytes | None = None) -> None:
+        """Put around the elements what a container has around them, and sum it; ``data`` is copied block by block."""
+        frame, start = container.frame, container.start
+        target: Bytes = self._memory.numpy()[start : start + frame.length]
+        target[: frame.data] = np.frombuffer(frame.head, dtype=np.uint8)
+        target[frame.data + frame.size :] = np.frombuffer(frame.tail, dtype=np.uint8)
+        sums = []
+        for first in range(0, frame.length, BLOCK_BYTES):
+            last = min(first + BLOCK_BYTES, frame.length)
+            low, high = max(first, frame.data), min(last, frame.data + frame.size)
+            if data is not None and low < high:
+                target[low:high] = data[low - frame.data : high - frame.data]  # without the interpreter's lock
+            sums.append(checksum(target[first:last]))
+        self._places[container.part] = Place("", start, frame.length, frame.data, tuple(sums))
+
+
+def _changed(name: str) -> str:
+    return (
+        f"nothing was saved: {name} was changed while it was being copied, by something else than the step of a torch "
+        "optimizer (load_state_dict, an assignment, a forward that writes to its own parameters). Call "
+        "sw.checkpoint.wait_copied(), or wait_copied() of the AsyncSaver, before it is changed; or save with "
+        "asynchronous=False"
+    )

@@ -1,0 +1,218 @@
+"""Checkpoints behind a URL that fsspec knows, where nothing is renamed: ``s3://``, ``gs://``, ``memory://``.
+
+The objects of a checkpoint are written under their final names, its manifest last, then the pointer. A checkpoint
+begins with an object ``.saving`` and loses it when it is complete, so that what a dead save left can be told from what
+others keep beside the checkpoints. One is removed beginning with its manifest.
+
+A lock that ends with its holder does not exist here; instead the holder writes the object ``.lock`` anew every few
+seconds, and who finds one waits for as long as the lease to see whether it changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import secrets
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from shardwright.checkpoint.format.manifest import LATEST, MANIFEST
+from shardwright.checkpoint.storage.files import Locked
+from shardwright.checkpoint.storage.folders import file_system
+from shardwright.checkpoint.storage.retention import KEEP_ALL, Retention
+from shardwright.checkpoint.storage.store import Save, Store
+from shardwright.errors import CheckpointError
+
+MARK = ".saving"
+LEASE_S = 30.0
+
+
+def open_store(where: str | Path, retention: Retention = KEEP_ALL) -> Store:
+    """The store at a path or URL.
+
+    Raises:
+        UsageError: for a URL that fsspec does not know, or whose package is not installed.
+    """
+    if "://" not in str(where):
+        return Store(where, retention=retention)
+    system, root = file_system(str(where))
+    return ObjectStore(root, ObjectFiles(system), retention)
+
+
+class ObjectStore(Store):
+    """A store whose files are objects. A checkpoint of a name that is there already takes its place only where another
+    complete one stays beside it, since two cannot be exchanged at one instant.
+    """
+
+    def _make_room(self, name: str, nonce: str) -> str:
+        directory = self.path(name)
+        complete = self.complete()
+        if list(complete) == [name]:
+            raise CheckpointError(
+                f"{directory} is there already, and is the only complete checkpoint here: objects cannot be replaced "
+                "at one instant; save under another name, or remove it first"
+            )
+        self._remove_objects(directory)
+        self.files.make_directory(directory)
+        try:
+            self._write(f"{directory}/{MARK}", f"{nonce}\n".encode())
+        except Exception:
+            with contextlib.suppress(Exception):
+                self._remove_objects(directory)
+            raise
+        return directory
+
+    def _publish(self, save: Save) -> None:
+        """Nothing to do: with its manifest it is there."""
+
+    def _point(self, save: Save) -> None:
+        self._write(self.path(LATEST), f"{save.name}\n".encode())
+        self.files.remove(f"{save.directory}/{MARK}")
+
+    def abort(self, save: Save) -> None:
+        with contextlib.suppress(Exception):
+            self._remove_objects(save.directory)
+        self._unlock(save)
+
+    def _remove_replaced(self, save: Save) -> None:
+        """Nothing to do: it went first."""
+
+    def _give_up(self, name: str, nonce: str) -> None:
+        self._write(f"{self.path(name)}/{MARK}", f"{nonce}\n".encode())
+        self._remove_objects(self.path(name))
+
+    def _remove_leftovers(self) -> None:
+        for name in self.files.list(self.directory):
+            if MARK not in self.files.list(self.path(name)):
+                continue
+            try:
+                self.manifest(name)
+            except CheckpointError:
+                self._remove_objects(self.path(name))
+            else:
+                self.files.remove(f"{self.path(name)}/{MARK}")
+
+    def _remove_objects(self, path: str) -> None:
+        """Remove a checkpoint: its manifest first, the mark last, so that what a crash leaves is seen to be one."""
+        order = {MANIFEST: 0, MARK: 2}
+        for name in sorted(self.files.list(path), key=lambda name: order.get(name, 1)):
+            self.files.remove(f"{path}/{name}")
+        self.files.remove_directory(path)
+
+
+class ObjectFiles:
+    """The objects of an fsspec file system."""
+
+    def __init__(self, system: Any, lease_s: float = LEASE_S) -> None:
+        self.system = system
+        self.lease_s = lease_s
+
+    def make_directory(self, path: str) -> None:
+        self.system.makedirs(path, exist_ok=True)
+
+    def list(self, path: str) -> Any:
+        """The names under a prefix, sorted."""
+        self.system.invalidate_cache(path)
+        try:
+            found = self.system.ls(path, detail=False)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return sorted(name.rstrip("/").rpartition("/")[2] for name in found if name.rstrip("/") != path.rstrip("/"))
+
+    def is_directory(self, path: str) -> bool:
+        return bool(self.system.isdir(path))
+
+    def read(self, path: str) -> bytes:
+        return bytes(self.system.cat_file(path))
+
+    def create(self, path: str, size_bytes: int = 0) -> Any:
+        return self.system.open(path, "wb")
+
+    def finish(self, file: Any) -> None:
+        file.close()
+
+    def discard(self, file: Any) -> None:
+        """Let go of what is half written; if an object comes of it, the checkpoint has no manifest that names it."""
+        with contextlib.suppress(Exception):
+            file.close()
+
+    def rename(self, old: str, new: str) -> None:
+        raise NotImplementedError("objects are not renamed")
+
+    exchange = rename
+
+    def sync_directory(self, path: str) -> None:
+        """Nothing to do: an object is there when it is closed."""
+
+    def remove(self, path: str) -> None:
+        self.system.rm_file(path)
+
+    def remove_directory(self, path: str) -> None:
+        with contextlib.suppress(Exception):  # most know no directories; an empty one does no harm
+            self.system.rmdir(path)
+
+    def lock(self, path: str, owner: str) -> ObjectLock:
+        """Hold a lock until `unlock`, or until the lease after the end of this process is over.
+
+        Raises `Locked` where another holds it.
+        """
+        self._wait_for(path)
+        lock = ObjectLock(self, path, owner)
+        lock.beat()
+        if self.read(path) != lock.written:
+            lock.stop()
+            raise Locked(_owner(self.read(path)))
+        lock.thread.start()
+        return lock
+
+    def unlock(self, lock: ObjectLock) -> None:
+        lock.stop()
+        with contextlib.suppress(FileNotFoundError):
+            self.remove(lock.path)
+
+    def _wait_for(self, path: str) -> None:
+        """Return when nobody holds the lock."""
+        seen = None
+        deadline = time.monotonic() + self.lease_s
+        while time.monotonic() < deadline:
+            try:
+                found = self.read(path)
+            except FileNotFoundError:
+                return
+            if seen not in (None, found):
+                raise Locked(_owner(found))
+            seen = found
+            time.sleep(self.lease_s / 30)
+
+
+class ObjectLock:
+    """The object ``.lock`` that this process holds, and the thread that keeps it fresh."""
+
+    def __init__(self, files: ObjectFiles, path: str, owner: str) -> None:
+        self.files, self.path, self.owner = files, path, owner
+        self.nonce = secrets.token_hex(4)
+        self.written = b""
+        self._beats = itertools.count()
+        self._ended = threading.Event()
+        self.thread = threading.Thread(target=self._keep, name="checkpoint lock", daemon=True)
+
+    def beat(self) -> None:
+        self.written = f"{self.owner}\n{self.nonce} {next(self._beats)}\n".encode()
+        self.files.system.pipe_file(self.path, self.written)
+
+    def stop(self) -> None:
+        """Write it no more, as if the process had ended."""
+        self._ended.set()
+        if self.thread.is_alive():
+            self.thread.join()
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self.files.lease_s / 6):
+            with contextlib.suppress(Exception):  # one beat that fails is made up for by the next
+                self.beat()
+
+
+def _owner(written: bytes) -> str:
+    return written.decode(errors="replace").partition("\n")[0]

@@ -1,0 +1,116 @@
+"""Make, merge, check and convert rank tables."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import click
+
+from shardwright.cli.group import cli
+
+
+@cli.group()
+def ranktable() -> None:
+    """Rank tables: which device of which server each rank has."""
+
+
+_PRODUCT = click.option(
+    "--product", type=click.Choice(["8-device", "any"]), default="8-device", show_default=True, help="Whose rules hold."
+)
+_OUT = click.option("--out", metavar="FILE", help="Where to; without it, into this folder under a name that says what.")
+_FORCE = click.option("--force", is_flag=True, help="Replace another file that is there already.")
+
+
+def _write_table(table: Any, notes: list[str], out: str | None, force: bool) -> None:
+    from shardwright.cluster.table_making import file_name, write
+
+    for note in notes:
+        click.echo(f"shardwright: {note}", err=True)
+    click.echo(write(table.to_json(), out, file_name(table), force))
+
+
+@ranktable.command("make")
+@click.option("--address-file", metavar="FILE", help="Lines address_N=IP; without it /etc/hccn.conf, or hccn_tool.")
+@click.option(
+    "--server-id", default="127.0.0.1", show_default=True, metavar="IP", help="By which others reach this host."
+)
+@_PRODUCT
+@_OUT
+@_FORCE
+@click.argument("devices", metavar='"[0,8)"')
+def make_table(
+    devices: str, address_file: str | None, server_id: str, product: str, out: str | None, force: bool
+) -> None:
+    """Write the table of this host's devices: a range without its end, "[4,8)", or a list, "{1,2}"."""
+    from pathlib import Path
+
+    from shardwright.cluster.table_making import PRODUCTS, find_addresses, make, read_devices
+
+    ids, rules = read_devices(devices), PRODUCTS[product]
+    make(ids, {}, server_id, rules)  # what is not allowed is said before devices are asked
+    addresses, note = find_addresses(ids, Path(address_file) if address_file is not None else None)
+    _write_table(make(ids, addresses, server_id, rules), [note] if note else [], out, force)
+
+
+@ranktable.command("merge")
+@_PRODUCT
+@_OUT
+@_FORCE
+@click.argument("tables", metavar="A.json B.json", nargs=-1)
+def merge_table(tables: tuple[str, ...], product: str, out: str | None, force: bool) -> None:
+    """Join the tables of several servers; ranks follow the sorted server ids."""
+    from pathlib import Path
+
+    from shardwright.cluster.table_making import PRODUCTS, merge
+
+    _write_table(merge([Path(table) for table in tables], PRODUCTS[product]), [], out, force)
+
+
+@ranktable.command("check")
+@_PRODUCT
+@click.argument("table", metavar="FILE.json")
+def check_table(table: str, product: str) -> None:
+    """Say everything that is wrong with a table. The exit code is 0 where nothing is, 1 where something is."""
+    from pathlib import Path
+
+    from shardwright.cluster.table_making import PRODUCTS, check
+
+    read, problems, notes = check(Path(table), PRODUCTS[product])
+    for problem in problems:
+        click.echo(f"{table}: {problem}", err=True)
+    for note in notes:
+        click.echo(f"{table}: note: {note}", err=True)
+    if problems:
+        sys.exit(1)
+    click.echo(read)
+
+
+@ranktable.command("from-hostfile")
+@_PRODUCT
+@_OUT
+@_FORCE
+@click.argument("hostfile", metavar="FILE")
+def table_from_hostfile(hostfile: str, product: str, out: str | None, force: bool) -> None:
+    """Write the table of a hostfile's hosts, with as many devices of each as it has slots."""
+    from pathlib import Path
+
+    from shardwright.cluster.table_making import PRODUCTS, from_hostfile
+
+    table, notes = from_hostfile(Path(hostfile), PRODUCTS[product])
+    _write_table(table, notes, out, force)
+
+
+@ranktable.command("to-hostfile")
+@click.option("--out", metavar="FILE", help="Where to; without it, the lines are shown.")
+@_FORCE
+@click.argument("table", metavar="FILE.json")
+def table_to_hostfile(table: str, out: str | None, force: bool) -> None:
+    """Show or write the hostfile of a table: each server with as many slots as it has ranks."""
+    from pathlib import Path
+
+    from shardwright.cluster.table_making import write
+    from shardwright.hosts.rank_table import read_rank_table
+
+    text = read_rank_table(Path(table)).hosts().to_hostfile()
+    click.echo(text if out is None else f"{write(text, out, 'hostfile', force)}\n", nl=False)

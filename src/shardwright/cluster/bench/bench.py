@@ -1,0 +1,176 @@
+"""`shardwright bench`: collectives timed and checked, in the manner of nccl-tests.
+
+A rank times a loop of calls after a barrier; a row shows the mean over ranks. The check runs afterwards on fresh data:
+every rank counts the elements that differ from what must arrive, and the row shows the sum over ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from shardwright import __version__
+from shardwright.cluster.bench.data import DTYPES
+from shardwright.cluster.bench.operations import OPERATIONS, Buffers, Case, Operation
+from shardwright.cluster.bench.options import BenchOptions
+from shardwright.cluster.bench.roofline import copy_rate, fastest_link, processor, roofline
+from shardwright.cluster.bench.table import Config, Device, Half, Row, Test, closing, opening, row_line, to_json
+from shardwright.world.agree import agree, from_all_ranks
+from shardwright.world.world import World
+
+
+def run_bench(world: World, options: BenchOptions, show: Callable[[str], None]) -> tuple[Test, ...]:
+    """Measure every collective of ``options``; rank 0 hands each line, or the JSON, to ``show``.
+
+    Every rank calls this, and gets the same result.
+
+    Raises:
+        UsageError: where the options do not fit the world or the memory of a host.
+    """
+    agree({"the benchmark": options}, _problem(world, options))
+    bench = _Bench(world, options)
+    say = show if world.rank == 0 and not options.json else _silent
+    tests = []
+    for name in options.collectives:
+        for line in opening(bench.first_line, OPERATIONS[name].program, bench.config, bench.devices):
+            say(line)
+        test = bench.test(OPERATIONS[name], say)
+        for line in closing(test):
+            say(line)
+        tests.append(test)
+    if options.json and world.rank == 0:
+        show(json.dumps(to_json(bench.first_line, world.backend, bench.config, bench.devices, tests), indent=1))
+    return tuple(tests)
+
+
+def _silent(line: str) -> None:
+    pass
+
+
+def _problem(world: World, options: BenchOptions) -> str | None:
+    if options.root >= world.size:
+        return f"-r {options.root} is no rank of this world, whose ranks are 0 to {world.size - 1}"
+    if options.collectives and world.device.type == "cpu":
+        needed = 3 * options.max_bytes * world.local_size
+        if needed > (free := _free_bytes()):
+            return (
+                f"-e {options.max_bytes} needs about {needed / 2**30:.1f} GiB for {world.local_size} ranks on "
+                f"{world.host}, which has {free / 2**30:.1f} GiB free; type a smaller -e"
+            )
+    return None
+
+
+def _free_bytes() -> int:
+    """The memory that new processes can have without swapping, as Linux tells it."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True)
+class _Timed:
+    """What a half of a row takes, before it is rounded."""
+
+    seconds: float
+    wrong: int | None
+
+
+class _Bench:
+    """What stays the same over all rows of a job."""
+
+    def __init__(self, world: World, options: BenchOptions) -> None:
+        self.world = world
+        self.options = options
+        self.first_line = f"shardwright bench {__version__}, torch {torch.__version__}, {world.backend}"
+        grows = options.factor > 1
+        self.config = Config(
+            options.min_bytes, options.max_bytes, options.factor if grows else options.step_bytes, grows,
+            options.warmup, options.iters, options.check,
+        )  # fmt: skip
+        self.devices = from_all_ranks(_this_device(world))
+        copied = copy_rate(world.device, self.synchronize, dist.barrier)
+        links = from_all_ranks(fastest_link(world.backend))
+        self.roofline = roofline(len(set(world.hosts)), from_all_ranks(copied), links)
+
+    def synchronize(self) -> None:
+        if self.world.device.type == "cuda":
+            torch.cuda.synchronize(self.world.device)
+
+    def test(self, operation: Operation, say: Callable[[str], None]) -> Test:
+        rows = []
+        for size in self.options.sizes():
+            rows.append(self._row(operation, size))
+            say(row_line(rows[-1]))
+        return Test(operation.program, tuple(rows), self.roofline)
+
+    def _row(self, operation: Operation, size_bytes: int) -> Row:
+        options, world = self.options, self.world
+        dtype = DTYPES[options.dtype]
+        count = operation.count(size_bytes, dtype.itemsize, world.size)
+        case = Case(count, dtype, world.device, world.rank, world.size, options.reduction, options.root)
+        size = operation.bytes(count, dtype.itemsize, world.size)
+        out, inside = (self._half(operation, case, size, in_place) for in_place in (False, True))
+        return Row(
+            size, count, options.dtype, operation.shown_reduction or options.reduction,
+            options.root if operation.rooted else -1, out, inside,
+        )  # fmt: skip
+
+    def _half(self, operation: Operation, case: Case, size: int, in_place: bool) -> Half:
+        buffers = operation.buffers(case, in_place)
+        mine_s = self._time(operation, case, buffers)
+        wrong = self._wrong(operation, case, buffers) if self.options.check else None
+        everyone = from_all_ranks(_Timed(mine_s, wrong))
+        seconds = sum(found.seconds for found in everyone) / len(everyone)
+        algbw = size / seconds / 1e9
+        total = sum(found.wrong or 0 for found in everyone) if self.options.check else None
+        return Half(seconds * 1e6, algbw, algbw * operation.factor(case.ranks), total)
+
+    def _time(self, operation: Operation, case: Case, buffers: Buffers) -> float:
+        """Seconds of one call on this rank, the mean of a loop."""
+        operation.fill(case, buffers)
+        for _ in range(self.options.warmup):
+            operation.call(case, buffers)
+        self.synchronize()
+        dist.barrier()
+        start_s = time.perf_counter()
+        for _ in range(self.options.iters):
+            operation.call(case, buffers)
+        self.synchronize()
+        return (time.perf_counter() - start_s) / self.options.iters
+
+    def _wrong(self, operation: Operation, case: Case, buffers: Buffers) -> int:
+        """The wrong elements on this rank after one call on fresh data, the most of ``check`` calls."""
+        most = 0
+        for _ in range(self.options.check):
+            buffers.received.zero_()
+            operation.fill(case, buffers)
+            operation.call(case, buffers)
+            self.synchronize()
+            most = max(most, operation.wrong(case, buffers))
+        return most
+
+
+def _this_device(world: World) -> Device:
+    """This rank, with its GPU or its processor."""
+    bus: tuple[int, ...] = (0, 0, 0)
+    number, name = world.local_rank, processor()
+    if world.device.type == "cuda":
+        facts = torch.cuda.get_device_properties(world.device)
+        # torch's stubs do not know them
+        bus = tuple(getattr(facts, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
+        number, name = world.device.index, facts.name
+    return Device(world.rank, os.getpid(), socket.gethostname(), number, bus, name)
+
+
+def passed(tests: tuple[Test, ...]) -> bool:
+    """Whether no element of any row was wrong."""
+    return not any(test.out_of_bounds for test in tests)

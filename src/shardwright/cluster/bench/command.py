@@ -1,0 +1,74 @@
+"""What ``shardwright bench`` does: measures in this process under a launcher, else starts the ranks that measure.
+
+Imports no torch before it knows that this process is a rank.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardwright.cluster.bench.options import BenchOptions, ranks_and_iters, read_bench_options
+from shardwright.errors import ShardwrightError, UsageError
+from shardwright.hosts.environment import read_environment
+
+
+def bench(collective: str | None, number: str | None, ranks: str | None, iters: int | None, **words: Any) -> int:
+    """Run the benchmark that the words of a command line ask for.
+
+    Returns 0 where every element was right and 1 where one was wrong. Where a rank crashed, it returns 2, or the rank's
+    own code if that is larger, after the launcher has told which one and why; the logs are then kept.
+
+    Raises:
+        UsageError: where a word does not fit, or with what the ranks have to say.
+    """
+    told = read_environment(os.environ)
+    launched = None if told.launcher == "none" else told.size
+    start, count = ranks_and_iters(number, ranks, iters, launched)
+    options = read_bench_options(collective, iters=count, **words)
+    if options.profile is not None:
+        _check_target(Path(options.profile))
+    if launched is not None:
+        from shardwright.cluster.bench.rank import measure
+
+        return 0 if measure(options) else 1
+    return _launch(options, start)
+
+
+def _check_target(path: Path) -> None:
+    """A profile takes a while to measure: where it cannot be written is said before."""
+    if path.suffix != ".json":
+        raise UsageError(f"--save-profile {path}: a profile is a file that ends with .json")
+    if not path.absolute().parent.is_dir():
+        raise UsageError(f"--save-profile {path}: there is no folder {path.absolute().parent}")
+
+
+def _launch(options: BenchOptions, ranks: str | None) -> int:
+    from shardwright.launch.asked.options import read_options
+    from shardwright.launch.local import launch
+
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-bench-"))
+    verdict = folder / "verdict.json"
+    module = ["shardwright.cluster.bench.rank", str(verdict), json.dumps(asdict(options))]
+    job = read_options(
+        module=True, program=False, arguments=module, ranks=ranks, preload=True, tee="0", job=None,
+        log_dir=str(folder / "logs"), port=None, devices=None, variables=[], grace_s=10.0, detach=False,
+        via="mpirun" if options.backend == "mpi" else "local",
+    )  # fmt: skip
+    try:
+        code = launch(job)
+    except ShardwrightError:
+        shutil.rmtree(folder)
+        raise
+    if code or not verdict.exists():
+        return max(code, 2)
+    found = json.loads(verdict.read_text())
+    shutil.rmtree(folder)
+    if "error" in found:
+        raise UsageError(found["error"])
+    return 0 if found["passed"] else 1

@@ -1,0 +1,206 @@
+"""The collectives that are measured: how they are called, what their buffers hold, and what their bandwidth counts.
+
+Each is torch.distributed's own on the default process group, whichever backend that has. torch's all-reduce and
+broadcast work in place: out of place they are that after a copy. An all-to-all and a send and receive are in place
+after their buffer was copied aside. The copies are part of the time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.cluster.bench.data import count_wrong, fill, pattern, reduced
+
+# torch 2.13 gave these new names and deprecated the old ones, which are all that 2.11 has.
+_all_gather: Callable[[Tensor, Tensor], Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_REDUCTIONS = {
+    "sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: an operation on so many elements per rank (``count``) of a dtype, among so many ranks."""
+
+    count: int
+    dtype: torch.dtype
+    device: torch.device
+    rank: int
+    ranks: int
+    reduction: str = "sum"
+    root: int = 0
+
+    @property
+    def right(self) -> int:
+        return (self.rank + 1) % self.ranks
+
+    @property
+    def left(self) -> int:
+        return (self.rank - 1) % self.ranks
+
+    def mine(self, rank: int | None = None) -> Tensor:
+        return pattern(self.rank if rank is None else rank, self.ranks, self.reduction, self.dtype)
+
+    def reduced(self) -> Tensor:
+        return reduced(self.ranks, self.reduction, self.dtype)
+
+
+@dataclass(frozen=True)
+class Buffers:
+    """What a rank sends and receives; in place the two share memory."""
+
+    sent: Tensor
+    received: Tensor
+
+    @property
+    def in_place(self) -> bool:
+        return self.sent.untyped_storage().data_ptr() == self.received.untyped_storage().data_ptr()
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A collective.
+
+    Args:
+        program: nccl-tests' name for it.
+        split: whether the ranks divide the buffer; each part is then a multiple of 16 bytes, as in nccl-tests.
+        sends, receives: the length of the two buffers, in counts: 1, or the number of ranks.
+        factor: bus bandwidth over algorithm bandwidth, from the number of ranks.
+        fill, call, wrong: set the buffers, run once, count the wrong elements of this rank.
+        shown_reduction: what the column redop shows; None for the reduction.
+        rooted: whether the column root shows the root.
+    """
+
+    program: str
+    split: bool
+    sends: Callable[[int], int]
+    receives: Callable[[int], int]
+    factor: Callable[[int], float]
+    fill: Callable[[Case, Buffers], None]
+    call: Callable[[Case, Buffers], None]
+    wrong: Callable[[Case, Buffers], int]
+    shown_reduction: str | None = "none"
+    rooted: bool = False
+
+    def count(self, size_bytes: int, itemsize: int, ranks: int) -> int:
+        """The elements of the row's column ``count``: those that each rank sends or receives."""
+        elements = size_bytes // itemsize
+        if not self.split:
+            return elements
+        step = 16 // itemsize
+        return elements // ranks // step * step
+
+    def bytes(self, count: int, itemsize: int, ranks: int) -> int:
+        """The bytes of the row's column ``size``: the larger of the two buffers."""
+        return count * itemsize * max(self.sends(ranks), self.receives(ranks))
+
+    def buffers(self, case: Case, in_place: bool) -> Buffers:
+        """Fresh buffers for a case. In place, the smaller is this rank's part of the larger."""
+        sends, receives = case.count * self.sends(case.ranks), case.count * self.receives(case.ranks)
+        whole = torch.zeros(max(sends, receives), dtype=case.dtype, device=case.device)
+        if not in_place:
+            other = torch.zeros(min(sends, receives), dtype=case.dtype, device=case.device)
+            return Buffers(whole, other) if sends >= receives else Buffers(other, whole)
+        part = whole.narrow(0, case.rank * case.count, case.count) if sends != receives else whole
+        return Buffers(whole, part) if sends >= receives else Buffers(part, whole)
+
+
+def _one(ranks: int) -> int:
+    return 1
+
+
+def _every(ranks: int) -> int:
+    return ranks
+
+
+def _ring(ranks: int) -> float:
+    return (ranks - 1) / ranks
+
+
+def _fill_whole(case: Case, buffers: Buffers) -> None:
+    fill(buffers.sent, case.mine())
+
+
+def _fill_parts(case: Case, buffers: Buffers) -> None:
+    for part, piece in enumerate(buffers.sent.view(case.ranks, case.count)):
+        fill(piece, case.mine(), part)
+
+
+def _wrong_by_rank(case: Case, buffers: Buffers, part: int) -> int:
+    """Where part r of what arrived came from rank r, which sent its part ``part``."""
+    pieces = enumerate(buffers.received.view(case.ranks, case.count))
+    return sum(count_wrong(piece, case.mine(rank), part) for rank, piece in pieces)
+
+
+def _aside(buffers: Buffers) -> Tensor:
+    return buffers.sent.clone() if buffers.in_place else buffers.sent
+
+
+def _call_all_reduce(case: Case, buffers: Buffers) -> None:
+    if not buffers.in_place:
+        buffers.received.copy_(buffers.sent)
+    dist.all_reduce(buffers.received, _REDUCTIONS[case.reduction])
+
+
+def _call_all_gather(case: Case, buffers: Buffers) -> None:
+    _all_gather(buffers.received, buffers.sent)
+
+
+def _call_reduce_scatter(case: Case, buffers: Buffers) -> None:
+    _reduce_scatter(buffers.received, buffers.sent, _REDUCTIONS[case.reduction])
+
+
+def _call_all_to_all(case: Case, buffers: Buffers) -> None:
+    dist.all_to_all_single(buffers.received, _aside(buffers))
+
+
+def _call_broadcast(case: Case, buffers: Buffers) -> None:
+    if not buffers.in_place and case.rank == case.root:
+        buffers.received.copy_(buffers.sent)
+    dist.broadcast(buffers.received, case.root)
+
+
+def _call_sendrecv(case: Case, buffers: Buffers) -> None:
+    """To the right neighbour, from the left one."""
+    if case.ranks == 1:
+        buffers.received.copy_(_aside(buffers))
+        return
+    send = dist.P2POp(dist.isend, _aside(buffers), case.right)
+    receive = dist.P2POp(dist.irecv, buffers.received, case.left)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+
+
+OPERATIONS: dict[str, Operation] = {
+    "all_reduce": Operation(
+        "all_reduce_perf", False, _one, _one, lambda n: 2 * _ring(n), _fill_whole, _call_all_reduce,
+        lambda case, b: count_wrong(b.received, case.reduced()), shown_reduction=None,
+    ),
+    "all_gather": Operation(
+        "all_gather_perf", True, _one, _every, _ring, _fill_whole, _call_all_gather,
+        lambda case, b: _wrong_by_rank(case, b, 0),
+    ),
+    "reduce_scatter": Operation(
+        "reduce_scatter_perf", True, _every, _one, _ring, _fill_parts, _call_reduce_scatter,
+        lambda case, b: count_wrong(b.received, case.reduced(), case.rank), shown_reduction=None,
+    ),
+    "all_to_all": Operation(
+        "alltoall_perf", True, _every, _every, _ring, _fill_parts, _call_all_to_all,
+        lambda case, b: _wrong_by_rank(case, b, case.rank),
+    ),
+    "broadcast": Operation(
+        "broadcast_perf", False, _one, _one, lambda n: 1.0, _fill_whole, _call_broadcast,
+        lambda case, b: count_wrong(b.received, case.mine(case.root)), rooted=True,
+    ),
+    "sendrecv": Operation(
+        "sendrecv_perf", False, _one, _one, lambda n: 1.0, _fill_whole, _call_sendrecv,
+        lambda case, b: count_wrong(b.received, case.mine(case.left)), shown_reduction=None,
+    ),
+}  # fmt: skip

@@ -1,0 +1,50 @@
+"""What every rank of ``shardwright bench`` runs; rank 0 leaves the verdict in a file where this command started it."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwright.cluster.bench.bench import passed, run_bench
+from shardwright.cluster.bench.options import BenchOptions
+from shardwright.errors import ShardwrightError
+from shardwright.hosts.environment import read_environment
+from shardwright.world.world import init
+
+
+def measure(options: BenchOptions) -> bool:
+    """Join the world, print what was asked for on rank 0, write the profile; whether all elements were right."""
+    world = init(options.backend)
+    tests = run_bench(world, options, _print)
+    if options.profile is not None:
+        from shardwright.cluster.bench.profile import measure_hardware, report
+
+        hardware = measure_hardware(world)
+        if world.rank == 0:
+            hardware.save(options.profile)
+            if not options.json:
+                _print(report(hardware))
+                _print(f"saved as {options.profile}")
+    return passed(tests)
+
+
+def _print(text: str) -> None:
+    print(text, flush=True)
+
+
+def main(verdict: str, options: dict[str, Any]) -> None:
+    """Measure; what a user can mend is a verdict too, told once and not as a failure of ranks."""
+    options["collectives"] = tuple(options["collectives"])
+    try:
+        found: dict[str, Any] = {"passed": measure(BenchOptions(**options))}
+    except ShardwrightError as error:
+        found = {"error": str(error)}
+    if read_environment(os.environ).rank == 0:
+        Path(verdict).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], json.loads(sys.argv[2]))

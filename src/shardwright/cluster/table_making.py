@@ -1,0 +1,301 @@
+"""Making, merging, checking and converting rank tables (`shardwright.hosts.rank_table` reads them).
+
+What a product allows is a row of `PRODUCTS`; nothing else knows about products.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from shardwright.errors import UsageError
+from shardwright.hosts.hosts import Hosts, is_host_name, read_text
+from shardwright.hosts.rank_table import (
+    RankTable,
+    Server,
+    SuperPod,
+    TableDevice,
+    is_address,
+    parse_rank_table,
+    read_rank_table,
+)
+from shardwright.whole_file import write_whole
+
+ADDRESS_FILE = Path("/etc/hccn.conf")
+_TOOL_TIMEOUT_S = 30.0
+_MOST_DEVICES = 1024
+
+
+@dataclass(frozen=True)
+class Product:
+    """What a server of one kind allows.
+
+    ``counts`` are the numbers of devices that one server alone may use; several servers use all ``devices`` of each.
+    Fewer than all must lie in one of ``networks``. None and () where there is no such rule.
+    """
+
+    name: str
+    devices: int | None = None
+    counts: tuple[int, ...] = ()
+    networks: tuple[range, ...] = ()
+
+    def problems(self, servers: Sequence[Server]) -> list[str]:
+        """Every rule that the devices of ``servers`` break, in words.
+
+        >>> table = RankTable.from_hosts(Hosts.from_list("a:3"))
+        >>> PRODUCTS["8-device"].problems(table.servers)
+        ['a uses 3 devices (0, 1, 2); an 8-device server alone uses 1, 2, 4 or 8']
+        """
+        return [problem for server in servers for problem in self._problems(server, len(servers) > 1)]
+
+    def _problems(self, server: Server, among_others: bool) -> list[str]:
+        if self.devices is None:
+            return []
+        ids, found = sorted(server.device_ids), []
+        shown = f"{', '.join(map(str, ids))}"
+        if beyond := [device for device in ids if device >= self.devices]:
+            found.append(
+                f"{server.server_id} has no device {_listed(beyond)}; an {self.name} server has the devices 0 to "
+                f"{self.devices - 1}"
+            )
+        if among_others and len(ids) != self.devices:
+            found.append(
+                f"{server.server_id} uses {_count(ids)} ({shown}); of several {self.name} servers each uses all "
+                f"{self.devices}"
+            )
+        if not among_others and len(ids) not in self.counts:
+            found.append(
+                f"{server.server_id} uses {_count(ids)} ({shown}); an {self.name} server alone uses "
+                f"{_listed(self.counts)}"
+            )
+        if len(ids) < self.devices and not any(set(ids) <= set(network) for network in self.networks):
+            networks = " and ".join(f"{network[0]}-{network[-1]}" for network in self.networks)
+            found.append(
+                f"{server.server_id} uses the devices {shown}; {networks} are two networks of an {self.name} server, "
+                f"and fewer than {self.devices} devices may not cross them"
+            )
+        return found
+
+
+PRODUCTS = {
+    product.name: product
+    for product in (
+        Product("8-device", devices=8, counts=(1, 2, 4, 8), networks=(range(4), range(4, 8))),
+        Product("any"),
+    )
+}
+
+
+def _listed(numbers: Sequence[int], word: str = "or") -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} {word} {last}" if first else last
+
+
+def _count(ids: Sequence[int]) -> str:
+    return f"{len(ids)} device{'s' * (len(ids) != 1)}"
+
+
+def _allowed(table: RankTable, product: Product) -> RankTable:
+    if problems := product.problems(table.servers):
+        raise UsageError("; ".join(problems) + " (other servers: --product any)")
+    return table
+
+
+def read_devices(text: str) -> tuple[int, ...]:
+    """``[4,8)`` without its end, or a list.
+
+    >>> read_devices("[4,8)"), read_devices("{1,2}"), read_devices("0")
+    ((4, 5, 6, 7), (1, 2), (0,))
+    """
+    span = re.fullmatch(r"\s*\[\s*([0-9]{1,4})\s*,\s*([0-9]{1,4})\s*\)\s*", text)
+    if span:
+        ids = tuple(range(int(span[1]), int(span[2])))
+    else:
+        inner = re.fullmatch(r"\s*(\{)?([0-9,\s]*[0-9][0-9,\s]*)(?(1)\})\s*", text)
+        words = [word.strip() for word in inner[2].split(",")] if inner else []
+        if not words or not all(re.fullmatch(r"[0-9]{1,4}", word) for word in words):
+            raise UsageError(f'{text} names no devices; type a range without its end, "[4,8)", or a list, "{{1,2}}"')
+        ids = tuple(map(int, words))
+    if not ids or len(ids) > _MOST_DEVICES:
+        raise UsageError(f"{text} has {len(ids)} devices; expected 1 to {_MOST_DEVICES}")
+    if len(set(ids)) < len(ids):
+        raise UsageError(f"{text} has a device twice; expected each once")
+    return ids
+
+
+def make(devices: Sequence[int], addresses: Mapping[int, str], server_id: str, product: Product) -> RankTable:
+    """The table of one server, its ranks from 0 on in the order of ``devices``.
+
+    Raises `UsageError` where the product does not allow these devices, or the server's name can be none.
+    """
+    if not is_host_name(server_id):
+        raise UsageError(f"--server-id {server_id!r} is no host; type the address by which other hosts reach this one")
+    entries = tuple(TableDevice(device, rank, addresses.get(device)) for rank, device in enumerate(devices))
+    return _allowed(RankTable((Server(server_id, entries),)), product)
+
+
+def find_addresses(devices: Sequence[int], address_file: Path | None) -> tuple[dict[int, str], str | None]:
+    """The address of each device, or none at all and why.
+
+    From ``address_file`` where given, else from /etc/hccn.conf, else from hccn_tool, where this host has them.
+    Raises `UsageError` where the source that there is lacks a device or cannot be read.
+    """
+    if address_file is None and ADDRESS_FILE.exists():
+        address_file = ADDRESS_FILE
+    if address_file is not None:
+        found = read_addresses(address_file)
+        if missing := [device for device in devices if device not in found]:
+            raise UsageError(
+                f"{address_file} has no line `address_{missing[0]}=IP`; it has the addresses of the devices "
+                f"{', '.join(map(str, sorted(found))) or '(none)'}"
+            )
+        return {device: found[device] for device in devices}, None
+    if tool := shutil.which("hccn_tool"):
+        return {device: _ask_tool(tool, device) for device in devices}, None
+    return {}, (
+        f"no {ADDRESS_FILE} and no hccn_tool on this host: the table has no device addresses, which HCCL needs across "
+        "servers; type --address-file FILE with lines address_N=IP"
+    )
+
+
+def read_addresses(path: Path) -> dict[int, str]:
+    """The lines ``address_N=IP`` of a file; its other lines are about other things."""
+    found: dict[int, str] = {}
+    for number, line in enumerate(read_text(path, "the address file").split("\n"), 1):
+        if not line.strip().startswith("address"):
+            continue
+        match = re.fullmatch(r"\s*address_([0-9]{1,4})\s*=\s*(\S+)\s*", line)
+        if not match or not is_address(match[2]):
+            raise UsageError(
+                f"{path}:{number}: got {line.strip()!r}, expected address_N=IP, as address_0=192.168.100.101"
+            )
+        device = int(match[1])
+        if found.setdefault(device, match[2]) != match[2]:
+            raise UsageError(f"{path}:{number}: got {match[2]} for device {device}, which has {found[device]} above")
+    return found
+
+
+def _ask_tool(tool: str, device: int) -> str:
+    command = [tool, "-i", str(device), "-ip", "-g"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=_TOOL_TIMEOUT_S)
+        output = done.stdout + done.stderr
+    except (OSError, subprocess.TimeoutExpired) as error:
+        output = str(error)
+    match = re.search(r"ipaddr:\s*(\S+)", output)
+    if not match or not is_address(match[1]):
+        raise UsageError(
+            f"`{' '.join(command)}` gave no address: {output.strip()[:200] or 'nothing'}; expected `ipaddr:IP`. Type "
+            "--address-file FILE with lines address_N=IP"
+        )
+    return match[1]
+
+
+def merge(paths: Sequence[Path], product: Product) -> RankTable:
+    """One table of all servers, with ranks by sorted server ids and, on a server, in the order that they had.
+
+    Raises `UsageError` where a server is in two of them, or versions differ.
+    """
+    if len(paths) < 2:
+        raise UsageError("type the rank tables of at least two servers: `shardwright ranktable merge A.json B.json`")
+    tables = [(path, read_rank_table(path)) for path in paths]
+    versions = {table.version: path for path, table in tables}
+    if len(versions) > 1:
+        told = " and ".join(f"{path} is of version {version}" for version, path in versions.items())
+        raise UsageError(f"{told}; tables of one version can be merged")
+    owner: dict[str, Path] = {}
+    servers: list[Server] = []
+    pods: dict[str, tuple[str, ...]] = {}
+    for path, table in tables:
+        for server in table.servers:
+            if server.server_id in owner:
+                raise UsageError(
+                    f"{owner[server.server_id]} and {path} both have the server {server.server_id}; make each with the "
+                    "address of its own host: `shardwright ranktable make ... --server-id ADDRESS`"
+                )
+            owner[server.server_id] = path
+            servers.append(server)
+        for pod in table.super_pods:
+            pods[pod.super_pod_id] = pods.get(pod.super_pod_id, ()) + pod.server_ids
+    servers.sort(key=lambda server: server.server_id)
+    merged = RankTable(
+        _numbered(servers), next(iter(versions)), tuple(SuperPod(name, ids) for name, ids in pods.items())
+    )
+    return _allowed(merged, product)
+
+
+def _numbered(servers: Iterable[Server]) -> tuple[Server, ...]:
+    numbered, rank = [], 0
+    for server in servers:
+        devices = sorted(server.devices, key=lambda device: device.rank)
+        numbered.append(replace(server, devices=tuple(replace(d, rank=rank + i) for i, d in enumerate(devices))))
+        rank += len(devices)
+    return tuple(numbered)
+
+
+def check(path: Path, product: Product) -> tuple[RankTable, list[str], list[str]]:
+    """The table, everything that is wrong with it, and what may be wrong with it. A broken table is read in part."""
+    table, found = parse_rank_table(read_text(path, "the rank table"), strict=True)
+    problems = [*found, *product.problems(table.servers)]
+    by_address: dict[str, list[int]] = {}
+    for rank, (_, device) in table.placed.items():
+        if device.device_ip is not None:
+            by_address.setdefault(device.device_ip, []).append(rank)
+    problems += [f"ranks {_listed(r, 'and')} have one device_ip, {a}" for a, r in by_address.items() if len(r) > 1]
+    if table.version == "1.2":
+        lacking = [rank for rank, (_, device) in table.placed.items() if device.super_device_id is None]
+        problems += [f"rank {rank} has no super_device_id, which version 1.2 asks for" for rank in lacking]
+    if not found and (wrong := _misnamed(path, table)):
+        problems.append(wrong)
+    notes = []
+    if any(device.device_ip is None for _, device in table.placed.values()):
+        notes.append("devices without device_ip: enough for shardwright, but HCCL needs them across servers")
+    return table, problems, notes
+
+
+def _misnamed(path: Path, table: RankTable) -> str | None:
+    """Only a name of the form that we give says something about the table."""
+    name = file_name(table)
+    if re.fullmatch(r"hccl_(\d+p_\d+_.+|\d+s_\d+p)\.json", path.name) and path.name != name:
+        return f"the file is named {path.name}, but its servers and devices are those of {name}"
+    return None
+
+
+def file_name(table: RankTable) -> str:
+    """``hccl_4p_4567_127.0.0.1.json`` for one server, ``hccl_2s_16p.json`` for several."""
+    if len(table.servers) > 1:
+        return f"hccl_{len(table.servers)}s_{table.size}p.json"
+    server = table.servers[0]
+    return f"hccl_{table.size}p_{''.join(map(str, server.device_ids))}_{server.server_id}.json"
+
+
+def from_hostfile(path: Path, product: Product) -> tuple[RankTable, list[str]]:
+    """A table with as many devices of each host as it has slots, from device 0 on; and what it cannot say."""
+    hosts = Hosts.from_hostfile(path)
+    users = [host.address for host in hosts if host.user]
+    notes = [f"a rank table has no users: {', '.join(users)} lost theirs"] if users else []
+    return _allowed(RankTable.from_hosts(hosts), product), notes
+
+
+def write(text: str, out: str | None, name: str, force: bool) -> Path:
+    """Whole or not at all, to ``out``, or under ``name`` in the folder ``out`` or the current one.
+
+    Raises `UsageError` where another file is there already, unless ``force``, or it cannot be written.
+    """
+    path = Path(out) if out is not None else Path(name)
+    if path.is_dir():
+        path = path / name
+    data = text.encode()
+    try:
+        if not force and path.exists():
+            if path.read_bytes() == data:
+                return path
+            raise UsageError(f"{path} is there already and differs; type --force to replace it, or another --out")
+        write_whole(path, lambda draft: draft.write_bytes(data))
+    except OSError as error:
+        raise UsageError(f"{path} cannot be written: {error.strerror}") from None
+    return path

@@ -1,0 +1,52 @@
+"""What a batch holds, whichever nest of tuples, lists and dicts the user's loss function takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.data.loading.batch import Batch
+from shardwright.errors import UsageError
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The same nest with ``function`` applied to every tensor; raises `UsageError` for anything else in it."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Batch):
+        tensors = (function(tensor) for tensor in batch)
+        return Batch(tensors, global_size=batch.global_size, start=batch.start, stop=batch.stop)
+    if isinstance(batch, dict):
+        return {key: map_tensors(function, value) for key, value in batch.items()}
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, value) for value in batch))
+    if isinstance(batch, (tuple, list)):
+        return type(batch)(map_tensors(function, value) for value in batch)
+    raise UsageError(
+        f"a batch holds {type(batch).__name__} {batch!r:.60}; expected tensors, in tuples, lists or dicts if there "
+        "are several"
+    )
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Every tensor of the nest, in order."""
+    found: list[Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, batch)  # type: ignore[func-returns-value]
+    yield from found
+
+
+def count_samples(batch: Any) -> int:
+    """The samples in a batch: the size of dim 0, which all its tensors share.
+
+    Raises `UsageError` when they do not, or when there is no tensor.
+    """
+    shapes = [list(tensor.shape) for tensor in tensors_of(batch)]
+    sizes = {shape[0] if shape else None for shape in shapes}
+    if len(sizes) != 1 or None in sizes:
+        raise UsageError(f"a batch has tensors of the shapes {shapes}; expected the samples along dim 0 of each")
+    count = sizes.pop()
+    if isinstance(batch, Batch) and count != batch.stop - batch.start:
+        raise UsageError(f"{batch} holds {count} samples; expected {batch.stop - batch.start}")
+    return int(count or 0)

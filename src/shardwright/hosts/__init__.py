@@ -1,0 +1,1 @@
+"""Which machines there are, said in whatever way, and what is known of them."""

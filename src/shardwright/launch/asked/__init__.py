@@ -1,0 +1,1 @@
+"""What a job is asked to be: its options, as values."""

@@ -1,0 +1,199 @@
+"""The launcher's end of the line to an agent (`agent`): its first word among noise, beats, its clock, its end.
+
+Each side sends a beat four times in a lease, and anything that comes counts. The agent and the supervisor each kill the
+ranks where the launcher falls silent; the launcher ends the job where an agent does. Beats carry times, from which the
+clock of each host is known.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes  # noqa: F401  # imported before a fork of this process needs it
+import os
+import selectors
+import signal
+import subprocess
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+
+from shardwright.hosts.hosts import Host
+from shardwright.launch.carriers.connection import Connection
+from shardwright.launch.host.processes import die_with_parent
+from shardwright.launch.host.protocol import Message
+from shardwright.launch.kept.failure import signal_name
+
+_CLOSE_S = 5.0
+_SAID_BYTES = 1 << 14
+_NOISE_BYTES = 1 << 16
+_CLOCK_SAMPLES = 8
+_NO_BINDING = "lacks support for cpu binding"
+
+
+class AgentConnection(Connection):
+    """The process is ssh (or srun, with an ``environment`` of its own), or the agent itself, on this host."""
+
+    def __init__(
+        self, host: Host, command: Sequence[str], sent: tuple[bytes, bytes], lease_s: float,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:  # fmt: skip
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0,
+            start_new_session=True, preexec_fn=partial(_die_with, os.getpid()), env=environment,
+        )  # fmt: skip
+        super().__init__(process, host.name, lease_s)
+        assert process.stderr is not None
+        self.host = host
+        self.errors = process.stderr.fileno()
+        os.set_blocking(self.errors, False)
+        self.said = bytearray()  # the end of what ssh and the host's shell said
+        self.noise = bytearray()  # what came before the agent's first word
+        self.answers: dict[str, Message] = {}
+        self.exit_code: int | None = None
+        self._mark: bytes | None = sent[1]
+        self._clocks: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
+        self._beat_at_s = 0.0
+        self._gone_code: int | None = None
+        self._backlog += sent[0]
+        self._stream: Iterator[bytes] | None = None
+        self.stream_error: OSError | None = None
+
+    def attach(self, selector: selectors.BaseSelector, on_events: Callable[[], None]) -> None:
+        super().attach(selector, on_events)
+        selector.register(self.errors, selectors.EVENT_READ, self._take_said)
+
+    def detach(self) -> None:
+        if self._selector is not None:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self.errors)
+        super().detach()
+
+    def send_stream(self, pieces: Iterator[bytes]) -> None:
+        """Encoded messages, taken one by one as the other end takes them; where they fail, ``stream_error`` says why.
+
+        Until then nothing else goes between them but beats.
+        """
+        self._stream = pieces
+        self.send({"order": "beat", "sent_s": time.time()})
+
+    @property
+    def streamed(self) -> bool:
+        """Whether there was a stream: then the host is busy for as long as it is heard of."""
+        return self._stream is not None
+
+    def _refill(self) -> bool:
+        if self._stream is None or self.stream_error is not None:
+            return False
+        try:
+            piece = next(self._stream, None)
+        except OSError as error:
+            self.stream_error, piece = error, None
+        self._backlog += piece or b""
+        return piece is not None
+
+    def _take_said(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            data = os.read(self.errors, _SAID_BYTES)
+            self.said += data
+            del self.said[:-_SAID_BYTES]
+            if not data and self._selector is not None:
+                self._selector.unregister(self.errors)
+
+    def tick(self) -> float | None:
+        """A beat, where it is time for one."""
+        assert self.lease_s is not None
+        now_s = time.monotonic()
+        if now_s >= self._beat_at_s:
+            self._beat_at_s = now_s + self.lease_s / 4
+            self.send({"order": "beat", "sent_s": time.time()})
+        return self._beat_at_s - now_s
+
+    def _decode(self, data: bytes) -> list[tuple[Message, bytes]]:
+        if self._mark is not None:
+            self.noise += data
+            before, mark, after = self.noise.partition(self._mark)
+            if not mark:
+                del self.noise[: -_NOISE_BYTES - len(self._mark)]
+                return []
+            self.noise, self._mark, data = before, None, bytes(after)
+        return [received for received in super()._decode(data) if not self._takes(received[0])]
+
+    def _takes(self, message: Message) -> bool:
+        match message["event"]:
+            case "beat":
+                # As in NTP: the host read its clock in the middle of the way there and back, give or take half of it.
+                now_s = time.time()
+                ahead_s = message["time_s"] - (message["sent_s"] + now_s) / 2
+                self._clocks.append((now_s - message["sent_s"], ahead_s))
+                self.clock_ahead_s = min(self._clocks)[1]
+                if len(self._clocks) < _CLOCK_SAMPLES // 2:
+                    self.send({"order": "beat", "sent_s": time.time()})
+            case "supervisor_gone":
+                self._gone_code = message["code"]
+                return False
+            case "staging":
+                pass
+            case "hello" | "too_old" | "checked" | "reached":
+                self.answers[message["event"]] = message
+            case _:
+                return False
+        return True
+
+    @property
+    def may_live_s(self) -> float:
+        """An agent that has not told itself that it killed them gives up after its lease, at its next look."""
+        assert self.lease_s is not None
+        return 0.0 if self._gone_code is not None else 1.25 * self.lease_s + 0.5
+
+    def wake(self) -> None:
+        """The agent does it with every order to end."""
+
+    def abandon(self) -> None:
+        """With the connection the agent loses its orders, and kills everything."""
+        self.process.kill()
+
+    def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
+        if (gone := self._gone_code) is not None:
+            how = f"was killed by {signal_name(-gone)}" if gone < 0 else f"ended with exit code {gone}"
+            return gone, f"the supervisor of the ranks on {self.name} {how}"
+        if self.silent_too_long:
+            self.process.kill()
+            return 1, f"nothing was heard from {self.name} for {self.lease_s:g} s: the host or the line to it is down"
+        code = self.wait()
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
+        last = self.said_lines()[-1:]
+        return 1, f"the connection to {self.name} ended ({how}{': ' if last else ''}{''.join(last)})"
+
+    def said_lines(self) -> list[str]:
+        """What ssh or srun and the host's shell said, without srun's words on what it may well lack."""
+        lines = [line.strip() for line in self.said.decode(errors="replace").splitlines()]
+        return [line for line in lines if line and _NO_BINDING not in line]
+
+    def wait(self) -> int:
+        """For the end of the process, after that of its stream; what it said last is read."""
+        try:
+            code = self.process.wait(_CLOSE_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        self._take_said()
+        return code
+
+    def hang_up(self) -> None:
+        self.detach()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    def close(self) -> None:
+        self.hang_up()
+        self.wait()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+
+
+def _die_with(parent: int) -> None:
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)

@@ -1,0 +1,163 @@
+"""One connection per host of a job: the orders that go to its supervisor, the events that come from it.
+
+A carrier starts supervisors and returns their connections (`Carrier`). `local.LocalCarrier` has the one of this host;
+`ssh.SshCarrier` has one per host, each with an agent between the stream and its supervisor. The launcher's loop
+(`launcher.Launcher`) sees connections alone and does not know what lies behind them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from shardwright.launch.host.protocol import Decoder, Message, encode
+from shardwright.launch.kept.job import JobFolder
+
+_CHUNK_BYTES = 1 << 20
+
+
+class Connection(ABC):
+    """``process`` is what was started here: a supervisor, or what leads to one. Nothing here ever blocks.
+
+    ``ranks`` are those of the host, ``name`` is the host's where there are several. ``clock_ahead_s`` is what the
+    host's clock has beyond ours. ``lease_s`` is the longest silence before the host counts as lost, None for ever.
+    """
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str = "", lease_s: float | None = None) -> None:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        self.process, self.name, self.lease_s = process, name, lease_s
+        self.orders, self.events = process.stdin.fileno(), process.stdout.fileno()
+        self.ranks: tuple[int, ...] = ()
+        self.clock_ahead_s = 0.0
+        self.heard_s = time.monotonic()
+        self.over = False  # nothing more is to come from it in this run
+        self._decoder = Decoder()
+        self._backlog = bytearray()
+        self._selector: selectors.BaseSelector | None = None
+        for fd in (self.orders, self.events):
+            os.set_blocking(fd, False)
+
+    def attach(self, selector: selectors.BaseSelector, on_events: Callable[[], None]) -> None:
+        """From now on the selector's keys carry what is to be called."""
+        self._selector = selector
+        selector.register(self.events, selectors.EVENT_READ, on_events)
+        if self._backlog:
+            selector.register(self.orders, selectors.EVENT_WRITE, self._flush)
+
+    def send(self, message: Message) -> None:
+        """Now or as soon as the other end takes it."""
+        waiting = bool(self._backlog)
+        self._backlog += encode(message)
+        if not waiting:
+            self._flush()
+            if self._backlog and self._selector is not None:
+                self._selector.register(self.orders, selectors.EVENT_WRITE, self._flush)
+
+    def _flush(self) -> None:
+        try:
+            while self._backlog or self._refill():
+                del self._backlog[: os.write(self.orders, self._backlog[:_CHUNK_BYTES])]
+        except BlockingIOError:
+            return
+        except OSError:  # that the other end is gone shows in the events
+            self._backlog.clear()
+        if self._selector is not None and self.orders in self._selector.get_map():
+            self._selector.unregister(self.orders)
+
+    def _refill(self) -> bool:
+        """More for the backlog, which the other end has taken, if there is more."""
+        return False
+
+    def receive(self) -> list[tuple[Message, bytes]] | None:
+        """What has come, with the payloads; None at the end of the stream."""
+        try:
+            data = os.read(self.events, _CHUNK_BYTES)
+        except BlockingIOError:
+            return []
+        if not data:
+            return None
+        self.heard_s = time.monotonic()
+        return self._decode(data)
+
+    def _decode(self, data: bytes) -> list[tuple[Message, bytes]]:
+        return list(self._decoder.feed(data))
+
+    def detach(self) -> None:
+        """Out of the selector."""
+        if self._selector is not None:
+            for fd in (self.orders, self.events):
+                with contextlib.suppress(KeyError):
+                    self._selector.unregister(fd)
+        self._selector = None
+
+    @property
+    def attached(self) -> bool:
+        return self._selector is not None
+
+    def tick(self) -> float | None:
+        """What is due by the clock; returns the seconds until something is again, None for never."""
+        return None
+
+    @property
+    def silent_too_long(self) -> bool:
+        return self.lease_s is not None and time.monotonic() - self.heard_s > self.lease_s
+
+    @property
+    def may_live_s(self) -> float:
+        """How long after the loss of the host its ranks may still run there."""
+        return 0.0
+
+    @abstractmethod
+    def wake(self) -> None:
+        """A supervisor that somebody stopped continues, so that it can follow an order."""
+
+    @abstractmethod
+    def abandon(self) -> None:
+        """Kill what there is before any rank has started."""
+
+    @abstractmethod
+    def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
+        """After the end of the stream without a last word, or a silence: an exit code, and what happened in words.
+
+        What can be reached of the job there is killed first; ``not_ours`` are processes below us that are not.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """With its orders at an end, what still lives at the other end kills what it has and ends; waits for it."""
+
+
+class Carrier(ABC):
+    """How the supervisors of a job come to be."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """Of all hosts together."""
+
+    @abstractmethod
+    def start(
+        self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
+    ) -> Sequence[Connection]:
+        """Where logs are written on their hosts, ``begin`` is their first line after a restart, and ``shown`` are the
+        ranks whose output is to come here all the same.
+
+        Connections, of hosts in the order of their ranks, whose supervisors have been told what to start.
+
+        Raises `OSError` or `LaunchError` where they cannot be.
+        """
+
+    @abstractmethod
+    def describe_hosts(self) -> list[dict[str, Any]]:
+        """For ``run.json``: a value per host, without anything of an environment."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The end of all connections, and of whatever lives at their other ends."""

@@ -1,0 +1,65 @@
+"""This package as bytes for a host that may not have it: what ssh sends before anything else.
+
+The remote interpreter is started with `BOOT`, which reads from its standard input how long the first program is and
+runs it. That program, which any Python understands, says that it is there (after whatever the host's shell printed),
+tells of a Python that is too old, and otherwise keeps the zip file that follows in memory and starts `agent.main` from
+it.
+"""
+
+from __future__ import annotations
+
+import io
+import secrets
+import zipfile
+from collections.abc import Mapping
+
+from shardwright import package
+
+LOWEST_PYTHON = (3, 11)
+# What an agent imports; all of it is standard library.
+_SENT = ("errors", "whole_file", "package", "pulse", "hosts", "launch")
+# Without line ends or exclamation marks, which some shells take apart even inside quotes. Reads no byte too many.
+BOOT = "import io;f=io.BufferedReader(io.FileIO(0,closefd=False),1);exec(f.read(int(f.readline())))"
+
+_FIRST = """
+import os, sys
+os.write(1, {mark!r})
+if sys.version_info < {lowest!r}:
+    os.write(1, ('{{"event": "too_old", "python": "%s"}}\\n' % sys.version.split()[0]).encode())
+    sys.exit(0)
+packed = os.memfd_create("shardwright", 0)
+with open(packed, "wb", closefd=False) as file:
+    file.write(f.read({size}))
+if not sys.flags.safe_path: del sys.path[0]
+sys.path.insert(0, "/proc/self/fd/%d" % packed)
+from shardwright.launch.carriers.agent import main
+del sys.path[0]
+main(packed)
+"""
+# Of the supervisor, which the agent starts; as that of `local`, but what was sent goes before what is installed.
+SUPERVISOR_BOOT = """
+import sys
+if not sys.flags.safe_path: del sys.path[0]
+sys.path.insert(0, "/proc/self/fd/{packed}")
+from shardwright.launch.supervisor.supervisor import main
+del sys.path[0]
+main()
+"""
+
+
+def sources() -> dict[str, bytes]:
+    """What runs on other hosts, by its name in the zip file."""
+    files = package.sources("__init__", *_SENT)
+    return {f"{package.FOLDER.name}/{name}": data for name, data in files.items()}
+
+
+def pack(files: Mapping[str, bytes]) -> tuple[bytes, bytes]:
+    """What to send to one interpreter, and the line after which its answers begin."""
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
+        for name, data in files.items():
+            packed.writestr(name, data)
+    zipped = buffer.getvalue()
+    mark = f"\nshardwright-agent-{secrets.token_hex(8)}\n".encode()
+    first = _FIRST.format(mark=mark, lowest=LOWEST_PYTHON, size=len(zipped)).encode()
+    return b"%d\n" % len(first) + first + zipped, mark

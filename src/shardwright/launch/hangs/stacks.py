@@ -1,0 +1,251 @@
+"""Where the ranks of one host are: what the kernel says of each, what it has written of itself, and its stacks.
+
+Stacks come from py-spy where it is installed and permitted: it reads them from outside, also those of a stopped rank
+and of one that answers no signal. Else from faulthandler in the rank itself (`pulse`), which is there in ranks that
+are forked from the zygote and in those that use shardwright. Everything is bounded in time and in size.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.launch.host.processes import descendants, send_signal, state_and_cpu_s
+from shardwright.pulse import STACK_SIGNAL, PulseFile, Reading
+
+_PY_SPY_S = 4.0  # for all ranks of a host together
+_ANSWER_S = 3.0  # for a rank's own faulthandler, which needs none of Python's locks but a processor
+_TICK_S = 0.05
+_WINDOW_S = 0.3  # over which processor time is looked at
+_STACKS_BYTES = 1 << 16
+_THREADS, _FRAMES, _TEXT = 32, 64, 300
+
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+
+
+@dataclass(frozen=True)
+class Frame:
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        return f'File "{self.file}", line {self.line}, in {self.function}'
+
+
+Stack = tuple[Frame, ...]  # innermost first
+
+
+@dataclass(frozen=True)
+class Target:
+    """A rank of this host. ``stopped_by`` is the signal that stopped it, 0 if none has."""
+
+    pid: int
+    pulse: PulseFile | None = None
+    stopped_by: int = 0
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What was found of one rank.
+
+    ``state`` is the kernel's letter (empty if the process is gone), ``waits_in`` its name of what the process waits
+    for, ``syscall`` what /proc says of the call it is in; ``busy`` is the share of a processor that it used while it
+    was looked at. ``stacks`` begin with the main thread's; where there are none, ``no_stacks`` says why.
+    """
+
+    rank: int
+    pid: int
+    state: str = ""
+    stopped_by: int = 0
+    waits_in: str = ""
+    syscall: str = ""
+    busy: float = 0.0
+    pulse: Reading | None = None
+    stacks: tuple[Stack, ...] = ()
+    stacks_by: str = ""
+    no_stacks: str = ""
+    below: tuple[str, ...] = ()  # processes that it started: name, pid, state
+
+    def to_message(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_message(cls, message: Mapping[str, Any]) -> Observation:
+        stacks = tuple(tuple(Frame(**frame) for frame in stack) for stack in message["stacks"])
+        pulse = None if message["pulse"] is None else Reading(**message["pulse"])
+        return cls(**{**message, "stacks": stacks, "pulse": pulse, "below": tuple(message["below"])})
+
+
+def observe(targets: Mapping[int, Target]) -> list[Observation]:
+    """Takes up to `_PY_SPY_S` + `_ANSWER_S` seconds and a little."""
+    began_s = time.monotonic()
+    pids = {rank: _python_of(target) for rank, target in targets.items()}
+    before = {rank: state_and_cpu_s(pid) for rank, pid in pids.items()}
+    found = {rank: _facts(rank, pids[rank], target) for rank, target in targets.items()}
+    found = _with_py_spy(found)
+    time.sleep(max(0.0, began_s + _WINDOW_S - time.monotonic()))
+    for rank, pid in pids.items():
+        now, then = state_and_cpu_s(pid), before[rank]
+        if now and then:
+            busy = (now[1] - then[1]) / (time.monotonic() - began_s)
+            found[rank] = replace(found[rank], busy=round(busy, 2))
+    return list(_with_faulthandler(found, targets).values())
+
+
+def _python_of(target: Target) -> int:
+    """The process that has the stacks: the rank's own, or a Python that a shell, say, has started."""
+    below = descendants(target.pid)
+    if target.pulse is not None and (listener := target.pulse.read().listener) in below:
+        return listener
+    for pid in (target.pid, *sorted(below)):
+        with contextlib.suppress(OSError):
+            if "python" in os.path.basename(os.readlink(f"/proc/{pid}/exe")):
+                return pid
+    return target.pid
+
+
+def _facts(rank: int, pid: int, target: Target) -> Observation:
+    state = (state_and_cpu_s(pid) or ("", 0.0))[0]
+    stopped = target.stopped_by
+    if pid != target.pid and stopped:  # a shell above
+        state = "T"
+    below = []
+    for child in sorted(descendants(pid))[:_THREADS]:
+        name, its = _proc(child, "comm"), state_and_cpu_s(child)
+        below.append(f"{name} (pid {child}, state {its[0] if its else '?'})")
+    return Observation(
+        rank, pid, state, stopped, _proc(pid, "wchan").strip("0"), _proc(pid, "syscall"),
+        pulse=target.pulse.read() if target.pulse is not None else None,
+        no_stacks="the process is gone" if not state else "", below=tuple(below),
+    )  # fmt: skip
+
+
+def _proc(pid: int, name: str) -> str:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").strip()[:_TEXT]
+    except OSError:
+        return ""
+
+
+# --- py-spy
+
+
+def _with_py_spy(found: dict[int, Observation]) -> dict[int, Observation]:
+    """The stacks of those whose py-spy may read. The first that may not be read is the last that is tried."""
+    beside = Path(sys.executable).with_name("py-spy")
+    program = shutil.which("py-spy") or (str(beside) if beside.is_file() else None)
+    if program is None:
+        return found
+    result, until_s = dict(found), time.monotonic() + _PY_SPY_S
+    for rank, seen in found.items():
+        command = [program, "dump", "--nonblocking", "--json", "--pid", str(seen.pid)]
+        left_s = until_s - time.monotonic()
+        if not seen.state or left_s <= 0:
+            continue
+        try:
+            said = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=left_s).stdout
+        except (OSError, subprocess.TimeoutExpired):
+            break
+        if stacks := read_py_spy(said, seen.pid):
+            result[rank] = replace(seen, stacks=stacks, stacks_by="py-spy")
+        elif b"ermission denied" in said:
+            break
+    return result
+
+
+def read_py_spy(said: bytes, pid: int) -> tuple[Stack, ...]:
+    """The threads of ``py-spy dump --json``, the main one first; none where it could not read them."""
+    try:
+        threads = sorted(json.loads(said), key=lambda thread: thread.get("os_thread_id") != pid)
+        return tuple(
+            tuple(
+                Frame(f["filename"][:_TEXT], int(f["line"]), f["name"].rpartition(".")[2][:_TEXT])
+                for f in thread["frames"][:_FRAMES]
+            )
+            for thread in threads[:_THREADS]
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return ()
+
+
+# --- faulthandler
+
+
+def _with_faulthandler(found: dict[int, Observation], targets: Mapping[int, Target]) -> dict[int, Observation]:
+    """All are asked at once. A stopped process would answer when it continues, and is not asked."""
+    asked: dict[int, PulseFile] = {}
+    result = dict(found)
+    for rank, seen in found.items():
+        pulse = targets[rank].pulse
+        if seen.stacks or seen.no_stacks:
+            continue
+        if seen.state in "Tt":
+            result[rank] = replace(seen, no_stacks="it is stopped; py-spy could read it (`pip install py-spy`)")
+        elif pulse is None or seen.pulse is None or seen.pulse.listener != seen.pid or not _handles(seen.pid):
+            why = "neither forked by the launcher nor using shardwright; py-spy could read it (`pip install py-spy`)"
+            result[rank] = replace(seen, no_stacks=why)
+        else:
+            pulse.take_stacks(0)
+            send_signal(seen.pid, STACK_SIGNAL)
+            asked[rank] = pulse
+    _wait_for_answers(asked)
+    for rank, pulse in asked.items():
+        stacks = read_faulthandler(pulse.take_stacks(_STACKS_BYTES))
+        why = "" if stacks else f"it did not answer {STACK_SIGNAL.name} within {_ANSWER_S:g} s"
+        result[rank] = replace(found[rank], stacks=stacks, stacks_by="faulthandler" if stacks else "", no_stacks=why)
+    return result
+
+
+def _handles(pid: int) -> bool:
+    """Whether the signal is caught. It may not be by what the process has become since."""
+    for line in _proc_lines(pid, "status"):
+        if line.startswith("SigCgt:"):
+            return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
+    return False
+
+
+def _proc_lines(pid: int, name: str) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/{name}").read_text(errors="replace").splitlines()
+    except OSError:
+        return []
+
+
+def _wait_for_answers(asked: Mapping[int, PulseFile]) -> None:
+    """Until each has written, and nothing more for a moment, or the time is over."""
+    until_s = time.monotonic() + _ANSWER_S
+    sizes: dict[int, int] = {}
+    while time.monotonic() < until_s:
+        now = {rank: pulse.stacks_bytes() for rank, pulse in asked.items()}
+        if now == sizes and all(now.values()):
+            return
+        sizes = now
+        time.sleep(_TICK_S)
+
+
+def read_faulthandler(text: str) -> tuple[Stack, ...]:
+    """The threads of a traceback that faulthandler wrote, the main one first: it writes the newest first.
+
+    >>> read_faulthandler('Thread 0x1 (most recent call first):\\n  File "a.py", line 1 in f\\n\\n'
+    ...                   'Current thread 0x2 (most recent call first):\\n  File "b.py", line 2 in <module>\\n')[0]
+    (Frame(file='b.py', line=2, function='<module>'),)
+    """
+    threads: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            threads.append([])
+        elif threads and (frame := _FRAME.fullmatch(line)) and len(threads[-1]) < _FRAMES:
+            threads[-1].append(Frame(frame[1][:_TEXT], int(frame[2]), frame[3][:_TEXT]))
+    return tuple(tuple(frames) for frames in threads[::-1][:_THREADS])

@@ -1,0 +1,65 @@
+"""When a job hangs: no rank has finished a step or written anything for the time of ``--stall-timeout``.
+
+The launcher then asks the supervisors of all hosts where their ranks are. Where one of them has heard of its ranks
+meanwhile, as when the line between the hosts was slow, it was no hang, and the wait begins anew.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+
+from shardwright.launch.hangs.stacks import Observation
+
+STALLED_CODE = 124  # as of timeout(1)
+_ANSWER_S = 12.0  # what supervisors need is bounded to less; the line to another host may be down for a lease
+_SHARE = 0.75  # of the timeout: supervisors look at the pulses of their ranks eight times in it
+
+
+class StallWatch:
+    """``timeout_s`` is None where nobody asked for it."""
+
+    def __init__(self, timeout_s: float | None) -> None:
+        self.timeout_s = timeout_s
+        self.observations: list[Observation] = []
+        self._moved_s: float | None = None  # None until all ranks have started
+        self._waits: set[str] | None = None  # the hosts that have been asked and have not answered
+        self._until_s = 0.0  # when the time to answer is over
+
+    def moved(self) -> None:
+        """A rank has started, written, ended, or finished a step."""
+        if self.timeout_s is not None:
+            self._moved_s, self._waits = time.monotonic(), None
+
+    @property
+    def silent_hosts(self) -> list[str]:
+        return sorted(self._waits or ())
+
+    def wait_s(self) -> float | None:
+        """Until it is time to ask, or to do without an answer."""
+        if self.timeout_s is None or self._moved_s is None:
+            return None
+        until_s = self._moved_s + self.timeout_s if self._waits is None else self._until_s
+        return max(0.0, until_s - time.monotonic())
+
+    def should_ask(self) -> bool:
+        return self._waits is None and self.wait_s() == 0
+
+    def ask(self, hosts: Mapping[str, float | None]) -> None:
+        """Hosts with their leases."""
+        self.observations = []
+        self._waits = set(hosts)
+        self._until_s = time.monotonic() + _ANSWER_S + max((lease_s or 0.0 for lease_s in hosts.values()), default=0.0)
+
+    def answered(self, host: str, quiet_s: float, observations: list[Observation]) -> None:
+        if self._waits is None or self.timeout_s is None:
+            return  # it has gone on meanwhile
+        if quiet_s < _SHARE * self.timeout_s:
+            self.moved()
+            return
+        self.observations += observations
+        self._waits.discard(host)
+
+    def is_stalled(self) -> bool:
+        """All have answered, or the time for that is over."""
+        return self._waits is not None and (not self._waits or self.wait_s() == 0)

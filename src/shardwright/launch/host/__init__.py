@@ -1,0 +1,1 @@
+"""What every process of a job shares: the protocol, processes, the program, staged files."""

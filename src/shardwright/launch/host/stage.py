@@ -1,0 +1,229 @@
+"""Files that go with a job: copied into a fresh folder on each host, which is the ranks' working directory.
+
+The launcher lists them once (`Stage.read`) and sends them over the line to each agent (`orders`), a piece at a time and
+only as fast as the line takes them; the agent makes them again (`StagedFiles`). The orders:
+
+    {"order": "stage", "bytes": 123, "entries": 2, "keep": false}
+    {"order": "stage_entry", "path": "pkg", "kind": "folder", "mode": 493}
+    {"order": "stage_entry", "path": "pkg/a.py", "kind": "file", "mode": 420, "time_s": 1.7e9, "payload_bytes": 100}
+    {"order": "stage_more", "payload_bytes": 23}                   goes on with the last file
+    {"order": "stage_entry", "path": "b", "kind": "link", "target": "pkg/a.py"}
+
+A relative path keeps its place below the working directory, ``.`` is all that is in it; any other path goes by its last
+name. Modes and times are kept, and links are, but for those that the command line names, which are followed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from shardwright.errors import UsageError
+from shardwright.launch.host.protocol import Message, encode
+
+_PIECE_BYTES = 1 << 18
+_ROOM_BYTES = 1 << 24  # that the job itself needs beside what is staged
+
+
+@dataclass(frozen=True)
+class StagedEntry:
+    """``path`` on the hosts, ``source`` here."""
+
+    path: str
+    source: str
+    kind: Literal["folder", "file", "link"]
+    mode: int
+    time_s: float
+    size_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Stage:
+    """All that is staged, folders before what is in them. ``keep``: the folder stays when the job has ended."""
+
+    entries: tuple[StagedEntry, ...]
+    keep: bool = False
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(entry.size_bytes for entry in self.entries)
+
+    @classmethod
+    def read(cls, paths: Sequence[str], keep: bool, without: Path) -> Stage | None:
+        """None for no paths. ``without``, where the logs are, is left out.
+
+        Raises `UsageError` for what is not there, cannot be read, cannot be copied, or has the place of another.
+        """
+        if not paths:
+            if keep:
+                raise UsageError("--keep-stage is for what --stage copies; type --stage PATH too")
+            return None
+        found: dict[str, StagedEntry] = {}
+        for path in paths:
+            place = _place(path)
+            for entry in _walk(os.path.realpath(path), place, os.path.realpath(without), f"--stage {path}"):
+                other = found.setdefault(entry.path, entry)
+                if other.source != entry.source and not other.kind == entry.kind == "folder":
+                    raise UsageError(f"--stage {path}: {entry.source} and {other.source} would both be {entry.path}")
+        entries = [*found.values(), *_parents(found)]
+        return cls(tuple(sorted(entries, key=lambda entry: Path(entry.path).parts)), keep)
+
+    def orders(self) -> Iterator[bytes]:
+        """For the line, in pieces. What is read is what there is then; a file that has vanished raises `OSError`."""
+        sizes: Message = {"bytes": self.size_bytes, "entries": len(self.entries), "keep": self.keep}
+        yield encode({"order": "stage"} | sizes)
+        for entry in self.entries:
+            told: Message = {
+                "order": "stage_entry", "path": entry.path, "kind": entry.kind, "mode": entry.mode,
+                "time_s": entry.time_s,
+            }  # fmt: skip
+            if entry.kind == "link":
+                yield encode(told | {"target": os.readlink(entry.source)})
+            elif entry.kind == "folder":
+                yield encode(told)
+            else:
+                with open(entry.source, "rb") as file:
+                    yield encode(told, file.read(_PIECE_BYTES))
+                    while piece := file.read(_PIECE_BYTES):
+                        yield encode({"order": "stage_more"}, piece)
+
+
+def _place(path: str) -> str:
+    """Where it goes, in the folder on the hosts."""
+    normal = os.path.normpath(path)
+    if os.path.isabs(normal) or normal.startswith(os.pardir):
+        return os.path.basename(os.path.realpath(path) if normal.endswith(os.pardir) else normal)
+    return "" if normal == os.curdir else normal
+
+
+def _walk(source: str, place: str, without: str, words: str) -> Iterator[StagedEntry]:
+    try:
+        told = os.lstat(source)
+        if stat.S_ISDIR(told.st_mode):
+            if place:
+                yield StagedEntry(place, source, "folder", stat.S_IMODE(told.st_mode) & 0o777, told.st_mtime)
+            for name in sorted(os.listdir(source)):
+                below = os.path.join(source, name)
+                if below != without:
+                    yield from _walk(below, os.path.join(place, name), without, words)
+        elif stat.S_ISREG(told.st_mode):
+            if not os.access(source, os.R_OK):
+                raise PermissionError(13, "Permission denied", source)
+            mode = stat.S_IMODE(told.st_mode) & 0o777
+            yield StagedEntry(place, source, "file", mode, told.st_mtime, told.st_size)
+        elif stat.S_ISLNK(told.st_mode):
+            yield StagedEntry(place, source, "link", 0o777, told.st_mtime)
+        else:
+            raise UsageError(f"{words}: {source} is no file, folder or link; name what is to be copied more closely")
+    except OSError as error:
+        raise UsageError(f"{words}: {error.filename or source} cannot be read: {error.strerror}") from None
+
+
+def _parents(found: Mapping[str, StagedEntry]) -> Iterator[StagedEntry]:
+    """The folders above what is staged alone, as they are here."""
+    above = {str(parent) for path in found for parent in Path(path).parents} - {os.curdir} - found.keys()
+    for path in above:
+        told = os.stat(path)
+        yield StagedEntry(path, os.path.realpath(path), "folder", stat.S_IMODE(told.st_mode) & 0o777, told.st_mtime)
+
+
+class StagedFiles:
+    """On a host: what has come of it, and in ``problems`` why it cannot be used. Raises nothing."""
+
+    def __init__(self, order: Message, scratch: Path) -> None:
+        self.keep = bool(order["keep"])
+        self.problems: list[str] = []
+        self.folder = scratch / "staged"
+        self._file: int | None = None
+        self._folders: list[tuple[Path, int]] = []
+        usage = os.statvfs(scratch)
+        room_bytes = usage.f_bavail * usage.f_frsize
+        if room_bytes < order["bytes"] + _ROOM_BYTES or (usage.f_files and usage.f_favail < order["entries"]):
+            self.problems.append(
+                f"{_size(order['bytes'])} in {order['entries']} files and folders are to be staged to {scratch.parent} "
+                f"there, which has room for {_size(max(0, room_bytes - _ROOM_BYTES))} and {usage.f_favail} files; make "
+                "room, or set TMPDIR in the shell's start file"
+            )
+            return
+        try:
+            if self.keep:
+                self.folder = Path(tempfile.mkdtemp(prefix="shardwright-staged-"))
+            else:
+                self.folder.mkdir()
+        except OSError as error:
+            self._give_up(error)
+
+    def take(self, order: Message) -> None:
+        """One of the orders after the first."""
+        if self.problems:
+            return
+        try:
+            if order["order"] == "stage_entry":
+                self._close_file()
+                self._make(order)
+            if self._file is not None:
+                left = memoryview(order.get("payload", b""))
+                while left:
+                    left = left[os.write(self._file, left) :]
+        except OSError as error:
+            self._give_up(error)
+
+    def _make(self, order: Message) -> None:
+        path = self.folder / order["path"]
+        if order["kind"] == "folder":
+            path.mkdir()
+            self._folders.append((path, order["mode"]))
+        elif order["kind"] == "link":
+            path.symlink_to(order["target"])
+        else:
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            os.fchmod(self._file, order["mode"])
+            self._time_s = order["time_s"]
+
+    def finish(self) -> None:
+        """Everything has come. A folder may be one that nobody may write to, once it has what is in it."""
+        try:
+            self._close_file()
+            for path, mode in reversed(self._folders):
+                path.chmod(mode)
+        except OSError as error:
+            self._give_up(error)
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            file, self._file = self._file, None
+            try:
+                os.utime(file, (self._time_s, self._time_s))
+            finally:
+                os.close(file)
+
+    def _give_up(self, error: OSError) -> None:
+        what = error.filename or self.folder
+        self.problems.append(f"what is staged cannot be written to {what} there: {error.strerror}; make room for it")
+
+
+def remove_folder(path: Path) -> None:
+    """Also where somebody has taken away the right to write to what is in it. Never raises."""
+    for folder, names, _ in os.walk(path):
+        for name in names:
+            below = os.path.join(folder, name)
+            if not os.path.islink(below) and not os.access(below, os.W_OK | os.X_OK):
+                os.chmod(below, 0o700)
+    shutil.rmtree(path, ignore_errors=True)
+
+
+def _size(count: int) -> str:
+    """
+    >>> _size(3 << 20), _size(12345)
+    ('3.0 MiB', '12345 bytes')
+    """
+    for unit, name in ((1 << 30, "GiB"), (1 << 20, "MiB")):
+        if count >= unit:
+            return f"{count / unit:.1f} {name}"
+    return f"{count} bytes"

@@ -1,0 +1,173 @@
+"""The jobs of this user that were launched on this host: a file for each in ``/tmp/shardwright-<uid>/jobs``.
+
+The launcher writes it and removes it at its end; `shardwright ps` lists what is there, `shardwright stop` ends it
+(`jobs_stop`). The folder is the user's alone, and nothing of an environment is in it. The process id of a launcher that
+was killed may by now be another process's: with the moment of its start it names one process for ever. What such a
+launcher left is shown as lost for a while, and then removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import stat
+import time
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from shardwright.errors import UsageError
+from shardwright.launch.host.processes import start_ticks
+from shardwright.launch.kept.job import replace_file
+
+RUNNING, RESTARTING, STOPPING, LOST = "running", "restarting", "stopping", "lost"
+_SHOWN_LOST_S = 60.0
+_TOP = Path("/tmp")  # whatever TMPDIR is in the shell that asks
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """``folder`` has the logs; ``marks`` are what processes of the job carry; times in seconds since the epoch.
+
+    ``lease_s`` is None for a job on its launcher's host alone, ``lost_s`` when its launcher was first found gone.
+    """
+
+    name: str
+    folder: str
+    host: str
+    pid: int
+    start_ticks: int | None
+    started_s: float
+    state: str
+    hosts: list[str]
+    ranks: int
+    restarts: int
+    grace_s: float
+    lease_s: float | None = None
+    marks: list[str] = field(default_factory=list)
+    lost_s: float | None = None
+
+    @property
+    def path(self) -> Path:
+        return jobs_folder() / f"{self.pid}-{self.start_ticks}.json"
+
+    @property
+    def told_path(self) -> Path:
+        """There once the job was told to end."""
+        return self.path.with_suffix(".stop")
+
+    @property
+    def lives(self) -> bool:
+        """Whether its launcher does."""
+        return self.start_ticks is not None and start_ticks(self.pid) == self.start_ticks
+
+    @property
+    def may_live_s(self) -> float:
+        """How long ranks on other hosts may outlive the launcher."""
+        return 0.0 if self.lease_s is None else 1.25 * self.lease_s + 0.5
+
+    def write(self) -> None:
+        """Raises `OSError`."""
+        make_private(jobs_folder())
+        replace_file(self.path, asdict(self))
+
+    def remove(self) -> None:
+        for path in (self.path, self.told_path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def jobs_folder() -> Path:
+    return _TOP / f"shardwright-{os.getuid()}" / "jobs"
+
+
+def make_private(folder: Path) -> None:
+    """``folder`` and the one above it, which nobody else may have made. Raises `OSError`."""
+    for path in (folder.parent, folder):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise PermissionError(f"{path} is not a folder of this user; somebody else has made it")
+    if stat.S_IMODE(found.st_mode) != 0o700:
+        folder.chmod(0o700)
+
+
+def known_jobs() -> list[JobRecord]:
+    """Those of this host, the oldest first. What was lost long ago is removed.
+
+    Raises `UsageError` where the folder is not this user's alone.
+    """
+    folder = jobs_folder()
+    if not folder.exists():
+        return []
+    try:
+        make_private(folder)
+        records = [record for path in folder.glob("*.json") if (record := _read(path)) is not None]
+        for path in folder.glob("*.stop"):
+            if not path.with_suffix(".json").exists():  # the job ended while it was told to
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"the jobs of this host cannot be listed: {error}") from None
+    # A container may share /tmp, and not the processes.
+    here = [record for record in records if record.host == socket.gethostname()]
+    return sorted((seen for record in here if (seen := _seen(record))), key=lambda record: record.started_s)
+
+
+def _read(path: Path) -> JobRecord | None:
+    try:
+        record = JobRecord(**json.loads(path.read_text()))
+    except (OSError, ValueError, TypeError):
+        return None
+    return record if record.path == path else None
+
+
+def _seen(record: JobRecord) -> JobRecord | None:
+    """As it is now."""
+    if record.lives:
+        return replace(record, state=STOPPING) if record.told_path.exists() else record
+    now_s = time.time()
+    if record.lost_s is None:
+        record = replace(record, state=LOST, lost_s=now_s)
+        with contextlib.suppress(OSError):
+            record.write()
+    assert record.lost_s is not None
+    if now_s > record.lost_s + max(_SHOWN_LOST_S, record.may_live_s):
+        record.remove()
+        return None
+    return record
+
+
+def find_job(word: str) -> JobRecord:
+    """The job of that name, or with its logs in that folder. Raises `UsageError` that lists the jobs there are."""
+    known = known_jobs()
+    found = [r for r in known if r.name == word or (os.sep in word and os.path.realpath(word) == r.folder)]
+    living = [record for record in found if record.lives] or found
+    if len(living) == 1:
+        return living[0]
+    if living:
+        listed = "\n".join(f"  {record.folder}" for record in living)
+        raise UsageError(f"{len(living)} jobs are named {word}; name one by the folder of its logs:\n{listed}")
+    names = ", ".join(record.name for record in known)
+    there = f"those there are: {names}" if known else "there is none"
+    raise UsageError(f"no job {word} of this user was launched on this host and still runs; {there}")
+
+
+def show_jobs() -> str:
+    """A table, or a line where there is nothing to show."""
+    known = known_jobs()
+    if not known:
+        return "no job of this user runs that was launched on this host"
+    rows = [("JOB", "STATE", "HOSTS", "RANKS", "STARTED", "RESTARTS", "LOGS")]
+    for record in known:
+        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_s))
+        hosts = ",".join(record.hosts)
+        rows.append((
+            record.name, record.state, hosts, str(record.ranks), started, str(record.restarts), record.folder,
+        ))  # fmt: skip
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    if any(record.state == LOST for record in known):
+        lines.append("lost: its launcher was killed, and its ranks end without it; `shardwright stop JOB` makes sure")
+    return "\n".join(lines)

@@ -1,0 +1,1 @@
+"""What stands above the ranks of one host: starting, binding, watching and ending them."""

@@ -1,0 +1,231 @@
+"""Ranks that mpirun starts, under the same supervisor as others: their output, ends and signals pass as of our own.
+
+    supervisor
+      └─ mpirun
+           ├─ carrier of rank 0 (this file's `carry`, a few milliseconds of Python without torch)
+           │    └─ rank 0 (a new program: MPI and a forked copy of an interpreter do not go together)
+           └─ carrier of rank 1 ...
+
+The ranks are not the supervisor's children, so that each has a carrier that waits for it. A carrier finds the pipes of
+its rank, and one for its reports, as ``/proc/<supervisor>/fd/<number>``: mpirun hands no open files on. Where any
+process of the chain is killed, the kernel kills what is below it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import selectors
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from shardwright import package
+from shardwright.launch.host.processes import die_with_parent
+from shardwright.launch.host.protocol import STREAMS, Decoder, Start
+from shardwright.launch.supervisor.rank_start import RankProcess, error_file, execute, not_started
+from shardwright.launch.supervisor.supervisor import Ending, Supervisor
+from shardwright.pulse import PulseFile
+
+NEVER_STARTED = 0  # the pid of a rank that mpirun gave up, since another had failed
+_CARRIER_END_S = 10.0  # after its last rank, in which mpirun ends by itself
+_SAID_BYTES = 1 << 16
+_BOOT = (
+    "import sys; sys.path.append({root!r}); from shardwright.launch.supervisor.carried import carry; carry({path!r})"
+)
+_TAKEN = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
+
+
+class CarriedSupervisor(Supervisor):
+    """The supervision of ranks whose ends are told on ``reports`` and by the end of mpirun."""
+
+    def __init__(
+        self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess], mpirun: int, reports: Reports,
+        said: int, stall_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self.mpirun, self.reports, self.said = mpirun, reports, said
+        super().__init__(orders, events, decoder, ranks, stall_s=stall_s)
+        for rank in [rank for rank, process in ranks.items() if process.pid == NEVER_STARTED]:
+            ranks[rank].signalled = True
+            self._exited(rank, -signal.SIGTERM, time.time())
+        self.selector.register(reports.fd, selectors.EVENT_READ, lambda: None)  # wakes the loop, which then takes them
+
+    def _reap(self) -> bool:
+        self._take_reports()
+        children = True
+        while children:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                children = False
+            else:
+                if pid == 0:
+                    break
+                if pid == self.mpirun:
+                    self._mpirun_ended(os.waitstatus_to_exitcode(status))
+        if not self.ending and all(process.ended for process in self.ranks.values()):
+            now_s = time.monotonic()
+            self.ending = Ending(now_s + _CARRIER_END_S, now_s + 2 * _CARRIER_END_S)
+        return not children
+
+    def _take_reports(self) -> None:
+        for report in self.reports.read():
+            rank = report["rank"]
+            if report["event"] == "exited":
+                self._exited(rank, report["code"], report["time_s"])
+            else:
+                self.ranks[rank].stopped_by = report.get("signal", 0)
+                self._tell(report)
+
+    def _mpirun_ended(self, code: int) -> None:
+        """What mpirun said, the help of MPI with it, is told. Ranks not heard of were killed with their carriers."""
+        self._take_reports()
+        lost = [rank for rank, process in self.ranks.items() if not process.ended]
+        if said := os.pread(self.said, _SAID_BYTES, 0).decode(errors="replace").strip():
+            self._tell({"event": "carrier_said", "text": said, "matters": code != 0})
+        for rank in lost:
+            self._exited(rank, -signal.SIGKILL, time.time())
+
+
+class Reports:
+    """Lines of JSON from the carriers, each written in one piece."""
+
+    def __init__(self) -> None:
+        self.fd, self.theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self.held: list[dict[str, Any]] = []
+        self._buffer = b""
+
+    def read(self) -> list[dict[str, Any]]:
+        """What has come since, after those in ``held``, which were read too early."""
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self.fd, 1 << 16):
+                self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        held, self.held = self.held, []
+        return held + [json.loads(line) for line in lines]
+
+
+def supervise(start: Start, orders: int, events: int, decoder: Decoder, pulses: Mapping[int, PulseFile]) -> NoReturn:
+    """Start mpirun, wait until all ranks have started, and supervise them until the end."""
+    reports = Reports()
+    said = os.memfd_create("mpirun")
+    pipes = {rank: {stream: os.pipe2(os.O_CLOEXEC) for stream in STREAMS} for rank in start.ranks}
+    plan = {
+        "supervisor": os.getpid(), "reports": reports.theirs, "command": start.program.command_line(),
+        "ranks": {
+            rank: {"variables": variables, "pipes": {stream: fds[1] for stream, fds in pipes[rank].items()}}
+            for rank, variables in start.ranks.items()
+        },
+    }  # fmt: skip
+    written = os.memfd_create("plan")
+    with os.fdopen(os.dup(written), "wb") as file:
+        file.write(json.dumps(plan).encode())
+    path = f"/proc/{os.getpid()}/fd/{written}"
+    boot = _BOOT.format(root=str(package.SEARCHED), path=path)
+    mpirun = _start([*start.carrier, sys.executable, "-I", "-S", "-c", boot], said)
+    pids = _wait_for_ranks(len(start.ranks), mpirun, reports, orders, events, said)
+    for fds in pipes.values():
+        for ours, _ in fds.values():
+            os.set_blocking(ours, False)
+    ranks = {
+        rank: RankProcess(
+            pids.get(rank, NEVER_STARTED),
+            {stream: fds[0] for stream, fds in pipes[rank].items()},
+            error_file(variables),
+            pulses.get(rank),
+        )
+        for rank, variables in start.ranks.items()
+    }
+    die_with_parent(0)
+    CarriedSupervisor(orders, events, decoder, ranks, mpirun, reports, said, start.stall_s).run()
+    sys.exit(0)
+
+
+def _start(command: list[str], said: int) -> int:
+    supervisor = os.getpid()
+    pid = os.fork()
+    if pid:
+        return pid
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != supervisor:
+        os._exit(1)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    execute(command)
+    os._exit(127)
+
+
+def _wait_for_ranks(ranks: int, mpirun: int, reports: Reports, orders: int, events: int, said: int) -> dict[int, int]:
+    """The process id of each rank. Where mpirun ends before it has started them, what it said goes to the launcher."""
+    ended = os.pidfd_open(mpirun)
+    poll = select.poll()
+    for fd in (reports.fd, ended):
+        poll.register(fd, select.POLLIN)
+    poll.register(orders, 0)  # POLLHUP alone: the launcher is gone
+    pids: dict[int, int] = {}
+    while len(pids) < ranks:
+        ready = {fd for fd, _ in poll.poll()}
+        if orders in ready:
+            os._exit(1)
+        came = reports.read()
+        pids |= {report["rank"]: report["pid"] for report in came if report["event"] == "started"}
+        reports.held = [report for report in came if report["event"] != "started"]
+        if ended in ready and len(pids) < ranks:
+            if not pids:
+                text = os.pread(said, _SAID_BYTES, 0).decode(errors="replace").strip()
+                not_started(events, f"mpirun ended before it had started {ranks} ranks\n{text}")
+            break
+    os.close(ended)
+    return pids
+
+
+def carry(path: str) -> NoReturn:
+    """In a process that mpirun started: run this rank's program, and report how it goes."""
+    die_with_parent(signal.SIGKILL)
+    plan = json.loads(Path(path).read_bytes())
+    rank = os.environ["OMPI_COMM_WORLD_RANK"]
+    mine = plan["ranks"][rank]
+    supervisor = Path(f"/proc/{plan['supervisor']}/fd")
+    reports = os.open(supervisor / str(plan["reports"]), os.O_WRONLY | os.O_CLOEXEC)
+    for signum in _TAKEN:
+        signal.signal(signum, signal.SIG_IGN)  # mpirun signals the rank as well, and we wait for what it does
+    carrier = os.getpid()
+    pid = os.fork()
+    if pid == 0:
+        _become_rank(carrier, supervisor, mine, plan["command"])
+    _report(reports, {"event": "started", "rank": int(rank), "pid": pid})
+    while True:
+        _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
+        if os.WIFSTOPPED(status):
+            _report(reports, {"event": "stopped", "rank": int(rank), "signal": os.WSTOPSIG(status), "pid": pid})
+        elif os.WIFCONTINUED(status):
+            _report(reports, {"event": "continued", "rank": int(rank)})
+        else:
+            code = os.waitstatus_to_exitcode(status)
+            _report(reports, {"event": "exited", "rank": int(rank), "code": code, "time_s": time.time()})
+            os._exit(code if code >= 0 else 128 - code)
+
+
+def _become_rank(carrier: int, supervisor: Path, mine: dict[str, Any], command: list[str]) -> NoReturn:
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != carrier:
+        os._exit(1)
+    for fd, stream in enumerate(STREAMS, start=1):
+        opened = os.open(supervisor / str(mine["pipes"][stream]), os.O_WRONLY)
+        os.dup2(opened, fd)
+        os.close(opened)
+    for signum in _TAKEN:
+        signal.signal(signum, signal.SIG_DFL)
+    os.environ.update(mine["variables"])
+    execute(command)
+    os._exit(127)
+
+
+def _report(fd: int, report: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the supervisor is gone, and we shall be
+        os.write(fd, json.dumps(report).encode() + b"\n")

@@ -1,0 +1,76 @@
+"""Whether the ranks of one host get on, as their supervisor sees it, and where they are when it is asked.
+
+A sign of life is a byte of output, or a pulse that has moved: a step, or a collective of shardwright's. The launcher,
+which sees the ranks of all hosts, decides when they have been quiet for too long (`stall`).
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from shardwright.launch.hangs.stacks import Observation, Target, observe
+from shardwright.pulse import PulseFile
+
+_LARGEST_ANSWER_BYTES = 1 << 22
+
+
+class Progress:
+    """``stall_s`` is after how long a silence somebody will ask. ``wake`` ends the wait of the supervisor's loop."""
+
+    def __init__(self, stall_s: float, pulses: Mapping[int, PulseFile], wake: Callable[[], object]) -> None:
+        self.interval_s = min(1.0, stall_s / 8)
+        self._pulses, self._wake = pulses, wake
+        self._beats: dict[int, int] = {}
+        self._moved_s = time.monotonic()
+        self._looked_s = 0.0
+        self._quiet_s = 0.0
+        self._asked: threading.Thread | None = None
+        self._answer: bytes | None = None
+
+    def heard(self) -> None:
+        """A rank has written something."""
+        self._moved_s = time.monotonic()
+
+    def look(self) -> bool:
+        """At the pulses, if it is time to. True if one has moved since the last look."""
+        now_s = time.monotonic()
+        if now_s < self._looked_s + self.interval_s:
+            return False
+        self._looked_s = now_s
+        beats = {rank: pulse.read().beats for rank, pulse in self._pulses.items()}
+        moved, self._beats = beats != self._beats, beats
+        if moved:
+            self._moved_s = now_s
+        return moved
+
+    def ask(self, targets: Mapping[int, Target]) -> None:
+        """Begin to find out where the ranks are; takes seconds, and the supervisor goes on meanwhile."""
+        if self._asked is None or not self._asked.is_alive():
+            self._quiet_s = time.monotonic() - self._moved_s
+            self._asked = threading.Thread(target=self._observe, args=(dict(targets),), daemon=True)
+            self._asked.start()
+
+    def _observe(self, targets: Mapping[int, Target]) -> None:
+        self._answer = encode_observations(observe(targets))
+        self._wake()
+
+    def take_answer(self) -> tuple[float, bytes] | None:
+        """Once it is there: for how long it had been quiet when somebody asked, and what was found."""
+        answer, self._answer = self._answer, None
+        return None if answer is None else (self._quiet_s, answer)
+
+
+def encode_observations(found: list[Observation]) -> bytes:
+    """As a payload; where that would be too large, of each rank the main thread alone."""
+    data = json.dumps([seen.to_message() for seen in found]).encode()
+    if len(data) > _LARGEST_ANSWER_BYTES:
+        data = json.dumps([replace(seen, stacks=seen.stacks[:1], below=()).to_message() for seen in found]).encode()
+    return data
+
+
+def decode_observations(data: bytes) -> list[Observation]:
+    return [Observation.from_message(message) for message in json.loads(data)]

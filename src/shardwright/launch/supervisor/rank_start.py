@@ -1,0 +1,136 @@
+"""How a rank comes to be: what it takes on its host, the fork, and what of the supervisor the child lays down."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import signal
+import sys
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from shardwright.launch.host.processes import descendants, die_with_parent, kill_all
+from shardwright.launch.host.protocol import STREAMS, Start, encode
+from shardwright.pulse import PULSE_VARIABLE, PulseFile
+
+UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
+_SPARE_FILES = 16  # beside the two pipes of each rank
+
+
+@dataclass
+class RankProcess:
+    pid: int
+    pipes: dict[str, int]
+    error_file: Path | None = None  # where it writes down its error
+    pulse: PulseFile | None = None
+    stopped_by: int = 0  # the signal
+    signalled: bool = False
+    ended: bool = False
+
+
+def error_file(variables: Mapping[str, str]) -> Path | None:
+    """Where a rank with these variables writes down its error."""
+    name = variables.get("TORCHELASTIC_ERROR_FILE")
+    return Path(name) if name else None
+
+
+def become_rank(parent: int, variables: dict[str, str], pipes: dict[str, int], private: list[int]) -> None:
+    """In the forked child: nothing of the supervisor remains but what it imported."""
+    die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+    os.setsid()
+    for fd, stream in enumerate(STREAMS, start=1):
+        os.dup2(pipes[stream], fd)
+    for fd in private:
+        os.close(fd)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for signum in (signal.SIGHUP, signal.SIGQUIT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(signum, signal.SIG_DFL)
+    os.environ.update(variables)
+
+
+def forget_this_package() -> None:
+    """What came over the line serves to start a rank. Its program imports what is installed on this host."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "shardwright"]:
+        del sys.modules[name]
+
+
+def execute(command_line: list[str]) -> None:
+    for signum in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(signum, signal.SIG_DFL)  # what Python ignores or handles, a program of any kind must not
+    try:
+        os.execvp(command_line[0], command_line)
+    except OSError as error:
+        os.write(2, f"shardwright: cannot run {command_line[0]}: {error.strerror}\n".encode())
+        os._exit(127)
+
+
+def not_started(events: int, message: str) -> NoReturn:
+    kill_all(lambda: descendants(os.getpid()), UNKILLABLE_S)
+    with contextlib.suppress(BrokenPipeError):
+        _write(events, encode({"event": "not_started", "message": message}))
+    os._exit(1)
+
+
+def why_no_torch(message: str) -> str:
+    last = message.strip().splitlines()[-1]
+    if last.startswith("ModuleNotFoundError") and "'torch'" in last:
+        return f"{sys.executable} has no torch; type `{sys.executable} -m pip install torch`"
+    return f"torch cannot be imported by {sys.executable}; `pip install torch` may mend it\n{message.strip()}"
+
+
+def open_pulses(start: Start, events: int) -> dict[int, PulseFile]:
+    """For each rank, which is told where to find its own; none where nobody waits for them."""
+    pulses: dict[int, PulseFile] = {}
+    if start.stall_s is None:
+        return pulses
+    try:
+        for rank, variables in start.ranks.items():
+            pulses[rank] = PulseFile()
+            variables[PULSE_VARIABLE] = pulses[rank].path
+    except OSError as error:
+        not_started(events, f"rank {rank} of {len(start.ranks)} on this host cannot be watched: {error}")
+    return pulses
+
+
+def check_open_files(ranks: int, events: int) -> None:
+    """That as many may be open as it takes: without, not even the end of ranks that have started could be watched."""
+    taken = 2 * ranks + _SPARE_FILES
+    held: list[int] = []
+    try:
+        for _ in range(taken):
+            held.append(os.dup(0))
+    except OSError as error:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        for fd in held:  # telling takes some, too
+            os.close(fd)
+        not_started(
+            events,
+            f"{ranks} ranks on this host take {taken} more open files, and it may have {limit}: {error.strerror}; type "
+            "`ulimit -n 4096` in the shell's start file there",
+        )
+    for fd in held:
+        os.close(fd)
+
+
+def start_rank(private: list[int]) -> tuple[RankProcess, dict[str, int]]:
+    """Fork. The pid is 0 in the child, to which the writing ends of the pipes belong."""
+    ours, theirs = {}, {}
+    for stream in STREAMS:
+        ours[stream], theirs[stream] = os.pipe()
+        os.set_blocking(ours[stream], False)
+    private += ours.values()
+    with warnings.catch_warnings():
+        # Python 3.12 warns where numpy's thread pool exists: it is idle, and its library restarts it after a fork.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return RankProcess(os.fork(), ours), theirs
+
+
+def _write(fd: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(fd, data) :]

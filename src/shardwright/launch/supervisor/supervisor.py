@@ -1,0 +1,399 @@
+"""The process above the ranks of one host: starts them, relays what they write, reports how they end, ends them.
+
+It decides nothing: it follows the orders of its launcher (`protocol`), and where those end it kills everything, so that
+a launcher killed with SIGKILL leaves no process behind. It runs in a session of its own, away from the terminal's
+signals, and adopts orphans of the ranks, those that called setsid included. Where it is killed itself, the kernel
+kills the ranks, and the launcher finds by their mark what they had started.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import selectors
+import signal
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from shardwright.hosts.gpus import count_gpus
+from shardwright.launch.hangs.stacks import Target
+from shardwright.launch.host.processes import (
+    become_subreaper,
+    descendants,
+    die_with_parent,
+    kill_all,
+    name_of,
+    out_of_memory_kills,
+    send_signal,
+)
+from shardwright.launch.host.protocol import STREAMS, Decoder, Message, Start, encode
+from shardwright.launch.host.stage import remove_folder
+from shardwright.launch.kept.failure import read_error_file
+from shardwright.launch.supervisor import zygote
+from shardwright.launch.supervisor.binding import bind
+from shardwright.launch.supervisor.progress import Progress
+from shardwright.launch.supervisor.rank_start import (
+    UNKILLABLE_S,
+    RankProcess,
+    become_rank,
+    check_open_files,
+    error_file,
+    execute,
+    forget_this_package,
+    not_started,
+    open_pulses,
+    start_rank,
+    why_no_torch,
+)
+from shardwright.pulse import PULSE_VARIABLE, answer_with_stacks
+
+_CHUNK_BYTES = 1 << 16
+_BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the ranks' pipes are left alone
+_ENDING_TICK_S = 0.05
+_LEFT_TO_ITSELF_S = 0.5  # after the last rank: Python's resource tracker, for one, ends by itself
+_LEFT_GRACE_S = 5.0
+_MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
+
+
+@dataclass
+class Ending:
+    """The one grace period, common to all ranks and to what they leave behind."""
+
+    tell_at_s: float  # when what ranks left behind is told to end
+    kill_at_s: float
+    scan_at_s: float = 0.0
+    told: set[int] = field(default_factory=set)
+    killed: set[int] = field(default_factory=set)
+
+
+class _MemoryKills:
+    """The kernel's count of processes killed for memory, now and at two moments before."""
+
+    def __init__(self) -> None:
+        self.older = self.newer = out_of_memory_kills()
+        self.sampled_s = time.monotonic()
+
+    def sample(self) -> None:
+        if time.monotonic() >= self.sampled_s + _MEMORY_KILL_AGE_S:
+            self.older, self.newer = self.newer, out_of_memory_kills()
+            self.sampled_s = time.monotonic()
+
+    def recent(self) -> bool:
+        """Since the older sample, of which the age is between one and two intervals."""
+        return out_of_memory_kills() > self.older
+
+
+class Supervisor:
+    """The supervision of ranks that are already running, until none is left."""
+
+    def __init__(
+        self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess],
+        lease_s: float | None = None, scratch: str | None = None, stall_s: float | None = None,
+    ) -> None:  # fmt: skip
+        self.orders, self.events, self.decoder, self.ranks = orders, events, decoder, ranks
+        self.lease_s, self.scratch = lease_s, scratch
+        self.heard_s = time.monotonic()
+        self.backlog = bytearray()
+        self.ending: Ending | None = None
+        self.memory_kills = _MemoryKills()
+        self.selector = selectors.DefaultSelector()
+        self.reading = False
+        os.set_blocking(events, False)
+        self.selector.register(orders, selectors.EVENT_READ, self._take_orders)
+        wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+        self.selector.register(wake_read, selectors.EVENT_READ, lambda: os.read(wake_read, 512))
+        self.progress: Progress | None = None
+        if stall_s is not None:
+            pulses = {rank: process.pulse for rank, process in ranks.items() if process.pulse is not None}
+            self.progress = Progress(stall_s, pulses, lambda: os.write(wake_write, b"\0"))
+        for rank, process in ranks.items():
+            self._tell({"event": "started", "rank": rank, "pid": process.pid})
+        self._follow(b"")  # orders that came together with the start
+
+    def run(self) -> None:
+        """Until every rank and everything below it has ended, and the launcher has heard of it."""
+        while not self._reap():
+            self._read_while_heard()
+            tick_s = _MEMORY_KILL_AGE_S if self.lease_s is None else min(_MEMORY_KILL_AGE_S, self.lease_s / 4)
+            tick_s = tick_s if self.progress is None else min(tick_s, self.progress.interval_s)
+            for key, _ in self.selector.select(_ENDING_TICK_S if self.ending else tick_s):
+                key.data()
+            if self.lease_s is not None and time.monotonic() - self.heard_s > self.lease_s:
+                self._abandoned()
+            self.memory_kills.sample()
+            if self.progress is not None:
+                self._tell_progress(self.progress)
+            if self.ending:
+                self._advance(self.ending)
+        self._finish(unkillable=[])
+
+    def _finish(self, unkillable: list[int]) -> None:
+        for rank in self.ranks:
+            self._drain(rank)
+        killed = sorted(r for r, p in self.ranks.items() if self.ending and p.pid in self.ending.killed)
+        self._tell({"event": "ended", "killed": killed, "unkillable": unkillable})
+        while self.backlog:
+            for key, _ in self.selector.select():
+                key.data()
+        os._exit(0)  # torch's own clean-up at exit has nothing to do here
+
+    # --- to and from the launcher
+
+    def _tell(self, message: Message, payload: bytes = b"") -> None:
+        if not self.backlog:
+            self.selector.register(self.events, selectors.EVENT_WRITE, self._flush)
+        self.backlog += encode(message, payload)
+
+    def _flush(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                del self.backlog[: os.write(self.events, self.backlog[: 4 * _CHUNK_BYTES])]
+            except BrokenPipeError:
+                self._abandoned()
+        if not self.backlog:
+            self.selector.unregister(self.events)
+
+    def _take_orders(self) -> None:
+        data = os.read(self.orders, _CHUNK_BYTES)
+        if not data:
+            self._abandoned()
+        self.heard_s = time.monotonic()
+        self._follow(data)
+
+    def _follow(self, data: bytes) -> None:
+        for message, _ in self.decoder.feed(data):
+            match message["order"]:
+                case "errors":
+                    self._tell({"event": "errors", "errors": self._errors()})
+                case "stacks" if self.progress is not None:
+                    living = {rank: process for rank, process in self.ranks.items() if not process.ended}
+                    self.progress.ask({r: Target(p.pid, p.pulse, p.stopped_by) for r, p in living.items()})
+                case "signal":
+                    self._signal_ranks(message["signal"])
+                case "end":
+                    self._end(message["signal"], message["grace_s"])
+                case "kill":
+                    self._end(signal.SIGCONT, 0.0)
+
+    def _tell_progress(self, progress: Progress) -> None:
+        if progress.look():
+            self._tell({"event": "progress"})
+        if (answer := progress.take_answer()) is not None:
+            quiet_s, observations = answer
+            self._tell({"event": "stacks", "quiet_s": quiet_s}, observations)
+
+    def _abandoned(self) -> None:
+        """The launcher is gone: nobody is left to tell."""
+        kill_all(lambda: descendants(os.getpid()), UNKILLABLE_S)
+        if self.scratch is not None:
+            remove_folder(Path(self.scratch))
+        os._exit(1)
+
+    # --- what the ranks write
+
+    def _read_while_heard(self) -> None:
+        """Ranks wait only where the launcher itself stands still, so that this process's memory stays bounded."""
+        wanted = len(self.backlog) < _BACKLOG_BYTES
+        if wanted == self.reading:
+            return
+        for rank, process in self.ranks.items():
+            for stream, fd in process.pipes.items():
+                if wanted:
+                    self.selector.register(fd, selectors.EVENT_READ, lambda r=rank, s=stream: self._relay(r, s))
+                else:
+                    self.selector.unregister(fd)
+        self.reading = wanted
+
+    def _relay(self, rank: int, stream: str) -> bool:
+        """One chunk, passed on. False if there was none."""
+        pipes = self.ranks[rank].pipes
+        if stream not in pipes:
+            return False
+        try:
+            data = os.read(pipes[stream], _CHUNK_BYTES)
+        except BlockingIOError:
+            return False
+        if data:
+            if self.progress is not None:
+                self.progress.heard()
+            self._tell({"event": "output", "rank": rank, "stream": stream}, data)
+            return True
+        if self.reading:
+            self.selector.unregister(pipes[stream])
+        os.close(pipes.pop(stream))
+        return False
+
+    def _drain(self, rank: int) -> None:
+        """What a rank left in its pipes; as much as they hold at most, since its children may go on writing."""
+        for stream in STREAMS:
+            for _ in range(32):
+                if not self._relay(rank, stream):
+                    break
+
+    # --- how the ranks end
+
+    def _reap(self) -> bool:
+        """Report every change of state. True when no child is left, adopted ones included."""
+        by_pid = {process.pid: rank for rank, process in self.ranks.items() if not process.ended}
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED | os.WCONTINUED)
+            except ChildProcessError:
+                return True
+            if pid == 0:
+                break
+            if pid in by_pid:
+                self._report(by_pid[pid], status)
+        if not self.ending and all(process.ended for process in self.ranks.values()):
+            now_s = time.monotonic()
+            self.ending = Ending(now_s + _LEFT_TO_ITSELF_S, now_s + _LEFT_GRACE_S)
+        return False
+
+    def _report(self, rank: int, status: int) -> None:
+        process = self.ranks[rank]
+        if os.WIFSTOPPED(status):
+            process.stopped_by = os.WSTOPSIG(status)
+            self._tell({"event": "stopped", "rank": rank, "signal": process.stopped_by, "pid": process.pid})
+        elif os.WIFCONTINUED(status):
+            process.stopped_by = 0
+            self._tell({"event": "continued", "rank": rank})
+        else:
+            self._exited(rank, os.waitstatus_to_exitcode(status), time.time())
+
+    def _exited(self, rank: int, code: int, ended_s: float) -> None:
+        process = self.ranks[rank]
+        process.ended = True
+        self._drain(rank)
+        killed_by_us = self.ending is not None and process.pid in self.ending.killed
+        out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent()
+        self._tell({
+            "event": "exited", "rank": rank, "code": code, "time_s": ended_s,
+            "signalled": process.signalled, "out_of_memory": out_of_memory, "error": _error_of(process),
+        })  # fmt: skip
+
+    def _errors(self) -> dict[int, tuple[str, float]]:
+        """Of ranks that have failed and not ended yet."""
+        living = [(rank, process) for rank, process in self.ranks.items() if not process.ended]
+        return {rank: error for rank, process in living if (error := _error_of(process))}
+
+    # --- ending them
+
+    def _living(self) -> list[RankProcess]:
+        return [process for process in self.ranks.values() if not process.ended]
+
+    def _signal_ranks(self, signum: int) -> None:
+        for process in self._living():
+            send_signal(process.pid, signum)
+
+    def _end(self, signum: int, grace_s: float) -> None:
+        """Signal the ranks; what ranks leave behind is told to end as they go; one deadline for all of it."""
+        now_s = time.monotonic()
+        if self.ending is None:
+            self.ending = Ending(now_s, now_s + grace_s)
+        self.ending.tell_at_s = now_s
+        self.ending.kill_at_s = min(self.ending.kill_at_s, now_s + grace_s)
+        for process in self._living():
+            process.signalled = True
+            send_signal(process.pid, signum)
+            send_signal(process.pid, signal.SIGCONT)  # a stopped rank hears the signal, too
+
+    def _advance(self, ending: Ending) -> None:
+        now_s = time.monotonic()
+        if now_s < ending.scan_at_s:
+            return
+        ending.scan_at_s = now_s + _ENDING_TICK_S
+        if now_s >= ending.kill_at_s:
+            below = descendants(os.getpid())
+            ending.killed |= below
+            for pid in below:
+                send_signal(pid, signal.SIGKILL)
+            if now_s >= ending.kill_at_s + UNKILLABLE_S:
+                self._finish(unkillable=sorted(below))
+        elif now_s >= ending.tell_at_s:
+            left = descendants(os.getpid(), without={process.pid for process in self._living()}) - ending.told
+            ending.told |= left
+            if left:
+                self._tell({"event": "left", "names": {str(pid): name_of(pid) for pid in left}})
+            for pid in left:
+                send_signal(pid, signal.SIGTERM)
+                send_signal(pid, signal.SIGCONT)
+
+
+def _error_of(process: RankProcess) -> tuple[str, float] | None:
+    return read_error_file(process.error_file) if process.error_file is not None else None
+
+
+def take_stdio() -> tuple[int, int]:
+    """The launcher's pipes, moved to where neither an import nor a rank meets them."""
+    orders, events = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)  # an import that prints would garble the stream of events
+    return orders, events
+
+
+def _read_start(orders: int, decoder: Decoder) -> Start:
+    """Ends this process where the launcher ended before the kernel was asked to tell of that."""
+    poll = select.poll()
+    poll.register(orders, 0)
+    while data := os.read(orders, _CHUNK_BYTES):
+        for message, _ in decoder.feed(data):
+            if poll.poll(0):
+                os._exit(1)
+            return Start.from_message(message)
+    os._exit(1)
+
+
+def main() -> None:
+    """Supervise what the launcher orders on standard input; in a forked rank, run its program and return."""
+    die_with_parent(signal.SIGKILL)  # as long as there is no rank that needs somebody to end it
+    become_subreaper()
+    decoder = Decoder()
+    orders, events = take_stdio()
+    start = _read_start(orders, decoder)
+    pulses = open_pulses(start, events)
+    if start.carrier:
+        from shardwright.launch.supervisor.carried import supervise
+
+        supervise(start, orders, events, decoder, pulses)
+    preload = start.preload and zygote.can_preload(start.program)
+    if preload:
+        try:
+            zygote.preload()
+        except BaseException:
+            not_started(events, why_no_torch(traceback.format_exc()))
+    die_with_parent(0)
+    ranks: dict[int, RankProcess] = {}
+    private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values())]
+    supervisor = os.getpid()
+    check_open_files(len(start.ranks), events)
+    for rank, variables in start.ranks.items():
+        try:
+            process, pipes = start_rank(private)
+        except OSError as error:
+            not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
+        if process.pid == 0:
+            become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
+            if start.bind:
+                bind(variables, count_gpus(os.environ))
+            if not preload:
+                execute(start.program.command_line())
+            if PULSE_VARIABLE in variables:
+                answer_with_stacks(variables[PULSE_VARIABLE])
+            if start.packed:
+                forget_this_package()
+            return zygote.run(start.program)
+        for fd in pipes.values():
+            os.close(fd)
+        process.error_file = error_file(variables)
+        process.pulse = pulses.get(rank)
+        ranks[rank] = process
+    Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch, start.stall_s).run()
+    sys.exit(0)

@@ -1,0 +1,131 @@
+"""The process that has imported torch, and the ranks that are forked from it.
+
+The zygote never runs an operator: after one parallel matrix product its threads exist, and a forked child that needs
+them would wait for ever. A rank runs its script as ``python script.py`` would: as ``__main__``, with its own
+``sys.argv`` and ``sys.path[0]``, and the interpreter's usual end, with handlers of atexit and threads waited for.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib.util
+import io
+import json
+import os
+import sys
+import time
+import traceback
+from importlib.machinery import SourceFileLoader
+from types import CodeType, TracebackType
+from typing import Any
+
+from shardwright.launch.host.program import Program
+
+
+def preload() -> None:
+    """Import what every rank will need. A collection in between would find nothing and takes a sixth of the time."""
+    gc.disable()
+    import torch
+    import torch.distributed  # noqa: F401
+
+    gc.freeze()  # ranks share these pages for as long as no collection writes to them
+    gc.enable()
+
+
+def can_preload(program: Program) -> bool:
+    """A directory or an archive with a ``__main__`` is left to the interpreter, and so is what is not Python."""
+    if program.kind == "script":
+        return os.path.isfile(program.arguments[0]) and not _is_archive(program.arguments[0])
+    return program.kind == "module"
+
+
+def _is_archive(path: str) -> bool:
+    with open(path, "rb") as file:
+        return file.read(2) == b"PK"
+
+
+def run(program: Program) -> None:
+    """In a forked rank: run the script or module as ``__main__``; the caller then returns to the interpreter."""
+    _reseed()
+    sys.argv[:] = program.arguments
+    sys.orig_argv[:] = program.command_line()  # what libraries read that start this script again
+    namespace = vars(sys.modules["__main__"])
+    for name in [name for name in namespace if name not in ("__name__", "__builtins__")]:
+        del namespace[name]
+    try:
+        code = (_script if program.kind == "script" else _module)(program.arguments[0], namespace)
+        exec(code, namespace)
+    except SystemExit:
+        raise
+    except BaseException as error:
+        if isinstance(error, Exception):
+            _write_error_file(error, time.time())
+        _hide_our_frames(error)
+        raise
+
+
+def _reseed() -> None:
+    """Forks would share what numpy drew from the system; Python's own generator reseeds itself."""
+    if numpy_random := sys.modules.get("numpy.random"):
+        numpy_random.seed()
+
+
+def _script(name: str, namespace: dict[str, Any]) -> CodeType:
+    path = os.path.abspath(name)
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.path.dirname(os.path.realpath(name)))
+    namespace.update(
+        __file__=path, __loader__=SourceFileLoader("__main__", path), __cached__=None,
+        __spec__=None, __package__=None, __doc__=None,
+    )  # fmt: skip
+    with io.open_code(path) as file:
+        return compile(file.read(), path, "exec", dont_inherit=True)
+
+
+def _module(name: str, namespace: dict[str, Any]) -> CodeType:
+    if not sys.flags.safe_path:
+        sys.path.insert(0, os.getcwd())
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        name = f"{name}.__main__"
+        spec = importlib.util.find_spec(name)
+    code = spec.loader.get_code(name) if spec and hasattr(spec.loader, "get_code") else None  # type: ignore[union-attr]
+    if spec is None or code is None:
+        sys.exit(f"{sys.executable}: No module named {name}, or none that can be run")
+    sys.argv[0] = str(spec.origin)
+    namespace.update(
+        __file__=spec.origin, __loader__=spec.loader, __cached__=spec.cached,
+        __spec__=spec, __package__=spec.parent, __doc__=None,
+    )  # fmt: skip
+    return code  # type: ignore[no-any-return]
+
+
+def _hide_our_frames(error: BaseException) -> None:
+    """The interpreter reports the exception and ends as it always does; the traceback begins with the script."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen importlib.util>"):
+        frames = frames.tb_next
+    report = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, _: TracebackType | None) -> None:
+        error.__traceback__ = frames
+        report(kind, error, frames)
+
+    sys.excepthook = hook
+
+
+def _write_error_file(error: Exception, happened_s: float) -> None:
+    """In torchelastic's format, unless the script wrote it itself: the launcher orders failures by its time."""
+    message = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {
+            "py_callstack": "".join(traceback.format_exception(error)),
+            "timestamp": str(int(happened_s)),
+            "timestamp_s": happened_s,
+        },
+    }
+    try:
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
+            json.dump({"message": message}, file)
+    except (OSError, KeyError):
+        return  # a full disk, or written before; the traceback reaches the log through the pipe

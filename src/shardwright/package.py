@@ -1,0 +1,53 @@
+"""Where this package lies, and its rooms: files are looked for by this alone, so that none is lost by a move."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+"""The folder of the package."""
+SEARCHED = FOLDER.parent
+"""What a new interpreter adds to `sys.path` to import the package."""
+
+# In the order in which data passes them: a room imports itself and those before it (tests/test_architecture.py).
+ROOMS = (
+    "errors",
+    "whole_file",
+    "package",
+    "pulse",
+    "hosts",
+    "launch",
+    "torch_private",
+    "backends",
+    "world",
+    "mesh",
+    "rules",
+    "graph",
+    "plan",
+    "lower",
+    "report",
+    "checkpoint",
+    "data",
+    "run",
+    "training",
+    "verification",
+    "cluster",
+    "zoo",
+    "cli",
+)
+
+
+def sources(*rooms: str) -> dict[str, bytes]:
+    """The Python files of rooms, at any depth, by their path below the folder of the package, sorted.
+
+    Raises:
+        FileNotFoundError: where a room has no files, so that a name that no longer fits is not passed over.
+    """
+    found: dict[str, bytes] = {}
+    for room in rooms:
+        file = FOLDER / f"{room}.py"
+        paths = [file] if file.is_file() else sorted((FOLDER / room).rglob("*.py"))
+        if not paths:
+            raise FileNotFoundError(f"there is no room {room!r} in {FOLDER}; the rooms are {', '.join(ROOMS)}")
+        found |= {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
+    return found

@@ -1,0 +1,1 @@
+"""The trainer and its callbacks, its checkpoints, and what it tells."""

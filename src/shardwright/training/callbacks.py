@@ -1,0 +1,217 @@
+"""What happens beside the training steps: losses printed, checkpoints written, runs stopped, weights averaged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.progress import Progress, TaskID
+from torch import Tensor
+
+from shardwright.checkpoint.saving.asynchronous import wait_copied
+from shardwright.errors import TrainingError, UsageError
+from shardwright.report.text import loss_line
+from shardwright.run.captured import Parallel
+from shardwright.run.storage import local_part
+from shardwright.training.nonfinite import first_non_finite
+
+if TYPE_CHECKING:
+    from shardwright.training.trainer import Evaluation, Trainer
+
+
+class Callback:
+    """Called by `Trainer` on every rank at these points; a subclass overrides those that it wants.
+
+    An exception ends the run, with a note that names the callback. What one rank does alone must not be a collective.
+    """
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        """Before the first step."""
+
+    def on_epoch_begin(self, trainer: Trainer) -> None:
+        """Before the first batch of ``trainer.epoch`` is read."""
+
+    def on_loss(self, trainer: Trainer, batch: Any, loss: Tensor) -> None:
+        """Before the backward of each batch; ``loss`` is that of the global batch."""
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        """After each optimizer step."""
+
+    def on_validation_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """After each validation."""
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        """After each epoch and its validation."""
+
+    def at_rest(self, trainer: Trainer) -> None:
+        """After all callbacks have seen the end of a step, or of an epoch: the state of the run is whole, and from a
+        checkpoint of it the run goes on here. All ranks come by.
+        """
+
+    def on_fit_end(self, trainer: Trainer) -> None:
+        """After the last epoch; not after an error."""
+
+    def close(self, trainer: Trainer) -> None:
+        """At the very end, after an error or Ctrl-C too: give back what is held. No collectives here."""
+
+    def evaluating(self, trainer: Trainer) -> AbstractContextManager[None]:
+        """Around each evaluation."""
+        return nullcontext()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint is to keep: numbers, strings, lists and dictionaries of them, the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+
+
+class LossMonitor(Callback):
+    """Rank 0 prints ``epoch: 1 step: 10, loss is 2.3025854`` every so many steps of an epoch."""
+
+    def __init__(self, every: int = 1) -> None:
+        if every < 1:
+            raise UsageError(f"expected LossMonitor(every=...) of at least 1 step, got {every}")
+        self.every = every
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if trainer.step % self.every == 0 and trainer.world.rank == 0:
+            print(loss_line(trainer.epoch, trainer.step, trainer.loss.item()), flush=True)
+
+
+class ProgressBar(Callback):
+    """A bar of the epoch's steps on rank 0, where its output is a terminal; elsewhere nothing."""
+
+    def __init__(self, steps_per_epoch: int) -> None:
+        self.steps_per_epoch = steps_per_epoch
+        self._progress: Progress | None = None
+        self._task = TaskID(0)
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        # OpenMPI's ranks have terminals of their own as stdout, from which it copies; their stderr tells.
+        if trainer.world.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty():
+            self._progress = Progress(transient=True)
+            self._progress.start()
+
+    def on_epoch_begin(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._task = self._progress.add_task(
+                f"epoch {trainer.epoch}", total=self.steps_per_epoch, completed=trainer.step
+            )
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._progress.advance(self._task)
+
+    def on_epoch_end(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._progress.remove_task(self._task)
+
+    def close(self, trainer: Trainer) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+class EarlyStopping(Callback):
+    """Stops after ``patience`` validations in a row that did not better the best one by more than ``min_delta``.
+
+    ``metric`` is "loss", of which less is better, or a metric of the loss function's, of which more is.
+    """
+
+    def __init__(self, patience: int, metric: str = "loss", min_delta: float = 0.0) -> None:
+        if patience < 1:
+            raise UsageError(f"expected EarlyStopping(patience=...) of at least 1 validation, got {patience}")
+        self.patience, self.metric, self.min_delta = patience, metric, min_delta
+        self._best = -float("inf")
+        self._waited = 0
+
+    def on_validation_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        values = {"loss": -evaluation.loss, **evaluation.metrics}
+        if self.metric not in values:
+            raise UsageError(f"EarlyStopping watches {self.metric!r}; the validation gave {', '.join(values)}")
+        if values[self.metric] > self._best + self.min_delta:
+            self._best, self._waited = values[self.metric], 0
+            return
+        self._waited += 1
+        if self._waited >= self.patience:
+            trainer.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best": self._best, "waited": self._waited}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._best, self._waited = state["best"], state["waited"]
+
+
+class EMA(Callback):
+    """The exponential moving average of the parameters; evaluations use it in their place.
+
+    ``average ← decay · average + (1 - decay) · parameter`` after every optimizer step, beginning with the parameters
+    as they are at the start. Each rank averages what it holds. Buffers are used as they are.
+    """
+
+    def __init__(self, decay: float = 0.999) -> None:
+        if not 0 <= decay < 1:
+            raise UsageError(f"expected EMA(decay=...) from 0 to below 1, got {decay}")
+        self.decay = decay
+        self.averages: dict[str, Tensor] = {}
+        """By the names of the parameters, each stored as its parameter is."""
+
+    def on_fit_begin(self, trainer: Trainer) -> None:
+        self.begin(trainer)
+
+    def begin(self, trainer: Trainer) -> None:
+        """Take the parameters as they are for the averages, unless there are some."""
+        if not self.averages:
+            self.averages = {name: p.detach().clone() for name, p in trainer.parallel.named_parameters()}
+
+    def on_step_end(self, trainer: Trainer) -> None:
+        wait_copied()  # where the scaler skipped the optimizer's step, nothing has waited so far
+        for part, average in self._local_parts(trainer):
+            average.lerp_(part, 1 - self.decay)
+
+    @contextmanager
+    def evaluating(self, trainer: Trainer) -> Iterator[None]:
+        """Inside, the model has the averaged parameters."""
+        self.swap(trainer)
+        try:
+            yield
+        finally:
+            self.swap(trainer)
+
+    def swap(self, trainer: Trainer) -> None:
+        """Exchange the parameters and their averages."""
+        wait_copied()
+        for part, average in self._local_parts(trainer):
+            kept = part.clone()
+            part.copy_(average)
+            average.copy_(kept)
+
+    def _local_parts(self, trainer: Trainer) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, parameter in trainer.parallel.named_parameters():
+            yield local_part(parameter.detach()), local_part(self.averages[name])
+
+
+class NanGuard(Callback):
+    """Ends the run at the first loss that is not finite, naming the operator that first gave such a value, and where.
+
+    Looking costs a transfer of the loss from the device at every step.
+
+    Raises:
+        TrainingError: on every rank.
+    """
+
+    def on_loss(self, trainer: Trainer, batch: Any, loss: Tensor) -> None:
+        if bool(torch.isfinite(loss.detach())):
+            return
+        message = f"the loss is {loss.item()} at epoch {trainer.epoch}, step {trainer.step}"
+        if not isinstance(trainer.parallel, Parallel):
+            raise TrainingError(f"{message}; only a model that can be captured tells which operator began it")
+        origin = first_non_finite(trainer.parallel, batch)
+        if origin is None:
+            raise TrainingError(f"{message}; a second run of the same step gave a finite loss")
+        raise TrainingError(f"{message}; first on rank {origin.rank}: {origin.what}")

@@ -1,0 +1,86 @@
+"""Where a loss that is not finite came from: the first operator, and the rank on which it ran."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.graph.ir import Capture
+from shardwright.lower.program import Instruction, LocalProgram
+from shardwright.run.captured import Parallel
+from shardwright.world.agree import from_all_ranks
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What first was not finite: instruction ``position`` of the program of ``rank``, -1 for what the step began with.
+    ``what`` names it for people."""
+
+    position: int
+    rank: int
+    what: str
+
+
+def first_non_finite(parallel: Parallel, batch: Any) -> Origin | None:
+    """Runs the last training step's forward once more, for the same ``batch``, and looks at every value.
+
+    All ranks call it together and get the same answer: the earliest in the program, and of equal ones that of the
+    lowest rank. None where the loss is finite this time.
+    """
+    capture, program, values = parallel.replay(batch)
+    bad = {name: value for name, value in values.items() if _is_bad(value)}
+    mine = _origin(capture, program, bad, parallel.world.rank)
+    found = [origin for origin in from_all_ranks(mine) if origin is not None]
+    return min(found, key=lambda origin: (origin.position, origin.rank), default=None)
+
+
+def _origin(capture: Capture, program: LocalProgram, bad: Mapping[str, Tensor], rank: int) -> Origin | None:
+    """This rank's first value that is not finite, among those that reach the loss through such values.
+
+    So the infinities of an attention mask are innocent. A NaN may be made of infinities, which then are its origin.
+    """
+    position = {name: i for i, instruction in enumerate(program.instructions) for name in instruction.outputs}
+
+    def reads(name: str) -> list[str]:
+        """The bad values that ``name`` was made from."""
+        made_by = program.instructions[position[name]].reads if name in position else ()
+        return [read for read in made_by if read in bad]
+
+    waiting, guilty = [program.outputs[program.loss]], set()
+    while waiting:
+        name = waiting.pop()
+        if name in bad and name not in guilty:
+            guilty.add(name)
+            waiting += reads(name)
+    if not guilty:
+        return None
+    nans = [name for name in guilty if bad[name].isnan().any()]
+    first = min(nans or guilty, key=lambda name: position.get(name, -1))
+    while causes := reads(first):
+        first = min(causes, key=lambda name: position.get(name, -1))
+    if first in position:
+        return Origin(position[first], rank, _operator(program.instructions[position[first]], bad[first]))
+    leaf = capture.values[first]
+    return Origin(-1, rank, f"{leaf.kind} {leaf.label}, {_how(bad[first])} before the step")
+
+
+def _is_bad(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point() and not bool(torch.isfinite(value).all())
+
+
+def _operator(instruction: Instruction, value: Tensor) -> str:
+    if instruction.node is None:
+        names = ", ".join(moved.label for moved, _ in instruction.steps())
+        return f"the redistribution of {names}, {_how(value)}"
+    node = instruction.node
+    return f"{node.op} in {node.scope or 'the loss function'} ({node.source}), {_how(value)}"
+
+
+def _how(value: Tensor) -> str:
+    nan, infinite = int(value.isnan().sum()), int(value.isinf().sum())
+    counts = [f"{count} {kind}" for count, kind in ((nan, "NaN"), (infinite, "infinite")) if count]
+    return f"{' and '.join(counts)} of {value.numel()} entries"

@@ -1,0 +1,371 @@
+"""The training loop that people expect, over what `parallelize` returned.
+
+The loss is that of the global batch on every rank, so that whatever the loop decides from it (stopping, skipping,
+choosing a checkpoint) all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from shardwright.checkpoint.loading.match import Rename
+from shardwright.data.loading.batch import Batch
+from shardwright.errors import UsageError
+from shardwright.graph.capture import flatten_batch
+from shardwright.pulse import own_pulse
+from shardwright.report.text import start_line, validation_line
+from shardwright.run.captured import Parallel
+from shardwright.run.eager_parallel import EagerParallel
+from shardwright.run.inputs import rows_of
+from shardwright.training.callbacks import Callback
+from shardwright.training.checkpointing import Begun, Continuation, ModelCheckpoint, evaluation_state, resume
+from shardwright.training.traffic import TrafficWatch
+from shardwright.world.agree import from_all_ranks
+from shardwright.world.precision import Precision, autocast, check_precision, gradient_scaler
+from shardwright.world.world import current_world
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What `Trainer.evaluate` found: means over ``samples`` samples, each counted once."""
+
+    loss: float
+    metrics: Mapping[str, float]
+    samples: int
+
+
+@dataclass
+class _Sums:
+    """Sums over the samples of an evaluation, in float64."""
+
+    samples: int = 0
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def add(self, samples: int, loss: float, means: Mapping[str, float]) -> None:
+        self.samples += samples
+        self.loss += loss * samples
+        for name, mean in means.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + mean * samples
+
+    def means(self) -> Evaluation:
+        metrics = {name: total / self.samples for name, total in self.metrics.items()}
+        return Evaluation(self.loss / self.samples, metrics, self.samples)
+
+
+class Trainer:
+    """Trains ``parallel`` with ``optimizer``; every rank makes one with the same arguments.
+
+    Args:
+        parallel: what `sw.parallelize` returned.
+        optimizer: over ``parallel.parameters()``, in any groups.
+        callbacks: called in this order at every point of `Callback`.
+        scheduler: stepped once per optimizer step, whatever its kind: `sw.cosine_schedule` and its like count so.
+        clip_norm: the largest norm of the gradient of all parameters together; None leaves gradients alone.
+        accumulate: how many batches of the loader make one optimizer step. The gradient is that of the mean over all
+            their samples, also where they differ in size.
+        precision: what forwards compute in: "float32" as the model is, "bf16" or "fp16" by autocast, fp16 with a scaler
+            whose overflows skip the step on all ranks.
+
+    While it runs, ``epoch`` and ``step`` (within the epoch) count from 1, ``batches`` are those of the epoch so far,
+    ``steps`` the optimizer steps begun so far, ``under_way`` says that the epoch has steps or its validation to come,
+    ``loss`` is the last step's, a tensor, and ``evaluation`` the last validation's, in epoch ``evaluated``. ``stop()``
+    ends the run after the step that is under way.
+
+    Raises `UsageError` for arguments that do not fit.
+    """
+
+    def __init__(
+        self,
+        parallel: Parallel | EagerParallel,
+        optimizer: Optimizer,
+        callbacks: Sequence[Callback] = (),
+        *,
+        scheduler: LRScheduler | None = None,
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        precision: Precision = "float32",
+    ) -> None:
+        check_precision(precision)
+        if not isinstance(accumulate, int) or accumulate < 1:
+            raise UsageError(f"expected accumulate, batches per optimizer step, to be at least 1, got {accumulate!r}")
+        if clip_norm is not None and not clip_norm > 0:
+            raise UsageError(f"expected clip_norm to be more than 0, or None for no clipping, got {clip_norm!r}")
+        self.parallel = parallel
+        self.optimizer = optimizer
+        self.callbacks = tuple(callbacks)
+        self.scheduler = scheduler
+        self.clip_norm = clip_norm
+        self.accumulate = accumulate
+        self.precision: Precision = precision
+        self.world = current_world()
+        self.scaler = gradient_scaler(precision, self.world.device)
+        self.epoch, self.step, self.steps = 0, 0, 0
+        self.loss = torch.zeros(())
+        self.evaluation: Evaluation | None = None
+        self.evaluated = 0
+        self.under_way = False
+        self.loader: Any = None
+        self.batches = 0
+        self._stopping = self._stopped = self._announced = False
+        self._begun = Begun()
+        self._pulse = own_pulse()
+        self._continues: Continuation | None = None
+
+    def stop(self) -> None:
+        """End the run after this step; every rank must call it at the same step."""
+        self._stopping = self._stopped = True
+
+    def resume(
+        self, where: str | os.PathLike[str] = "auto", *, strict: bool = True, rename: Rename | None = None
+    ) -> str | None:
+        """Go on from a checkpoint: the newest of a directory, or the one at a path; all ranks call it before `fit`.
+
+        "auto" takes the newest undamaged one that `ModelCheckpoint` has written, or begins anew where there is none,
+        and rank 0 prints which. The next `fit` then ends where the interrupted one would have: it is to be called with
+        the same arguments. It begins with the next sample, in the middle of an epoch too, and goes on counting epochs
+        and steps. The number of ranks, the mode and ``accumulate`` may be others.
+
+        Returns the name of the checkpoint, None where there was none. ``strict`` and ``rename`` as in
+        `sw.checkpoint.load`.
+
+        Raises:
+            CheckpointError: where there is no checkpoint, it does not fit, or all are damaged.
+        """
+        loaded = resume(self, where, strict, rename)
+        if loaded is None:
+            return None
+        saved = (loaded.extra or {}).get("trainer") or {"epoch": loaded.epoch, "steps": loaded.step}
+        self.load_state_dict(saved)
+        self._continues = Continuation(loaded.left.get("loader"), saved.get("world_size"))
+        for callback in self.callbacks:
+            if isinstance(callback, ModelCheckpoint):
+                callback.resumed(self, where, loaded.name)
+        return loaded.name
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run is, in values; what it trains has states of its own."""
+        return {
+            "epoch": self.epoch,
+            "step": self.step,
+            "steps": self.steps,
+            "batches": self.batches,
+            "under_way": self.under_way,
+            "stopped": self._stopped,
+            "begun": [self._begun.epoch, self._begun.steps],
+            "evaluated": self.evaluated,
+            "evaluation": evaluation_state(self.evaluation),
+            "world_size": self.world.size,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on counting where ``state`` was taken; `resume` calls it."""
+        self.epoch, self.steps = state["epoch"], state["steps"]
+        self.step, self.under_way = state.get("step", 0), state.get("under_way", False)
+        self.batches, self._stopped = state.get("batches", 0), state.get("stopped", False)
+        self._begun, self.evaluated = Begun(*state.get("begun", (0, 0))), state.get("evaluated", 0)
+        if state.get("evaluation") is not None:
+            self.evaluation = Evaluation(**state["evaluation"])
+
+    def fit(
+        self,
+        loader: Iterable[Any],
+        epochs: int = 1,
+        *,
+        validate: Iterable[Any] | None = None,
+        steps: int | None = None,
+    ) -> None:
+        """Train for ``epochs`` passes over ``loader``, or until ``steps`` optimizer steps where those are fewer.
+
+        After every epoch, and at the end, ``validate`` is evaluated and rank 0 prints its line. A run on several ranks
+        ends with what the network devices moved, beside what the plan predicted (`shardwright.training.traffic`).
+        """
+        if epochs < 1 or (steps is not None and steps < 1):
+            raise UsageError(f"expected epochs and steps of at least 1, got epochs={epochs}, steps={steps}")
+        continues, self._continues = self._continues, None
+        if continues is None:
+            self._begun, self._stopped, self.under_way = Begun(self.epoch, self.steps), False, False
+        last_epoch = self._begun.epoch + epochs
+        last_step = None if steps is None else self._begun.steps + steps
+        self._stopping = self._stopped or (last_step is not None and self.steps >= last_step)
+        self.loader = loader
+        with ExitStack() as closing:
+            for callback in self.callbacks:
+                closing.callback(self._call, callback, "close")
+            self._call_all("on_fit_begin")
+            traffic = TrafficWatch(self.parallel, self.world)
+            if continues is not None:
+                continues.place(self, loader)
+            while self.under_way or (not self._stopping and self.epoch < last_epoch):
+                self._epoch(loader, last_step, validate, continues)
+                continues = None
+            self._call_all("on_fit_end")
+            traffic.end()
+
+    def _epoch(
+        self,
+        loader: Iterable[Any],
+        last_step: int | None,
+        validate: Iterable[Any] | None,
+        continues: Continuation | None,
+    ) -> None:
+        """One epoch, or the rest of the one that is under way."""
+        if not self.under_way:
+            self.epoch += 1
+            self.step = self.batches = 0
+            self.under_way = True
+            continues = None
+        self._train_epoch(loader, last_step, continues)
+        if validate is not None:
+            self._validate(validate)
+        self._call_all("on_epoch_end")
+        self.under_way = False
+        self._call_all("at_rest")
+
+    def _train_epoch(self, loader: Iterable[Any], last_step: int | None, continues: Continuation | None) -> None:
+        sampler = getattr(loader, "sampler", None)
+        if sampler is not None and hasattr(
+            sampler, "set_epoch"
+        ):  # torch's DistributedSampler repeats its order unless told
+            sampler.set_epoch(self.epoch - 1)
+        self.parallel.train()
+        self._call_all("on_epoch_begin")
+        batches = iter(loader) if continues is None else continues.rest(self, loader)
+        while not self._stopping and (group := list(islice(batches, self.accumulate))):
+            self.step += 1
+            self.steps += 1
+            self.batches += len(group)
+            self._pulse.begin_step(self.steps)
+            self._train_step(group)
+            self._call_all("on_step_end")
+            self._stopping = self._stopping or self.steps == last_step
+            self._call_all("at_rest")
+
+    def _train_step(self, group: Sequence[Any]) -> None:
+        """One optimizer step: the gradient of the mean loss over all samples of the batches in ``group``."""
+        counts = [self._samples(batch) for batch in group]
+        if not self._announced:
+            self._announced = True
+            self._announce(counts)
+        self.optimizer.zero_grad()
+        losses: list[Tensor] = []
+        for batch, count in zip(group, counts, strict=True):
+            last = len(losses) == len(group) - 1
+            with nullcontext() if last else self.parallel.accumulate():
+                loss, _ = self._forward(batch)
+                self._call_all("on_loss", batch, loss)
+                share = loss * (count / sum(counts))
+                self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
+            losses.append(share.detach())
+        self.loss = torch.stack(losses).sum()
+        self._update()
+
+    def _update(self) -> None:
+        if self.clip_norm is not None:
+            self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self.parallel.parameters(), self.clip_norm)
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        skipped = self.scaler.get_scale() < scale  # only an overflow, for which the step was skipped, lowers it
+        if self.scheduler is not None and not skipped:
+            self.scheduler.step()
+
+    def _forward(self, batch: Any) -> tuple[Tensor, Any]:
+        """The loss of the global batch, and what the loss function gave beside it, or None."""
+        with autocast(self.precision, self.world.device):
+            result = self.parallel(batch)
+        return result if isinstance(result, tuple) else (result, None)
+
+    def _samples(self, batch: Any) -> int:
+        """The samples of the global batch of which ``batch`` is this rank's part."""
+        if isinstance(batch, Batch):
+            return batch.global_size
+        if isinstance(self.parallel, Parallel):
+            return rows_of(batch, flatten_batch(batch), self.parallel.options.batch).total
+        return self.parallel.global_size(batch)
+
+    def _announce(self, counts: Sequence[int]) -> None:
+        if self.world.rank == 0:
+            rates = [float(group.get("initial_lr", group["lr"])) for group in self.optimizer.param_groups]
+            print(start_line(counts, self.world.size, rates, self.precision), flush=True)
+
+    # Evaluating
+
+    def evaluate(self, loader: Iterable[Any]) -> Evaluation:
+        """The mean loss and metrics over all samples of ``loader``, each counted once, in evaluation mode.
+
+        Metrics are what the loss function gives beside the loss if that is a mapping of scalars: integers count samples
+        (``(logits.argmax(1) == y).sum()``), floats are means over the batch.
+
+        Raises:
+            UsageError: where there is nothing to evaluate.
+        """
+        sums = _Sums()
+        with ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.enter_context(self._call(callback, "evaluating"))
+            stack.enter_context(torch.no_grad())
+            stack.callback(self.parallel.train, self.parallel.module.training)
+            self.parallel.eval()
+            for batch in loader:
+                samples = self._samples(batch)
+                loss, aux = self._forward(batch)
+                sums.add(samples, float(loss), self._means(aux, batch, samples))
+        if not sums.samples:
+            raise UsageError("there is nothing to evaluate: the loader gave no batch")
+        return sums.means()
+
+    def _means(self, aux: Any, batch: Any, samples: int) -> dict[str, float]:
+        """The metrics of a global batch, each as a mean over its samples."""
+        if isinstance(self.parallel, EagerParallel):
+            return _means_over_ranks(aux, self.parallel.part_size(batch))
+        return {name: _total(value, samples) / samples for name, value in _scalars(aux)}
+
+    def _validate(self, loader: Iterable[Any]) -> None:
+        self.evaluation, self.evaluated = self.evaluate(loader), self.epoch
+        if self.world.rank == 0:
+            print(validation_line(self.epoch, self.evaluation.loss, self.evaluation.metrics), flush=True)
+        self._call_all("on_validation_end", self.evaluation)
+
+    # Callbacks
+
+    def _call_all(self, hook: str, *arguments: Any) -> None:
+        for callback in self.callbacks:
+            self._call(callback, hook, *arguments)
+
+    def _call(self, callback: Callback, hook: str, *arguments: Any) -> Any:
+        method: Callable[..., Any] = getattr(callback, hook)
+        try:
+            return method(self, *arguments)
+        except Exception as error:
+            error.add_note(f"raised by the callback {type(callback).__name__}, in {hook}")
+            raise
+
+
+def _scalars(aux: Any) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(aux, Mapping):
+        yield from ((str(name), v) for name, v in aux.items() if isinstance(v, Tensor) and v.ndim == 0)
+
+
+def _total(value: Tensor, samples: int) -> float:
+    """A metric summed over ``samples`` samples: a count is that already."""
+    return float(value) * (samples if value.is_floating_point() else 1)
+
+
+def _means_over_ranks(aux: Any, samples: int) -> dict[str, float]:
+    """The means over all ranks' parts, from the metrics of this rank's part of ``samples`` samples (None if empty)."""
+    everyone = from_all_ranks(({name: _total(value, samples) for name, value in _scalars(aux)}, samples))
+    total = sum(count for _, count in everyone)
+    names = next((list(metrics) for metrics, count in everyone if count), [])
+    return {name: sum(metrics.get(name, 0.0) for metrics, _ in everyone) / total for name in names}

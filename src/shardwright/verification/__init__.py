@@ -1,0 +1,1 @@
+"""Measuring that many devices give what one gives."""

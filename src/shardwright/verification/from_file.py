@@ -1,0 +1,53 @@
+"""``shardwright verify``: starts the ranks that verify a file, and turns what they found into an exit code.
+
+Imports no torch: the ranks do.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import ShardwrightError, UsageError
+from shardwright.launch.asked.options import read_options
+from shardwright.launch.local import launch
+from shardwright.verification.build import BuildFunction
+
+
+def verify_file(target: str, ranks: str | None, options: dict[str, Any]) -> int:
+    """Verify ``FILE.py:build`` on new processes of this host; ``options`` are those of `verify`, and the seed.
+
+    Returns 0 where every deviation is within tolerance and 1 where one is not. Where a rank crashed, it returns 2, or
+    the rank's own code if that is larger, after the launcher has told which one and why; the logs are then kept.
+
+    Raises:
+        UsageError: where the file or an argument does not fit, or with what the ranks have to say about the model.
+    """
+    BuildFunction.parse(target)
+    folder = Path(tempfile.mkdtemp(prefix="shardwright-verify-"))
+    try:
+        found = _found_by_ranks(target, ranks, options, folder)
+    except ShardwrightError:
+        shutil.rmtree(folder)
+        raise
+    if isinstance(found, int):
+        return max(found, 2)
+    shutil.rmtree(folder)
+    if "error" in found:
+        raise UsageError(found["error"])
+    return 0 if found["ok"] else 1
+
+
+def _found_by_ranks(target: str, ranks: str | None, options: dict[str, Any], folder: Path) -> dict[str, Any] | int:
+    """What rank 0 found, or the exit code of ranks that came to no verdict."""
+    verdict = folder / "verdict.json"
+    module = ["shardwright.verification.main", target, str(verdict), json.dumps(options)]
+    job = read_options(
+        module=True, program=False, arguments=module, ranks=ranks, preload=True, tee="0", job=None,
+        log_dir=str(folder / "logs"), port=None, devices=None, variables=[], grace_s=10.0, detach=False,
+    )  # fmt: skip
+    code = launch(job)
+    return code if code or not verdict.exists() else dict(json.loads(verdict.read_text()))

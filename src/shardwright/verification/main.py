@@ -1,0 +1,48 @@
+"""What every rank of ``shardwright verify`` runs; rank 0 leaves the verdict in a file for the command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import ShardwrightError, UsageError
+from shardwright.verification.build import BuildFunction, Built
+from shardwright.verification.verify import verify
+from shardwright.world.agree import agree
+from shardwright.world.seed import set_seed
+from shardwright.world.world import init
+
+
+def main(target: str, verdict: str, options: dict[str, Any]) -> None:
+    """Build, verify and print. What a user can mend is a verdict too, told once and not as a failure of ranks."""
+    world = init()
+    try:
+        set_seed(options.pop("seed"))
+        built = _build_everywhere(target)
+        result = verify(built.model, built.loss_fn, list(built.batches), pins=built.pins, **options)
+        found: dict[str, Any] = {"ok": result.ok}
+        if world.rank == 0:
+            print(result, flush=True)
+    except ShardwrightError as error:
+        found = {"error": str(error)}
+    if world.rank == 0:
+        Path(verdict).write_text(json.dumps(found))
+
+
+def _build_everywhere(target: str) -> Built:
+    """What ``build()`` returns; where it fails on some rank, every rank says so, and none is left waiting."""
+    built, problem = None, None
+    try:
+        built = BuildFunction.parse(target).load()()
+    except ShardwrightError as error:
+        problem = str(error)
+    agree({}, problem)
+    if built is None:
+        raise UsageError(problem)
+    return built
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2], json.loads(sys.argv[3]))

@@ -1,0 +1,240 @@
+"""The world of this process: which rank it is, of how many, on which host and device."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
+
+from shardwright.backends import mpi
+from shardwright.backends.gloo_threads import calm_receivers
+from shardwright.errors import UsageError, WorldError
+from shardwright.hosts.environment import (
+    FileMeeting,
+    LaunchEnvironment,
+    TcpMeeting,
+    read_environment,
+)
+from shardwright.launch.asked.mpirun import BACKEND_VARIABLE
+from shardwright.pulse import own_pulse
+from shardwright.world.agree import from_all_ranks
+from shardwright.world.devices import gpu_index, host_names
+from shardwright.world.leave import leave
+from shardwright.world.meeting import (
+    Card,
+    Deadline,
+    interfaces,
+    job_store,
+    meeting_from_url,
+    open_store,
+    roll_call,
+    serve_until_all_left,
+)
+
+_MEETING_TIMEOUT_S = 300.0
+
+# The world of each process group that lives: it goes with the group, and a new group gets a new one.
+_worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among those that train together.
+
+    ``local_rank`` counts the ranks on the same ``host``, ``local_size`` says how many there are, ``device`` is where
+    this rank computes, ``backend`` moves the data between ranks, and ``hosts`` names the host of every rank.
+    """
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    host: str
+    device: torch.device
+    backend: str
+    hosts: tuple[str, ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        here = f"local rank {self.local_rank} of {self.local_size} on {self.host}"
+        return f"rank {self.rank} of {self.size} ({here}), {self.device}, {self.backend}"
+
+
+def init(
+    backend: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | timedelta | None = None,
+) -> World:
+    """Join the other ranks, as told by the launcher that started this process; without one, a world of one.
+
+    Understands torchrun and ``shardwright launch``, msrun, rank tables, OpenMPI, MPICH and Intel MPI, and Slurm;
+    where several left their variables, the innermost counts (`shardwright.hosts.environment`).
+
+    ``backend`` is nccl where torch sees GPUs, else gloo, unless given here or by ``shardwright launch --backend``;
+    "mpi" is for ranks that mpirun started (`shardwright.backends.mpi`). ``init_method`` (``tcp://HOST:PORT`` or
+    ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the launcher says. ``timeout`` (seconds or
+    timedelta) bounds the wait for the other ranks, 300 s unless given, and every collective, torch's default unless
+    given. A second call returns the same world; a process group that the script has made itself is adopted.
+
+    Raises `WorldError` when the environment is incomplete, a rank is missing, comes twice or disagrees with
+    the others, when a host has more ranks than GPUs, or when an earlier call set up another world; `UsageError` when
+    the arguments make no sense.
+    """
+    own_pulse().beat()
+    if dist.is_initialized():
+        return _existing(backend, rank, world_size)
+    backend = backend or os.environ.get(BACKEND_VARIABLE) or None
+    _check_backend(backend)
+    told = _told(init_method, rank, world_size)
+    if backend == mpi.BACKEND:
+        mpi.prepare(told)
+    timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
+    if timeout_s is not None and timeout_s <= 0:
+        raise UsageError(f"timeout={timeout} must be more than 0 seconds")
+    store, cards = _meet(told, backend, Deadline.after(_MEETING_TIMEOUT_S if timeout_s is None else timeout_s))
+    world = _world(cards, told)
+    _start(world, store, told, None if timeout_s is None else timedelta(seconds=timeout_s))
+    return world
+
+
+def _check_backend(backend: str | None) -> None:
+    """Raises `UsageError` where torch knows no backend of that name; ``cpu:gloo,cuda:nccl`` names two."""
+    for part in backend.split(",") if backend else []:
+        name = part.rpartition(":")[2].lower()
+        if name not in dist.Backend.backend_list or name == dist.Backend.UNDEFINED:
+            raise UsageError(f"backend={backend!r} is unknown; choose 'gloo' (CPU), 'nccl' (GPU) or 'mpi'")
+
+
+def current_world() -> World:
+    """The world that `init` set up; raises `WorldError` before that."""
+    if not dist.is_initialized():
+        raise WorldError("there is no world yet; call sw.init() first")
+    group = dist.group.WORLD
+    assert group is not None
+    if group not in _worlds:
+        _worlds[group] = _adopt()
+    return _worlds[group]
+
+
+def _existing(backend: str | None, rank: int | None, world_size: int | None) -> World:
+    world = current_world()
+    for name, given, actual in (
+        ("backend", backend, world.backend),
+        ("rank", rank, world.rank),
+        ("world_size", world_size, world.size),
+    ):
+        if given not in (None, actual):
+            raise WorldError(
+                f"sw.init({name}={given!r}), but the world is already there with {name}={actual!r}; "
+                "call torch.distributed.destroy_process_group() first to set up another"
+            )
+    return world
+
+
+def _adopt() -> World:
+    """The world of a process group that the script has set up itself; every rank must take part."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    backend = mpi.own_name(str(dist.get_backend()))
+    on_gpu = "nccl" in backend
+    hosts = from_all_ranks(socket.gethostname())
+    local = [r for r in range(size) if hosts[r] == hosts[rank]]
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    return World(rank, size, local.index(rank), len(local), hosts[rank], device, backend, tuple(hosts))
+
+
+def _told(init_method: str | None, rank: int | None, world_size: int | None) -> LaunchEnvironment:
+    """What the launcher said, with the caller's arguments in its place where given."""
+    if (rank is None) != (world_size is None):
+        given, lacking = ("rank", "world_size") if world_size is None else ("world_size", "rank")
+        raise UsageError(f"sw.init({given}=...) needs {lacking}=... too")
+    if rank is None or world_size is None:
+        told = read_environment(os.environ)
+    else:
+        if not 0 <= rank < world_size:
+            raise UsageError(f"rank={rank} is not within world_size={world_size}; ranks go from 0 to the size - 1")
+        told = LaunchEnvironment(launcher="sw.init", rank=rank, size=world_size)
+        if init_method in (None, "env://") and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+            init_method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if init_method in (None, "env://"):
+        return told
+    return replace(told, meeting=meeting_from_url(init_method))
+
+
+def _meet(told: LaunchEnvironment, backend: str | None, deadline: Deadline) -> tuple[Store, tuple[Card, ...]]:
+    """The job's store and the cards of all ranks, once all have come."""
+    try:
+        store = job_store(open_store(told, deadline), told.job)
+        if told.rank is None:
+            serve_until_all_left(store, told.size)
+            raise SystemExit(0)
+        chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
+        server_rank = told.meeting.server_rank if isinstance(told.meeting, TcpMeeting) else 0
+        return store, roll_call(store, _introduce(told, chosen), deadline, serves=told.rank == server_rank)
+    finally:
+        if isinstance(told.meeting, FileMeeting) and told.rank == 0:
+            told.meeting.path.unlink(missing_ok=True)
+
+
+def _introduce(told: LaunchEnvironment, backend: str) -> Card:
+    assert told.rank is not None
+    gpus = [
+        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count() * ("nccl" in backend))
+    ]
+    return Card(
+        rank=told.rank,
+        size=told.size,
+        backend=backend,
+        host=told.host or socket.gethostname(),
+        machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        pid=os.getpid(),
+        local_rank=told.local_rank,
+        gpus=tuple(gpus),
+    )
+
+
+def _world(cards: Sequence[Card], told: LaunchEnvironment) -> World:
+    mine = cards[told.rank or 0]
+    hosts = host_names(cards)
+    local = [card for card in cards if hosts[card.rank] == hosts[mine.rank]]
+    local_rank = [card.rank for card in local].index(mine.rank) if mine.local_rank is None else mine.local_rank
+    local_size = told.local_size or len(local)
+    device = torch.device("cpu")
+    if "nccl" in mine.backend:
+        device = torch.device("cuda", gpu_index(cards, mine.rank, told.device_id))
+    return World(mine.rank, mine.size, local_rank, local_size, hosts[mine.rank], device, mine.backend, hosts)
+
+
+def _start(world: World, store: Store, told: LaunchEnvironment, timeout: timedelta | None) -> None:
+    on_gpu = world.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.set_device(world.device)
+    if len(set(world.hosts)) == 1:
+        # gloo would resolve this host's own name, which can take seconds or fail; within a host the loopback will do.
+        loopback = [name for name, address in interfaces().items() if address == "127.0.0.1"]
+        if loopback:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    dist.init_process_group(
+        mpi.registered_name(world.backend),
+        store=PrefixStore("group", store),
+        rank=world.rank,
+        world_size=world.size,
+        timeout=timeout,
+        device_id=world.device if on_gpu else None,
+    )
+    calm_receivers()
+    if not on_gpu:
+        dist.barrier()  # a rank that left at once would break the connections that others are still making
+    group = dist.group.WORLD
+    assert group is not None
+    _worlds[group] = world
+    atexit.register(leave, store if told.launcher == "msrun" else None)

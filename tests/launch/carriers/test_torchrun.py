@@ -1,0 +1,94 @@
+"""--via torchrun: the commands that it prints do what ours does, and --run runs them."""
+
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from many_hosts import jobs_on_hosts
+
+SUM = """
+    import os, sys
+    import torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    total = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    with open(f"seen.{dist.get_rank()}", "w") as file:
+        names = ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "A", "OMP_NUM_THREADS")
+        file.write(" ".join([*(os.environ.get(name, "-") for name in names), f"{total.item():g}", *sys.argv[1:]]))
+    dist.destroy_process_group()
+"""
+
+
+def seen(job, ranks):
+    return [(job.folder / f"seen.{rank}").read_text() for rank in range(ranks)]
+
+
+def test_a_command_for_each_host_is_printed(launching):
+    words = [
+        "-H",
+        "me@a:2,[fd00::1]:1",
+        "--port",
+        "23456",
+        "-x",
+        "A=x y",
+        "-x",
+        "fd00::1:B=1",
+        "--python",
+        "a=/p/python",
+    ]
+    ended = launching.run(*words, "--wdir", "/w", "--via", "torchrun", "-m", "pkg.train", "--lr", "1 2")
+    run = "-m torch.distributed.run --nnodes=2"
+    ends = "--master-addr=a --master-port=23456 -m pkg.train --lr '1 2'"
+    assert ended.stdout.splitlines() == [
+        "# on me@a",
+        f"cd /w && env 'A=x y' /p/python {run} --node-rank=0 --nproc-per-node=2 {ends}",
+        "",
+        "# on [fd00::1]",
+        f"cd /w && env 'A=x y' B=1 {sys.executable} {run} --node-rank=1 --nproc-per-node=1 {ends}",
+    ]
+    ended = launching.run("-n", "2", "--via", "torchrun", "--", "prog", "-x")
+    assert "no program prog on the PATH" in ended.stderr
+    ended = launching.run("-n", "2", "--max-restarts", "3", "--via", "torchrun", "--", "true", "-x")
+    words = "--standalone --nproc-per-node=2 --max-restarts=3 --no-python true -x"
+    assert ended.stdout == f"cd {launching.folder} && {sys.executable} -m torch.distributed.run {words}\n"
+    assert not (launching.folder / "log_output").exists()
+    refused = launching.run("-n", "2", "--run", "--", "true")
+    assert (refused.code, "--run belongs to --via torchrun" in refused.stderr) == (2, True)
+
+
+@pytest.mark.slow
+def test_what_is_printed_for_this_host_is_run_by_a_shell_or_by_us(launching):
+    words = ["-n", "2", "-x", "A=a b", "--via", "torchrun"]
+    script = launching.write("train.py", SUM)
+    printed = launching.run(*words, script, "x y").stdout
+    done = subprocess.run(["sh", "-c", printed], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    by_shell = seen(launching, 2)
+    assert by_shell == [f"{rank} 2 0 a b 1 3 x y" for rank in range(2)]
+    ended = launching.run(*words, "--run", script, "x y", timeout_s=60)
+    assert ended.code == 0, ended.stderr
+    assert seen(launching, 2) == by_shell
+
+
+@pytest.mark.slow
+def test_what_is_printed_for_two_hosts_is_run_there_by_hand_or_by_us(tmp_path):
+    with jobs_on_hosts(2, tmp_path) as (network, job):
+        script = job.write("train.py", SUM)
+        words = ["-H", "host1:2,host2:1", "-x", "A=1", "--via", "torchrun"]
+        _, first, _, _, second = job.run(*words, script).stdout.splitlines()
+        started = [
+            subprocess.Popen(network.ssh_command(host, f"export PATH={shlex.quote(job.path)}; {line}"))
+            for host, line in (("host1", first), ("host2", second))
+        ]
+        assert [process.wait(60) for process in started] == [0, 0]
+        by_hand = seen(job, 3)
+        assert by_hand == ["0 2 0 1 1 6", "1 2 0 1 1 6", "0 1 1 1 - 6"]
+        ended = job.run(*words, "--run", script, timeout_s=60)
+        assert ended.code == 0, ended.stderr
+        assert seen(job, 3) == by_hand
+        failing = job.write("fail.py", "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit(3)\n")
+        ended = job.run(*words, "--run", failing, timeout_s=60)
+        assert ended.code == 1
+        assert "rank 1 on host2 failed first: exit code 1" in ended.stderr

@@ -1,0 +1,190 @@
+"""Jobs that hang: what the launcher says, which exit code it has, and what is left in the job's folder."""
+
+import json
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+from stalling import TRAINING
+
+
+def run_json(launching, job="1"):
+    return json.loads((launching.folder / "log_output" / job / "run.json").read_text())
+
+
+def report(launching, job="1"):
+    return (launching.folder / "log_output" / job / "stall-1.txt").read_text()
+
+
+def test_a_rank_that_sleeps_is_shown_though_it_was_not_forked_from_the_zygote(launching):
+    script = launching.write("t.py", "import time\nprint('up', flush=True)\ntime.sleep(100)\n")
+    ended = launching.run("-n", "2", "--stall-timeout", "1", "--", sys.executable, script)
+    assert ended.code == 124
+    assert "no rank has finished a step or written anything for 1 s: ranks 0-1 are " in ended.stderr
+    assert "their stacks: log_output/1/stall-1.txt" in ended.stderr
+    assert ended.seconds < 15
+    text = report(launching)
+    assert "waits in" in text
+    assert "py-spy" in text, "either it has read the stacks, or it is named as what could have"
+    assert json.loads((launching.folder / "log_output/1/failed.json").read_text())["rank"] is None
+    assert run_json(launching)["exit_code"] == 124
+    assert "no rank has finished a step" in run_json(launching)["cause"]
+    assert run_json(launching)["stalls"] == ["stall-1.txt"]
+
+
+def test_torchrun_looks_for_no_hangs(launching):
+    ended = launching.run("-n", "2", "--via", "torchrun", "--stall-timeout", "5", launching.write("t.py", ""))
+    assert ended.code == 2
+    assert "torchrun looks for no hangs; --stall-timeout needs --run, or another --via" in ended.stderr
+
+
+def test_who_writes_or_takes_steps_now_and_then_is_left_alone(launching):
+    script = launching.write(
+        "t.py",
+        """
+    import os, sys, time
+    from shardwright.pulse import own_pulse
+    for i in range(12):
+        time.sleep(0.4)
+        if i < 6 and i % 2 == int(os.environ["RANK"]): print(i, file=sys.stderr, flush=True)
+        if i >= 6: own_pulse().begin_step()
+    """,
+    )
+    ended = launching.run("-n", "2", "--stall-timeout", "2", "--tee", "none", "--", sys.executable, script)
+    assert (ended.code, ended.stderr) == (0, "")
+
+
+def test_a_rank_that_is_stopped_inside_a_step_is_named_with_what_the_others_wait_for(launching):
+    script = launching.write(
+        "train.py", TRAINING.replace("RANK", "1").replace("HOW", "os.kill(os.getpid(), signal.SIGSTOP)")
+    )
+    ended = launching.run("-n", "3", "--stall-timeout", "3", "--grace", "2", script, timeout_s=100)
+    assert ended.code == 124, ended.stderr
+    named = (
+        r"for 3 s: rank 1 is stopped \(SIGSTOP\) in (train.py:\d+ in hurt \()?step 4\)?; "  # its stack by py-spy alone
+        r"2 ranks wait for it in all_reduce of step 4 for the loss\n"
+    )
+    assert re.search(named, ended.stderr), ended.stderr
+    assert "2 ranks in all_reduce of step 4 for the loss (0, 2)" in ended.stderr
+    assert json.loads((launching.folder / "log_output/1/failed.json").read_text())["rank"] == 1
+    text = report(launching)
+    assert text.count("in all_reduce\n") >= 2, "the stacks of those that wait"
+    assert "supervisor/zygote.py" not in text
+
+
+@pytest.mark.slow
+def test_a_rank_that_skips_a_collective_is_named(launching):
+    text = TRAINING.replace("RANK", "1").replace("HOW", "return tensor")
+    text = text.replace("nn.Linear(8, 8))", "nn.Linear(8, 8), nn.BatchNorm1d(8))")
+    script = launching.write("train.py", text)
+    ended = launching.run("-n", "3", "--stall-timeout", "3", script, timeout_s=100)
+    assert ended.code == 124, ended.stderr
+    named = (
+        r"rank 1 is in all_gather of step \d for \S+ of 2 while 2 ranks wait in all_reduce of step \d for .*: it has "
+        r"passed or skipped that one\n"
+    )
+    assert re.search(named, ended.stderr), ended.stderr
+
+
+DDP = """
+    import os, signal, threading, time, torch, torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+    up = threading.Event()
+    def alive():
+        while not up.wait(0.3): print(".", flush=True)
+    threading.Thread(target=alive, daemon=True).start()
+    dist.init_process_group("gloo")
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    class Slow(torch.utils.data.Dataset):
+        def __len__(self): return 8
+        def __getitem__(self, i):
+            if i == 4 and dist.get_rank() == 2: time.sleep(100)
+            return torch.zeros(4)
+    def train():
+        for i, batch in enumerate(torch.utils.data.DataLoader(Slow(), batch_size=1, num_workers=WORKERS)):
+            if i == 3: up.set()
+            model(batch).sum().backward()
+    train()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_script_of_torch_alone_is_explained_by_its_stacks(launching, workers):
+    script = launching.write("ddp.py", DDP.replace("WORKERS", str(workers)))
+    ended = launching.run("-n", "3", "--stall-timeout", "3", script, timeout_s=100)
+    assert ended.code == 124, ended.stderr
+    where = "in ddp.py:13 in __getitem__" if workers == 0 else "in DataLoader (called at ddp.py:16 in train)"
+    assert f"rank 2 is {where} while 2 ranks wait in the backward (called at ddp.py:18 in train)" in ended.stderr
+    assert ("processes below it" in report(launching)) == (workers == 1)
+
+
+@pytest.mark.slow
+def test_a_rank_that_returned_early_is_named(launching):
+    script = launching.write(
+        "t.py",
+        """
+    import os, torch, torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    if dist.get_rank() == 1: os._exit(0)
+    import time
+    def wait_for_it(): time.sleep(100)
+    wait_for_it()
+    """,
+    )
+    ended = launching.run("-n", "2", "--stall-timeout", "8", script, timeout_s=100)
+    assert ended.code == 124, ended.stderr
+    assert "rank 0 is in t.py:7 in wait_for_it" in ended.stderr
+    assert "rank 1 returned 0 before" in ended.stderr
+
+
+@pytest.mark.slow
+def test_ranks_of_mpirun_are_watched(launching):
+    if not Path(sys.executable).with_name("mpirun").is_file():
+        pytest.skip("no mpirun beside this Python")
+    script = launching.write(
+        "t.py",
+        """
+    import os, time
+    from shardwright.pulse import own_pulse
+    for _ in range(6):
+        own_pulse().begin_step()
+        time.sleep(0.3)
+    def hang(): time.sleep(100)
+    hang()
+    """,
+    )
+    ended = launching.run("-n", "2", "--via", "mpirun", "--stall-timeout", "2", script, timeout_s=100)
+    assert ended.code == 124, ended.stderr
+    assert "for 2 s: ranks 0-1 are in t.py:7 in hang (step 6)\n" in ended.stderr
+    assert "steps begun: 6" in report(launching)
+
+
+@pytest.mark.slow
+def test_the_stacks_of_a_stopped_rank_come_from_py_spy_where_it_is_installed(launching):
+    if not (shutil.which("py-spy") or Path(sys.executable).with_name("py-spy").is_file()):
+        pytest.skip("no py-spy")
+    script = launching.write(
+        "t.py", "import os, signal\ndef halt(): os.kill(os.getpid(), signal.SIGSTOP)\nprint(1, flush=True)\nhalt()\n"
+    )
+    ended = launching.run("-n", "1", "--stall-timeout", "1", "--", sys.executable, script)
+    assert ended.code == 124
+    assert "for 1 s: rank 0 is stopped (SIGSTOP) in t.py:2 in halt\n" in ended.stderr
+
+
+@pytest.mark.slow
+def test_a_program_that_took_the_place_of_the_rank_is_not_sent_a_signal(launching):
+    script = launching.write(
+        "t.py",
+        """
+    import os, sys
+    os.execv(sys.executable, [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)"])
+    """,
+    )
+    ended = launching.run("-n", "1", "--stall-timeout", "4", script, timeout_s=100)
+    assert (ended.code, launching.log(0)) == (124, "up\n")
+    assert "neither forked by the launcher" in report(launching) or "by py-spy" in report(launching)

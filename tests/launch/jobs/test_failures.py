@@ -1,0 +1,428 @@
+"""Every way in which a job can go wrong: what is said, how soon, and that no process is left."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launching import is_alive, wait_until
+
+PYTHON = ["--", sys.executable]
+WAIT = """
+    import os, signal, sys, time
+    rank = int(os.environ["RANK"])
+    with open(f"new.{rank}", "w") as file:
+        file.write(str(os.getpid()))
+    os.rename(f"new.{rank}", f"up.{rank}")
+    def wait():
+        while len([n for n in os.listdir() if n.startswith("up.")]) < int(os.environ["WORLD_SIZE"]): time.sleep(0.01)
+"""
+
+
+def failed(launching, job="1"):
+    return json.loads((launching.folder / "log_output" / job / "failed.json").read_text())
+
+
+def state(launching, job="1"):
+    return json.loads((launching.folder / "log_output" / job / "job.json").read_text())
+
+
+@pytest.mark.parametrize("how", ["preload", "singly"])
+def test_exit_1_names_rank_traceback_and_log(launching, how):
+    script = launching.write(
+        "train.py",
+        WAIT
+        + """
+    def read_batch():
+        raise ValueError("a bad batch")
+    def told(*_):
+        open(f"told.{rank}", "w").write(str(os.path.exists("log_output/1/failed.json")))
+        sys.exit(3)
+    signal.signal(signal.SIGTERM, told)
+    wait()
+    if rank == 2:
+        read_batch()
+    time.sleep(60)
+    """,
+    )
+    ended = launching.run("-n", "4", *(["--no-preload"] if how == "singly" else []), script)
+    assert ended.code == 1
+    assert "rank 2 failed first: exit code 1, ValueError: a bad batch" in ended.stderr
+    assert "in read_batch" in ended.stderr
+    assert "supervisor/zygote.py" not in ended.stderr
+    assert "its log: log_output/1/rank.2/stderr" in ended.stderr
+    assert failed(launching)["rank"] == 2
+    assert "ValueError: a bad batch" in failed(launching)["cause"]
+    assert state(launching)["status"] == "failed"
+    assert state(launching)["exit_code"] == 1
+    told = [(launching.folder / f"told.{rank}").read_text() for rank in (0, 1, 3)]
+    assert told == ["True"] * 3, "the job is marked as failed before the others are ended"
+
+
+@pytest.mark.parametrize(("signum", "code"), [("SIGKILL", 137), ("SIGSEGV", 139), ("SIGABRT", 134)])
+def test_death_by_signal(launching, signum, code):
+    script = launching.write(
+        "train.py", WAIT + f"    wait()\n    if rank == 1: os.kill(os.getpid(), signal.{signum})\n    time.sleep(60)\n"
+    )
+    ended = launching.run("-n", "3", *PYTHON, script)
+    assert ended.code == code
+    assert f"rank 1 failed first: killed by {signum}" in ended.stderr
+
+
+def test_segmentation_fault_of_a_forked_rank(launching):
+    script = launching.write(
+        "train.py", WAIT + "    wait()\n    if rank: __import__('ctypes').string_at(0)\n    time.sleep(60)"
+    )
+    ended = launching.run("-n", "2", script)
+    assert ended.code == 139
+    assert "rank 1 failed first: killed by SIGSEGV" in ended.stderr
+
+
+def test_out_of_memory_kill_is_told_from_another_kill(launching):
+    script = launching.write(
+        "train.py",
+        """
+    import os, sys
+    group = sys.argv[1]
+    if os.environ["RANK"] == "1":
+        open(group + "/cgroup.procs", "w").write(str(os.getpid()))
+        everything = bytearray(200 << 20)
+        everything[::4096] = bytes(len(everything[::4096]))
+    import time; time.sleep(30)
+    """,
+    )
+    with memory_group(64 << 20) as group:
+        ended = launching.run("-n", "2", *PYTHON, script, str(group))
+    assert ended.code == 137
+    assert "rank 1 failed first: killed by the kernel for lack of memory" in ended.stderr
+
+
+class memory_group:
+    """A control group with a limit, where this user may make one."""
+
+    def __init__(self, limit_bytes):
+        self.limit_bytes = limit_bytes
+
+    def __enter__(self):
+        for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+            self.path = Path(root) / f"shardwright-test-{os.getpid()}"
+            try:
+                self.path.mkdir()
+            except OSError:
+                continue
+            try:
+                (self.path / limit).write_text(str(self.limit_bytes))
+                return self.path
+            except OSError:
+                self.path.rmdir()
+        pytest.skip("this user may not make a control group with a memory limit")
+
+    def __exit__(self, *_):
+        wait_until(self._removed, 5, "the control group is empty")
+
+    def _removed(self):
+        try:
+            self.path.rmdir()
+        except OSError:
+            return False
+        return True
+
+
+def test_a_rank_that_ignores_term_is_killed_after_the_grace(launching):
+    script = launching.write(
+        "train.py",
+        WAIT
+        + "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    wait()\n"
+        + "    if rank == 0: sys.exit(5)\n    time.sleep(60)\n",
+    )
+    ended = launching.run("-n", "3", "--grace", "0.5", *PYTHON, script)
+    assert ended.code == 5
+    assert 0.5 < ended.seconds < 8
+    assert "ranks 1-2 had to be killed" in ended.stderr
+
+
+GRANDCHILDREN = (
+    WAIT
+    + """
+    import subprocess
+    subprocess.Popen(["setsid", "sh", "-c", f"sleep 300 & echo $! > marked.{rank}; wait"])
+    subprocess.Popen(["env", "-i", "/bin/sh", "-c", f"setsid /bin/sleep 300 & echo $! > unmarked.{rank}"])
+    while not (os.path.exists(f"unmarked.{rank}") and os.path.exists(f"marked.{rank}")): time.sleep(0.01)
+    open(f"grand.{rank}", "w").write("up")
+    wait()
+"""
+)
+
+
+def grandchildren(launching, ranks):
+    for rank in range(ranks):
+        launching.wait_for_file(f"grand.{rank}")
+    return [int(launching.wait_for_file(f"{kind}.{rank}")) for kind in ("marked", "unmarked") for rank in range(ranks)]
+
+
+def test_grandchildren_with_their_own_session_end_with_a_failure(launching):
+    script = launching.write(
+        "train.py", GRANDCHILDREN + "    if rank == 0: time.sleep(0.3); sys.exit(4)\n    time.sleep(60)\n"
+    )
+    launcher = launching.start("-n", "2", *PYTHON, script)
+    pids = grandchildren(launching, 2)
+    assert launching.finish(launcher).code == 4
+    assert not any(map(is_alive, pids))
+
+
+def test_grandchildren_that_a_good_run_leaves_are_named_and_ended(launching):
+    script = launching.write("train.py", GRANDCHILDREN)
+    launcher = launching.start("-n", "2", *PYTHON, script)
+    pids = grandchildren(launching, 2)
+    ended = launching.finish(launcher)
+    assert ended.code == 0
+    assert "left processes behind, which are ended now: " in ended.stderr
+    assert "sleep" in ended.stderr
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("how", ["preload", "singly"])
+def test_a_launcher_killed_with_sigkill_leaves_nothing(launching, how):
+    script = launching.write(
+        "train.py", GRANDCHILDREN + "    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep(60)\n"
+    )
+    launcher = launching.start("-n", "2", *([] if how == "preload" else PYTHON), script)
+    pids = grandchildren(launching, 2)
+    launcher.kill()
+    launching.assert_none_left(within_s=3)
+    assert not any(map(is_alive, pids))
+
+
+def test_a_launcher_killed_while_torch_is_imported_leaves_nothing(launching):
+    launcher = launching.start("-n", "2", launching.write("train.py", "import time; time.sleep(60)"))
+    wait_until(lambda: len(launching.survivors()) == 2, 5, "the supervisor runs")
+    launcher.kill()
+    launching.assert_none_left(within_s=1)
+
+
+def test_a_supervisor_killed_with_sigkill_is_reported_and_leaves_nothing(launching):
+    script = launching.write("train.py", GRANDCHILDREN + "    time.sleep(60)\n")
+    launcher = launching.start("-n", "2", *PYTHON, script)
+    pids = grandchildren(launching, 2)
+    supervisor = next(pid for pid, command in launching.survivors().items() if "launch.supervisor" in command)
+    os.kill(supervisor, signal.SIGKILL)
+    ended = launching.finish(launcher)
+    assert ended.code == 137
+    assert "the supervisor of the ranks was killed by SIGKILL, and all ranks with it" in ended.stderr
+    assert failed(launching)["rank"] is None
+    launching.assert_none_left()
+    assert not any(map(is_alive, pids))
+
+
+def test_ctrl_c_ends_a_job_of_which_the_supervisor_is_stopped(launching):
+    launcher = launching.start("-n", "2", *PYTHON, interruptible(launching, ignore=False))
+    wait_for_ranks(launching, 2)
+    supervisor = next(pid for pid, command in launching.survivors().items() if "launch.supervisor" in command)
+    os.kill(supervisor, signal.SIGSTOP)
+    launcher.send_signal(signal.SIGINT)
+    assert launching.finish(launcher).code == 130
+
+
+def interruptible(launching, ignore):
+    handler = "signal.SIG_IGN" if ignore else "lambda *_: (print('saved', flush=True), sys.exit(0))"
+    return launching.write(
+        "train.py",
+        WAIT + f"    signal.signal(signal.SIGINT, {handler})\n    print('up', flush=True)\n    time.sleep(60)\n",
+    )
+
+
+def wait_for_ranks(launching, ranks):
+    for rank in range(ranks):
+        wait_until(lambda r=rank: (launching.folder / f"log_output/1/rank.{r}/stdout").exists(), 20, "the log exists")
+        wait_until(lambda r=rank: "up" in launching.log(r), 20, f"rank {rank} runs")
+
+
+def test_ctrl_c_once_lets_ranks_end_by_themselves(launching):
+    launcher = launching.start("-n", "2", *PYTHON, interruptible(launching, ignore=False))
+    wait_for_ranks(launching, 2)
+    launcher.send_signal(signal.SIGINT)
+    ended = launching.finish(launcher)
+    assert ended.code == 130
+    assert ended.seconds < 5
+    assert [launching.log(rank) for rank in range(2)] == ["up\nsaved\n"] * 2
+    assert "SIGINT: ending 2 ranks" in ended.stderr
+    assert "failed" not in ended.stderr
+    assert state(launching)["status"] == "interrupted"
+    assert not (launching.folder / "log_output/1/failed.json").exists()
+
+
+def test_ctrl_c_twice_kills(launching):
+    launcher = launching.start("-n", "2", "--grace", "60", *PYTHON, interruptible(launching, ignore=True))
+    wait_for_ranks(launching, 2)
+    launcher.send_signal(signal.SIGINT)
+    wait_until(lambda: "Ctrl-C again" in launcher.stderr.readline(), 5, "the first is answered")
+    launcher.send_signal(signal.SIGINT)
+    ended = launching.finish(launcher)
+    assert ended.code == 130
+    assert ended.seconds < 5
+    assert "ranks 0-1 had to be killed" in ended.stderr
+
+
+def test_ctrl_c_while_torch_is_imported(launching):
+    launcher = launching.start("-n", "2", launching.write("train.py", "import time; time.sleep(60)"))
+    wait_until(lambda: len(launching.survivors()) == 2, 5, "the supervisor runs")
+    time.sleep(0.2)
+    launcher.send_signal(signal.SIGINT)
+    ended = launching.finish(launcher)
+    assert ended.code == 130
+    assert ended.seconds < 5
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_other_ending_signals_are_passed_on(launching, signum):
+    script = launching.write(
+        "train.py",
+        WAIT + "    for s in (1, 15): signal.signal(s, lambda s, f: (print('got', s), sys.exit(0)))\n"
+        "    print('up', flush=True)\n    time.sleep(60)\n",
+    )
+    launcher = launching.start("-n", "2", *PYTHON, script)
+    wait_for_ranks(launching, 2)
+    launcher.send_signal(signum)
+    assert launching.finish(launcher).code == 128 + signum
+    assert launching.log(1) == f"up\ngot {int(signum)}\n"
+
+
+def test_user_signals_are_passed_on_and_end_nothing(launching):
+    script = launching.write(
+        "train.py",
+        WAIT + "    signal.signal(signal.SIGUSR1, lambda *_: (print('checkpoint'), sys.exit(0)))\n"
+        "    print('up', flush=True)\n    time.sleep(60)\n",
+    )
+    launcher = launching.start("-n", "2", *PYTHON, script)
+    wait_for_ranks(launching, 2)
+    launcher.send_signal(signal.SIGUSR1)
+    assert launching.finish(launcher).code == 0
+    assert launching.log(1) == "up\ncheckpoint\n"
+
+
+def stopped_job(launching):
+    script = launching.write("train.py", WAIT + "    wait()\n    while not os.path.exists('go'): time.sleep(0.01)\n")
+    launcher = launching.start("-n", "2", *PYTHON, script)
+    pid = int(launching.wait_for_file("up.1"))
+    launching.wait_for_file("up.0")
+    stopped_s = time.monotonic()
+    os.kill(pid, signal.SIGSTOP)
+    line = launcher.stderr.readline()
+    assert time.monotonic() - stopped_s < 5
+    assert f"rank 1 is stopped (SIGSTOP) and the job waits for it; `kill -CONT {pid}` continues it" in line
+    assert launcher.poll() is None
+    return launcher, pid
+
+
+def test_a_stopped_rank_is_named_and_can_go_on(launching):
+    launcher, pid = stopped_job(launching)
+    os.kill(pid, signal.SIGCONT)
+    assert "rank 1 continues" in launcher.stderr.readline()
+    launching.write("go", "go")
+    assert launching.finish(launcher).code == 0
+
+
+def test_ctrl_c_ends_a_job_with_a_stopped_rank(launching):
+    launcher, _ = stopped_job(launching)
+    launcher.send_signal(signal.SIGINT)
+    ended = launching.finish(launcher)
+    assert ended.code == 130
+    assert ended.seconds < 5
+
+
+def test_an_early_return_of_0_is_no_failure(launching):
+    script = launching.write("train.py", WAIT + "    if rank == 0: sys.exit(0)\n    time.sleep(0.5)\n")
+    ended = launching.run("-n", "2", *PYTHON, script)
+    assert ended.code == 0
+    assert ended.stderr == ""
+
+
+def test_an_early_return_of_0_is_named_beside_a_failure(launching):
+    script = launching.write(
+        "train.py", WAIT + "    if rank == 0: sys.exit(0)\n    wait(); time.sleep(0.5); sys.exit(9)\n"
+    )
+    ended = launching.run("-n", "2", *PYTHON, script)
+    assert ended.code == 9
+    assert "rank 1 failed first: exit code 9" in ended.stderr
+    assert "rank 0 returned 0, 0." in ended.stderr
+
+
+def test_the_cause_is_told_from_its_echoes(launching):
+    script = launching.write(
+        "train.py",
+        WAIT
+        + """
+    wait()
+    victim = int(open("up.2").read())
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while os.path.exists(f"/proc/{victim}/fd/0"): pass
+    raise RuntimeError("Connection closed by peer")
+    """,
+    )
+    ended = launching.run("-n", "4", *PYTHON, script)
+    assert ended.code == 137
+    assert "rank 2 failed first: killed by SIGKILL" in ended.stderr
+    assert "after it failed ranks 0-1, 3" in ended.stderr
+
+
+def test_an_exception_counts_from_when_it_was_raised(launching):
+    script = launching.write(
+        "train.py",
+        """
+    import atexit, os, sys, time
+    if os.environ["RANK"] == "1":
+        atexit.register(time.sleep, 0.5)
+        open("raised", "w").write("x")
+        raise ValueError("the cause")
+    while not os.path.exists("raised"): time.sleep(0.01)
+    time.sleep(0.1)
+    os._exit(7)
+    """,
+    )
+    ended = launching.run("-n", "2", script)
+    assert "rank 1 failed first: exit code 1, ValueError: the cause" in ended.stderr
+    assert ended.code == 1
+
+
+def test_the_error_file_of_torchelastic_is_honoured(launching):
+    script = launching.write(
+        "train.py",
+        """
+    import sys
+    from torch.distributed.elastic.multiprocessing.errors import record
+    @record
+    def main():
+        sys.stderr.close()
+        raise ValueError("seen by @record alone")
+    main()
+    """,
+    )
+    ended = launching.run("-n", "1", "--no-preload", script)
+    assert ended.code == 1
+    assert "rank 0 failed first: exit code 1, ValueError: seen by @record alone" in ended.stderr
+
+
+def test_a_terminal_sends_one_interrupt_to_the_launcher_alone(launching):
+    script = interruptible(launching, ignore=False)
+    master, slave = os.openpty()
+    adopt = "import fcntl, os, sys, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0); os.execv(sys.argv[1], sys.argv[1:])"
+    environment = os.environ | {"SHARDWRIGHT_TEST": launching.mark}
+    command = [str(Path(sys.executable).with_name("shardwright")), "launch", "-n", "2", *PYTHON, script]
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", adopt, *command], cwd=launching.folder, env=environment,
+        stdin=slave, stdout=slave, stderr=slave, start_new_session=True,
+    )  # fmt: skip
+    launching.running.append(launcher)
+    os.close(slave)
+    wait_for_ranks(launching, 2)
+    os.write(master, b"\x03")
+    assert launcher.wait(10) == 130
+    assert [launching.log(rank) for rank in range(2)] == ["up\nsaved\n"] * 2
+    os.close(master)
