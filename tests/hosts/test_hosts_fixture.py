@@ -191,7 +191,7 @@ def another(network, tmp_path):
     """A process of its own that holds a host until its standard input ends, with a process left running on it."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(ANOTHER), str(tmp_path)],
-        env=os.environ | {"PYTHONPATH": str(ROOT / "tests")},
+        env=os.environ | {"PYTHONPATH": str(ROOT / "tests" / "support")},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     try:
