@@ -14,7 +14,7 @@ from shardwright.launch.kept.failure import describe_ranks
 
 _SHOWN_GROUPS = 12
 _LONGEST_LINE = 500
-_STARTERS = re.compile(r"/shardwright/launch/(?:zygote|supervisor)\.py$")  # below the script, and no part of it
+_STARTERS = re.compile(r"/shardwright/launch/supervisor/\w+\.py$")  # below the script, and no part of it
 _CONTROLS = dict.fromkeys((*range(32), 127), "?")  # a file or a function may have any name
 
 
