@@ -1,6 +1,5 @@
 """Rank tables are written byte by byte as HCCL's generator writes them, and a rule that is broken says so."""
 
-import doctest
 import json
 import os
 from pathlib import Path
@@ -357,7 +356,3 @@ def test_hostfiles_and_back():
     assert "how many devices a has is not known; write `a slots=N`" in refusal("from-hostfile", "hosts")
     Path("hosts").write_text("a slots=3\n")
     assert "a uses 3 devices" in refusal("from-hostfile", "hosts")
-
-
-def test_docstrings():
-    assert doctest.testmod(ranktable).failed == 0

@@ -1,6 +1,5 @@
 """CIFAR-10's files are read exactly, pickles run nothing, and what is wrong with a file is said with its name."""
 
-import doctest
 import io
 import os
 import pickle
@@ -290,7 +289,3 @@ def test_the_digits_as_cifar10(tmp_path, format, version):
     folder = tmp_path / version.folder
     sizes = [len(version.read("", (folder / name).read_bytes())[1]) for name in version.file_names(True)]
     assert sizes == [288, 288, 287, 287, 287]
-
-
-def test_doctests():
-    assert doctest.testmod(pickle_module).failed == 0

@@ -1,6 +1,5 @@
 """MNIST files are read exactly, and whatever is wrong with one is said with its name and the offset."""
 
-import doctest
 import gzip
 import tempfile
 from pathlib import Path
@@ -12,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwright as sw
-import shardwright.data.idx as idx_module
 from shardwright.data.idx import idx_bytes, read_idx, write_idx
 from shardwright.data.mnist import file_names
 from shardwright.errors import DataError, UsageError
@@ -215,7 +213,3 @@ def test_what_is_written_is_read(shape, suffix):
     with tempfile.TemporaryDirectory() as folder:
         write_idx(Path(folder) / f"x{suffix}", array)
         assert np.array_equal(read_idx(Path(folder) / f"x{suffix}", len(shape)), array)
-
-
-def test_doctests():
-    assert doctest.testmod(idx_module).failed == 0

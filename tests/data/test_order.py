@@ -1,13 +1,10 @@
 """The order is the same for ever, and the parts of it are torch's."""
 
-import doctest
-
 import numpy as np
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import shardwright.data.order as order_module
 from shardwright.data.order import chunk_range, even_range, permutation, worker_seed
 
 
@@ -51,7 +48,3 @@ def test_worker_seeds_differ_between_ranks_and_epochs():
     seeds = [worker_seed(seed, epoch, rank) for seed in range(3) for epoch in range(3) for rank in range(8)]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
-
-
-def test_doctests():
-    assert doctest.testmod(order_module).failed == 0

@@ -1,6 +1,5 @@
 """Transforms do what they say, and what is random in them belongs to (seed, epoch, sample index) alone."""
 
-import doctest
 from types import SimpleNamespace
 
 import numpy as np
@@ -207,7 +206,3 @@ def test_other_callables_in_a_chain():
         Compose([torch.relu])
     with pytest.raises(NotImplementedError, match="Transform does not say"):
         Transform()(images(1), keys(1))
-
-
-def test_doctests():
-    assert doctest.testmod(module).failed == 0

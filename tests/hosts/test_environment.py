@@ -1,11 +1,9 @@
 """Every launcher's environment is understood, and what is missing or contradictory is named."""
 
-import doctest
 import json
 
 import pytest
 
-import shardwright.hosts.environment as environment
 from shardwright.errors import WorldError
 from shardwright.hosts.environment import FileMeeting, LaunchEnvironment, MpiMeeting, TcpMeeting, read_environment
 
@@ -200,7 +198,3 @@ def test_the_innermost_complete_launcher_wins(env, launcher):
 def test_what_is_missing_or_contradictory_is_named(env, message):
     with pytest.raises(WorldError, match=message):
         read_environment(env)
-
-
-def test_docstrings():
-    assert doctest.testmod(environment).failed == 0

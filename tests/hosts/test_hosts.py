@@ -1,6 +1,5 @@
 """Hosts are read as OpenMPI, DeepSpeed and Slurm write them, and what is wrong is named with its place."""
 
-import doctest
 import ipaddress
 import socket
 import time
@@ -233,7 +232,3 @@ def test_bad_slurm_lists_are_named(nodelist, tasks, message):
 
 def test_addresses_are_written_one_way():
     assert Hosts.from_list("[FD00:0:0::1]:2,[fd00::1]:3").hosts == (Host(str(ipaddress.ip_address("fd00::1")), 5),)
-
-
-def test_docstrings():
-    assert doctest.testmod(hosts_module).failed == 0

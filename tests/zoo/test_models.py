@@ -1,6 +1,5 @@
 """The models of the zoo: their size and shape, and that any plan of them gives what one device gives."""
 
-import doctest
 import functools
 import importlib
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-import shardwright.zoo.perceptron as perceptron_module
 from shardwright.mesh.mesh import Mesh
 from shardwright.zoo import GPT, Perceptron, TwoMatmuls, resnet18, resnet50
 from whole import plan_of, run, same
@@ -183,7 +181,3 @@ def test_any_plan_gives_what_one_device_gives(name, search, ranks):
     plan = plan_of(model, loss_fn, batch, Mesh.of(d=ranks), mode, **options)
     assert plan.graph.unlisted == ()
     same(run(plan, model, batch, seed=5), reference)
-
-
-def test_doctests():
-    assert doctest.testmod(perceptron_module).failed == 0

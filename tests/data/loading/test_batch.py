@@ -1,13 +1,11 @@
 """A batch is a tuple that carries its place in the global batch."""
 
 import copy
-import doctest
 import pickle
 
 import pytest
 import torch
 
-import shardwright.data.loading.batch as batch_module
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
 
@@ -37,7 +35,3 @@ def test_it_moves_its_tensors():
 def test_a_range_outside_the_global_batch_is_refused(start, stop):
     with pytest.raises(UsageError, match=rf"samples {start} to {stop} does not lie within a global batch of 30"):
         Batch([], global_size=30, start=start, stop=stop)
-
-
-def test_docstrings():
-    assert doctest.testmod(batch_module).failed == 0

@@ -1,6 +1,5 @@
 """The loader's order belongs to the seed and the epoch; ranks, workers and resuming only divide it."""
 
-import doctest
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwright as sw
-import shardwright.data.loading.loader as loader_module
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import permutation
 from shardwright.errors import UsageError
@@ -311,7 +309,3 @@ def test_one_loop_at_a_time():
 def test_a_negative_epoch():
     with pytest.raises(UsageError, match="expected an epoch of at least 0, got -1"):
         sw.loader(Numbers(2), batch_size=1).set_epoch(-1)
-
-
-def test_doctests():
-    assert doctest.testmod(loader_module).failed == 0

@@ -1,6 +1,5 @@
 """Every rank reads a whole stream and keeps its rows; a position means the same samples on any number of ranks."""
 
-import doctest
 import functools
 from types import SimpleNamespace
 
@@ -11,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import shardwright as sw
-import shardwright.data.iterable as iterable_module
 from ranks import run_ranks
 from shardwright.data.iterable import Stream
 from shardwright.errors import DataError, UsageError
@@ -188,7 +186,3 @@ def test_a_rank_with_another_stream_is_named_everywhere(odd, message):
     results = run_ranks(3, read, {None: count, 1: odd})
     assert len(set(results)) == 1
     assert f"the ranks do not see the same data: {message}" in results[0]
-
-
-def test_doctests():
-    assert doctest.testmod(iterable_module).failed == 0
