@@ -14,7 +14,7 @@ __version__ = "0.1.0"
 # public name -> the module that defines it
 _PUBLIC: dict[str, str] = {
     "CIFAR10": "shardwright.data.cifar",
-    "Callback": "shardwright.training.callbacks",
+    "Callback": "shardwright.training.hooks",
     "CharacterText": "shardwright.data.text",
     "EMA": "shardwright.training.callbacks",
     "EarlyStopping": "shardwright.training.callbacks",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from rich.progress import Progress, TaskID
@@ -16,57 +16,8 @@ from shardwright.errors import TrainingError, UsageError
 from shardwright.report.text import loss_line
 from shardwright.run.captured import Parallel
 from shardwright.run.storage import local_part
+from shardwright.training.hooks import Callback, Evaluation, RunView
 from shardwright.training.nonfinite import first_non_finite
-
-if TYPE_CHECKING:
-    from shardwright.training.trainer import Evaluation, Trainer
-
-
-class Callback:
-    """Called by `Trainer` on every rank at these points; a subclass overrides those that it wants.
-
-    An exception ends the run, with a note that names the callback. What one rank does alone must not be a collective.
-    """
-
-    def on_fit_begin(self, trainer: Trainer) -> None:
-        """Before the first step."""
-
-    def on_epoch_begin(self, trainer: Trainer) -> None:
-        """Before the first batch of ``trainer.epoch`` is read."""
-
-    def on_loss(self, trainer: Trainer, batch: Any, loss: Tensor) -> None:
-        """Before the backward of each batch; ``loss`` is that of the global batch."""
-
-    def on_step_end(self, trainer: Trainer) -> None:
-        """After each optimizer step."""
-
-    def on_validation_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """After each validation."""
-
-    def on_epoch_end(self, trainer: Trainer) -> None:
-        """After each epoch and its validation."""
-
-    def at_rest(self, trainer: Trainer) -> None:
-        """After all callbacks have seen the end of a step, or of an epoch: the state of the run is whole, and from a
-        checkpoint of it the run goes on here. All ranks come by.
-        """
-
-    def on_fit_end(self, trainer: Trainer) -> None:
-        """After the last epoch; not after an error."""
-
-    def close(self, trainer: Trainer) -> None:
-        """At the very end, after an error or Ctrl-C too: give back what is held. No collectives here."""
-
-    def evaluating(self, trainer: Trainer) -> AbstractContextManager[None]:
-        """Around each evaluation."""
-        return nullcontext()
-
-    def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep: numbers, strings, lists and dictionaries of them, the same on every rank."""
-        return {}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
 
 
 class LossMonitor(Callback):
@@ -77,9 +28,9 @@ class LossMonitor(Callback):
             raise UsageError(f"expected LossMonitor(every=...) of at least 1 step, got {every}")
         self.every = every
 
-    def on_step_end(self, trainer: Trainer) -> None:
-        if trainer.step % self.every == 0 and trainer.world.rank == 0:
-            print(loss_line(trainer.epoch, trainer.step, trainer.loss.item()), flush=True)
+    def on_step_end(self, run: RunView) -> None:
+        if run.step % self.every == 0 and run.world.rank == 0:
+            print(loss_line(run.epoch, run.step, run.loss.item()), flush=True)
 
 
 class ProgressBar(Callback):
@@ -90,27 +41,25 @@ class ProgressBar(Callback):
         self._progress: Progress | None = None
         self._task = TaskID(0)
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, run: RunView) -> None:
         # OpenMPI's ranks have terminals of their own as stdout, from which it copies; their stderr tells.
-        if trainer.world.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty():
+        if run.world.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty():
             self._progress = Progress(transient=True)
             self._progress.start()
 
-    def on_epoch_begin(self, trainer: Trainer) -> None:
+    def on_epoch_begin(self, run: RunView) -> None:
         if self._progress is not None:
-            self._task = self._progress.add_task(
-                f"epoch {trainer.epoch}", total=self.steps_per_epoch, completed=trainer.step
-            )
+            self._task = self._progress.add_task(f"epoch {run.epoch}", total=self.steps_per_epoch, completed=run.step)
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, run: RunView) -> None:
         if self._progress is not None:
             self._progress.advance(self._task)
 
-    def on_epoch_end(self, trainer: Trainer) -> None:
+    def on_epoch_end(self, run: RunView) -> None:
         if self._progress is not None:
             self._progress.remove_task(self._task)
 
-    def close(self, trainer: Trainer) -> None:
+    def close(self, run: RunView) -> None:
         if self._progress is not None:
             self._progress.stop()
             self._progress = None
@@ -129,7 +78,7 @@ class EarlyStopping(Callback):
         self._best = -float("inf")
         self._waited = 0
 
-    def on_validation_end(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def on_validation_end(self, run: RunView, evaluation: Evaluation) -> None:
         values = {"loss": -evaluation.loss, **evaluation.metrics}
         if self.metric not in values:
             raise UsageError(f"EarlyStopping watches {self.metric!r}; the validation gave {', '.join(values)}")
@@ -138,7 +87,7 @@ class EarlyStopping(Callback):
             return
         self._waited += 1
         if self._waited >= self.patience:
-            trainer.stop()
+            run.stop()
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self._best, "waited": self._waited}
@@ -161,38 +110,38 @@ class EMA(Callback):
         self.averages: dict[str, Tensor] = {}
         """By the names of the parameters, each stored as its parameter is."""
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
-        self.begin(trainer)
+    def on_fit_begin(self, run: RunView) -> None:
+        self.begin(run)
 
-    def begin(self, trainer: Trainer) -> None:
+    def begin(self, run: RunView) -> None:
         """Take the parameters as they are for the averages, unless there are some."""
         if not self.averages:
-            self.averages = {name: p.detach().clone() for name, p in trainer.parallel.named_parameters()}
+            self.averages = {name: p.detach().clone() for name, p in run.parallel.named_parameters()}
 
-    def on_step_end(self, trainer: Trainer) -> None:
+    def on_step_end(self, run: RunView) -> None:
         wait_copied()  # where the scaler skipped the optimizer's step, nothing has waited so far
-        for part, average in self._local_parts(trainer):
+        for part, average in self._local_parts(run):
             average.lerp_(part, 1 - self.decay)
 
     @contextmanager
-    def evaluating(self, trainer: Trainer) -> Iterator[None]:
+    def evaluating(self, run: RunView) -> Iterator[None]:
         """Inside, the model has the averaged parameters."""
-        self.swap(trainer)
+        self.swap(run)
         try:
             yield
         finally:
-            self.swap(trainer)
+            self.swap(run)
 
-    def swap(self, trainer: Trainer) -> None:
+    def swap(self, run: RunView) -> None:
         """Exchange the parameters and their averages."""
         wait_copied()
-        for part, average in self._local_parts(trainer):
+        for part, average in self._local_parts(run):
             kept = part.clone()
             part.copy_(average)
             average.copy_(kept)
 
-    def _local_parts(self, trainer: Trainer) -> Iterator[tuple[Tensor, Tensor]]:
-        for name, parameter in trainer.parallel.named_parameters():
+    def _local_parts(self, run: RunView) -> Iterator[tuple[Tensor, Tensor]]:
+        for name, parameter in run.parallel.named_parameters():
             yield local_part(parameter.detach()), local_part(self.averages[name])
 
 
@@ -205,13 +154,13 @@ class NanGuard(Callback):
         TrainingError: on every rank.
     """
 
-    def on_loss(self, trainer: Trainer, batch: Any, loss: Tensor) -> None:
+    def on_loss(self, run: RunView, batch: Any, loss: Tensor) -> None:
         if bool(torch.isfinite(loss.detach())):
             return
-        message = f"the loss is {loss.item()} at epoch {trainer.epoch}, step {trainer.step}"
-        if not isinstance(trainer.parallel, Parallel):
+        message = f"the loss is {loss.item()} at epoch {run.epoch}, step {run.step}"
+        if not isinstance(run.parallel, Parallel):
             raise TrainingError(f"{message}; only a model that can be captured tells which operator began it")
-        origin = first_non_finite(trainer.parallel, batch)
+        origin = first_non_finite(run.parallel, batch)
         if origin is None:
             raise TrainingError(f"{message}; a second run of the same step gave a finite loss")
         raise TrainingError(f"{message}; first on rank {origin.rank}: {origin.what}")

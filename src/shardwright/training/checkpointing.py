@@ -1,4 +1,4 @@
-"""A training run's checkpoints: when they are written, what of the trainer is in them, and going on from one."""
+"""When the checkpoints of a training run are written, and what of the run is in them."""
 
 from __future__ import annotations
 
@@ -6,73 +6,20 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import islice
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from torch.utils.data import SequentialSampler
-
-from shardwright.checkpoint.api import Best, Checkpoints, Loaded, Where, load
-from shardwright.checkpoint.loading.match import Rename
-from shardwright.checkpoint.loading.source import checkpoints
-from shardwright.checkpoint.storage.folders import last_part, open_folder
+from shardwright.checkpoint.api import Best, Checkpoints, Where
 from shardwright.checkpoint.whole_run.run_state import Run
-from shardwright.errors import CheckpointError, DamageError, UsageError
+from shardwright.errors import UsageError
 from shardwright.run.planning import on_rank_zero
 from shardwright.torch_private import job_store
 from shardwright.training.appointment import Appointments, appointments
-from shardwright.training.callbacks import EMA, Callback
+from shardwright.training.callbacks import EMA
+from shardwright.training.hooks import Callback, RunView
 from shardwright.training.preemption import EXIT_CODE, Preemption
-from shardwright.world.together import all_ranks, from_rank_zero
-
-if TYPE_CHECKING:
-    from shardwright.training.trainer import Trainer
 
 _LEAVE, _TIME_IS_UP = "leave", "time is up"
-
-
-@dataclass(frozen=True)
-class Begun:
-    """Where a fit began, so that one that goes on in another process ends where it would have ended."""
-
-    epoch: int = 0
-    steps: int = 0
-
-
-@dataclass(frozen=True)
-class Continuation:
-    """What a fit that goes on from a checkpoint has to do with its loader. ``loader`` is the state of the saved one, if
-    it had any, ``world_size`` the ranks of the saved run.
-    """
-
-    loader: Any = None
-    world_size: int | None = None
-
-    def place(self, trainer: Trainer, loader: Any) -> None:
-        """Move the loader to the sample that comes next.
-
-        Raises:
-            UsageError: where it has no position that can be set, and the checkpoint is from the middle of an epoch.
-        """
-        if self.loader is not None and hasattr(loader, "load_state_dict"):
-            loader.load_state_dict(self.loader)
-        elif trainer.under_way and not isinstance(loader, Sequence):
-            sampler = getattr(loader, "sampler", None)
-            moves = isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch")
-            if not moves or self.world_size not in (None, trainer.world.size):
-                raise UsageError(
-                    f"the checkpoint is from the middle of epoch {trainer.epoch}, after {trainer.step} steps, and "
-                    f"{type(loader).__name__} cannot be set to the sample that comes next; take batches from "
-                    "sw.loader, or checkpoints from the ends of epochs (every_epochs)"
-                )
-
-    def rest(self, trainer: Trainer, loader: Any) -> Iterator[Any]:
-        """The batches of the epoch that is under way that were not trained on."""
-        if self.loader is not None and hasattr(loader, "load_state_dict"):
-            epoch = getattr(loader, "epoch", None)
-            return iter(()) if epoch != self.loader.get("epoch", epoch) else iter(loader)  # it may have been the last
-        return islice(iter(loader), trainer.batches, None)
 
 
 class ModelCheckpoint(Callback):
@@ -127,10 +74,10 @@ class ModelCheckpoint(Callback):
         self._saved_at_s = 0.0
         self._finished = False
 
-    def on_fit_begin(self, trainer: Trainer) -> None:
+    def on_fit_begin(self, run: RunView) -> None:
         self._checkpoints = Checkpoints(self.directory, **self._how)
         self._finished, self._saved_at_s = False, time.monotonic()
-        world, fit = trainer.world, on_rank_zero(lambda: secrets.token_hex(8))
+        world, fit = run.world, on_rank_zero(lambda: secrets.token_hex(8))
         preemption = self._preemption = Preemption()
 
         def tick(seconds: float) -> None:
@@ -145,34 +92,34 @@ class ModelCheckpoint(Callback):
 
         self._appointments = appointments(job_store(), fit, world.rank, world.size, tick)
 
-    def resumed(self, trainer: Trainer, where: Where, name: str) -> None:
+    def resumed(self, run: RunView, where: Where, name: str) -> None:
         """The run goes on from the checkpoint ``name``, so that there is no need to write it again."""
         own = os.path.abspath(self.directory)
         if where == "auto" or os.path.abspath(where) in (own, os.path.join(own, name)):
-            self._saved = (trainer.steps, trainer.under_way)
+            self._saved = (run.steps, run.under_way)
 
-    def at_rest(self, trainer: Trainer) -> None:
+    def at_rest(self, run: RunView) -> None:
         assert self._checkpoints is not None
         assert self._appointments is not None
         self._checkpoints.check()
         asked = self._appointments.point()
-        if trainer.under_way:
-            due = self.every_steps is not None and trainer.steps % self.every_steps == 0
+        if run.under_way:
+            due = self.every_steps is not None and run.steps % self.every_steps == 0
         else:
-            due = self.every_epochs is not None and trainer.epoch % self.every_epochs == 0
+            due = self.every_epochs is not None and run.epoch % self.every_epochs == 0
         if due or asked is not None:
-            self._save(trainer)
+            self._save(run)
         if asked == _LEAVE:
-            self._leave(trainer)
+            self._leave(run)
 
-    def on_fit_end(self, trainer: Trainer) -> None:
+    def on_fit_end(self, run: RunView) -> None:
         assert self._checkpoints is not None
-        if trainer.steps:
-            self._save(trainer)
+        if run.steps:
+            self._save(run)
         self._checkpoints.wait()
         self._finished = True
 
-    def close(self, trainer: Trainer) -> None:
+    def close(self, run: RunView) -> None:
         if self._appointments is not None:
             self._appointments.close()
             self._appointments = None
@@ -185,146 +132,72 @@ class ModelCheckpoint(Callback):
             self._checkpoints.close()
             self._checkpoints = None
 
-    def _save(self, trainer: Trainer) -> None:
-        here = (trainer.steps, trainer.under_way)
+    def _save(self, run: RunView) -> None:
+        here = (run.steps, run.under_way)
         if self._saved == here:
             return
         assert self._checkpoints is not None
         self._checkpoints.save(
-            run_of(trainer),
-            step=trainer.steps,
-            epoch=trainer.epoch,
-            metrics=_metrics(trainer),
-            extra={"trainer": trainer.state_dict(), "callbacks": _callback_states(trainer)},
+            run_of(run),
+            step=run.steps,
+            epoch=run.epoch,
+            metrics=_metrics(run),
+            extra={"trainer": run.state_dict(), "callbacks": _callback_states(run)},
             config=self.config,
         )
         self._saved, self._saved_at_s = here, time.monotonic()
 
-    def _leave(self, trainer: Trainer) -> None:
+    def _leave(self, run: RunView) -> None:
         assert self._checkpoints is not None
         self._checkpoints.wait()
-        if trainer.world.rank == 0:
+        if run.world.rank == 0:
             print(
-                f"TERM: saved {self.directory} after step {trainer.step} of epoch {trainer.epoch}; leaving with exit "
+                f"TERM: saved {self.directory} after step {run.step} of epoch {run.epoch}; leaving with exit "
                 f"code {EXIT_CODE}",
                 flush=True,
             )
         raise SystemExit(EXIT_CODE)
 
 
-def run_of(trainer: Trainer) -> Run:
-    """The things of which the trainer's checkpoints are made."""
-    loader = trainer.loader if hasattr(trainer.loader, "state_dict") else None
-    ema = _ema(trainer)
+def run_of(run: RunView) -> Run:
+    """The things of which the run's checkpoints are made."""
+    loader = run.loader if hasattr(run.loader, "state_dict") else None
+    ema = averaging(run)
     averages = None if ema is None else ema.averages
-    return Run(trainer.parallel, trainer.optimizer, loader, trainer.scheduler, trainer.scaler, averages)
+    return Run(run.parallel, run.optimizer, loader, run.scheduler, run.scaler, averages)
 
 
-def _ema(trainer: Trainer) -> EMA | None:
-    found = [callback for callback in trainer.callbacks if isinstance(callback, EMA)]
-    if len(found) > 1:
-        raise UsageError(f"a checkpoint holds one EMA, the trainer has {len(found)}; leave out all but one")
-    return found[0] if found else None
+def averaging(run: RunView) -> EMA | None:
+    """The run's `EMA`, whose averages its checkpoints hold.
+
+    Raises:
+        UsageError: where there are several.
+    """
+    all_of_them = [callback for callback in run.callbacks if isinstance(callback, EMA)]
+    if len(all_of_them) > 1:
+        raise UsageError(f"a checkpoint holds one EMA, the trainer has {len(all_of_them)}; leave out all but one")
+    return all_of_them[0] if all_of_them else None
 
 
-def _callback_states(trainer: Trainer) -> dict[str, Any]:
-    return {name: state for name, callback in _named(trainer) if (state := callback.state_dict())}
+def _callback_states(run: RunView) -> dict[str, Any]:
+    return {name: state for name, callback in named_callbacks(run) if (state := callback.state_dict())}
 
 
-def _named(trainer: Trainer) -> list[tuple[str, Callback]]:
+def named_callbacks(run: RunView) -> list[tuple[str, Callback]]:
     """The callbacks by their classes, the second of a class as ``EarlyStopping 2``."""
     seen: dict[str, int] = {}
-    found = []
-    for callback in trainer.callbacks:
+    named = []
+    for callback in run.callbacks:
         name = type(callback).__name__
         seen[name] = seen.get(name, 0) + 1
-        found.append((name if seen[name] == 1 else f"{name} {seen[name]}", callback))
-    return found
+        named.append((name if seen[name] == 1 else f"{name} {seen[name]}", callback))
+    return named
 
 
-def _metrics(trainer: Trainer) -> dict[str, float]:
-    """The validation's where one was made here, and the loss of the last step."""
-    found = {"train_loss": float(trainer.loss)}
-    evaluation = trainer.evaluation
-    if evaluation is not None and trainer.evaluated == trainer.epoch and not trainer.under_way:
-        found |= {"loss": evaluation.loss, **evaluation.metrics}
-    return found
-
-
-# Going on
-
-
-def resume(trainer: Trainer, where: Where, strict: bool, rename: Rename | None) -> Loaded | None:
-    """Put a checkpoint into ``trainer``; None where there is none and ``where`` is "auto"."""
-    ema = _ema(trainer)
-    if ema is not None:
-        ema.begin(trainer)
-    if where != "auto":
-        loaded = _load(trainer, where, strict, rename)
-    else:
-        found = _newest(trainer, strict, rename)
-        if found is None:
-            return None
-        loaded = found
-    callbacks = (loaded.extra or {}).get("callbacks", {})
-    for name, callback in _named(trainer):
-        if name in callbacks:
-            callback.load_state_dict(callbacks[name])
-        elif callback.state_dict():
-            _say(trainer, f"the checkpoint has no state of {name}, which begins anew")
-    return loaded
-
-
-def _newest(trainer: Trainer, strict: bool, rename: Rename | None) -> Loaded | None:
-    directory = next((c.directory for c in trainer.callbacks if isinstance(c, ModelCheckpoint)), None)
-    if directory is None:
-        raise UsageError(
-            'resume("auto") looks where a ModelCheckpoint saves, and the trainer has none; give the directory'
-        )
-    folder = open_folder(directory)
-    names, damaged = from_rank_zero(all_ranks(), lambda: _names(directory))
-    for name in damaged:
-        _say(trainer, f"{directory}/{name} is no complete checkpoint and is passed over: its manifest is damaged")
-    failure: DamageError | None = None
-    for name in reversed(names):
-        try:
-            return _load(trainer, folder.inner(name).where, strict, rename)
-        except DamageError as error:
-            failure = error
-            _say(trainer, f"{error}\nGoing on from the checkpoint before it")
-    if failure is not None or damaged:
-        raise CheckpointError(
-            f"all checkpoints in {directory} are damaged ({', '.join([*damaged, *names])}); to begin anew, move them "
-            "away or save into another directory"
-        ) from failure
-    _say(trainer, f"resume: no checkpoint in {directory}; beginning anew")
-    return None
-
-
-def _names(directory: Where) -> tuple[list[str], list[str]]:
-    folder = open_folder(directory)
-    good = list(checkpoints(folder))
-    return good, [name for name in folder.folders() if name.startswith("step-") and name not in good]
-
-
-def _load(trainer: Trainer, where: Where, strict: bool, rename: Rename | None) -> Loaded:
-    run = run_of(trainer)
-    loaded = load(
-        where, run.model, run.optimizer, scheduler=run.scheduler, scaler=run.scaler, ema=run.ema, strict=strict,
-        rename=rename,
-    )  # fmt: skip
-    found = os.fspath(where).rstrip("/")
-    if last_part(found) != loaded.name:  # a directory of checkpoints
-        found = f"{found}/{loaded.name}"
-    _say(trainer, f"resume: {found}: epoch {loaded.epoch}, {loaded.step} steps")
-    return loaded
-
-
-def _say(trainer: Trainer, text: str) -> None:
-    if trainer.world.rank == 0:
-        print(text, flush=True)
-
-
-def evaluation_state(evaluation: Any) -> dict[str, Any] | None:
-    """An `Evaluation` as values."""
-    return None if evaluation is None else {**asdict(evaluation), "metrics": dict(evaluation.metrics)}
+def _metrics(run: RunView) -> dict[str, float]:
+    """The loss of the last step, and the metrics of the validation where the epoch has just ended with one."""
+    metrics = {"train_loss": float(run.loss)}
+    evaluation = run.evaluation
+    if evaluation is not None and run.evaluated == run.epoch and not run.under_way:
+        metrics |= {"loss": evaluation.loss, **evaluation.metrics}
+    return metrics

@@ -27,21 +27,13 @@ from shardwright.report.text import start_line, validation_line
 from shardwright.run.captured import Parallel
 from shardwright.run.eager_parallel import EagerParallel
 from shardwright.run.inputs import rows_of
-from shardwright.training.callbacks import Callback
-from shardwright.training.checkpointing import Begun, Continuation, ModelCheckpoint, evaluation_state, resume
+from shardwright.training.checkpointing import ModelCheckpoint
+from shardwright.training.hooks import Callback, Evaluation, RunView
+from shardwright.training.resuming import Begun, Continuation, resume
 from shardwright.training.traffic import TrafficWatch
 from shardwright.world.agree import from_all_ranks
 from shardwright.world.precision import Precision, autocast, check_precision, gradient_scaler
 from shardwright.world.world import current_world
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """What `Trainer.evaluate` found: means over ``samples`` samples, each counted once."""
-
-    loss: float
-    metrics: Mapping[str, float]
-    samples: int
 
 
 @dataclass
@@ -77,10 +69,8 @@ class Trainer:
         precision: what forwards compute in: "float32" as the model is, "bf16" or "fp16" by autocast, fp16 with a scaler
             whose overflows skip the step on all ranks.
 
-    While it runs, ``epoch`` and ``step`` (within the epoch) count from 1, ``batches`` are those of the epoch so far,
-    ``steps`` the optimizer steps begun so far, ``under_way`` says that the epoch has steps or its validation to come,
-    ``loss`` is the last step's, a tensor, and ``evaluation`` the last validation's, in epoch ``evaluated``. ``stop()``
-    ends the run after the step that is under way.
+    Where the run stands, ``epoch``, ``step``, ``steps``, ``loss``, ``evaluation`` and the like, it says under the names
+    of `RunView`, which is what callbacks are given.
 
     Raises `UsageError` for arguments that do not fit.
     """
@@ -142,7 +132,7 @@ class Trainer:
         Raises:
             CheckpointError: where there is no checkpoint, it does not fit, or all are damaged.
         """
-        loaded = resume(self, where, strict, rename)
+        loaded = resume(self._view(), where, strict, rename)
         if loaded is None:
             return None
         saved = (loaded.extra or {}).get("trainer") or {"epoch": loaded.epoch, "steps": loaded.step}
@@ -150,7 +140,7 @@ class Trainer:
         self._continues = Continuation(loaded.left.get("loader"), saved.get("world_size"))
         for callback in self.callbacks:
             if isinstance(callback, ModelCheckpoint):
-                callback.resumed(self, where, loaded.name)
+                callback.resumed(self._view(), where, loaded.name)
         return loaded.name
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +154,7 @@ class Trainer:
             "stopped": self._stopped,
             "begun": [self._begun.epoch, self._begun.steps],
             "evaluated": self.evaluated,
-            "evaluation": evaluation_state(self.evaluation),
+            "evaluation": None if self.evaluation is None else self.evaluation.state(),
             "world_size": self.world.size,
         }
 
@@ -201,11 +191,11 @@ class Trainer:
         self.loader = loader
         with ExitStack() as closing:
             for callback in self.callbacks:
-                closing.callback(self._call, callback, "close")
+                closing.callback(self._close, callback)
             self._call_all("on_fit_begin")
             traffic = TrafficWatch(self.parallel, self.world)
             if continues is not None:
-                continues.place(self, loader)
+                continues.place(self._view(), loader)
             while self.under_way or (not self._stopping and self.epoch < last_epoch):
                 self._epoch(loader, last_step, validate, continues)
                 continues = None
@@ -234,13 +224,11 @@ class Trainer:
 
     def _train_epoch(self, loader: Iterable[Any], last_step: int | None, continues: Continuation | None) -> None:
         sampler = getattr(loader, "sampler", None)
-        if sampler is not None and hasattr(
-            sampler, "set_epoch"
-        ):  # torch's DistributedSampler repeats its order unless told
-            sampler.set_epoch(self.epoch - 1)
+        if sampler is not None and hasattr(sampler, "set_epoch"):
+            sampler.set_epoch(self.epoch - 1)  # without it, torch's DistributedSampler repeats its order
         self.parallel.train()
         self._call_all("on_epoch_begin")
-        batches = iter(loader) if continues is None else continues.rest(self, loader)
+        batches = iter(loader) if continues is None else continues.rest(self._view(), loader)
         while not self._stopping and (group := list(islice(batches, self.accumulate))):
             self.step += 1
             self.steps += 1
@@ -314,7 +302,7 @@ class Trainer:
         sums = _Sums()
         with ExitStack() as stack:
             for callback in self.callbacks:
-                stack.enter_context(self._call(callback, "evaluating"))
+                stack.enter_context(_call(callback, "evaluating", self._view()))
             stack.enter_context(torch.no_grad())
             stack.callback(self.parallel.train, self.parallel.module.training)
             self.parallel.eval()
@@ -340,17 +328,44 @@ class Trainer:
 
     # Callbacks
 
-    def _call_all(self, hook: str, *arguments: Any) -> None:
-        for callback in self.callbacks:
-            self._call(callback, hook, *arguments)
+    def _view(self) -> RunView:
+        return RunView(
+            parallel=self.parallel,
+            optimizer=self.optimizer,
+            scheduler=self.scheduler,
+            scaler=self.scaler,
+            callbacks=self.callbacks,
+            loader=self.loader,
+            world=self.world,
+            epoch=self.epoch,
+            step=self.step,
+            steps=self.steps,
+            batches=self.batches,
+            under_way=self.under_way,
+            loss=self.loss,
+            evaluation=self.evaluation,
+            evaluated=self.evaluated,
+            stop=self.stop,
+            evaluate=self.evaluate,
+            state_dict=self.state_dict,
+        )
 
-    def _call(self, callback: Callback, hook: str, *arguments: Any) -> Any:
-        method: Callable[..., Any] = getattr(callback, hook)
-        try:
-            return method(self, *arguments)
-        except Exception as error:
-            error.add_note(f"raised by the callback {type(callback).__name__}, in {hook}")
-            raise
+    def _call_all(self, hook: str, *arguments: Any) -> None:
+        view = self._view()
+        for callback in self.callbacks:
+            _call(callback, hook, view, *arguments)
+
+    def _close(self, callback: Callback) -> None:
+        _call(callback, "close", self._view())
+
+
+def _call(callback: Callback, hook: str, *arguments: Any) -> Any:
+    method: Callable[..., Any] = getattr(callback, hook)
+    try:
+        return method(*arguments)
+    except Exception as error:
+        error.add_note(f"raised by the callback {type(callback).__name__}, in {hook}")
+        raise
 
 
 def _scalars(aux: Any) -> Iterator[tuple[str, Tensor]]:

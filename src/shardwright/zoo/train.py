@@ -16,15 +16,9 @@ from shardwright.hosts.environment import read_environment
 from shardwright.launch.asked.options import LaunchOptions, read_options
 from shardwright.run.captured import Parallel
 from shardwright.run.parallel import parallelize
-from shardwright.training.callbacks import (
-    EMA,
-    Callback,
-    EarlyStopping,
-    LossMonitor,
-    NanGuard,
-    ProgressBar,
-)
+from shardwright.training.callbacks import EMA, EarlyStopping, LossMonitor, NanGuard, ProgressBar
 from shardwright.training.checkpointing import ModelCheckpoint
+from shardwright.training.hooks import Callback
 from shardwright.training.trainer import Trainer
 from shardwright.whole_file import write_whole
 from shardwright.world.precision import autocast

@@ -1,0 +1,132 @@
+"""Going on from a checkpoint of a training run: the newest that is whole is found and put into the run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from torch.utils.data import SequentialSampler
+
+from shardwright.checkpoint.api import Loaded, Where, load
+from shardwright.checkpoint.loading.match import Rename
+from shardwright.checkpoint.loading.source import checkpoints
+from shardwright.checkpoint.storage.folders import last_part, open_folder
+from shardwright.errors import CheckpointError, DamageError, UsageError
+from shardwright.training.checkpointing import ModelCheckpoint, averaging, named_callbacks, run_of
+from shardwright.training.hooks import RunView
+from shardwright.world.together import all_ranks, from_rank_zero
+
+
+@dataclass(frozen=True)
+class Begun:
+    """Where a fit began, so that one that goes on in another process ends where it would have ended."""
+
+    epoch: int = 0
+    steps: int = 0
+
+
+@dataclass(frozen=True)
+class Continuation:
+    """What a fit that goes on from a checkpoint has to do with its loader.
+
+    ``loader`` is the state of the saved one, if it had any, ``world_size`` the number of ranks of the saved run.
+    """
+
+    loader: Any = None
+    world_size: int | None = None
+
+    def place(self, run: RunView, loader: Any) -> None:
+        """Move the loader to the sample that comes next.
+
+        Raises:
+            UsageError: where it has no position that can be set, and the checkpoint is from the middle of an epoch.
+        """
+        if self.loader is not None and hasattr(loader, "load_state_dict"):
+            loader.load_state_dict(self.loader)
+        elif run.under_way and not isinstance(loader, Sequence):
+            sampler = getattr(loader, "sampler", None)
+            moves = isinstance(sampler, SequentialSampler) or hasattr(sampler, "set_epoch")
+            if not moves or self.world_size not in (None, run.world.size):
+                raise UsageError(
+                    f"the checkpoint is from the middle of epoch {run.epoch}, after {run.step} steps, and "
+                    f"{type(loader).__name__} cannot be set to the sample that comes next; take batches from "
+                    "sw.loader, or checkpoints from the ends of epochs (every_epochs)"
+                )
+
+    def rest(self, run: RunView, loader: Any) -> Iterator[Any]:
+        """The batches of the epoch that is under way on which it has not trained yet."""
+        if self.loader is not None and hasattr(loader, "load_state_dict"):
+            epoch = getattr(loader, "epoch", None)
+            return iter(()) if epoch != self.loader.get("epoch", epoch) else iter(loader)  # it may have been the last
+        return islice(iter(loader), run.batches, None)
+
+
+def resume(run: RunView, where: Where, strict: bool, rename: Rename | None) -> Loaded | None:
+    """Put a checkpoint into the things of ``run``; None where there is none and ``where`` is "auto"."""
+    ema = averaging(run)
+    if ema is not None:
+        ema.begin(run)
+    loaded = _newest(run, strict, rename) if where == "auto" else _load(run, where, strict, rename)
+    if loaded is None:
+        return None
+    callbacks = (loaded.extra or {}).get("callbacks", {})
+    for name, callback in named_callbacks(run):
+        if name in callbacks:
+            callback.load_state_dict(callbacks[name])
+        elif callback.state_dict():
+            _say(run, f"the checkpoint has no state of {name}, which begins anew")
+    return loaded
+
+
+def _newest(run: RunView, strict: bool, rename: Rename | None) -> Loaded | None:
+    directory = next((c.directory for c in run.callbacks if isinstance(c, ModelCheckpoint)), None)
+    if directory is None:
+        raise UsageError(
+            'resume("auto") looks where a ModelCheckpoint saves, and the trainer has none; give the directory'
+        )
+    folder = open_folder(directory)
+    names, damaged = from_rank_zero(all_ranks(), lambda: _names(directory))
+    for name in damaged:
+        _say(run, f"{directory}/{name} is no complete checkpoint and is passed over: its manifest is damaged")
+    failure: DamageError | None = None
+    for name in reversed(names):
+        try:
+            return _load(run, folder.inner(name).where, strict, rename)
+        except DamageError as error:
+            failure = error
+            _say(run, f"{error}\nGoing on from the checkpoint before it")
+    if failure is not None or damaged:
+        raise CheckpointError(
+            f"all checkpoints in {directory} are damaged ({', '.join([*damaged, *names])}); to begin anew, move them "
+            "away or save into another directory"
+        ) from failure
+    _say(run, f"resume: no checkpoint in {directory}; beginning anew")
+    return None
+
+
+def _names(directory: Where) -> tuple[list[str], list[str]]:
+    """The checkpoints of the directory, oldest first, and the folders that should be some but have no good manifest."""
+    folder = open_folder(directory)
+    good = list(checkpoints(folder))
+    return good, [name for name in folder.folders() if name.startswith("step-") and name not in good]
+
+
+def _load(run: RunView, where: Where, strict: bool, rename: Rename | None) -> Loaded:
+    into = run_of(run)
+    loaded = load(
+        where, into.model, into.optimizer, scheduler=into.scheduler, scaler=into.scaler, ema=into.ema, strict=strict,
+        rename=rename,
+    )  # fmt: skip
+    path = os.fspath(where).rstrip("/")
+    if last_part(path) != loaded.name:  # a directory of checkpoints
+        path = f"{path}/{loaded.name}"
+    _say(run, f"resume: {path}: epoch {loaded.epoch}, {loaded.step} steps")
+    return loaded
+
+
+def _say(run: RunView, text: str) -> None:
+    if run.world.rank == 0:
+        print(text, flush=True)
