@@ -39,7 +39,7 @@ from torch.distributed.tensor import DTensor, Shard, init_device_mesh
 
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
 from shardwright.world.ranks import ProcessRanks
 
@@ -127,7 +127,7 @@ def clean(directory: Path) -> None:
 
 
 def measure_save(directory: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
-    state, ranks = flat_state(gigabytes), ProcessRanks()
+    state, ranks = flat_state(gigabytes), ProcessRanks(TO_SAVE)
     whole = nested(state)
     ways: dict[str, Callable[[], Any]] = {
         "plain": lambda: plain_write(state, directory / "plain"),
@@ -188,7 +188,7 @@ class Training:
 
 
 def measure_async(directory: Path, gigabytes: float, rounds: int, with_dcp: bool) -> dict[str, Any]:
-    state, ranks = flat_state(gigabytes), ProcessRanks()
+    state, ranks = flat_state(gigabytes), ProcessRanks(TO_SAVE)
     training = Training([tensor for (kind, *_), tensor in state.items() if kind == "model"])
     whole = nested(state)
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=120))
@@ -289,7 +289,7 @@ def measure_load(directory: Path, gigabytes: float, rounds: int) -> dict[str, An
 
 
 def save_once(directory: Path, gigabytes: float) -> None:
-    our_save(flat_state(gigabytes), directory, ProcessRanks())
+    our_save(flat_state(gigabytes), directory, ProcessRanks(TO_SAVE))
 
 
 def _rank(rank: int, size: int, port: int, pipe: Any, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

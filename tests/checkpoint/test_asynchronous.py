@@ -23,6 +23,7 @@ from shardwright.checkpoint.api import Checkpoints
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
 from shardwright.checkpoint.saving.image import Copy
+from shardwright.checkpoint.saving.save import TO_SAVE
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.store import Store
 from shardwright.checkpoint.whole_run.run_state import Run
@@ -45,7 +46,7 @@ class Slow(LocalFiles):
 def test_the_state_is_saved_as_it_was_when_save_returned(tmp_path):
     files = Slow()
     state = state_of(1)
-    with AsyncSaver(Store(tmp_path, files), OneRank()) as saver:
+    with AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE)) as saver:
         saver.save("step-1", state, {"step": 1}, {})
         assert saver.saving
         state["model", "weight"].fill_(99)  # the next optimizer step
@@ -65,7 +66,7 @@ def test_strided_and_odd_tensors_are_copied_as_they_are(tmp_path):
     state = {("t",): big.t(), ("row",): big[2, 1:4], ("scalar",): torch.tensor(2.0), ("none",): torch.empty(0, 3),
              ("flag",): torch.tensor([True]), ("half",): torch.ones(3, dtype=torch.bfloat16)}  # fmt: skip
     wanted = {path: tensor.clone() for path, tensor in state.items()}
-    with AsyncSaver(Store(tmp_path), OneRank()) as saver:
+    with AsyncSaver(Store(tmp_path), OneRank(TO_SAVE)) as saver:
         saver.save("s", state, {}, {})
         big.fill_(-1)
     from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -78,7 +79,7 @@ def test_strided_and_odd_tensors_are_copied_as_they_are(tmp_path):
 
 def test_one_save_is_under_way_at_a_time(tmp_path):
     files = Slow()
-    with AsyncSaver(Store(tmp_path, files), OneRank()) as saver:
+    with AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE)) as saver:
         saver.save("step-1", state_of(1), {"step": 1}, {})
         threading.Timer(0.2, files.go.set).start()
         saver.save("step-2", state_of(2), {"step": 2}, {})
@@ -87,7 +88,7 @@ def test_one_save_is_under_way_at_a_time(tmp_path):
 
 
 def test_the_memory_of_the_copy_is_kept(tmp_path):
-    with AsyncSaver(Store(tmp_path), OneRank()) as saver:
+    with AsyncSaver(Store(tmp_path), OneRank(TO_SAVE)) as saver:
         saver.allocate(state_of(1, 1000))
         at, room = saver._image.memory.data_ptr(), saver._image.memory.numel()
         for step in (1, 2):
@@ -275,7 +276,7 @@ def test_an_error_of_the_copy_surfaces_and_lets_the_next_step_go_on(tmp_path, mo
 
 def test_a_loop_that_ends_before_the_copy_ends_with_a_whole_checkpoint(tmp_path, copies):
     state = {("model", "weight"): torch.full((8,), 1.0), ("run", "step"): 1}
-    saver = AsyncSaver(Store(tmp_path), OneRank())
+    saver = AsyncSaver(Store(tmp_path), OneRank(TO_SAVE))
     saver.save("step-1", state, {"step": 1}, {}, steady=state.keys())
     assert not copies
     saver.close()
@@ -291,7 +292,7 @@ def _full():
 def test_an_error_surfaces_at_the_next_call_once(tmp_path, surfaces):
     save_step(Store(tmp_path), 1)
     failing = Faulty(LocalFiles(), 20, _full)
-    saver = AsyncSaver(Store(tmp_path, failing), OneRank())
+    saver = AsyncSaver(Store(tmp_path, failing), OneRank(TO_SAVE))
     saver.save("step-2", state_of(2), {"step": 2}, {})
     saver._save.join(20)
     call = {"save": lambda: saver.save("step-3", state_of(3), {"step": 3}, {})}.get(surfaces, getattr(saver, surfaces))
@@ -306,7 +307,7 @@ def test_an_error_surfaces_at_the_next_call_once(tmp_path, surfaces):
 
 
 def test_what_cannot_be_saved_surfaces_too(tmp_path):
-    with AsyncSaver(Store(tmp_path), OneRank()) as saver:
+    with AsyncSaver(Store(tmp_path), OneRank(TO_SAVE)) as saver:
         saver.save("s", {("x",): object()}, {}, {})
         with pytest.raises(CheckpointError, match="the entry x is a object"):
             saver.wait()
@@ -314,7 +315,7 @@ def test_what_cannot_be_saved_surfaces_too(tmp_path):
 
 def test_a_synchronous_save_beside_one_under_way_is_refused(tmp_path):
     files = Slow()
-    with AsyncSaver(Store(tmp_path, files), OneRank()) as saver:
+    with AsyncSaver(Store(tmp_path, files), OneRank(TO_SAVE)) as saver:
         saver.save("step-1", state_of(1), {"step": 1}, {})
         while not any(name.startswith(".saving") for name in os.listdir(tmp_path)):
             saver.check()
@@ -331,6 +332,7 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
         from saved import state_of
         from shardwright.checkpoint.saving.asynchronous import AsyncSaver
         from shardwright.checkpoint.storage.files import LocalFiles
+        from shardwright.checkpoint.saving.save import TO_SAVE
         from shardwright.world.ranks import OneRank
         from shardwright.checkpoint.storage.store import Store
         import time
@@ -342,7 +344,7 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
                     raise OSError(28, "No space left on device", path)
                 return super().create(path, size_bytes)
 
-        saver = AsyncSaver(Store({str(tmp_path / "runs")!r}, Slow()), OneRank())
+        saver = AsyncSaver(Store({str(tmp_path / "runs")!r}, Slow()), OneRank(TO_SAVE))
         saver.save("step-1", state_of(1), {{"step": 1}}, {{}})
         assert saver.saving
         print("the last line")

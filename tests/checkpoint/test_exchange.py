@@ -21,7 +21,7 @@ from shardwright.checkpoint.format.pieces import Piece
 from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.loading.source import open_source
-from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.mesh.layout import Layout
@@ -286,7 +286,7 @@ def a_run(directory, **files):
     state["optimizer", "state", "body.weight", "exp_avg"] = torch.randn(5, 6)
     state["optimizer", "param_groups", "0"] = {"lr": 0.1, "params": ["body.weight"]}
     state["run", "random"] = [{"torch": torch.arange(9), "python": (3, (1, 2), None)}]
-    save(Store(directory), "step-1", state, {"step": 1, "epoch": 0, "metrics": {}}, files, OneRank())
+    save(Store(directory), "step-1", state, {"step": 1, "epoch": 0, "metrics": {}}, files, OneRank(TO_SAVE))
     return state
 
 
@@ -335,7 +335,7 @@ def test_all_is_what_torch_makes_of_the_checkpoint(tmp_path):
     ],
 )
 def test_merges_that_cannot_be_are_refused(tmp_path, to, what, error, message):
-    save(Store(tmp_path / "run"), "s", {("model", "w"): torch.ones(1)}, {}, {}, OneRank())
+    save(Store(tmp_path / "run"), "s", {("model", "w"): torch.ones(1)}, {}, {}, OneRank(TO_SAVE))
     (tmp_path / "there.pt").write_text("mine")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "mine").touch()
@@ -359,7 +359,9 @@ def test_a_merge_of_a_damaged_checkpoint_leaves_nothing(tmp_path, to):
 
 
 def test_a_dtype_that_safetensors_lacks_is_named(tmp_path):
-    save(Store(tmp_path / "run"), "s", {("model", "w"): torch.ones(2, dtype=torch.complex128)}, {}, {}, OneRank())
+    save(
+        Store(tmp_path / "run"), "s", {("model", "w"): torch.ones(2, dtype=torch.complex128)}, {}, {}, OneRank(TO_SAVE)
+    )
     with pytest.raises(
         CheckpointError, match=r"safetensors cannot hold w, which is torch.complex128; write a .pt file"
     ):
@@ -380,7 +382,7 @@ def test_a_folder_gets_the_configuration_of_the_run(tmp_path):
 def test_a_merge_holds_no_more_than_a_slab(tmp_path):
     """The file of 256 MiB is written with less than half of that of memory."""
     big = torch.ones(1 << 14, 1 << 12)
-    save(Store(tmp_path / "run"), "s", {("model", "w"): big}, {}, {}, OneRank())
+    save(Store(tmp_path / "run"), "s", {("model", "w"): big}, {}, {}, OneRank(TO_SAVE))
     code = """
         import sys
         from shardwright.checkpoint.exchange.merge import merge
@@ -406,7 +408,7 @@ def test_transformers_reads_a_merged_folder(tmp_path):
     model = transformers.GPT2LMHeadModel(config).eval()
     state = {("model", name): value for name, value in model.state_dict().items()}
     files = {"config.json": config.to_json_string(use_diff=False).encode()}
-    save(Store(tmp_path / "run"), "s", state, {}, files, OneRank())
+    save(Store(tmp_path / "run"), "s", state, {}, files, OneRank(TO_SAVE))
     merge(tmp_path / "run", f"{tmp_path}/folder/")
     again = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "folder").eval()
     ids = torch.arange(8)[None]

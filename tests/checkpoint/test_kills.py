@@ -12,7 +12,7 @@ import torch.distributed as dist
 from faulty_files import Faulty
 from ranks import run_ranks
 from saved import good_step, no_leftovers, save_step, state_of
-from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.retention import Retention
 from shardwright.checkpoint.storage.store import LOCK, SAVING, Store
@@ -102,7 +102,7 @@ def _one_rank_fails(directory, victim, fault, timeout_s):
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (directory / f"pid{rank}").write_text(str(os.getpid()))
-    ranks = ProcessRanks(timeout_s=timeout_s)
+    ranks = ProcessRanks(TO_SAVE, timeout_s=timeout_s)
     save(Store(directory / "runs"), "step-1", _spread(1), {"step": 1}, {}, ranks)
     faults = {"exits": lambda: os._exit(9), "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP)}
     at = 12 if rank else "rename"  # rank 0 in the commit, others while they write

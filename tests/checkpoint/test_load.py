@@ -19,7 +19,7 @@ from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading import source
 from shardwright.checkpoint.loading.load import load, read_box
 from shardwright.checkpoint.loading.source import Source, open_source
-from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.folders import LocalFolder
 from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError, DamageError, UsageError
@@ -70,7 +70,7 @@ def piece(path, whole, layout, mesh, rank):
 
 
 def save_as(directory, state, **files):
-    return save(Store(directory), "step-1", state, {"step": 1}, files, OneRank())
+    return save(Store(directory), "step-1", state, {"step": 1}, files, OneRank(TO_SAVE))
 
 
 @st.composite
@@ -342,7 +342,7 @@ def _save_on_a_mesh(directory):
     placements = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]]
     state = {("model", f"w{i}"): distribute_tensor(whole, mesh, placed)
              for i, (whole, placed) in enumerate(zip(wholes, placements, strict=True))}  # fmt: skip
-    save(Store(directory), "step-1", state, {}, {}, ProcessRanks(timeout_s=30))
+    save(Store(directory), "step-1", state, {}, {}, ProcessRanks(TO_SAVE, timeout_s=30))
     torch.distributed.destroy_process_group()
     return wholes
 

@@ -16,7 +16,7 @@ from ranks import run_ranks
 from shardwright.checkpoint.format import pieces
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, TensorEntry, ValueEntry
 from shardwright.checkpoint.format.pieces import Piece
-from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError
 from shardwright.mesh.layout import Layout
@@ -84,7 +84,7 @@ def same(a, b):
 
 def test_a_save_of_one_rank_holds_every_entry(tmp_path):
     state = a_state()
-    saved = save(Store(tmp_path), "step-1", state, {"step": 1}, {"plan.json": b"{}"}, OneRank())
+    saved = save(Store(tmp_path), "step-1", state, {"step": 1}, {"plan.json": b"{}"}, OneRank(TO_SAVE))
     manifest = Store(tmp_path).manifest("step-1")
     assert manifest.entries == saved.entries
     assert {entry.path for entry in manifest.entries.values()} == set(state)
@@ -107,7 +107,7 @@ def test_a_save_of_one_rank_holds_every_entry(tmp_path):
 
 
 def test_every_byte_of_a_file_belongs_to_one_container(tmp_path):
-    manifest = save(Store(tmp_path), "s", a_state(), {}, {}, OneRank())
+    manifest = save(Store(tmp_path), "s", a_state(), {}, {}, OneRank(TO_SAVE))
     places = [p for e in manifest.tensors() for p in (c.place for c in e.chunks)] + [e.place for e in manifest.values()]
     at = 0
     for place in sorted(places, key=lambda p: p.start):
@@ -118,13 +118,15 @@ def test_every_byte_of_a_file_belongs_to_one_container(tmp_path):
 
 def test_a_view_does_not_drag_its_storage_along(tmp_path):
     big = torch.zeros(1 << 20)
-    manifest = save(Store(tmp_path), "s", {("x",): big[10:20], ("y",): big.view(1024, 1024)[:, 3]}, {}, {}, OneRank())
+    manifest = save(
+        Store(tmp_path), "s", {("x",): big[10:20], ("y",): big.view(1024, 1024)[:, 3]}, {}, {}, OneRank(TO_SAVE)
+    )
     assert manifest.files["__0_0.distcp"].size_bytes < 20_000
 
 
 def test_torch_reads_the_whole_nested_state(tmp_path):
     state = a_state()
-    save(Store(tmp_path), "s", state, {}, {}, OneRank())
+    save(Store(tmp_path), "s", state, {}, {}, OneRank(TO_SAVE))
     dcp_to_torch_save(tmp_path / "s", tmp_path / "whole.pt")
     nested = torch.load(tmp_path / "whole.pt", weights_only=True)
     assert set(nested) == {"model", "optimizer", "run"}
@@ -141,7 +143,7 @@ def test_torch_reads_the_whole_nested_state(tmp_path):
 def test_dcp_load_fills_a_model(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
     state = {("model", name): value for name, value in model.state_dict().items()}
-    save(Store(tmp_path), "s", state, {}, {}, OneRank())
+    save(Store(tmp_path), "s", state, {}, {}, OneRank(TO_SAVE))
     other = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.BatchNorm1d(5))
     wanted = {"model": other.state_dict()}
     with warnings.catch_warnings():
@@ -200,7 +202,7 @@ def _two_real_ranks(directory):
     cut = DTensor.from_local(whole.chunk(2)[rank].clone(), mesh, [Shard(0)], shape=(7, 5), stride=(5, 1))
     same_on_all = DTensor.from_local(whole, mesh, [Replicate()])
     state = {("model", "cut"): cut, ("model", "same"): same_on_all, ("model", "plain"): whole}
-    save(Store(directory), "s", state, {"step": 1}, {}, ProcessRanks(timeout_s=30))
+    save(Store(directory), "s", state, {"step": 1}, {}, ProcessRanks(TO_SAVE, timeout_s=30))
     zeros = [DTensor.from_local(torch.zeros_like(t.to_local()), mesh, t.placements, shape=t.shape, stride=t.stride())
              for t in (cut, same_on_all)]  # fmt: skip
     wanted = {"model": {"cut": zeros[0], "same": zeros[1], "plain": torch.zeros(7, 5)}}
@@ -238,17 +240,17 @@ def test_a_state_that_differs_between_ranks_is_refused_by_the_entry(tmp_path):
 )
 def test_what_cannot_be_saved_is_named(tmp_path, state, message):
     with pytest.raises(CheckpointError, match=message):
-        save(Store(tmp_path), "s", state, {}, {}, OneRank())
+        save(Store(tmp_path), "s", state, {}, {}, OneRank(TO_SAVE))
     assert not (tmp_path / "s").exists()
 
 
 def test_a_partial_sum_is_refused(tmp_path):
     piece = Piece(("x",), (2,), torch.float32, Layout.split(1, {}, ["a"]), Mesh.of(a=1), torch.zeros(2))
     with pytest.raises(CheckpointError, match="partial sum over a"):
-        save(Store(tmp_path), "s", {("x",): piece}, {}, {}, OneRank())
+        save(Store(tmp_path), "s", {("x",): piece}, {}, {}, OneRank(TO_SAVE))
 
 
 def test_crc_stays_as_the_user_set_it(tmp_path):
     before = torch.serialization.get_crc32_options()
-    save(Store(tmp_path), "s", a_state(), {}, {}, OneRank())
+    save(Store(tmp_path), "s", a_state(), {}, {}, OneRank(TO_SAVE))
     assert torch.serialization.get_crc32_options() == before

@@ -13,7 +13,7 @@ from shardwright.checkpoint.format.manifest import MANIFEST, checksum
 from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.loading.source import open_source
-from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError
 from shardwright.world.ranks import OneRank
@@ -29,7 +29,7 @@ FILES = {"plan.json": b'{"mesh": {}}\n', "config.yaml": b"train:\n  epochs: 3\n"
 
 
 def save_step(directory, step):
-    save(Store(directory), f"step-{step}", STATE, {"step": step}, FILES, OneRank())
+    save(Store(directory), f"step-{step}", STATE, {"step": step}, FILES, OneRank(TO_SAVE))
 
 
 @pytest.fixture(scope="module")

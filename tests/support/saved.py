@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, MANIFEST, Manifest, TensorEntry, checksum
-from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
 from shardwright.world.ranks import OneRank
 
@@ -18,7 +18,7 @@ def state_of(step: int, numel: int = 8) -> dict[tuple[str, ...], Any]:
 
 
 def save_step(store: Store, step: int, numel: int = 8, name: str | None = None, **info: Any) -> Manifest | None:
-    return save(store, name or f"step-{step}", state_of(step, numel), {"step": step, **info}, {}, OneRank())
+    return save(store, name or f"step-{step}", state_of(step, numel), {"step": step, **info}, {}, OneRank(TO_SAVE))
 
 
 def good_step(store: Store, name: str | None = None) -> int:

@@ -8,11 +8,13 @@ from queue import Empty, SimpleQueue
 from typing import Any
 
 from shardwright.errors import CheckpointError
-from shardwright.world.ranks import Lost, Ranks
+from shardwright.world.ranks import Lost, Purpose, Ranks
 
 
 class SimulatedRanks:
     """``SimulatedRanks.run(4, function)`` calls it on four."""
+
+    purpose = Purpose("trying", CheckpointError)
 
     def __init__(self, rank: int, inboxes: Sequence[SimpleQueue[Any]], answers: Sequence[SimpleQueue[Any]]) -> None:
         self.rank = rank

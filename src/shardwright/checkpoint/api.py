@@ -17,8 +17,9 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.exchange.exchange import load_state
 from shardwright.checkpoint.loading.match import Rename
-from shardwright.checkpoint.loading.source import latest, open_source
+from shardwright.checkpoint.loading.source import TO_LOAD, latest, open_source
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
+from shardwright.checkpoint.saving.save import TO_SAVE
 from shardwright.checkpoint.saving.save import save as write
 from shardwright.checkpoint.storage.folders import open_folder
 from shardwright.checkpoint.storage.objects import open_store
@@ -35,7 +36,8 @@ from shardwright.checkpoint.whole_run.run_state import (
     whole_state,
 )
 from shardwright.errors import UsageError
-from shardwright.world.together import all_ranks, from_rank_zero, together
+from shardwright.world.agreement import from_rank_zero, together
+from shardwright.world.ranks import ranks_by_messages
 
 Where = str | os.PathLike[str]
 Best = tuple[str, int, Literal["min", "max"]]
@@ -94,7 +96,7 @@ class Checkpoints:
     ) -> str:
         """Save ``run``, as `save` does with its parts; returns the name."""
         self.check()
-        ranks, name = all_ranks(), name_of(step)
+        ranks, name = ranks_by_messages(TO_SAVE), name_of(step)
         state = together(ranks, lambda: whole_state(run, extra))
         state["run", "generators"] = generators(ranks)
         about, files = info(run, step, epoch, metrics), run_files(run, config)
@@ -184,7 +186,7 @@ def save(
 
 def newest(directory: Where) -> str | None:
     """The name of the newest complete checkpoint in a directory, None where there is none; the same on every rank."""
-    return from_rank_zero(all_ranks(), lambda: latest(open_folder(directory)))
+    return from_rank_zero(ranks_by_messages(TO_LOAD), lambda: latest(open_folder(directory)))
 
 
 def wait(parallel: Any) -> None:
@@ -231,7 +233,7 @@ def load(
         UsageError: where ``loader`` has other data, or ``rename`` fits nothing.
     """
     run = Run(parallel, optimizer, loader, scheduler, scaler, ema)
-    ranks = all_ranks()
+    ranks = ranks_by_messages(TO_LOAD)
     if os.fspath(directory).endswith(_PLAIN):
         return _load_plain(directory, run, strict, rename)
     wait(parallel)
@@ -256,5 +258,5 @@ def _load_plain(file: Where, run: Run, strict: bool, rename: Rename | None) -> L
         raise UsageError(
             f"{file} is loaded as the state dict of a model alone; leave out {', '.join(others)}, or load a checkpoint"
         )
-    found = together(all_ranks(), lambda: load_state(file, run.model, strict=strict, rename=rename))
+    found = together(ranks_by_messages(TO_LOAD), lambda: load_state(file, run.model, strict=strict, rename=rename))
     return Loaded(Path(file).name, 0, 0, {}, None, (*found.missing, *found.extra, *found.differing))

@@ -40,9 +40,11 @@ from shardwright.report.ir import save_graphs
 from shardwright.run.buckets import GradientReduction
 from shardwright.run.execute import Execution, Given
 from shardwright.run.inputs import BatchKind, Rows, global_shapes, local_inputs, rows_of
-from shardwright.run.planning import on_rank_zero, remembered
+from shardwright.run.planning import remembered
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta, split_parameters
 from shardwright.torch_private import tree_flatten, tree_unflatten
+from shardwright.world.agreement import from_rank_zero
+from shardwright.world.ranks import ranks_by_collectives
 from shardwright.world.world import World
 
 
@@ -101,7 +103,7 @@ class Parallel:
         self._closed = False
         self._pulse = own_pulse()
         self._between_steps = True
-        self._seed: int = on_rank_zero(torch.initial_seed)
+        self._seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
         agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = self._first_plan(sample_batch, rows, plan)
@@ -275,7 +277,7 @@ class Parallel:
             question = f"{options.mode} {options.search} {options.mesh!r} {options.inputs} {self._hardware().to_json()}"
             return remembered(RuledGraph.of(captured), question, lambda: self._make(captured))
 
-        return on_rank_zero(make)
+        return from_rank_zero(ranks_by_collectives("making the plan"), make)
 
     def _later_plan(self, kind: Kind, batch: Any, rows: Rows) -> Plan:
         def make() -> Plan:
@@ -288,7 +290,7 @@ class Parallel:
             except PlanError:
                 return self._alongside(captured, storage)
 
-        return on_rank_zero(make)
+        return from_rank_zero(ranks_by_collectives("making the plan"), make)
 
     def _alongside(self, captured: Capture, storage: Mapping[str, Layout]) -> Plan:
         """A plan for another graph of the same model, on the mesh of the first plan, which may have been given."""

@@ -18,7 +18,7 @@ from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
-from shardwright.world.agree import from_all_ranks
+from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
 from shardwright.world.world import World, current_world
 

@@ -16,7 +16,7 @@ from shardwright.errors import UsageError
 from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.world.agree import from_all_ranks
+from shardwright.world.agreement import from_all_ranks
 
 BatchKind = Literal["local", "global"]
 Range = tuple[int, int]

@@ -20,7 +20,7 @@ from shardwright.plan.plan import Plan
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.eager_parallel import EagerParallel, parallelize_eagerly
 from shardwright.run.inputs import BatchKind, mesh_for
-from shardwright.world.agree import agree
+from shardwright.world.agreement import agree
 from shardwright.world.world import current_world
 
 Gradients = Literal["mean", "sum"]
@@ -92,7 +92,7 @@ def parallelize(
         problem = problem or str(error)
     shapes = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters()}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
-    agree({"the arguments": options, "the model's parameters": shapes}, problem)
+    agree("parallelize", {"the arguments": options, "the model's parameters": shapes}, problem)
     devices = mesh_for(mesh, world.size)
     chosen = Options(mode, search, devices, inputs, pins or {}, batch, gradients, batch_norm, dumps, known)
     try:

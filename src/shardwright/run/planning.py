@@ -1,4 +1,4 @@
-"""Capture and plan once per job: rank 0 does it, the others receive the plan; files remember it for the next job."""
+"""Plans are remembered in files for the next job."""
 
 from __future__ import annotations
 
@@ -7,42 +7,13 @@ import os
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from shardwright import __version__, package
-from shardwright.errors import PlanError, ShardwrightError, WorldError
+from shardwright.errors import PlanError
 from shardwright.plan.plan import Plan
 from shardwright.plan.ruled import RuledGraph
-from shardwright.world.ranks import alone
-
-T = TypeVar("T")
-
-
-def on_rank_zero(make: Callable[[], T]) -> T:
-    """What ``make()`` returns on rank 0, on every rank; what it raises there is raised on every rank."""
-    if alone():
-        return make()
-    answer: list[tuple[T | None, Exception | None]] = [(None, None)]
-    if dist.get_rank() == 0:
-        try:
-            answer = [(make(), None)]
-        except Exception as error:
-            answer = [(None, _portable(error))]
-    dist.broadcast_object_list(answer, src=0)
-    result, problem = answer[0]
-    if problem is not None:
-        raise problem
-    return result  # type: ignore[return-value]  # None only where make returned None
-
-
-def _portable(error: Exception) -> Exception:
-    """The error in a form that surely travels: our own as they are, others by their text."""
-    if isinstance(error, ShardwrightError):
-        return type(error)(*error.args)
-    return WorldError(f"rank 0 could not make the plan: {type(error).__name__}: {error}")
 
 
 def cache_directory() -> Path:

@@ -12,12 +12,13 @@ from typing import Any
 from shardwright.checkpoint.api import Best, Checkpoints, Where
 from shardwright.checkpoint.whole_run.run_state import Run
 from shardwright.errors import UsageError
-from shardwright.run.planning import on_rank_zero
 from shardwright.torch_private import job_store
 from shardwright.training.appointment import Appointments, appointments
 from shardwright.training.callbacks import EMA
 from shardwright.training.hooks import Callback, RunView
 from shardwright.training.preemption import EXIT_CODE, Preemption
+from shardwright.world.agreement import from_rank_zero
+from shardwright.world.ranks import ranks_by_collectives
 
 _LEAVE, _TIME_IS_UP = "leave", "time is up"
 
@@ -77,7 +78,7 @@ class ModelCheckpoint(Callback):
     def on_fit_begin(self, run: RunView) -> None:
         self._checkpoints = Checkpoints(self.directory, **self._how)
         self._finished, self._saved_at_s = False, time.monotonic()
-        world, fit = run.world, on_rank_zero(lambda: secrets.token_hex(8))
+        world, fit = run.world, from_rank_zero(ranks_by_collectives("naming the fit"), lambda: secrets.token_hex(8))
         preemption = self._preemption = Preemption()
 
         def tick(seconds: float) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.run.captured import Parallel
-from shardwright.world.agree import from_all_ranks
+from shardwright.world.agreement import from_all_ranks
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from torch.utils.data import SequentialSampler
 
 from shardwright.checkpoint.api import Loaded, Where, load
 from shardwright.checkpoint.loading.match import Rename
-from shardwright.checkpoint.loading.source import checkpoints
+from shardwright.checkpoint.loading.source import TO_LOAD, checkpoints
 from shardwright.checkpoint.storage.folders import last_part, open_folder
 from shardwright.errors import CheckpointError, DamageError, UsageError
 from shardwright.training.checkpointing import ModelCheckpoint, averaging, named_callbacks, run_of
 from shardwright.training.hooks import RunView
-from shardwright.world.together import all_ranks, from_rank_zero
+from shardwright.world.agreement import from_rank_zero
+from shardwright.world.ranks import ranks_by_messages
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ def _newest(run: RunView, strict: bool, rename: Rename | None) -> Loaded | None:
             'resume("auto") looks where a ModelCheckpoint saves, and the trainer has none; give the directory'
         )
     folder = open_folder(directory)
-    names, damaged = from_rank_zero(all_ranks(), lambda: _names(directory))
+    names, damaged = from_rank_zero(ranks_by_messages(TO_LOAD), lambda: _names(directory))
     for name in damaged:
         _say(run, f"{directory}/{name} is no complete checkpoint and is passed over: its manifest is damaged")
     failure: DamageError | None = None

@@ -21,7 +21,7 @@ from shardwright.run.eager_parallel import EagerParallel
 from shardwright.run.execute import Execution, Run
 from shardwright.training.nccl_network import chosen_network, over_sockets
 from shardwright.training.prediction import Flows, collectives_of, flows_between
-from shardwright.world.agree import from_all_ranks
+from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import World
 
 # Ethernet 14 (which the loopback does not count), IPv4 20, TCP with time stamps 32. IPv6 would be 20 more.

@@ -31,7 +31,7 @@ from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback, Evaluation, RunView
 from shardwright.training.resuming import Begun, Continuation, resume
 from shardwright.training.traffic import TrafficWatch
-from shardwright.world.agree import from_all_ranks
+from shardwright.world.agreement import from_all_ranks
 from shardwright.world.precision import Precision, autocast, check_precision, gradient_scaler
 from shardwright.world.world import current_world
 

@@ -10,7 +10,7 @@ from typing import Any
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.verification.build import BuildFunction, Built
 from shardwright.verification.verify import verify
-from shardwright.world.agree import agree
+from shardwright.world.agreement import agree
 from shardwright.world.seed import set_seed
 from shardwright.world.world import init
 
@@ -38,7 +38,7 @@ def _build_everywhere(target: str) -> Built:
         built = BuildFunction.parse(target).load()()
     except ShardwrightError as error:
         problem = str(error)
-    agree({}, problem)
+    agree("verify", {}, problem)
     if built is None:
         raise UsageError(problem)
     return built

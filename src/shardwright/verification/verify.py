@@ -33,12 +33,12 @@ from shardwright.plan.ruled import RuledGraph
 from shardwright.run.captured import Parallel
 from shardwright.run.inputs import mesh_for
 from shardwright.run.parallel import parallelize
-from shardwright.run.planning import on_rank_zero
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta
 from shardwright.torch_private import tree_map
 from shardwright.verification.build import as_batches
 from shardwright.verification.result import Deviation, Verification
-from shardwright.world.agree import agree, from_all_ranks
+from shardwright.world.agreement import agree, from_all_ranks, from_rank_zero
+from shardwright.world.ranks import ranks_by_collectives
 from shardwright.world.world import World, current_world
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
@@ -84,8 +84,8 @@ def verify(
         CaptureError, StrategyError, PlanError: as `parallelize` does.
     """
     world = current_world()
-    agree({"the arguments": {"mode": mode, "mesh": str(mesh), "steps": steps, "lr": lr, "dtypes": tuple(dtypes)}},
-          _problem(steps, lr, dtypes))  # fmt: skip
+    arguments = {"mode": mode, "mesh": str(mesh), "steps": steps, "lr": lr, "dtypes": tuple(dtypes)}
+    agree("verify", {"the arguments": arguments}, _problem(steps, lr, dtypes))
     given = _global_batches(batches)
     refuse_meta(model)
     model = copy.deepcopy(model).to(world.device)
@@ -104,7 +104,7 @@ def verify(
         hardware = for_device(world.device.type).on_hosts(world.hosts)
         return make_plan(captured, chosen, mode, search_method=search, inputs=inputs, hardware=hardware)
 
-    used = on_rank_zero(make)
+    used = from_rank_zero(ranks_by_collectives("making the plan"), make)
     random = random_operators(used)
     found: list[Deviation] = []
     with _exact_arithmetic():
@@ -136,7 +136,7 @@ def _global_batches(batches: Any) -> tuple[Any, ...]:
                 raise UsageError(f"verify needs global batches, got {batch!r}; pass the whole batch, not a rank's part")
         return tuple(tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, b) for b in found)
 
-    return on_rank_zero(made)
+    return from_rank_zero(ranks_by_collectives("reading the batches"), made)
 
 
 def random_operators(plan: Plan) -> tuple[Node, ...]:

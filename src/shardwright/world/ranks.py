@@ -1,34 +1,67 @@
-"""What the ranks of a save say to each other: short messages between rank 0 and the others."""
+"""The ranks of a job as those who talk to each other, and what they talk through."""
 
 from __future__ import annotations
 
 import pickle
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 
-from shardwright.errors import CheckpointError
+from shardwright.errors import ShardwrightError, WorldError
 
 TIMEOUT_S = 1800.0
 """How long a rank waits for another unless told: the slowest may still be writing when the first is done."""
 
 
+@dataclass(frozen=True)
+class Purpose:
+    """What ranks talk for, so that what goes wrong between them is told in the terms of the caller.
+
+    ``doing`` continues "while", as in "saving a checkpoint". ``error`` is the class of errors that the caller
+    promises: other failures are raised as it. Without one, a rank alone raises what it met, and several raise a
+    `WorldError`.
+    """
+
+    doing: str
+    error: type[ShardwrightError] | None = None
+
+    def failed(self, rank: int, why: str) -> ShardwrightError:
+        """The error of all ranks where one failed with an error that is not ours."""
+        if self.error is not None:
+            return self.error(why)
+        return WorldError(f"rank {rank} failed while {self.doing}: {why}")
+
+    def lost(self, rank: int, why: Lost) -> ShardwrightError:
+        """The error of all ranks where nothing came from one."""
+        return (self.error or WorldError)(f"rank {rank} {why}")
+
+    def unanswered(self, rank: int, timeout: timedelta, why: str) -> ShardwrightError:
+        """The error of a rank that rank 0 did not answer."""
+        return (self.error or WorldError)(
+            f"rank {rank} was {self.doing}, and rank 0 did not answer within {timeout.total_seconds():g} s or ended: "
+            f"{why}"
+        )
+
+
 class Ranks(Protocol):
-    """The ranks that save together."""
+    """The ranks that do something together."""
 
     rank: int
     size: int
+    purpose: Purpose
 
     def gather(self, value: Any) -> list[Any] | None:
         """Rank 0 gets the values of all, the others None.
 
-        The value of a rank that does not answer is a `Lost`; raises CheckpointError where rank 0 does not.
+        The value of a rank that does not answer is a `Lost`; raises the error of the purpose where rank 0 does not.
         """
 
     def broadcast(self, value: Any) -> Any:
-        """The value of rank 0, on every rank; raises CheckpointError where rank 0 does not answer."""
+        """The value of rank 0, on every rank; raises the error of the purpose where rank 0 does not answer."""
 
 
 class Lost(str):
@@ -40,17 +73,65 @@ def alone() -> bool:
     return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
 
+def ranks_by_collectives(doing: str) -> Ranks:
+    """The ranks of the default process group, who talk by its collectives, or this process alone."""
+    purpose = Purpose(doing)
+    return OneRank(purpose) if alone() else CollectiveRanks(purpose)
+
+
+# The group for messages beside each default group whose own backend moves no messages of the CPU.
+_beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+
+
+def ranks_by_messages(purpose: Purpose) -> Ranks:
+    """The ranks of the default process group, who outlive each other's end, or this process alone.
+
+    Their messages go by gloo, also where collectives go by NCCL: the first call there makes a group, on all ranks.
+    """
+    if alone():
+        return OneRank(purpose)
+    if "gloo" in str(dist.get_backend()):
+        return ProcessRanks(purpose)
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _beside:
+        _beside[world] = dist.new_group(backend="gloo")
+    return ProcessRanks(purpose, _beside[world])
+
+
 class OneRank:
     """A world of one."""
 
     rank = 0
     size = 1
 
+    def __init__(self, purpose: Purpose) -> None:
+        self.purpose = purpose
+
     def gather(self, value: Any) -> list[Any] | None:
         return [value]
 
     def broadcast(self, value: Any) -> Any:
         return value
+
+
+class CollectiveRanks:
+    """All ranks of a job in a collective of the default group: one that ends ends them all, as in training."""
+
+    def __init__(self, purpose: Purpose) -> None:
+        self.purpose = purpose
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
+
+    def gather(self, value: Any) -> list[Any] | None:
+        everyone = None if self.rank else [value] * self.size
+        dist.gather_object(value, everyone)
+        return everyone
+
+    def broadcast(self, value: Any) -> Any:
+        answer = [value]
+        dist.broadcast_object_list(answer, src=0)
+        return answer[0]
 
 
 class ProcessRanks:
@@ -61,7 +142,8 @@ class ProcessRanks:
     time is up, gloo closes the connections of the whole group.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, purpose: Purpose, group: dist.ProcessGroup | None = None, timeout_s: float = TIMEOUT_S) -> None:
+        self.purpose = purpose
         self.group = group
         self.timeout = timedelta(seconds=timeout_s)
         self.rank = dist.get_rank(group)
@@ -111,11 +193,8 @@ class ProcessRanks:
         if work is not None:
             work.wait(self.timeout)
 
-    def _no_answer(self, error: RuntimeError) -> CheckpointError:
-        return CheckpointError(
-            f"rank {self.rank} was saving a checkpoint, and rank 0 did not answer within "
-            f"{self.timeout.total_seconds():g} s or ended: {_first_line(error)}"
-        )
+    def _no_answer(self, error: RuntimeError) -> ShardwrightError:
+        return self.purpose.unanswered(self.rank, self.timeout, _first_line(error))
 
 
 def _first_line(error: BaseException) -> str:

@@ -26,7 +26,7 @@ from shardwright.hosts.environment import (
 )
 from shardwright.launch.asked.mpirun import BACKEND_VARIABLE
 from shardwright.pulse import own_pulse
-from shardwright.world.agree import from_all_ranks
+from shardwright.world.agreement import from_all_ranks
 from shardwright.world.devices import gpu_index, host_names
 from shardwright.world.leave import leave
 from shardwright.world.meeting import (

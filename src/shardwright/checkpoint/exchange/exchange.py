@@ -24,7 +24,7 @@ from shardwright.checkpoint.format.pieces import Piece, State
 from shardwright.checkpoint.loading.load import current_rank
 from shardwright.checkpoint.loading.match import Match, Rename, match
 from shardwright.checkpoint.saving.asynchronous import wait_copied
-from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.folders import file_system
 from shardwright.checkpoint.storage.objects import open_store
 from shardwright.checkpoint.whole_run.state import model_state, module_of, put_model_state
@@ -215,8 +215,10 @@ def _state_in(found: Any, path: Path) -> dict[str, Any]:
 # Writing
 
 
-class _Together:
-    """Ranks that are threads of this process."""
+class _ThreadRanks:
+    """A `Ranks` whose ranks are threads of this process."""
+
+    purpose = TO_SAVE
 
     def __init__(self, rank: int, size: int, barrier: threading.Barrier, slots: list[Any]) -> None:
         self.rank, self.size, self.barrier, self.slots = rank, size, barrier, slots
@@ -266,7 +268,7 @@ def split(
     def save_part(rank: int) -> Manifest | None:
         try:
             parts = dict(_pieces(state, mesh, rank))
-            return save(store, "step-00000000", parts, about, {}, _Together(rank, ranks, barrier, slots))
+            return save(store, "step-00000000", parts, about, {}, _ThreadRanks(rank, ranks, barrier, slots))
         except BaseException:
             barrier.abort()
             raise

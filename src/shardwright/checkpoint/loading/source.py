@@ -20,7 +20,9 @@ import xxhash
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, ValueEntry, checksum
 from shardwright.checkpoint.storage.folders import Folder, LocalFolder, last_part, open_folder
 from shardwright.errors import CheckpointError, DamageError
+from shardwright.world.ranks import Purpose
 
+TO_LOAD = Purpose("loading a checkpoint", CheckpointError)
 READ_BYTES = 8 << 20
 """So much is asked of a file at once."""
 _MOST = 16  # where all of a block but a sixteenth is wanted, it is read without a copy, and the rest forgotten

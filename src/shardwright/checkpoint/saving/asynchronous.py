@@ -24,11 +24,11 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from shardwright.checkpoint.format.manifest import Manifest
 from shardwright.checkpoint.format.pieces import Piece, Share, State, shares
 from shardwright.checkpoint.saving.image import Copy, Image
-from shardwright.checkpoint.saving.save import prepare, write
+from shardwright.checkpoint.saving.save import TO_SAVE, prepare, write
 from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError
+from shardwright.world.agreement import attempt
 from shardwright.world.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone
-from shardwright.world.together import attempt
 
 NICENESS = 10
 """The thread that writes gives way to those that compute, where the system knows priorities of threads (Linux)."""
@@ -55,8 +55,8 @@ def own_ranks(timeout_s: float = TIMEOUT_S) -> Ranks:
     Messages of a save then never meet those of training, which go on at the same time.
     """
     if alone():
-        return OneRank()
-    return ProcessRanks(dist.new_group(backend="gloo"), timeout_s)
+        return OneRank(TO_SAVE)
+    return ProcessRanks(TO_SAVE, dist.new_group(backend="gloo"), timeout_s)
 
 
 class AsyncSaver:

@@ -37,8 +37,10 @@ from shardwright.checkpoint.format.pieces import Piece, Share, State, shares
 from shardwright.checkpoint.storage.files import written
 from shardwright.checkpoint.storage.store import Save, Store, WritingPlace
 from shardwright.errors import CheckpointError
-from shardwright.world.ranks import Lost, Ranks
-from shardwright.world.together import attempt
+from shardwright.world.agreement import attempt
+from shardwright.world.ranks import Lost, Purpose, Ranks
+
+TO_SAVE = Purpose("saving a checkpoint", CheckpointError)
 
 Part = tuple[str, Box]
 """An entry's name and a box of it, `NO_BOX` for a value that is no tensor."""

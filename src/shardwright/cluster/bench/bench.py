@@ -23,7 +23,7 @@ from shardwright.cluster.bench.operations import OPERATIONS, Buffers, Case, Oper
 from shardwright.cluster.bench.options import BenchOptions
 from shardwright.cluster.bench.roofline import copy_rate, fastest_link, processor, roofline
 from shardwright.cluster.bench.table import Config, Device, Half, Row, Test, closing, opening, row_line, to_json
-from shardwright.world.agree import agree, from_all_ranks
+from shardwright.world.agreement import agree, from_all_ranks
 from shardwright.world.world import World
 
 
@@ -35,7 +35,7 @@ def run_bench(world: World, options: BenchOptions, show: Callable[[str], None]) 
     Raises:
         UsageError: where the options do not fit the world or the memory of a host.
     """
-    agree({"the benchmark": options}, _problem(world, options))
+    agree("shardwright bench", {"the benchmark": options}, _problem(world, options))
     bench = _Bench(world, options)
     say = show if world.rank == 0 and not options.json else _silent
     tests = []

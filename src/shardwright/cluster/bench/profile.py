@@ -28,7 +28,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator
 from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.plan.hardware import Hardware, LinkCost, Where
-from shardwright.world.agree import from_all_ranks
+from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import World
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from shardwright.errors import DataError
-from shardwright.world.agree import from_all_ranks
+from shardwright.world.agreement import from_all_ranks
 
 SAMPLED = 16
 
