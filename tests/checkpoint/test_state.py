@@ -336,7 +336,7 @@ def test_importing_the_package_imports_no_torch():
 import sys
 import shardwright
 assert "torch" not in sys.modules
-print(callable(shardwright.checkpoint.saving.save), callable(shardwright.checkpoint.loading.load))
+print(callable(shardwright.checkpoint.save), callable(shardwright.checkpoint.load))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "True True\n"
