@@ -18,7 +18,11 @@ import traceback
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-PRELOAD = ["torch", "torch.distributed", "numpy", "torch.distributed.tensor", "shardwright.run.parallel"]
+# With what a capture imports on its first use, a second for each rank 0.
+PRELOAD = [
+    "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.export", "torch._dynamo",
+    "torch._export.passes", "torch._functorch.aot_autograd", "shardwright.run.parallel",
+]  # fmt: skip
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)

@@ -23,7 +23,8 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
-    torch.use_deterministic_algorithms(deterministic)
+    if torch.are_deterministic_algorithms_enabled() != deterministic:  # the call imports torch's compiler: a second
+        torch.use_deterministic_algorithms(deterministic)
     torch.backends.cudnn.benchmark = not deterministic and torch.backends.cudnn.benchmark
     if deterministic:
         # cuBLAS reads this when its first handle is made, and without it refuses to be deterministic.
