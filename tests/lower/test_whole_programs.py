@@ -29,7 +29,7 @@ def network(name, rows):
 def test_any_plan_gives_what_one_device_gives(name, search, mesh):
     model, loss_fn, batch = network(name, 24)
     reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch, seed=5)
-    options = {} if search == "data" else {"search_method": search}
+    options = {} if search == "data" else {"search": search}
     plan = plan_of(model, loss_fn, batch, mesh, "data" if search == "data" else "auto", **options)
     assert not plan.graph.unlisted
     same(run(plan, model, batch, seed=5), reference)
@@ -82,5 +82,5 @@ def test_lists_of_results_are_unpacked():
         return m(b[0]).square().mean()
 
     reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch)
-    plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", search_method="propagation")
+    plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", search="propagation")
     same(run(plan, model, batch), reference)

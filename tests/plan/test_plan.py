@@ -13,6 +13,7 @@ from shardwright.graph.rewrite import rewrite
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
 
 MESH = Mesh((Axis("dp", 2, Link(1e-4, 1e9)), Axis("tp", 3)))
@@ -40,7 +41,7 @@ def graph():
 
 @pytest.fixture(scope="module")
 def plan(graph):
-    return make_plan(graph.capture, MESH, search_method="propagation")
+    return make_plan(graph.capture, PlanRequest(MESH, search="propagation"))
 
 
 @pytest.mark.parametrize(
@@ -54,7 +55,7 @@ def plan(graph):
     ],
 )
 def test_a_plan_comes_back_equal(mode, search, mesh, graph, tmp_path):
-    made = make_plan(graph.capture, mesh, mode, search_method=search)
+    made = make_plan(graph.capture, PlanRequest(mesh, mode, search))
     again = Plan.from_json(made.to_json(), made.graph)
     assert again == made
     assert again.to_json() == made.to_json()

@@ -120,7 +120,7 @@ def totals(collectives):
 def test_ranks_communicate_what_was_planned(name, search, mesh, monkeypatch):
     make, loss_fn, batch_of = NETWORKS[name]
     model, batch = make(), batch_of(24)
-    options = {} if search == "data" else {"search_method": search}
+    options = {} if search == "data" else {"search": search}
     plan = plan_of(model, loss_fn, batch, mesh, "data" if search == "data" else "auto", **options)
     planned = totals(priced.collective for priced in plan.collectives())
     assert planned

@@ -40,9 +40,9 @@ def plan(monkeypatch):
 
 @pytest.mark.parametrize("method", ["propagation", "exact"])
 def test_fewer_axes_serve(plan, method):
-    wide = plan(3, search_method=method).mesh
-    assert len(plan(2, search_method=method).mesh.axes) == 2
-    assert str(plan(1, search_method=method).mesh) == "d.0=8"
+    wide = plan(3, search=method).mesh
+    assert len(plan(2, search=method).mesh.axes) == 2
+    assert str(plan(1, search=method).mesh) == "d.0=8"
     assert len(wide.axes) == make.MOST_AXES[method]
 
 
@@ -58,4 +58,4 @@ def test_the_least_is_one_axis(plan):
 
 def test_no_search_is_no_search():
     with pytest.raises(UsageError, match="unknown search 'none'; the searches are propagation, exact"):
-        plan_of(TwoMatmuls(4, 4), square, (torch.ones(4, 4),), Mesh.of(d=2), "auto", search_method="none")
+        plan_of(TwoMatmuls(4, 4), square, (torch.ones(4, 4),), Mesh.of(d=2), "auto", search="none")

@@ -10,6 +10,7 @@ from shardwright.lower.lower import lower
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import SimulatedCommunicator
 from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
 from shardwright.pulse import PULSE_VARIABLE, PulseFile
 from shardwright.run.sites import labels
 from whole import run, same
@@ -35,7 +36,7 @@ def loss_fn(model, batch):
 def case():
     torch.manual_seed(0)
     model, batch = Net().double(), (torch.randn(8, 8, dtype=torch.float64),)
-    plan = make_plan(captured_step(model, loss_fn, batch, {}), Mesh.of(a=2, b=2), "semi-auto")
+    plan = make_plan(captured_step(model, loss_fn, batch, {}), PlanRequest(Mesh.of(a=2, b=2), "semi-auto"))
     return plan, model, batch
 
 

@@ -17,6 +17,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import simulate
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.request import PlanRequest
 from shardwright.run.buckets import GradientReduction
 from shardwright.run.execute import Execution, Given
 
@@ -24,7 +25,7 @@ from shardwright.run.execute import Execution, Given
 def plan_of(
     model: torch.nn.Module, loss_fn: Any, batch: Any, mesh: Mesh, mode: str, pins: Any = None, **options: Any
 ) -> Plan:
-    return make_plan(captured_step(model, loss_fn, batch, pins or {}), mesh, mode, **options)
+    return make_plan(captured_step(model, loss_fn, batch, pins or {}), PlanRequest(mesh, mode, **options))
 
 
 def tensors_of(captured: Capture, model: torch.nn.Module, kind: str) -> list[Tensor]:

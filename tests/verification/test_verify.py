@@ -172,11 +172,12 @@ def through_a_saved_plan(path):
     from shardwright.graph.rewrite import rewrite
     from shardwright.mesh.mesh import Mesh
     from shardwright.plan.make import make_plan
+    from shardwright.plan.request import PlanRequest
 
     torch.set_num_threads(1)
     world = sw.init()
     model, loss_fn, batches = built("perceptron")
-    plan = make_plan(rewrite(capture(model, loss_fn, batches[0])), Mesh.of(tp=2), search_method="propagation")
+    plan = make_plan(rewrite(capture(model, loss_fn, batches[0])), PlanRequest(Mesh.of(tp=2), search="propagation"))
     if world.rank == 0:
         plan.save(path)
     found = [verify(model, loss_fn, batches, given, steps=1) for given in (plan, path)]

@@ -177,7 +177,7 @@ PLANS = [
 @pytest.mark.usefixtures("_float64")
 def test_any_plan_gives_what_one_device_gives(name, search, ranks):
     model, loss_fn, batch, reference = prepared(name)
-    mode, options = ("data", {}) if search == "data" else ("auto", {"search_method": search})
+    mode, options = ("data", {}) if search == "data" else ("auto", {"search": search})
     plan = plan_of(model, loss_fn, batch, Mesh.of(d=ranks), mode, **options)
     assert plan.graph.unlisted == ()
     same(run(plan, model, batch, seed=5), reference)

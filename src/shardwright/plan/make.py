@@ -9,7 +9,6 @@ semi-auto, auto   with search="propagation": every operator uses every axis that
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal
 
 from shardwright.errors import PlanError, StrategyError, UsageError
 from shardwright.graph.ir import Capture, Node, Value
@@ -18,65 +17,41 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.cost import Bytes, Objective, Seconds
 from shardwright.plan.data import data_parallel
 from shardwright.plan.exact import TooWide
-from shardwright.plan.hardware import Hardware, for_device
+from shardwright.plan.hardware import Hardware
 from shardwright.plan.pins import pinned_strategies
 from shardwright.plan.plan import Plan, target_of
+from shardwright.plan.request import SEARCHES, Inputs, Mode, PlanRequest
 from shardwright.plan.ruled import RuledGraph
 from shardwright.plan.search import Choice, Space, search
 from shardwright.rules.notation import OpRule, Strategy
 
-Mode = Literal["single", "data", "semi-auto", "auto"]
-Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
-MODES: tuple[Mode, ...] = ("single", "data", "semi-auto", "auto")
-SEARCHES = {"single": "none", "data": "none", "semi-auto": "propagation", "auto": "exact"}
 
-
-def make_plan(
-    capture: Capture,
-    mesh: Mesh,
-    mode: Mode = "auto",
-    *,
-    search_method: str | None = None,
-    inputs: Inputs = "split",
-    hardware: Hardware | None = None,
-    storage: Mapping[str, Layout] | None = None,
-    axes: Mesh | None = None,
-) -> Plan:
+def make_plan(capture: Capture, request: PlanRequest) -> Plan:
     """Decide the layout of every value and the strategy of every operator.
 
-    Args:
-        mesh: the devices; axes are split further where strategies need it.
-        search_method: "propagation" or "exact"; by default the usual one of the mode.
-        inputs: "split": each rank is given its rows of the batch; "whole": all of it; or slices per dim by input name.
-        axes: the mesh that the plan must speak of, of an earlier plan whose storage is given; by default chosen.
-        storage: layouts that parameters have already, by value name; they are then not free.
-
     Raises:
-        UsageError: for an unknown mode, search or input.
+        UsageError: where the inputs do not fit the batch or the mesh.
         StrategyError: where a pin cannot be fulfilled.
         PlanError: where no plan exists.
     """
-    if mode not in MODES:
-        raise UsageError(f"unknown mode {mode!r}; the modes are {', '.join(MODES)}")
-    if search_method not in (None, "propagation", "exact"):
-        raise UsageError(f"unknown search {search_method!r}; the searches are propagation, exact")
-    method = "none" if mode in ("single", "data") else search_method or SEARCHES[mode]
+    mode, inputs, storage = request.mode, request.inputs, request.storage
+    method = "none" if mode in ("single", "data") else request.search or SEARCHES[mode]
     graph = RuledGraph.of(capture)
     given = "whole" if mode == "single" else inputs
     most_axes = MOST_AXES[method]
     while True:
-        atoms = axes or _planning_mesh(graph, mesh, mode, most_axes, inputs)
-        leaves = _fixed_leaves(capture, atoms, given, storage or {}, every_rank=mode == "data")
+        atoms = request.axes or _planning_mesh(graph, request.mesh, mode, most_axes, inputs)
+        leaves = _fixed_leaves(capture, atoms, given, storage, every_rank=mode == "data")
         outputs = _outputs(capture, atoms, leaves)
         try:
-            choice = _choice(graph, atoms, method, leaves, outputs, hardware)
+            choice = _choice(graph, atoms, method, leaves, outputs, request.hardware)
         except TooWide as error:
             # Fewer axes serve as well, unless what is given needs as many.
             if most_axes == 1 or len(atoms.axes) > most_axes or storage or isinstance(inputs, Mapping):
                 raise _no_plan(atoms, error) from None
             most_axes -= 1
             continue
-        return Plan(graph, atoms, mesh, mode, method, choice.strategies, choice.leaves, outputs)
+        return Plan(graph, atoms, request.mesh, mode, method, choice.strategies, choice.leaves, outputs)
 
 
 # Strategies grow with the power of the axes: 216 for a linear layer on three axes, where exactness costs half a minute.
@@ -110,7 +85,7 @@ def _choice(
     method: str,
     leaves: Mapping[str, Sequence[Layout]],
     outputs: Mapping[str, Layout],
-    hardware: Hardware | None,
+    hardware: Hardware,
 ) -> Choice:
     """What ``method`` chooses on ``mesh``."""
     if method == "none":
@@ -118,7 +93,7 @@ def _choice(
     everything = method == "exact"
     strategies = {n.name: _choices(n, graph.rules[n.name], mesh, everything) for n in graph.capture.nodes}
     space = Space(graph, mesh, strategies, _with_parameters(graph, mesh, strategies, leaves), outputs)
-    objective: Objective = Seconds(hardware or for_device("cpu")) if everything else Bytes()
+    objective: Objective = Seconds(hardware) if everything else Bytes()
     try:
         return search(space, objective)
     except TooWide:
@@ -159,8 +134,6 @@ def _input_layout(value: Value, capture: Capture, mesh: Mesh, inputs: Inputs, ev
         return _layout_of_slices(value, tuple(inputs[value.label]), mesh)
     if inputs == "split" and value.shape and value.shape[0] == batch_size(capture):
         return Layout.split(ndim, {0: mesh.names if every_rank else _axes_for(value.shape[0], mesh)})
-    if inputs not in ("split", "whole"):
-        raise UsageError(f"inputs is 'split', 'whole' or a mapping from input name to slices per dim, got {inputs!r}")
     return Layout.replicated(ndim)
 
 

@@ -18,31 +18,26 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.saving.asynchronous import wait_copied
-from shardwright.errors import PlanError, UsageError
+from shardwright.errors import UsageError
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.ir import Capture
-from shardwright.graph.step import Kind, captured_step
-from shardwright.graph.trace import LossFunction
+from shardwright.graph.step import Kind
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
 from shardwright.lower.program import LocalProgram
 from shardwright.mesh.collectives import all_gather
 from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator
 from shardwright.mesh.redistribute import redistribute
-from shardwright.plan.hardware import Hardware, for_device
-from shardwright.plan.make import Inputs, Mode, make_plan
 from shardwright.plan.plan import Plan
-from shardwright.plan.ruled import RuledGraph
 from shardwright.pulse import own_pulse
 from shardwright.report.ir import save_graphs
 from shardwright.run.buckets import GradientReduction
 from shardwright.run.execute import Execution, Given
 from shardwright.run.inputs import BatchKind, Rows, global_shapes, local_inputs, rows_of
-from shardwright.run.planning import remembered
+from shardwright.run.planner import Planner
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta, split_parameters
-from shardwright.torch_private import tree_flatten, tree_unflatten
+from shardwright.torch_private import tree_flatten
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_collectives
 from shardwright.world.world import World
@@ -50,18 +45,11 @@ from shardwright.world.world import World
 
 @dataclass(frozen=True)
 class Options:
-    """How to plan, as the user said it to `parallelize`."""
+    """How to run, as the user said it to `parallelize`."""
 
-    mode: Mode
-    search: str | None
-    mesh: Mesh
-    inputs: Inputs
-    pins: Mapping[str, Any]
     batch: BatchKind | None
     gradients: Literal["mean", "sum"]
-    batch_norm: Literal["global", "per-replica"]
     save_graphs: SaveGraphs | None
-    hardware: Hardware | None = None  # asked for on rank 0 alone, which plans
 
 
 @dataclass(frozen=True)
@@ -84,19 +72,19 @@ class Parallel:
 
     def __init__(
         self,
-        model: nn.Module,
-        loss_fn: LossFunction,
+        planner: Planner,
         sample_batch: Any,
         options: Options,
         world: World,
         plan: Plan | str | None = None,
     ) -> None:
+        model = planner.module
         refuse_meta(model)
         model.to(world.device)
         self.module = model
         self.options = options
         self.world = world
-        self._loss_fn = loss_fn
+        self._planner = planner
         self._reduction = GradientReduction()
         self._programs: dict[str, _Prepared] = {}
         self._step = 0
@@ -106,7 +94,7 @@ class Parallel:
         self._seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
         agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
-        self.plan = self._first_plan(sample_batch, rows, plan)
+        self.plan = planner.first_plan(sample_batch, rows, plan)
         """The plan of the sample batch's shape."""
         self._communicator = ProcessCommunicator(self.plan.mesh)
         self._storage = {v.label: self.plan.leaves[v.name] for v in self.plan.capture.of_kind("parameter")}
@@ -241,7 +229,7 @@ class Parallel:
         rows = rows_of(batch, tensors, self.options.batch)
         key = self._key(kind, batch, rows)
         if key not in self._programs:
-            self._prepare(key, self._later_plan(kind, batch, rows))
+            self._prepare(key, self._planner.later_plan(self.plan, self._storage, kind, batch, rows))
         prepared = self._programs[key]
         return prepared, local_inputs(tensors, prepared.shapes, prepared.input_layouts, rows, self._communicator)
 
@@ -254,72 +242,6 @@ class Parallel:
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         dtypes = [str(tensor.dtype) for tensor in tensors]
         return json.dumps([kind, global_shapes(tensors, rows), dtypes, others, str(spec), autocast])
-
-    def _capture(self, kind: Kind, batch: Any, rows: Rows) -> Capture:
-        """The graph for the whole of the batch of which this rank has a part."""
-        leaves, spec = tree_flatten(batch)
-        shapes = iter(global_shapes([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], rows))
-        whole = [
-            torch.empty(next(shapes), dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
-            for _, leaf in leaves
-        ]
-        sample, options = tree_unflatten(whole, spec), self.options
-        return captured_step(self.module, self._loss_fn, sample, options.pins, kind, options.batch_norm)
-
-    def _first_plan(self, batch: Any, rows: Rows, given: Plan | str | None) -> Plan:
-        def make() -> Plan:
-            captured = self._capture("training", batch, rows)
-            if isinstance(given, str):
-                return Plan.load(given, RuledGraph.of(captured))
-            if given is not None:
-                return given.for_capture(captured)
-            options = self.options
-            question = f"{options.mode} {options.search} {options.mesh!r} {options.inputs} {self._hardware().to_json()}"
-            return remembered(RuledGraph.of(captured), question, lambda: self._make(captured))
-
-        return from_rank_zero(ranks_by_collectives("making the plan"), make)
-
-    def _later_plan(self, kind: Kind, batch: Any, rows: Rows) -> Plan:
-        def make() -> Plan:
-            captured = self._capture(kind, batch, rows)
-            storage = {
-                v.name: self._storage[v.label] for v in captured.of_kind("parameter") if v.label in self._storage
-            }
-            try:
-                return self.plan.for_capture(captured)
-            except PlanError:
-                return self._alongside(captured, storage)
-
-        return from_rank_zero(ranks_by_collectives("making the plan"), make)
-
-    def _alongside(self, captured: Capture, storage: Mapping[str, Layout]) -> Plan:
-        """A plan for another graph of the same model, on the mesh of the first plan, which may have been given."""
-        first = self.plan
-        return make_plan(
-            captured,
-            first.named,
-            first.mode,  # type: ignore[arg-type]  # a plan's mode is one of the modes
-            search_method=None if first.search == "none" else first.search,
-            inputs=self.options.inputs,
-            hardware=self._hardware(),
-            storage=storage,
-            axes=first.mesh,
-        )
-
-    def _hardware(self) -> Hardware:
-        """What plans are priced by: the user's profile or the shipped one, on the hosts that there are."""
-        return (self.options.hardware or for_device(self.world.device.type)).on_hosts(self.world.hosts)
-
-    def _make(self, captured: Capture) -> Plan:
-        options = self.options
-        return make_plan(
-            captured,
-            options.mesh,
-            options.mode,
-            search_method=options.search,
-            inputs=options.inputs,
-            hardware=self._hardware(),
-        )
 
     def _prepare(self, key: str, plan: Plan) -> None:
         program = lower(plan, self.world.rank)

@@ -15,11 +15,12 @@ from shardwright.graph.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.hardware import Hardware, read_hardware
-from shardwright.plan.make import SEARCHES, Inputs, Mode
 from shardwright.plan.plan import Plan
+from shardwright.plan.request import SEARCHES, Inputs, Mode, PlanRequest, inputs_problem
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.eager_parallel import EagerParallel, parallelize_eagerly
 from shardwright.run.inputs import BatchKind, mesh_for
+from shardwright.run.planner import Planner, hardware_of
 from shardwright.world.agreement import agree
 from shardwright.world.world import current_world
 
@@ -84,7 +85,7 @@ def parallelize(
         StrategyError, PlanError: where pins contradict the model or the mesh, or no plan exists.
     """
     world = current_world()
-    dumps, known, problem = None, None, _problem(mode, search, gradients, batch_norm, batch)
+    dumps, known, problem = None, None, _problem(mode, search, gradients, batch_norm, batch) or inputs_problem(inputs)
     try:
         dumps = SaveGraphs.wanted(save_graphs, os.environ)
         known = read_hardware(hardware) if hardware is not None and world.rank == 0 else None
@@ -94,9 +95,10 @@ def parallelize(
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     agree("parallelize", {"the arguments": options, "the model's parameters": shapes}, problem)
     devices = mesh_for(mesh, world.size)
-    chosen = Options(mode, search, devices, inputs, pins or {}, batch, gradients, batch_norm, dumps, known)
+    request = PlanRequest(devices, mode, search, inputs, hardware_of(world, known))
+    planner = Planner(model, loss_fn, request, pins or {}, batch_norm)
     try:
-        return Parallel(model, loss_fn, sample_batch, chosen, world, plan)
+        return Parallel(planner, sample_batch, Options(batch, gradients, dumps), world, plan)
     except CaptureError as error:
         if mode not in ("data", "single") or (batch_norm == "global" and _has_batch_norm(model)):
             raise

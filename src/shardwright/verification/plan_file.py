@@ -13,8 +13,9 @@ from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.hardware import read_hardware
-from shardwright.plan.make import Mode, make_plan
+from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.request import Mode, PlanRequest
 from shardwright.plan.ruled import RuledGraph
 from shardwright.verification.build import BuildFunction, Built
 
@@ -69,7 +70,7 @@ def plan_file(
         plan = _timed(
             seconds,
             "planning",
-            lambda: make_plan(graph.capture, chosen, mode, search_method=search, inputs=inputs, hardware=known),
+            lambda: make_plan(graph.capture, PlanRequest(chosen, mode, search, inputs, known)),
         )
     else:
         plan = _timed(seconds, "loading", lambda: Plan.load(load or "", graph))

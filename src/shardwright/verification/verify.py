@@ -26,13 +26,14 @@ from shardwright.graph.trace import LossFunction
 from shardwright.lower.local import RandomKey, Site, localise
 from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.hardware import for_device
-from shardwright.plan.make import Inputs, Mode, make_plan
+from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.request import Inputs, Mode, PlanRequest
 from shardwright.plan.ruled import RuledGraph
 from shardwright.run.captured import Parallel
 from shardwright.run.inputs import mesh_for
 from shardwright.run.parallel import parallelize
+from shardwright.run.planner import hardware_of
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta
 from shardwright.torch_private import tree_map
 from shardwright.verification.build import as_batches
@@ -101,8 +102,7 @@ def verify(
             return Plan.load(plan, graph)
         if plan is not None:
             return Plan.from_json(plan.to_json(), graph)
-        hardware = for_device(world.device.type).on_hosts(world.hosts)
-        return make_plan(captured, chosen, mode, search_method=search, inputs=inputs, hardware=hardware)
+        return make_plan(captured, PlanRequest(chosen, mode, search, inputs, hardware_of(world)))
 
     used = from_rank_zero(ranks_by_collectives("making the plan"), make)
     random = random_operators(used)

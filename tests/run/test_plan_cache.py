@@ -10,8 +10,9 @@ from shardwright.graph.capture import capture
 from shardwright.graph.rewrite import rewrite
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
-from shardwright.run import planning
+from shardwright.run import plan_cache
 
 
 @pytest.fixture(autouse=True)
@@ -25,15 +26,18 @@ def graph():
     return RuledGraph.of(rewrite(captured))
 
 
-def ask(graph, question="data on 2"):
+REQUEST = PlanRequest(Mesh.of(ranks=2), "data")
+
+
+def ask(graph, request=REQUEST):
     """The plan, and whether it had to be made."""
     made = []
 
-    def make():
-        made.append(make_plan(graph.capture, Mesh.of(ranks=2), "data"))
+    def make(captured, asked):
+        made.append(make_plan(captured, asked))
         return made[0]
 
-    return planning.remembered(graph, question, make), bool(made)
+    return plan_cache.remembered(graph, request, make), bool(made)
 
 
 def test_a_plan_is_made_once_for_a_question(graph):
@@ -41,12 +45,12 @@ def test_a_plan_is_made_once_for_a_question(graph):
     again, made_again = ask(graph)
     assert (made, made_again) == (True, False)
     assert again == first
-    assert ask(graph, "data on 4")[1]
+    assert ask(graph, PlanRequest(Mesh.of(ranks=4), "data"))[1]
 
 
 def test_another_planner_is_not_answered_for(graph, monkeypatch):
     ask(graph)
-    monkeypatch.setattr(planning, "planner_digest", lambda: "another")
+    monkeypatch.setattr(plan_cache, "planner_digest", lambda: "another")
     assert ask(graph)[1]
 
 
@@ -55,18 +59,18 @@ def test_the_planner_is_known_by_its_sources(monkeypatch, tmp_path):
         (tmp_path / room).mkdir()
         (tmp_path / room / "code.py").write_text("x = 1")
     monkeypatch.setattr(package, "FOLDER", tmp_path)
-    digests = [planning.planner_digest.__wrapped__()]
+    digests = [plan_cache.planner_digest.__wrapped__()]
     (tmp_path / "run" / "code.py").write_text("x = 2")
-    assert planning.planner_digest.__wrapped__() == digests[0]
+    assert plan_cache.planner_digest.__wrapped__() == digests[0]
     for room in ("mesh", "rules", "graph", "plan"):
         (tmp_path / room / "code.py").write_text("x = 2")
-        digests.append(planning.planner_digest.__wrapped__())
+        digests.append(plan_cache.planner_digest.__wrapped__())
     assert len(set(digests)) == 5
 
 
 def test_a_damaged_file_is_made_anew(graph):
     plan, _ = ask(graph)
-    [path] = planning.cache_directory().iterdir()
+    [path] = plan_cache.cache_directory().iterdir()
     path.write_text(path.read_text()[:200])
     again, made = ask(graph)
     assert made
@@ -82,9 +86,9 @@ def test_a_folder_that_cannot_be_written_is_no_obstacle(graph, tmp_path, monkeyp
 
 
 def test_what_cannot_be_planned_is_not_remembered(graph):
-    def fail():
+    def fail(captured, asked):
         raise PlanError("no")
 
     for _ in range(2):
         with pytest.raises(PlanError, match="no"):
-            planning.remembered(graph, "impossible", fail)
+            plan_cache.remembered(graph, REQUEST, fail)

@@ -12,7 +12,10 @@ import torch
 
 from shardwright import __version__, package
 from shardwright.errors import PlanError
+from shardwright.graph.ir import Capture
+from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
 
 
@@ -31,19 +34,21 @@ def planner_digest() -> str:
     return text.hexdigest()[:32]
 
 
-def remembered(graph: RuledGraph, question: str, make: Callable[[], Plan]) -> Plan:
-    """The plan of an earlier job for the same graph and ``question`` (mesh, mode, options), else a new one.
+def remembered(
+    graph: RuledGraph, request: PlanRequest, make: Callable[[Capture, PlanRequest], Plan] = make_plan
+) -> Plan:
+    """The plan of an earlier job for the same graph and request, else a new one.
 
     A plan made by another planner is not met again. A file that cannot be read or written is ignored: the cache is
     never needed.
     """
-    text = f"{__version__} {planner_digest()} {graph.capture.digest} {question}"
+    text = f"{__version__} {planner_digest()} {graph.capture.digest} {request.digest}"
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.json"
     try:
         return Plan.load(path, graph)
     except PlanError:
-        plan = make()
+        plan = make(graph.capture, request)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)

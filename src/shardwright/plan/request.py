@@ -1,0 +1,87 @@
+"""What a planner is asked: everything that decides a plan beside the graph, as one frozen value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, is_dataclass
+from functools import partial
+from numbers import Integral, Real
+from typing import Any, Literal
+
+from shardwright.errors import UsageError
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.hardware import Hardware, for_device
+
+Mode = Literal["single", "data", "semi-auto", "auto"]
+Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
+MODES: tuple[Mode, ...] = ("single", "data", "semi-auto", "auto")
+SEARCHES = {"single": "none", "data": "none", "semi-auto": "propagation", "auto": "exact"}
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """How a graph is to be planned. Pins, and where batch normalisation counts, are in the graph already.
+
+    Args:
+        mesh: the devices; axes are split further where strategies need it.
+        search: "propagation" or "exact"; by default the usual one of the mode.
+        inputs: "split": each rank is given its rows of the batch; "whole": all of it; or slices per dim by input name.
+        hardware: what plans are priced by, where the search counts seconds.
+        storage: layouts that parameters have already, by value name; they are then not free.
+        axes: the mesh that the plan must speak of, of an earlier plan whose storage is given; by default chosen.
+
+    Raises:
+        UsageError: for an unknown mode, search or form of inputs.
+    """
+
+    mesh: Mesh
+    mode: Mode = "auto"
+    search: str | None = None
+    inputs: Inputs = "split"
+    hardware: Hardware = field(default_factory=partial(for_device, "cpu"))
+    storage: Mapping[str, Layout] = field(default_factory=dict)
+    axes: Mesh | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise UsageError(f"unknown mode {self.mode!r}; the modes are {', '.join(MODES)}")
+        if self.search not in (None, "propagation", "exact"):
+            raise UsageError(f"unknown search {self.search!r}; the searches are propagation, exact")
+        if problem := inputs_problem(self.inputs):
+            raise UsageError(problem)
+
+    @property
+    def digest(self) -> str:
+        """A hash of all fields, equal on every machine: a field that is added is in it.
+
+        Raises:
+            TypeError: where a field holds a value that has no text of its own.
+        """
+        return hashlib.sha256(_stable_text(self).encode()).hexdigest()[:32]
+
+
+def inputs_problem(inputs: object) -> str | None:
+    """Why these cannot be the inputs of a request, None where they can."""
+    if isinstance(inputs, Mapping) or inputs in ("split", "whole"):
+        return None
+    return f"inputs is 'split', 'whole' or a mapping from input name to slices per dim, got {inputs!r}"
+
+
+def _stable_text(value: Any) -> str:
+    """A text that differs where values differ, and is the same in every process."""
+    if value is None or isinstance(value, (bool, str)):
+        return repr(value)
+    if isinstance(value, Integral):
+        return repr(int(value))
+    if isinstance(value, Real):
+        return repr(float(value))
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(sorted(f"{_stable_text(key)}: {_stable_text(at)}" for key, at in value.items())) + "}"
+    if isinstance(value, Sequence):
+        return "[" + ", ".join(map(_stable_text, value)) + "]"
+    if is_dataclass(value) and not isinstance(value, type):
+        texts = (f"{part.name}={_stable_text(getattr(value, part.name))}" for part in fields(value))
+        return f"{type(value).__name__}({', '.join(texts)})"
+    raise TypeError(f"{value!r} is {type(value).__name__}, which has no text that is the same in every process")

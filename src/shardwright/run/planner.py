@@ -1,0 +1,97 @@
+"""From a model and a batch to its plan: rank 0 captures and plans, the other ranks receive the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import PlanError
+from shardwright.graph.ir import Capture
+from shardwright.graph.step import Kind, captured_step
+from shardwright.graph.trace import LossFunction
+from shardwright.mesh.layout import Layout
+from shardwright.plan.hardware import Hardware, for_device
+from shardwright.plan.make import make_plan
+from shardwright.plan.plan import Plan
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.ruled import RuledGraph
+from shardwright.run.inputs import Rows, global_shapes
+from shardwright.run.plan_cache import remembered
+from shardwright.torch_private import tree_flatten, tree_unflatten
+from shardwright.world.agreement import from_rank_zero
+from shardwright.world.ranks import ranks_by_collectives
+from shardwright.world.world import World
+
+
+@dataclass(frozen=True)
+class Planner:
+    """A model with how it is captured and planned. All ranks ask for a plan together; rank 0's fields decide it."""
+
+    module: nn.Module
+    loss_fn: LossFunction
+    request: PlanRequest
+    pins: Mapping[str, Any]
+    batch_norm: Literal["global", "per-replica"]
+
+    def first_plan(self, batch: Any, rows: Rows, decided: Plan | str | None = None) -> Plan:
+        """The plan of a training step on the global batch of which ``batch`` is this rank's part.
+
+        Args:
+            decided: a plan, or the path of a saved one, in place of a search.
+        """
+
+        def make() -> Plan:
+            capture = self._capture("training", batch, rows)
+            if isinstance(decided, str):
+                return Plan.load(decided, RuledGraph.of(capture))
+            if decided is not None:
+                return decided.for_capture(capture)
+            return remembered(RuledGraph.of(capture), self.request)
+
+        return from_rank_zero(ranks_by_collectives("making the plan"), make)
+
+    def later_plan(self, first: Plan, storage: Mapping[str, Layout], kind: Kind, batch: Any, rows: Rows) -> Plan:
+        """The plan of another step of the same model, whose parameters are stored as the first plan says.
+
+        Args:
+            storage: the layouts of the parameters by their names in the model.
+        """
+
+        def make() -> Plan:
+            capture = self._capture(kind, batch, rows)
+            try:
+                return first.for_capture(capture)
+            except PlanError:
+                return make_plan(capture, self._alongside(first, storage, capture))
+
+        return from_rank_zero(ranks_by_collectives("making the plan"), make)
+
+    def _alongside(self, first: Plan, storage: Mapping[str, Layout], capture: Capture) -> PlanRequest:
+        """The same request on the mesh and in the mode of the first plan, which may have been given."""
+        return replace(
+            self.request,
+            mesh=first.named,
+            mode=first.mode,  # type: ignore[arg-type]  # a plan's mode is one of the modes
+            search=None if first.search == "none" else first.search,
+            storage={v.name: storage[v.label] for v in capture.of_kind("parameter") if v.label in storage},
+            axes=first.mesh,
+        )
+
+    def _capture(self, kind: Kind, batch: Any, rows: Rows) -> Capture:
+        """The graph for the whole of the batch of which this rank has a part."""
+        leaves, spec = tree_flatten(batch)
+        shapes = iter(global_shapes([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], rows))
+        whole = [
+            torch.empty(next(shapes), dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+            for _, leaf in leaves
+        ]
+        return captured_step(self.module, self.loss_fn, tree_unflatten(whole, spec), self.pins, kind, self.batch_norm)
+
+
+def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
+    """What plans for these ranks are priced by: what was asked for or the shipped profile, on the hosts there are."""
+    return (asked or for_device(world.device.type)).on_hosts(world.hosts)

@@ -1,0 +1,57 @@
+"""What a planner is asked, and the digest by which its answer is remembered."""
+
+from dataclasses import dataclass, fields, replace
+
+import pytest
+
+from shardwright.errors import UsageError
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Axis, Link, Mesh
+from shardwright.plan.hardware import shipped
+from shardwright.plan.request import PlanRequest
+
+REQUEST = PlanRequest(Mesh.of(dp=2, tp=4))
+# By field, values that all decide another plan.
+OTHERS = {
+    "mesh": (Mesh.of(dp=4, tp=2), Mesh.of(tp=2, dp=4), Mesh((Axis("dp", 2, Link(1e-5, 1e9)), Axis("tp", 4)))),
+    "mode": ("single", "data", "semi-auto"),
+    "search": ("propagation", "exact"),
+    "inputs": ("whole", {}, {"x": (2, 1)}, {"x": (1, 2)}, {"y": (1, 2)}, {"x": (1, 2), "y": (1,)}),
+    "hardware": (shipped("h100"), replace(shipped("cpu"), launch_s=1.0), shipped("cpu").on_hosts(["a", "b"])),
+    "storage": ({"w": Layout.replicated(2)}, {"v": Layout.replicated(2)}, {"w": Layout.split(2, {0: ("dp",)})}),
+    "axes": (Mesh.of(ranks=8), Mesh.of(dp=2, tp=4)),
+}
+
+
+@pytest.mark.parametrize("name", [field.name for field in fields(PlanRequest)])
+def test_a_field_that_differs_makes_another_digest(name):
+    digests = [REQUEST.digest, *(replace(REQUEST, **{name: other}).digest for other in OTHERS[name])]
+    assert len(set(digests)) == len(OTHERS[name]) + 1
+    assert PlanRequest(**{field.name: getattr(REQUEST, field.name) for field in fields(REQUEST)}).digest == digests[0]
+
+
+def test_a_field_to_come_is_in_the_digest():
+    @dataclass(frozen=True)
+    class Later(PlanRequest):
+        budget_bytes: int | None = None
+
+    assert Later(REQUEST.mesh, budget_bytes=1).digest != Later(REQUEST.mesh, budget_bytes=2).digest
+
+
+def test_the_order_in_which_a_mapping_was_filled_does_not_count():
+    x, y = ("x", (2, 1)), ("y", (1,))
+    assert replace(REQUEST, inputs=dict([x, y])).digest == replace(REQUEST, inputs=dict([y, x])).digest
+
+
+def test_a_value_without_a_text_of_its_own_has_no_digest():
+    with pytest.raises(TypeError, match=r"is object, which has no text that is the same in every process"):
+        replace(REQUEST, storage={"w": object()}).digest  # noqa: B018  # the property raises
+
+
+def test_what_cannot_be_asked_is_refused():
+    with pytest.raises(UsageError, match="unknown mode 'fast'; the modes are single, data, semi-auto, auto"):
+        PlanRequest(REQUEST.mesh, "fast")
+    with pytest.raises(UsageError, match="unknown search 'none'; the searches are propagation, exact"):
+        PlanRequest(REQUEST.mesh, search="none")
+    with pytest.raises(UsageError, match=r"inputs is 'split', 'whole' or a mapping .*, got 'rows'"):
+        PlanRequest(REQUEST.mesh, inputs="rows")
