@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardwright.hosts.network import SYSFS, Device, Moved, Reading, carriers, moved, read_devices
 from shardwright.report.text import size_text
-from shardwright.run.execute import Run
+from shardwright.run.execute import Execution, Run
 from shardwright.run.model import ParallelModel
 from shardwright.training.nccl_network import chosen_network, over_sockets
 from shardwright.training.prediction import Flows, collectives_of, flows_between
@@ -68,10 +68,11 @@ class TrafficWatch:
         self._parallel, self._world, self._sysfs = parallel, world, sysfs
         self._before: Reading | None = None
         self._places: list[str] = []
+        self._runs_before: list[tuple[Execution, Counter[Run]]] = []
         if world.size > 1:
             self._places = from_all_ranks(f"{world.host}\n{_network_namespace()}")
             self._before = read_devices(sysfs) if self._places.index(self._places[world.rank]) == world.rank else None
-        self._runs_before = [(execution, execution.runs.copy()) for execution in parallel.executions()]
+            self._runs_before = [(execution, execution.runs.copy()) for execution in parallel.executions()]
 
     def end(self) -> None:
         """Rank 0 prints what was moved; a world of one rank has nothing to say."""
