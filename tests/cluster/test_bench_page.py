@@ -5,7 +5,7 @@ import pytest
 from pages import DOCS, run_blocks
 from shardwright.cluster.bench.table import Config, opening
 
-PAGE = DOCS / "bench.md"
+PAGE = DOCS / "measuring" / "bench.md"
 
 
 @pytest.mark.slow

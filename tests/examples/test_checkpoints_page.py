@@ -11,7 +11,7 @@ from click.testing import CliRunner
 from shardwright.checkpoint.exchange.exchange import read_state
 from shardwright.cli import cli
 
-PAGE = Path(__file__).parents[2] / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[2] / "docs" / "saving" / "checkpoints.md"
 
 
 def test_the_page_runs(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ from ranks import run_ranks
 from shardwright.checkpoint.loading.source import open_source
 from shardwright.cli import cli
 
-PAGE = (Path(__file__).parents[2] / "docs" / "resuming.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "saving" / "resuming.md").read_text()
 
 
 def loop(folder):

@@ -14,6 +14,7 @@ from shardwright.data.loading.loader import Loader, loader
 from shardwright.errors import DataError, UsageError
 from shardwright.hosts.environment import read_environment
 from shardwright.launch.asked.options import LaunchOptions, read_options
+from shardwright.run.captured import Parallel
 from shardwright.run.parallel import parallelize
 from shardwright.training.callbacks import EMA, EarlyStopping, LossMonitor, NanGuard, ProgressBar
 from shardwright.training.checkpointing import ModelCheckpoint
@@ -83,7 +84,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
         write_whole(output / "config.yaml", lambda path: path.write_text(to_yaml(config)))
         print(f"configuration: {output / 'config.yaml'}", flush=True)
     parallel = _parallelize(experiment, world)
-    plan = parallel.plan
+    plan = parallel.plan if isinstance(parallel, Parallel) else None
     batches = _train_loader(experiment, world, plan)
     test = loader(experiment.data.test, config.eval.batch_size, evaluate=True, world=world, plan=plan)
     per_epoch = -(-len(batches) // config.train.accumulate)
