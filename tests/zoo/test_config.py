@@ -12,8 +12,8 @@ import torch
 from shardwright.data.digits import write_digits
 from shardwright.errors import UsageError
 from shardwright.zoo.config import load_config, shipped_names, to_yaml
-from shardwright.zoo.options import Sgd
-from shardwright.zoo.registry import make_loss, make_model
+from shardwright.zoo.optimizers import Sgd
+from shardwright.zoo.tables import LOSSES, MODELS, make_loss, make_model
 from shardwright.zoo.train import prepare
 
 SMALL = """
@@ -100,6 +100,15 @@ def test_files_that_are_no_configuration_are_refused(config, text, message):
     with pytest.raises(UsageError) as refused:
         load_config(config(text))
     assert message in str(refused.value)
+
+
+def test_a_configuration_without_a_loss_has_that_of_its_model(config):
+    assert load_config(config(SMALL.replace("loss: {name: mse}", ""))).loss.name == "mse"
+    assert load_config("mnist_mlp").loss.name == "cross_entropy"
+    with pytest.raises(UsageError) as refused:
+        load_config("mnist_mlp", ["model.name=perceptrom"])
+    [line] = str(refused.value).splitlines()[1:]
+    assert line.strip().startswith("model.name: 'perceptrom' is unknown; choose one of perceptron, resnet18, ")
 
 
 def test_names_are_found_without_path_or_suffix_and_near_ones_are_proposed():
@@ -215,7 +224,6 @@ def test_a_run_is_as_long_as_its_ranks_make_it(config):
         prepare(path, overrides, ranks=3)  # 22 batches of 30, the last of which is not full
 
 
-MODELS = ["perceptron", "resnet18", "resnet50", "gpt", "two_matmuls"]
 DATA = {
     "table": "{type: table, batch_size: 2}",
     "random": "{type: random, batch_size: 2, samples: 2, test_samples: 2, shape: [3, 8, 8], classes: 5}",
@@ -229,7 +237,7 @@ DATA = {
 def test_what_is_not_refused_runs(config, data):
     """Every model with every loss on every kind of data: a line that says what does not fit, or a loss."""
     ran, refused = set(), []
-    for model, loss in itertools.product(MODELS, ("cross_entropy", "mse")):
+    for model, loss in itertools.product(MODELS.rows, LOSSES.rows):
         path = config(f"data: {DATA[data]}\nmodel: {{name: {model}}}\nloss: {{name: {loss}}}\n")
         try:
             experiment = prepare(path)

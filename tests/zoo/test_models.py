@@ -77,7 +77,7 @@ def test_gpt_sees_the_past_and_its_order_alone(positions):
 
 
 def test_rotary_attention_depends_on_distances_alone():
-    module = importlib.import_module("shardwright.zoo.gpt")
+    module = importlib.import_module("shardwright.zoo.models.gpt")
     torch.manual_seed(0)
     turns = [table.double() for table in module.rotary_turns(20, 8)]
     q, k = torch.randn(2, 1, 1, 1, 8, dtype=torch.float64)

@@ -90,7 +90,7 @@ def by_configuration(name, cases, folders):
 
 def by_hand(name, folders):
     """dtype -> the losses of the same run as plain PyTorch has it, with neither a plan nor a trainer."""
-    from shardwright.zoo.registry import make_loss, make_model, make_optimizer, make_schedule
+    from shardwright.zoo.tables import make_loss, make_model, make_optimizer, make_schedule
     from shardwright.zoo.train import prepare
 
     torch.set_num_threads(1)

@@ -10,9 +10,10 @@ import torch
 from shardwright.errors import UsageError
 from shardwright.hosts.environment import read_environment
 from shardwright.mesh.mesh import Mesh
-from shardwright.zoo.datasets import Data
-from shardwright.zoo.options import AdamW, Config, CrossEntropy, Sgd
-from shardwright.zoo.registry import freeze, make_model, model_problems, warmup_steps
+from shardwright.zoo.frozen import freeze
+from shardwright.zoo.options import Config
+from shardwright.zoo.rows import Data
+from shardwright.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, make_model, warmup_steps
 
 
 def option_problems(config: Config, ranks: int) -> list[str]:
@@ -22,7 +23,7 @@ def option_problems(config: Config, ranks: int) -> list[str]:
 
 def data_problems(config: Config, data: Data, ranks: int) -> list[str]:
     """Of options that do not fit the data."""
-    return (_loss_problems(config, data) or _model_problems(config, data)) + _length_problems(config, data, ranks)
+    return (_loss_problems(config) or _model_problems(config, data)) + _length_problems(config, data, ranks)
 
 
 def _batch_problems(config: Config) -> list[str]:
@@ -36,13 +37,9 @@ def _batch_problems(config: Config) -> list[str]:
 
 
 def _optimizer_problems(config: Config) -> list[str]:
-    options, problems = config.optimizer, []
-    if isinstance(options, AdamW) and len(options.betas) != 2:
-        problems.append(f"optimizer.betas: expected two numbers, got {len(options.betas)}")
-    if isinstance(options, Sgd) and options.nesterov and not options.momentum:
-        problems.append("optimizer.nesterov: true needs a momentum; type -o optimizer.momentum=0.9")
+    problems = OPTIMIZERS.row(config.optimizer).problems(config.optimizer)
     if config.scheduler.warmup_steps and config.scheduler.warmup_epochs:
-        problems.append("scheduler.warmup_steps or scheduler.warmup_epochs: expected one of them, got both")
+        problems = [*problems, "scheduler.warmup_steps or scheduler.warmup_epochs: expected one of them, got both"]
     return problems
 
 
@@ -65,20 +62,37 @@ def _parallel_problems(config: Config, ranks: int) -> list[str]:
     return problems
 
 
-def _loss_problems(config: Config, data: Data) -> list[str]:
-    if isinstance(config.loss, CrossEntropy) == bool(data.classes):
+def _loss_problems(config: Config) -> list[str]:
+    targets = DATA.row(config.data).targets
+    if LOSSES.row(config.loss).targets == targets:
         return []
-    kind, other = ("classes", "cross_entropy") if data.classes else ("numbers", "mse")
-    return [f"loss.name: the {config.data.type} data have {kind} as their targets; use {other}"]
+    fitting = " or ".join(name for name, loss in LOSSES.rows.items() if loss.targets == targets)
+    return [f"loss.name: the {config.data.type} data have {targets} as their targets; use {fitting}"]
 
 
 def _model_problems(config: Config, data: Data) -> list[str]:
-    problems = model_problems(config.model, data)
+    problems = _sample_problems(config, data) + _class_problems(config, data)
     if problems:
         return problems
     with torch.device("meta"):
         unmatched = freeze(make_model(config.model, data), config.model.frozen)
     return [f"model.frozen: no parameter of {config.model.name} is called {pattern}" for pattern in unmatched]
+
+
+def _sample_problems(config: Config, data: Data) -> list[str]:
+    row = MODELS.row(config.model)
+    if row.takes_ids or data.sample_dtype.is_floating_point:
+        return row.problems(config.model, data)
+    fitting = " or ".join(name for name, model in MODELS.rows.items() if model.takes_ids)
+    return [f"model.name: {config.model.name} takes numbers, the data have ids; use {fitting}"]
+
+
+def _class_problems(config: Config, data: Data) -> list[str]:
+    key = MODELS.row(config.model).classes
+    classes = getattr(config.model, key) if key else None
+    if classes is None or classes >= data.classes:
+        return []
+    return [f"model.{key}: expected at least the {data.classes} of the data, got {classes}"]
 
 
 def _length_problems(config: Config, data: Data, ranks: int) -> list[str]:

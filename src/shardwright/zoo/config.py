@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import MISSING, Field, asdict, fields, is_dataclass
 from pathlib import Path
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -16,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 from shardwright.errors import UsageError
 from shardwright.zoo.options import Config
 from shardwright.zoo.ranges import Range
+from shardwright.zoo.rows import Table
+from shardwright.zoo.tables import LOSSES, MODELS
 
 SHIPPED = Path(__file__).parent / "configs"
 
@@ -58,7 +60,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
     except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
     problems: list[str] = []
-    config = _read(Config, raw, "", problems)
+    config = _read(Config, _with_loss(raw), "", problems)
     if problems:
         raise UsageError("\n".join([f"{path}:", *(f"  {problem}" for problem in problems)]))
     result: Config = config
@@ -68,6 +70,16 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 def to_yaml(config: Config) -> str:
     """The whole configuration, defaults included, as a file that `load_config` reads."""
     return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))  # tuples become lists
+
+
+def _with_loss(raw: Any) -> Any:
+    """The sections, with the loss that their model is trained with where they have none."""
+    if LOSSES.section in raw:
+        return raw
+    model = raw.get(MODELS.section)
+    row = MODELS.rows.get(str(model.get(MODELS.key))) if isinstance(model, dict) else None
+    # Any loss will do for a model that is refused.
+    return raw | {LOSSES.section: {LOSSES.key: row.loss if row else next(iter(LOSSES.rows))}}
 
 
 # Checking
@@ -96,17 +108,18 @@ def _read(kind: Any, raw: Any, path: str, problems: _Problems, range: Range | No
 
 
 def _read_union(kinds: tuple[Any, ...], raw: Any, path: str, problems: _Problems, range: Range | None) -> Any:
-    if type(None) in kinds:
-        rest = [kind for kind in kinds if kind is not type(None)]
-        return None if raw is None else _read(rest[0], raw, path, problems, range)
-    # Sections of several kinds: their key of choices that are theirs alone tells which.
-    tag = "type" if "type" in get_type_hints(kinds[0]) else "name"
-    choices = {choice: kind for kind in kinds for choice in get_args(get_type_hints(kind)[tag])}
-    if not isinstance(raw, dict) or tag not in raw:
-        return problems.append(f"{path}.{tag} is missing; choose one of {', '.join(choices)}")
-    if raw[tag] not in choices:
-        return _read_choice(tuple(choices), raw[tag], f"{path}.{tag}", problems)
-    return _read_section(choices[raw[tag]], raw, path, problems)
+    """``raw`` as the one type beside None; sections that come in several kinds have a table instead."""
+    [kind] = [kind for kind in kinds if kind is not type(None)]
+    return None if raw is None else _read(kind, raw, path, problems, range)
+
+
+def _read_chosen(table: Table[Any], raw: Any, path: str, problems: _Problems) -> Any:
+    choices, key = tuple(table.rows), table.key
+    if not isinstance(raw, dict) or key not in raw:
+        return problems.append(f"{path}.{key} is missing; choose one of {', '.join(choices)}")
+    if raw[key] not in choices:
+        return _read_choice(choices, raw[key], f"{path}.{key}", problems)
+    return _read_section(table.rows[raw[key]].options, raw, path, problems)
 
 
 def _read_choice(choices: tuple[Any, ...], raw: Any, path: str, problems: _Problems) -> Any:
@@ -125,13 +138,20 @@ def _read_section(kind: Any, raw: Any, path: str, problems: _Problems) -> Any:
         if key not in known:
             hint = _near(key, known, prefix) or f"; known: {', '.join(known)}"
             problems.append(f"{prefix}{key} is unknown{hint}")
-    given = {}
+    values = {}
     for name, declared in known.items():
         if name in raw:
-            given[name] = _read(hints[name], raw[name], f"{prefix}{name}", problems, declared.metadata.get("range"))
-        elif not path and name in ("data", "model"):
-            problems.append(f"the section {name} is missing")
-    return kind(**given) if len(problems) == before else None
+            values[name] = _read_key(declared, hints[name], raw[name], f"{prefix}{name}", problems)
+        elif declared.default is MISSING and declared.default_factory is MISSING:
+            problems.append(f"the section {prefix}{name} is missing")
+    return kind(**values) if len(problems) == before else None
+
+
+def _read_key(declared: Field[Any], hint: Any, raw: Any, path: str, problems: _Problems) -> Any:
+    table = declared.metadata.get("table")
+    if table is not None:
+        return _read_chosen(table, raw, path, problems)
+    return _read(hint, raw, path, problems, declared.metadata.get("range"))
 
 
 _PLAIN: dict[type, tuple[str, tuple[type, ...]]] = {

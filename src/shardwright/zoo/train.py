@@ -26,16 +26,10 @@ from shardwright.world.seed import set_seed
 from shardwright.world.world import World, init
 from shardwright.zoo.checks import data_problems, option_problems
 from shardwright.zoo.config import load_config, to_yaml
-from shardwright.zoo.datasets import Data, make_data
+from shardwright.zoo.frozen import freeze
 from shardwright.zoo.options import Config
-from shardwright.zoo.registry import (
-    freeze,
-    make_loss,
-    make_model,
-    make_optimizer,
-    make_schedule,
-    scaled_rate,
-)
+from shardwright.zoo.rows import Data
+from shardwright.zoo.tables import make_data, make_loss, make_model, make_optimizer, make_schedule
 
 
 @dataclass(frozen=True)
@@ -86,9 +80,10 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     parallel = _parallelize(experiment, world)
     plan = parallel.plan if isinstance(parallel, Parallel) else None
     batches = _train_loader(experiment, world, plan)
-    test = loader(experiment.data.test, config.eval.batch_size, evaluate=True, world=world, plan=plan)
+    data = experiment.data
+    test = loader(data.test, config.eval.batch_size, evaluate=True, collate_fn=data.collate, world=world, plan=plan)
     per_epoch = -(-len(batches) // config.train.accumulate)
-    lr, how = scaled_rate(config, batches.batch_size * config.train.accumulate)
+    lr, how = _scaled_rate(config, batches.batch_size * config.train.accumulate)
     if how and world.rank == 0:
         print(how, flush=True)
     optimizer = make_optimizer(config.optimizer, parallel.parameters(), lr)
@@ -116,6 +111,16 @@ def job(name: str, overrides: Sequence[str], ranks: str) -> LaunchOptions:
         preload=True, tee=None, job=None, log_dir="log_output", port=None, devices=None, variables=(), grace_s=10.0,
         detach=False,
     )  # fmt: skip
+
+
+def _scaled_rate(config: Config, samples_per_step: int) -> tuple[float, str | None]:
+    """The learning rate, and where the configuration scales it, how."""
+    options = config.optimizer
+    base = options.base_batch or config.data.batch_size_per_rank
+    if options.scale_lr == "none" or base is None:
+        return options.lr, None
+    rate = options.lr * samples_per_step / base
+    return rate, f"learning rate: {options.lr:g} x {samples_per_step} / {base} = {rate:g} (optimizer.scale_lr: linear)"
 
 
 def _parallelize(experiment: Experiment, world: World) -> Any:
@@ -152,6 +157,7 @@ def _train_loader(experiment: Experiment, world: World, plan: Any) -> Loader:
         seed=experiment.config.system.seed,
         drop_last=options.drop_last,
         num_workers=options.workers,
+        collate_fn=experiment.data.collate,
         world=world,
         plan=plan,
         check_data=plan is None,

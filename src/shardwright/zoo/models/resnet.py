@@ -7,12 +7,15 @@ its 3 x 3 convolution, not in the 1 x 1 before it, which would never look at thr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 from torch import Tensor, nn
 
+from shardwright.zoo.ranges import at_least
+from shardwright.zoo.rows import Data, ModelOptions
+
 Stem = Literal["cifar", "imagenet"]
-STEMS: tuple[Stem, ...] = ("cifar", "imagenet")
 
 
 class BasicBlock(nn.Module):
@@ -127,7 +130,7 @@ def _stem(kind: Stem, width: int) -> nn.Module:
     if kind == "imagenet":
         convolution = nn.Conv2d(3, width, 7, 2, 3, bias=False)
         return nn.Sequential(convolution, nn.BatchNorm2d(width), nn.ReLU(), nn.MaxPool2d(3, 2, 1))
-    raise ValueError(f"expected a stem among {', '.join(STEMS)}, got {kind!r}")
+    raise ValueError(f"expected a stem among {', '.join(get_args(Stem))}, got {kind!r}")
 
 
 def resnet18(num_classes: int = 10, stem: Stem = "cifar", width: int = 64, zero_init: bool = False) -> ResNet:
@@ -138,3 +141,31 @@ def resnet18(num_classes: int = 10, stem: Stem = "cifar", width: int = 64, zero_
 def resnet50(num_classes: int = 10, stem: Stem = "cifar", width: int = 64, zero_init: bool = False) -> ResNet:
     """The 50-layer network of the paper's table 1; for the arguments see `ResNet`."""
     return ResNet(Bottleneck, (3, 4, 6, 3), num_classes, stem, width, zero_init)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResNetOptions(ModelOptions):
+    """``num_classes`` null takes those of the data; stem cifar keeps the sides of images, imagenet quarters them."""
+
+    stem: Stem = "cifar"
+    num_classes: int | None = at_least(1, None)
+    width: int = at_least(1, 64)
+    zero_init: bool = False
+
+
+def make_resnet18(options: ResNetOptions, data: Data) -> ResNet:
+    """`resnet18` with the classes of the data."""
+    return resnet18(options.num_classes or data.classes, options.stem, options.width, options.zero_init)
+
+
+def make_resnet50(options: ResNetOptions, data: Data) -> ResNet:
+    """`resnet50` with the classes of the data."""
+    return resnet50(options.num_classes or data.classes, options.stem, options.width, options.zero_init)
+
+
+def resnet_problems(options: ResNetOptions, data: Data) -> list[str]:
+    """It takes images of three channels."""
+    shape = list(data.sample_shape)
+    if len(shape) == 3 and shape[0] == 3:
+        return []
+    return [f"model.name: {options.name} takes images of shape [3, height, width], the data have {shape}"]

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.zoo.ranges import at_least, between
+from shardwright.zoo.rows import Data, ModelOptions
+
 Turns = tuple[Tensor, Tensor]  # cosines and sines
 Positions = Literal["learned", "rotary"]
-POSITIONS: tuple[Positions, ...] = ("learned", "rotary")
 _DEVIATION = 0.02  # of the initial weights
 _LONGEST_WAVE = 10_000.0  # of the rotary angles, in positions per radian
 
@@ -146,11 +149,50 @@ class GPT(nn.Module):
 
 
 def _check(width: int, heads: int, positions: Positions) -> None:
-    if positions not in POSITIONS:
-        raise ValueError(f"expected positions among {', '.join(POSITIONS)}, got {positions!r}")
+    if positions not in get_args(Positions):
+        raise ValueError(f"expected positions among {', '.join(get_args(Positions))}, got {positions!r}")
     if width % heads:
         raise ValueError(f"expected a width that is a multiple of the heads, got width={width}, heads={heads}")
     if positions == "rotary" and width // heads % 2:
         raise ValueError(
             f"rotary positions turn pairs of coordinates: expected an even width per head, got {width} / {heads}"
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPTOptions(ModelOptions):
+    """A decoder of characters; ``vocabulary`` null takes that of the text."""
+
+    vocabulary: int | None = at_least(1, None)
+    width: int = at_least(1, 128)
+    heads: int = at_least(1, 4)
+    layers: int = at_least(1, 4)
+    positions: Positions = "learned"
+    tied: bool = True
+    dropout: float = between(0, 1, 0.0)
+
+
+def make_gpt(options: GPTOptions, data: Data) -> GPT:
+    """A GPT for pieces as long as those of the text."""
+    return GPT(
+        options.vocabulary or data.classes,
+        options.width,
+        options.heads,
+        options.layers,
+        data.sample_shape[0],
+        options.positions,
+        options.tied,
+        options.dropout,
+    )
+
+
+def gpt_problems(options: GPTOptions, data: Data) -> list[str]:
+    """It takes rows of ids, and divides its width among its heads."""
+    shape, problems = list(data.sample_shape), []
+    if data.sample_dtype.is_floating_point or len(shape) != 1:
+        problems.append(f"model.name: gpt takes rows of ids, the data have {data.sample_dtype} of shape {shape}")
+    per_head, rest = divmod(options.width, options.heads)
+    if rest or (options.positions == "rotary" and per_head % 2):
+        even = "an even multiple" if options.positions == "rotary" else "a multiple"
+        problems.append(f"model.width: expected {even} of model.heads={options.heads}, got {options.width}")
+    return problems

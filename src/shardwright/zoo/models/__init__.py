@@ -1,0 +1,1 @@
+"""The networks that configurations name, each with its options: plain ``nn.Module``s that know nothing of ranks."""
