@@ -8,6 +8,7 @@ import torch
 from click.testing import CliRunner
 
 from shardwright.checkpoint.exchange.exchange import read_state
+from shardwright.checkpoint.exchange.merge import WHAT
 from shardwright.checkpoint.format.pieces import Piece
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.save import save
@@ -191,3 +192,8 @@ def test_a_url_that_cannot_be_read_says_what_to_do(url, message):
             pass
     with pytest.raises(UsageError, match=message):
         invoke("show", url)
+
+
+def test_the_command_that_merges_has_the_choices_of_the_function():
+    [option] = [option for option in cli.commands["checkpoint"].commands["merge"].params if option.name == "what"]
+    assert tuple(option.type.choices) == WHAT

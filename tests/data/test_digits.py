@@ -69,6 +69,12 @@ def test_the_command_writes_what_the_reader_reads(tmp_path):
     assert same.float().mean() > 0.97  # real digits: the nearest neighbour tells nearly all of them
 
 
+def test_the_help_names_every_format():
+    text = " ".join(run("--help").output.split())
+    *first, last = FORMATS
+    assert f"{', '.join(first)} or {last}" in text
+
+
 def test_writing_twice_changes_nothing(tmp_path):
     paths = write_digits(tmp_path, "mnist")
     before = {path: path.stat().st_mtime_ns for path in paths}

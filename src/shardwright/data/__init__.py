@@ -1,1 +1,1 @@
-"""Readers of data sets in their published file formats."""
+"""Data sets, what is done to their images, and the order in which ranks read them."""

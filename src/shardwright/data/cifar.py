@@ -27,12 +27,18 @@ _RECORD_BYTES = 1 + _IMAGE_BYTES
 
 @dataclass(frozen=True)
 class Version:
-    """One of the two published versions: how its files are called and read."""
+    """One of the two published versions: how its files are called, read and written.
+
+    ``write`` gives the contents of a file with images (n, 3, 32, 32), labels (n,) and a description of it, where the
+    version has a place for that; ``names_file`` gives name and contents of the file that says what the classes mean.
+    """
 
     folder: str
     archive: str
     suffix: str
     read: Callable[[str, bytes], Pair]
+    write: Callable[[Bytes, Bytes, str], bytes]
+    names_file: Callable[[Sequence[str]], tuple[str, bytes]]
 
     def file_names(self, train: bool) -> list[str]:
         stems = [f"data_batch_{number}" for number in range(1, TRAIN_FILES + 1)] if train else ["test_batch"]
@@ -87,26 +93,26 @@ def _contents(path: Path) -> bytes:
 
 
 def _from_archive(archive: Path, names: Sequence[str]) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
+    contents: dict[str, bytes] = {}
     try:
         with tarfile.open(archive, "r|gz") as tar:
             for member in tar:
                 file = tar.extractfile(member) if member.name in names else None
                 if file is not None:
-                    found[member.name] = file.read()
+                    contents[member.name] = file.read()
     except (OSError, EOFError, tarfile.TarError, zlib.error) as error:
         raise DataError(f"{archive}: cannot be read: {error}; download it again from {DOWNLOAD}") from error
     for name in names:
-        if name not in found:
+        if name not in contents:
             raise DataError(f"{archive}: {name} is not in it; download it again from {DOWNLOAD}")
-    return {f"{archive}/{name}": found[name] for name in names}
+    return {f"{archive}/{name}": contents[name] for name in names}
 
 
 def _read_python(path: str, contents: bytes) -> Pair:
     try:
-        found = read_pickle(contents)
-        images = byte_array(_entry(found, "data"))
-        labels = _entry(found, "labels")
+        entries = read_pickle(contents)
+        images = byte_array(_entry(entries, "data"))
+        labels = _entry(entries, "labels")
     except RefusedPickle as error:
         raise DataError(f"{path}: {error}") from error
     if images.ndim != 2 or images.shape[1] != _IMAGE_BYTES or not len(images):
@@ -120,10 +126,10 @@ def _read_python(path: str, contents: bytes) -> Pair:
     return images.reshape(-1, 3, SIDE, SIDE), np.array(labels, dtype=np.uint8)
 
 
-def _entry(found: Mapping[str, Any], key: str) -> Any:
-    if key not in found:
-        raise RefusedPickle(f"expected the entries data and labels, got {', '.join(sorted(found)) or 'none'}")
-    return found[key]
+def _entry(entries: Mapping[str, Any], key: str) -> Any:
+    if key not in entries:
+        raise RefusedPickle(f"expected the entries data and labels, got {', '.join(sorted(entries)) or 'none'}")
+    return entries[key]
 
 
 def _read_binary(path: str, contents: bytes) -> Pair:
@@ -144,11 +150,6 @@ def _read_binary(path: str, contents: bytes) -> Pair:
     return records[:, 1:].reshape(count, 3, SIDE, SIDE), labels
 
 
-PYTHON = Version("cifar-10-batches-py", "cifar-10-python.tar.gz", "", _read_python)
-BINARY = Version("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", _read_binary)
-VERSIONS = (PYTHON, BINARY)
-
-
 def python_bytes(images: Bytes, labels: Bytes, description: str) -> bytes:
     """The contents of a file of the python version with images (n, 3, 32, 32) and labels (n,)."""
     names = [f"{label}_{number:05}.png".encode() for number, label in enumerate(labels.tolist())]
@@ -162,9 +163,23 @@ def python_bytes(images: Bytes, labels: Bytes, description: str) -> bytes:
     )
 
 
-def binary_bytes(images: Bytes, labels: Bytes) -> bytes:
-    """The contents of a file of the binary version with images (n, 3, 32, 32) and labels (n,)."""
+def binary_bytes(images: Bytes, labels: Bytes, description: str = "") -> bytes:
+    """The contents of a file of the binary version with images (n, 3, 32, 32) and labels (n,), undescribed."""
     return np.concatenate([labels[:, None], images.reshape(len(images), _IMAGE_BYTES)], axis=1).tobytes()
+
+
+def _python_names(names: Sequence[str]) -> tuple[str, bytes]:
+    meta = {b"label_names": [name.encode() for name in names], b"num_vis": _IMAGE_BYTES}
+    return "batches.meta", pickle_bytes(meta)
+
+
+def _binary_names(names: Sequence[str]) -> tuple[str, bytes]:
+    return "batches.meta.txt", "".join(f"{name}\n" for name in names).encode()
+
+
+PYTHON = Version("cifar-10-batches-py", "cifar-10-python.tar.gz", "", _read_python, python_bytes, _python_names)
+BINARY = Version("cifar-10-batches-bin", "cifar-10-binary.tar.gz", ".bin", _read_binary, binary_bytes, _binary_names)
+VERSIONS = (PYTHON, BINARY)
 
 
 def cifar_files(version: Version, train: Pair, test: Pair, names: Sequence[str] = NAMES) -> dict[str, bytes]:
@@ -175,11 +190,7 @@ def cifar_files(version: Version, train: Pair, test: Pair, names: Sequence[str] 
         parts = zip(np.array_split(images, len(file_names)), np.array_split(labels, len(file_names)), strict=True)
         for number, (name, part) in enumerate(zip(file_names, parts, strict=True), start=1):
             what = f"training batch {number} of {TRAIN_FILES}" if is_train else "testing batch 1 of 1"
-            packed = python_bytes(*part, what) if version is PYTHON else binary_bytes(*part)
-            files[f"{version.folder}/{name}"] = packed
-    if version is PYTHON:
-        meta = {b"label_names": [name.encode() for name in names], b"num_vis": _IMAGE_BYTES}
-        files[f"{version.folder}/batches.meta"] = pickle_bytes(meta)
-    else:
-        files[f"{version.folder}/batches.meta.txt"] = "".join(f"{name}\n" for name in names).encode()
+            files[f"{version.folder}/{name}"] = version.write(*part, what)
+    names_file, contents = version.names_file(names)
+    files[f"{version.folder}/{names_file}"] = contents
     return files

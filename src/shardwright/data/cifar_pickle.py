@@ -2,7 +2,7 @@
 
 A pickle is a program: it names functions and calls them. Here the few names that such a file needs stand for classes of
 this module, which keep what they are called with and do nothing; every other name is refused. Not even NumPy's own
-functions are called with a file's arguments, since they trust the sizes that they are told.
+functions are called with a file's arguments, since they trust the sizes in it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RefusedPickle(Exception):
 
 
 class _Inert:
-    """What a name in a pickle stands for: it keeps its arguments and the state that it is given."""
+    """What a name in a pickle stands for: it keeps its arguments and its state, and does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -75,7 +75,7 @@ _NAMES: dict[tuple[str, str], Any] = {
 
 
 # Python's own unpickler and not the one in C: that one fills as much memory as a file of ten bytes tells it to.
-class _Unpickler(pickle._Unpickler):
+class _InertUnpickler(pickle._Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _NAMES:
             raise RefusedPickle(f"it names {module}.{name}, which could run code")
@@ -91,10 +91,10 @@ def read_pickle(contents: bytes) -> Contents:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            found = _Unpickler(file, encoding="bytes").load()
-        if not isinstance(found, dict):
-            raise RefusedPickle(f"it holds a {type(found).__name__}")
-        return {_text(key): value for key, value in found.items()}
+            value = _InertUnpickler(file, encoding="bytes").load()
+        if not isinstance(value, dict):
+            raise RefusedPickle(f"it holds a {type(value).__name__}")
+        return {_text(key): entry for key, entry in value.items()}
     except Exception as error:  # an unpickler raises whatever a damaged file leads it to
         reason = str(error) if isinstance(error, RefusedPickle) else f"{type(error).__name__}: {error}"
         reason = "the end of the file" if isinstance(error, EOFError) else reason

@@ -23,7 +23,7 @@ class Stream:
 
     Args:
         source: an iterable that can be iterated more than once, or a function that returns an iterator. A function that
-            has a parameter ``epoch`` is told the epoch, and one that has ``start`` how many samples it is to leave out.
+            has a parameter ``epoch`` is called with the epoch, one that has ``start`` with the samples to leave out.
 
     Raises `UsageError` for an iterator, which can be read only once.
 
@@ -40,9 +40,9 @@ class Stream:
                 "epoch: pass the function that makes it, without calling it"
             )
         self._source = source
-        self._told: frozenset[str] = frozenset()
+        self._takes: frozenset[str] = frozenset()
         if callable(source) and not isinstance(source, Iterable):
-            self._told = frozenset(inspect.signature(source).parameters.keys() & {"epoch", "start"})
+            self._takes = frozenset(inspect.signature(source).parameters.keys() & {"epoch", "start"})
 
     @property
     def name(self) -> str:
@@ -56,8 +56,8 @@ class Stream:
         """The samples of an epoch without the first ``start`` of them."""
         if isinstance(self._source, Iterable):
             return islice(iter(self._source), start, None)
-        told = {name: value for name, value in (("epoch", epoch), ("start", start)) if name in self._told}
-        return islice(iter(self._source(**told)), 0 if "start" in told else start, None)
+        arguments = {name: value for name, value in (("epoch", epoch), ("start", start)) if name in self._takes}
+        return islice(iter(self._source(**arguments)), 0 if "start" in arguments else start, None)
 
 
 def as_stream(dataset: Any) -> Stream | None:

@@ -77,8 +77,10 @@ def _file_system(url: str) -> tuple[Any, str]:
 
 
 def _listing(files: Any, source: str) -> Listing:
-    found = files.find(source, detail=True)
-    return {path.removeprefix(source).lstrip("/"): (int(facts["size"]), _stamp(facts)) for path, facts in found.items()}
+    listed = files.find(source, detail=True)
+    return {
+        path.removeprefix(source).lstrip("/"): (int(facts["size"]), _stamp(facts)) for path, facts in listed.items()
+    }
 
 
 def _stamp(facts: dict[str, Any]) -> str:

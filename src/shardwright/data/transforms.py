@@ -73,7 +73,7 @@ class Transform:
 
 @dataclass(frozen=True)
 class Compose(Transform):
-    """One transform after the other."""
+    """Applies one transform after the other."""
 
     transforms: tuple[Transform, ...]
 
@@ -94,7 +94,7 @@ class Compose(Transform):
 
 @dataclass(frozen=True)
 class Map(Transform):
-    """A function of one image, applied to each; what is random in it is the caller's to key."""
+    """Applies a function of one image to each; what is random in it is the caller's to key."""
 
     function: Callable[[Tensor], Tensor]
 
@@ -142,7 +142,7 @@ class ChannelsFirst(Transform):
 
 @dataclass(frozen=True)
 class Cast(Transform):
-    """To another type, values unchanged where it can hold them."""
+    """Changes the type, and leaves values as they are where the type can hold them."""
 
     dtype: torch.dtype
 

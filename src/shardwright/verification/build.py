@@ -52,11 +52,11 @@ class BuildFunction:
         """
         file, colon, name = text.rpartition(":")
         if not colon or not name.isidentifier():
-            given = name if not colon else file
-            check_script(given, os.environ)
+            script = name if not colon else file
+            check_script(script, os.environ)
             raise UsageError(
-                f"{text} names no function; type {given}:build, build being a function without arguments that returns "
-                f"{RETURNS}; functions there: {', '.join(_functions(Path(given))) or 'none'}"
+                f"{text} names no function; type {script}:build, build being a function without arguments that returns "
+                f"{RETURNS}; functions there: {', '.join(_functions(Path(script))) or 'none'}"
             )
         check_script(file, os.environ)
         if Path(file).is_dir():
@@ -141,7 +141,7 @@ def _checked(result: object, source: str) -> Built:
     return Built(model, loss_fn, as_batches(batches), pins or {})
 
 
-def as_batches(given: Any) -> tuple[Any, ...]:
+def as_batches(batches: Any) -> tuple[Any, ...]:
     """Global batches from a list (or a loader, or any other iterator) of them, or from a single one.
 
     A tensor, a tuple or a mapping is one batch, a list is several.
@@ -151,8 +151,8 @@ def as_batches(given: Any) -> tuple[Any, ...]:
     """
     from torch import Tensor
 
-    single = isinstance(given, (Tensor, tuple, Mapping)) or not hasattr(given, "__iter__")
-    batches = (given,) if single else tuple(given)
-    if not batches:
+    single = isinstance(batches, (Tensor, tuple, Mapping)) or not hasattr(batches, "__iter__")
+    listed = (batches,) if single else tuple(batches)
+    if not listed:
         raise UsageError("there is no batch; expected one global batch, or a list of them")
-    return batches
+    return listed

@@ -1,4 +1,4 @@
-"""``shardwright verify``: starts the ranks that verify a file, and turns what they found into an exit code.
+"""The command ``shardwright verify`` starts the ranks that verify a file, and turns their verdict into an exit code.
 
 Imports no torch: the ranks do.
 """
@@ -21,7 +21,7 @@ def verify_file(target: str, ranks: str | None, options: dict[str, Any]) -> int:
     """Verify ``FILE.py:build`` on new processes of this host; ``options`` are those of `verify`, and the seed.
 
     Returns 0 where every deviation is within tolerance and 1 where one is not. Where a rank crashed, it returns 2, or
-    the rank's own code if that is larger, after the launcher has told which one and why; the logs are then kept.
+    the rank's own code if that is larger, after the launcher has said which one and why; the logs are then kept.
 
     Raises:
         UsageError: where the file or an argument does not fit, or with what the ranks have to say about the model.
@@ -29,20 +29,20 @@ def verify_file(target: str, ranks: str | None, options: dict[str, Any]) -> int:
     BuildFunction.parse(target)
     folder = Path(tempfile.mkdtemp(prefix="shardwright-verify-"))
     try:
-        found = _found_by_ranks(target, ranks, options, folder)
+        verdict = _verdict_of_ranks(target, ranks, options, folder)
     except ShardwrightError:
         shutil.rmtree(folder)
         raise
-    if isinstance(found, int):
-        return max(found, 2)
+    if isinstance(verdict, int):
+        return max(verdict, 2)
     shutil.rmtree(folder)
-    if "error" in found:
-        raise UsageError(found["error"])
-    return 0 if found["ok"] else 1
+    if "error" in verdict:
+        raise UsageError(verdict["error"])
+    return 0 if verdict["ok"] else 1
 
 
-def _found_by_ranks(target: str, ranks: str | None, options: dict[str, Any], folder: Path) -> dict[str, Any] | int:
-    """What rank 0 found, or the exit code of ranks that came to no verdict."""
+def _verdict_of_ranks(target: str, ranks: str | None, options: dict[str, Any], folder: Path) -> dict[str, Any] | int:
+    """The verdict that rank 0 wrote down, or the exit code of ranks that came to none."""
     verdict = folder / "verdict.json"
     module = ["shardwright.verification.main", target, str(verdict), json.dumps(options)]
     job = read_options(

@@ -1,4 +1,4 @@
-"""What every rank of ``shardwright verify`` runs; rank 0 leaves the verdict in a file for the command."""
+"""Every rank of ``shardwright verify`` runs this module; rank 0 leaves the verdict in a file for the command."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from shardwright.world.seed import set_seed
 from shardwright.world.world import init
 
 
-def main(target: str, verdict: str, options: dict[str, Any]) -> None:
-    """Build, verify and print. What a user can mend is a verdict too, told once and not as a failure of ranks."""
+def main(target: str, verdict_file: str, options: dict[str, Any]) -> None:
+    """Build, verify and print. What a user can mend is a verdict too, said once and not as a failure of ranks."""
     world = init()
     try:
         set_seed(options.pop("seed"))
         built = _build_everywhere(target)
         result = verify(built.model, built.loss_fn, list(built.batches), pins=built.pins, **options)
-        found: dict[str, Any] = {"ok": result.ok}
+        verdict: dict[str, Any] = {"ok": result.ok}
         if world.rank == 0:
             print(result, flush=True)
     except ShardwrightError as error:
-        found = {"error": str(error)}
+        verdict = {"error": str(error)}
     if world.rank == 0:
-        Path(verdict).write_text(json.dumps(found))
+        Path(verdict_file).write_text(json.dumps(verdict))
 
 
 def _build_everywhere(target: str) -> Built:

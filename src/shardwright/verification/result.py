@@ -1,4 +1,4 @@
-"""What a verification found, and how it prints."""
+"""The result of a verification, and how it prints."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Verification:
-    """What `verify` found. ``ok`` says whether every deviation is within its tolerance; printing it gives a table."""
+    """The result of `verify`. ``ok`` says whether every deviation is within its tolerance; it prints as a table."""
 
     plan: Plan
     steps: int

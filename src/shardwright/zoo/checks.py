@@ -17,12 +17,12 @@ from shardwright.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, make_model,
 
 
 def option_problems(config: Config, ranks: int) -> list[str]:
-    """Of options that contradict each other, or the ``ranks`` that are to run."""
+    """Problems of options that contradict each other, or the ``ranks`` that are to run."""
     return _batch_problems(config) + _optimizer_problems(config) + _parallel_problems(config, ranks)
 
 
 def data_problems(config: Config, data: Data, ranks: int) -> list[str]:
-    """Of options that do not fit the data."""
+    """Problems of options that do not fit the data."""
     return (_loss_problems(config) or _model_problems(config, data)) + _length_problems(config, data, ranks)
 
 
@@ -44,7 +44,7 @@ def _optimizer_problems(config: Config) -> list[str]:
 
 
 def _parallel_problems(config: Config, ranks: int) -> list[str]:
-    options, told, problems = config.parallel, read_environment(os.environ), []
+    options, environment, problems = config.parallel, read_environment(os.environ), []
     if options.plan is not None and not Path(options.plan).is_file():
         problems.append(f"parallel.plan: there is no file {options.plan}; `shardwright plan --save` writes one")
     if options.mesh is not None:
@@ -54,9 +54,9 @@ def _parallel_problems(config: Config, ranks: int) -> list[str]:
                 problems.append(f"parallel.mesh: {options.mesh} is for {mesh.size} ranks, got {ranks}")
         except UsageError as error:
             problems.append(f"parallel.mesh: {error}")
-    if told.size > 1 and not config.system.distribute:
+    if environment.size > 1 and not config.system.distribute:
         problems.append(
-            f"system.distribute: false trains alone, but {told.launcher} started {told.size} processes; "
+            f"system.distribute: false trains alone, but {environment.launcher} started {environment.size} processes; "
             "type -o system.distribute=true, or start one"
         )
     return problems
@@ -96,7 +96,7 @@ def _class_problems(config: Config, data: Data) -> list[str]:
 
 
 def _length_problems(config: Config, data: Data, ranks: int) -> list[str]:
-    """Of a run without a batch, or one that ends before its rate has risen."""
+    """Problems of a run without a batch, or one that ends before its rate has risen."""
     options, samples = config.data, len(data.train)
     batch = options.batch_size or (options.batch_size_per_rank or 0) * ranks
     if not batch:

@@ -26,7 +26,7 @@ class MeanSquaredError(LossOptions):
 
 
 def make_cross_entropy(options: CrossEntropy, dtype: torch.dtype) -> LossFunction:
-    """Smoothed in training only, so that losses in evaluation compare; logits have the classes along the last dim."""
+    """The labels are smoothed in training only; logits have the classes along their last dim."""
 
     def loss_fn(model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -40,7 +40,7 @@ def make_cross_entropy(options: CrossEntropy, dtype: torch.dtype) -> LossFunctio
 
 
 def make_mean_squared_error(options: MeanSquaredError, dtype: torch.dtype) -> LossFunction:
-    """The same in training and in evaluation."""
+    """The loss is the same in training and in evaluation, where it has no metric beside it."""
 
     def loss_fn(model: nn.Module, batch: Any) -> Tensor:
         x, y = batch

@@ -58,7 +58,7 @@ def make_sgd(options: Sgd, groups: Groups, lr: float) -> Optimizer:
 
 
 def sgd_problems(options: Sgd) -> list[str]:
-    """Nesterov's step looks ahead along the momentum."""
+    """Refuses Nesterov's step, which looks ahead along the momentum, without a momentum."""
     if options.nesterov and not options.momentum:
         return ["optimizer.nesterov: true needs a momentum; type -o optimizer.momentum=0.9"]
     return []
@@ -71,5 +71,5 @@ def make_adamw(options: AdamW, groups: Groups, lr: float) -> Optimizer:
 
 
 def adamw_problems(options: AdamW) -> list[str]:
-    """One beta is that of the mean of gradients, the other that of their squares."""
+    """Refuses other than two betas: one for the mean of gradients, one for the mean of their squares."""
     return [] if len(options.betas) == 2 else [f"optimizer.betas: expected two numbers, got {len(options.betas)}"]

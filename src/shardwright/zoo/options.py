@@ -18,7 +18,7 @@ from shardwright.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, SCHEDULES
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """``distribute``: train together with the other processes that a launcher started; false: alone, in one."""
+    """How processes run: with the others that a launcher started, or alone where ``distribute`` is false."""
 
     distribute: bool = True
     seed: int = at_least(0, 0)
@@ -43,7 +43,9 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """``steps`` ends the run early, counted in optimizer steps, and leaves the schedule that of all epochs.
+    """How long a run is and what it leaves.
+
+    ``steps`` ends the run early, counted in optimizer steps, and leaves the schedule that of all epochs.
 
     A null switches a thing off. Checkpoints are in ``output_dir``/checkpoints: the newest ``checkpoint_latest_k``, and
     the best ``checkpoint_top_k`` by ``checkpoint_metric`` (of the loss less is better, of any other more). ``resume``
@@ -74,7 +76,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """The test data after every epoch; ``batch_size`` counts the global batch."""
+    """How the test data are evaluated after every epoch; ``batch_size`` counts the global batch."""
 
     enabled: bool = True
     batch_size: int = at_least(1, 500)

@@ -56,13 +56,16 @@ class Table(Generic[R]):
         return self.rows[name]
 
     def options(self, name: str) -> Any:
-        """The options of a row, each as it is when left out."""
+        """The options of the row ``name``, all as they are when left out."""
         return self.rows[name].options(**{self.key: name})
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataOptions:
-    """How samples come: ``batch_size`` counts the global batch, ``batch_size_per_rank`` one rank's part of it."""
+    """The options that every data set has, which say how samples come.
+
+    ``batch_size`` counts the global batch, ``batch_size_per_rank`` one rank's part of it.
+    """
 
     type: str
     batch_size: int | None = at_least(1, None)
@@ -114,14 +117,14 @@ class DataRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """``frozen``: patterns of parameter names that are not trained."""
+    """The options that every model has; ``frozen`` are patterns of parameter names that are not trained."""
 
     name: str
     frozen: tuple[str, ...] = ()
 
 
 def no_problems(*_: Any) -> list[str]:
-    """What can be wrong beyond the types and ranges of options, where nothing can."""
+    """Finds nothing wrong: for choices whose options cannot contradict each other."""
     return []
 
 
@@ -148,7 +151,7 @@ class ModelRow:
 
 @dataclass(frozen=True, kw_only=True)
 class LossOptions:
-    """What every loss has."""
+    """The options that every loss has."""
 
     name: str
 
@@ -168,9 +171,10 @@ class LossRow:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizerOptions:
-    """``scale_lr`` linear: times the samples of a step, divided by ``base_batch`` (null: one rank's part of a batch).
+    """The options that every optimizer has.
 
-    ``decay``: which parameters the weight decay acts on; "matrices" spares biases and normalisations.
+    ``scale_lr`` linear: the rate times the samples of a step, divided by ``base_batch`` (null: one rank's part of a
+    batch). ``decay``: which parameters the weight decay acts on; "matrices" spares biases and normalisations.
     """
 
     name: str
@@ -195,7 +199,7 @@ class OptimizerRow:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleOptions:
-    """Steps of the optimizer, or epochs, over which the rate rises from near zero."""
+    """The options that every schedule has: optimizer steps, or epochs, over which the rate rises from near zero."""
 
     name: str
     warmup_steps: int = at_least(0, 0)

@@ -14,19 +14,19 @@ from shardwright.zoo.rows import RunLength, ScheduleOptions
 
 @dataclass(frozen=True, kw_only=True)
 class Constant(ScheduleOptions):
-    """The rate throughout."""
+    """The options of a rate that stays the same."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(ScheduleOptions):
-    """Down to ``floor`` times the rate at the last step."""
+    """The options of half a cosine down to ``floor`` times the rate at the last step."""
 
     floor: float = between(0, 1, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Steps(ScheduleOptions):
-    """Times ``factor`` after every so many epochs."""
+    """The options of a rate that is multiplied by ``factor`` after every so many epochs."""
 
     every_epochs: float = more_than(0, 30.0)
     factor: float = between(0, 1, 0.1)
@@ -34,7 +34,7 @@ class Steps(ScheduleOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class Polynomial(ScheduleOptions):
-    """(1 - progress) ** ``power``, down to ``floor`` times the rate."""
+    """The options of (1 - progress) ** ``power``, down to ``floor`` times the rate."""
 
     power: float = more_than(0, 1.0)
     floor: float = between(0, 1, 0.0)

@@ -34,7 +34,7 @@ from shardwright.zoo.tables import make_data, make_loss, make_model, make_optimi
 
 @dataclass(frozen=True)
 class Experiment:
-    """A configuration whose data were found and fit its model."""
+    """A configuration and its data, which fit its model."""
 
     config: Config
     data: Data
@@ -165,20 +165,20 @@ def _train_loader(experiment: Experiment, world: World, plan: Any) -> Loader:
 
 
 def _callbacks(config: Config, steps_per_epoch: int, output: Path) -> list[Callback]:
-    """In the order in which they are to act: what averages before what stops."""
+    """The callbacks in the order in which they are to act: what averages before what stops."""
     options = config.train
-    found: list[Callback] = [LossMonitor(options.log_every)]
+    callbacks: list[Callback] = [LossMonitor(options.log_every)]
     if options.progress_bar:
-        found.append(ProgressBar(steps_per_epoch))
+        callbacks.append(ProgressBar(steps_per_epoch))
     if options.nan_guard:
-        found.append(NanGuard())
+        callbacks.append(NanGuard())
     if options.ema_decay is not None:
-        found.append(EMA(options.ema_decay))
+        callbacks.append(EMA(options.ema_decay))
     if options.early_stopping_patience is not None:
-        found.append(EarlyStopping(options.early_stopping_patience, options.early_stopping_metric))
+        callbacks.append(EarlyStopping(options.early_stopping_patience, options.early_stopping_metric))
     if options.checkpoint != "none":
-        found.append(_checkpoints(config, output))
-    return found
+        callbacks.append(_checkpoints(config, output))
+    return callbacks
 
 
 def _checkpoints(config: Config, output: Path) -> ModelCheckpoint:

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from shardwright.data.iterable import as_stream
 from shardwright.data.loading.batch import Batch
-from shardwright.data.loading.position import Batching, Collate, Cut, Position, Ranks, columns_of
+from shardwright.data.loading.position import Batching, Collate, CutsBatches, HasRank, Position, columns_of
 from shardwright.data.loading.position import Loader as Loader
 from shardwright.data.loading.same_data import check_same_data
 from shardwright.data.loading.stream_loader import StreamLoader
@@ -52,8 +52,8 @@ def loader(
     num_workers: int = 0,
     pin_memory: bool = False,
     collate_fn: Collate | None = None,
-    world: Ranks | None = None,
-    plan: Cut | None = None,
+    world: HasRank | None = None,
+    plan: CutsBatches | None = None,
     check_data: bool = True,
 ) -> Loader:
     """A loader over ``dataset``, which is the same whole dataset on every rank.
@@ -61,7 +61,7 @@ def loader(
     Args:
         dataset: anything with ``len(dataset)`` and ``dataset[index]``; a sample is a tensor or a tuple of them (what
             torch's ``default_collate`` stacks). A dataset with ``gather(indices)`` returns whole batches at once; with
-            ``gather(indices, seed, epoch)`` it is told what random numbers are to depend on, beside the indices.
+            ``gather(indices, seed, epoch)`` random numbers can depend on seed and epoch, beside the indices.
             Or a stream: an iterable dataset, or a function that makes an iterator (see `Stream`); every rank reads all
             of it, which `StreamLoader` tells more about.
         batch_size: samples of the global batch, or
@@ -144,7 +144,7 @@ class IndexedLoader(Loader):
         return left // self.batch_size if self._drop_last else -(-left // self.batch_size)
 
     def _identity(self) -> dict[str, Any]:
-        """What fixes the order of every epoch."""
+        """The arguments that fix the order of every epoch."""
         return {"seed": self._seed, "shuffle": self._shuffle, "dataset_size": len(self.dataset)}
 
     def _next(self) -> Position:
@@ -233,16 +233,16 @@ def _as_batch(rows: Sequence[torch.Tensor], part: _Part) -> Batch:
     return Batch(rows, global_size=part.global_size, start=part.start, stop=part.stop)
 
 
-def _rank_and_size(world: Ranks | None) -> tuple[int, int]:
+def _rank_and_size(world: HasRank | None) -> tuple[int, int]:
     if world is not None:
         return world.rank, world.size
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
-    told = read_environment(os.environ)
-    if told.size > 1:
+    environment = read_environment(os.environ)
+    if environment.size > 1:
         raise UsageError(
-            f"{told.launcher} started this process as one of {told.size}, but the process group is not there yet: "
-            "every rank would read everything; call sw.init() before sw.loader(...)"
+            f"{environment.launcher} started this process as one of {environment.size}, but the process group is not "
+            "there yet: every rank would read everything; call sw.init() before sw.loader(...)"
         )
     return 0, 1
 

@@ -14,7 +14,7 @@ from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 
 
-class Ranks(Protocol):
+class HasRank(Protocol):
     """A `World`, or anything else that knows which of how many ranks this is."""
 
     @property
@@ -23,8 +23,8 @@ class Ranks(Protocol):
     def size(self) -> int: ...
 
 
-class Cut(Protocol):
-    """A plan, or anything else that knows which rows of a global batch of ``rows`` a rank is to be given."""
+class CutsBatches(Protocol):
+    """A plan, or anything else that knows which rows of a global batch of ``rows`` are a rank's."""
 
     def batch_rows(self, rank: int, rows: int) -> tuple[int, int]: ...
 
@@ -45,7 +45,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples become this rank's batches, whatever the samples come from; as `sw.loader` is told it."""
+    """How samples become this rank's batches, whatever the samples come from: the arguments of `sw.loader`."""
 
     batch_size: int
     rank: int
@@ -53,7 +53,7 @@ class Batching:
     drop_last: bool
     pin_memory: bool
     collate_fn: Collate | None
-    plan: Cut | None
+    plan: CutsBatches | None
     check_data: bool
 
 
@@ -125,7 +125,7 @@ class Loader:
         return self._whole(self._next())
 
     def _identity(self) -> dict[str, Any]:
-        """What fixes the order of every epoch."""
+        """The arguments that fix the order of every epoch."""
         raise NotImplementedError
 
     def _next(self) -> Position:

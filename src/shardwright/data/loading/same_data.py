@@ -1,4 +1,4 @@
-"""Do all ranks see the same data? Asked once, before the first batch, of every sample in a small sample."""
+"""All ranks must see the same data; they compare a small sample of it once, before the first batch."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def fingerprint(dataset: Any) -> Fingerprint:
     try:
         with _same_random_numbers():
             return Fingerprint(size, tuple((index, _checksum(dataset[index])) for index in indices))
-    except Exception as error:  # told to all ranks, so that none waits for this one
+    except Exception as error:  # all ranks hear of it, so that none waits for this one
         return Fingerprint(size, failure=f"{type(error).__name__}: {error}")
 
 
@@ -60,7 +60,7 @@ def stream_fingerprint(samples: Callable[[], Iterator[Any]]) -> Fingerprint:
         with _same_random_numbers():
             checksums = tuple(enumerate(map(_checksum, itertools.islice(samples(), SAMPLED))))
             return Fingerprint(len(checksums), checksums)
-    except Exception as error:  # told to all ranks, so that none waits for this one
+    except Exception as error:  # all ranks hear of it, so that none waits for this one
         return Fingerprint(0, failure=f"{type(error).__name__}: {error}")
 
 

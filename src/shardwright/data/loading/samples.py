@@ -32,9 +32,9 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 
 def tensors_of(batch: Any) -> Iterator[Tensor]:
     """Every tensor of the nest, in order."""
-    found: list[Tensor] = []
-    map_tensors(lambda tensor: found.append(tensor) or tensor, batch)  # type: ignore[func-returns-value]
-    yield from found
+    tensors: list[Tensor] = []
+    map_tensors(lambda tensor: tensors.append(tensor) or tensor, batch)  # type: ignore[func-returns-value]
+    yield from tensors
 
 
 def count_samples(batch: Any) -> int:

@@ -161,7 +161,7 @@ def _check(width: int, heads: int, positions: Positions) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class GPTOptions(ModelOptions):
-    """A decoder of characters; ``vocabulary`` null takes that of the text."""
+    """The options of a GPT; ``vocabulary`` null takes that of the text."""
 
     vocabulary: int | None = at_least(1, None)
     width: int = at_least(1, 128)
@@ -173,7 +173,7 @@ class GPTOptions(ModelOptions):
 
 
 def make_gpt(options: GPTOptions, data: Data) -> GPT:
-    """A GPT for pieces as long as those of the text."""
+    """A GPT for rows of ids as long as the samples."""
     return GPT(
         options.vocabulary or data.classes,
         options.width,
@@ -187,7 +187,7 @@ def make_gpt(options: GPTOptions, data: Data) -> GPT:
 
 
 def gpt_problems(options: GPTOptions, data: Data) -> list[str]:
-    """It takes rows of ids, and divides its width among its heads."""
+    """Refuses all but rows of ids, and a width that cannot be divided among the heads."""
     shape, problems = list(data.sample_shape), []
     if data.sample_dtype.is_floating_point or len(shape) != 1:
         problems.append(f"model.name: gpt takes rows of ids, the data have {data.sample_dtype} of shape {shape}")

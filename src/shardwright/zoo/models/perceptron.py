@@ -57,7 +57,7 @@ class TwoMatmuls(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class PerceptronOptions(ModelOptions):
-    """Linear layers with ReLUs between; inputs and classes follow from the data."""
+    """The options of a perceptron; its inputs, and without ``num_classes`` its outputs, follow from the data."""
 
     hidden: tuple[int, ...] = at_least(1, (512, 512))
     num_classes: int | None = at_least(1, None)
@@ -70,7 +70,7 @@ def make_perceptron(options: PerceptronOptions, data: Data) -> Perceptron:
 
 
 def perceptron_problems(options: PerceptronOptions, data: Data) -> list[str]:
-    """It learns as many numbers as a target has; samples of any shape are flattened."""
+    """Refuses more or fewer outputs than a target has numbers; samples of any shape are flattened."""
     numbers = data.target_shape.numel()
     if not data.classes and options.num_classes not in (None, numbers):
         return [f"model.num_classes: expected the {numbers} numbers of a target, got {options.num_classes}"]
@@ -79,7 +79,7 @@ def perceptron_problems(options: PerceptronOptions, data: Data) -> list[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class TwoMatmulsOptions(ModelOptions):
-    """The quick start's two products; inputs and outputs follow from the data."""
+    """The options of the quick start's two products; inputs and outputs follow from the data."""
 
 
 def make_two_matmuls(options: TwoMatmulsOptions, data: Data) -> TwoMatmuls:
@@ -88,7 +88,7 @@ def make_two_matmuls(options: TwoMatmulsOptions, data: Data) -> TwoMatmuls:
 
 
 def two_matmuls_problems(options: TwoMatmulsOptions, data: Data) -> list[str]:
-    """It learns numbers alone, of samples with one dim."""
+    """Refuses classes, and samples with more than one dim."""
     shape = list(data.sample_shape)
     if not data.classes and len(shape) == 1:
         return []

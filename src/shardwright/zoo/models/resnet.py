@@ -145,7 +145,7 @@ def resnet50(num_classes: int = 10, stem: Stem = "cifar", width: int = 64, zero_
 
 @dataclass(frozen=True, kw_only=True)
 class ResNetOptions(ModelOptions):
-    """``num_classes`` null takes those of the data; stem cifar keeps the sides of images, imagenet quarters them."""
+    """The options of a ResNet; for their meaning see `ResNet`. ``num_classes`` null takes those of the data."""
 
     stem: Stem = "cifar"
     num_classes: int | None = at_least(1, None)
@@ -164,7 +164,7 @@ def make_resnet50(options: ResNetOptions, data: Data) -> ResNet:
 
 
 def resnet_problems(options: ResNetOptions, data: Data) -> list[str]:
-    """It takes images of three channels."""
+    """Refuses all but images of three channels."""
     shape = list(data.sample_shape)
     if len(shape) == 3 and shape[0] == 3:
         return []
