@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardwright.plan.make import Mode
+from shardwright.plan.request import Mode
 from shardwright.world.gradients import Reduction
 from shardwright.world.precision import Precision
 from shardwright.zoo.ranges import at_least, between, more_than
