@@ -1,14 +1,15 @@
 # Needs only Python 3.11+ (3.11 or 3.12 tested) and make. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# Two files of tests at a time: many of them wait for processes that they started.
-TOGETHER := -n 2 --dist loadfile
+# Two tests at a time, each worker half of the files; the one that is done first takes over what the other has left.
+TOGETHER := -n 2 --dist worksteal
 
-.PHONY: help setup demo test test-all lint clean
+.PHONY: help setup demo test test-fast test-all lint clean
 
 help:
 	@echo "make demo      set up, then train on 8 processes on real handwritten digits"
 	@echo "make test      set up, then lint, type-check and test (minutes)"
+	@echo "make test-fast what starts no processes: under two minutes, for while you edit"
 	@echo "make test-all  the same with the long tests"
 	@echo "make lint      ruff and mypy alone"
 
@@ -22,6 +23,9 @@ demo: setup
 
 test: setup lint
 	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow"
+
+test-fast: setup
+	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not processes and not networks"
 
 test-all: setup lint
 	@$(BIN)/python -m pytest $(TOGETHER)

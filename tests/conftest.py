@@ -1,8 +1,10 @@
-"""Plans are remembered in a folder of this test session, so that no plan of an earlier run or of a user is met."""
+"""What holds for every test: where plans are remembered, how long examples may take, and who starts processes."""
 
 import os
 import tempfile
+from types import ModuleType
 
+import pytest
 from hypothesis import settings
 
 # Before anything is imported that could start the fork server, whose children inherit the environment of its start.
@@ -16,3 +18,22 @@ settings.load_profile("any machine")
 
 def pytest_unconfigure() -> None:
     _cache.cleanup()
+
+
+# Who imports one of these starts processes, which `make test-fast` does without.
+STARTERS = {"hosts", "launching", "many_hosts", "multiprocessing", "pages", "ranks", "slurm", "stalling", "subprocess"}
+
+
+def starts_processes(module: ModuleType) -> bool:
+    return any(
+        value.__name__ in STARTERS if isinstance(value, ModuleType) else getattr(value, "__module__", None) in STARTERS
+        for value in vars(module).values()
+    )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    known: dict[ModuleType, bool] = {}
+    for item in items:
+        module = getattr(item, "module", None)
+        if module is not None and known.setdefault(module, starts_processes(module)):
+            item.add_marker(pytest.mark.processes)
