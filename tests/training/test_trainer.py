@@ -300,7 +300,7 @@ def by_torchs_loader():
     orders = Orders(sampler)
     trainer = sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), [orders])
     trainer.fit(loader, epochs=9, steps=5)
-    return orders.seen, trainer.epoch, trainer.steps, trainer._samples(next(iter(loader)))
+    return orders.seen, trainer.epoch, trainer.steps, parallel.samples(next(iter(loader)))
 
 
 class Orders(sw.Callback):

@@ -22,7 +22,7 @@ import secrets
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -34,7 +34,31 @@ from shardwright.launch.hangs.stall import STALLED_CODE, StallWatch
 from shardwright.launch.hangs.stall_report import group_lines, headline, write_report
 from shardwright.launch.hangs.stall_verdict import Hang
 from shardwright.launch.host.processes import become_subreaper, descendants, woken_by
-from shardwright.launch.host.protocol import Message
+from shardwright.launch.host.protocol import (
+    AskErrors,
+    AskStacks,
+    CarrierSaid,
+    Continued,
+    End,
+    Ended,
+    Errors,
+    Event,
+    Exited,
+    Kill,
+    Left,
+    LogLost,
+    NotStarted,
+    Order,
+    Output,
+    OutputLost,
+    Progressed,
+    Signal,
+    Stacks,
+    Started,
+    StderrTail,
+    Stopped,
+    SupervisorGone,
+)
 from shardwright.launch.kept.failure import RankEnd, describe_ranks, signal_name
 from shardwright.launch.kept.job import FAILED, INTERRUPTED, SUCCEEDED, JobFolder, JobState
 from shardwright.launch.kept.logs import RankLogs
@@ -159,9 +183,9 @@ class Launcher:
     def _say(self, text: str) -> None:
         self.console.say(text)
 
-    def _order(self, message: Message) -> None:
+    def _order(self, order: Order) -> None:
         for connection in self._living():
-            connection.send(message)
+            connection.send(order)
 
     def _timeout_s(self) -> float | None:
         # Also those whose ranks have ended: their agents serve until the end of the job.
@@ -186,7 +210,7 @@ class Launcher:
     def _take_signals(self, fd: int) -> None:
         for signum in os.read(fd, 512):
             if signum in PASSED_SIGNALS:
-                self._order({"order": "signal", "signal": signum})
+                self._order(Signal(signum))
             elif signum in ENDING_SIGNALS:
                 self._interrupt(signum)
             elif signum == KILL_NOW:
@@ -217,14 +241,14 @@ class Launcher:
 
     def _kill(self, why: str) -> None:
         self._say(f"{why}: killing what is left")
-        self._order({"order": "kill"})
+        self._order(Kill())
         for connection in self._living():
             connection.wake()
 
-    def _end(self, signum: int, failure: Message | None = None) -> None:
+    def _end(self, signum: int, failure: Mapping[str, object] | None = None) -> None:
         """One grace for all hosts. ``failure`` is what failed.json says."""
         self.ending = True
-        self._order({"order": "end", "signal": signum, "grace_s": self.options.grace_s, "failure": failure})
+        self._order(End(signum, self.options.grace_s, failure))
         for connection in self._living():
             connection.wake()
 
@@ -238,89 +262,91 @@ class Launcher:
             else:
                 self._lost(connection)
             return
-        for message, payload in received:
-            getattr(self, f"_on_{message['event']}")(connection, message, payload)
+        for event in received:
+            self._take(connection, event)
 
-    def _on_started(self, _: Connection, message: Message, __: bytes) -> None:
-        self.pids[message["rank"]] = message["pid"]
+    def _take(self, connection: Connection, event: Event) -> None:
+        if isinstance(event, Output | OutputLost | Progressed | Continued | Exited):
+            self.stall.moved()
+        match event:
+            case Started(rank, pid):
+                self._started(rank, pid)
+            case Output(rank, stream, data):
+                self.logs.write(rank, stream, data)
+                self.console.output(rank, stream, data)
+            case OutputLost(rank, stream, lost_bytes, reason):
+                self.logs.lose(rank, stream, lost_bytes, reason)
+            case StderrTail(rank, data):
+                self.logs.write(rank, "stderr", data)
+            case LogLost(rank, stream, lost_bytes, why):
+                self._say(f"{self.logs.path(rank, stream)} lacks {lost_bytes} bytes{f' ({why})' if why else ''}")
+            case Stopped(rank, signum, pid):
+                self._stopped(connection, rank, signum, pid)
+            case Continued(rank):
+                if not self.ending:
+                    self._say(f"rank {rank} continues")
+            case Stacks(quiet_s, data):
+                self.stall.answered(connection.name, quiet_s, decode_observations(data))
+            case Exited():
+                self._exited(connection, event)
+            case Errors(errors):
+                ahead_s = connection.clock_ahead_s
+                self.verdict.answered(connection.name, {r: (text, time_s - ahead_s) for r, text, time_s in errors})
+            case Left(names):
+                self._left(names)
+            case CarrierSaid(text, matters):
+                self._carrier_said(text, matters)
+            case NotStarted(reason):
+                self._not_started(f"{connection.name}: {reason}" if self.hosts else reason)
+            case SupervisorGone():
+                self._lost(connection)
+            case Ended():
+                self._ended(connection, event)
+
+    def _started(self, rank: int, pid: int) -> None:
+        self.pids[rank] = pid
         if len(self.pids) == self.ranks:
             self.all_started_s = time.monotonic()
             self.stall.moved()
             self.started()
 
-    def _on_output(self, _: Connection, message: Message, payload: bytes) -> None:
-        self.stall.moved()
-        self.logs.write(message["rank"], message["stream"], payload)
-        self.console.output(message["rank"], message["stream"], payload)
-
-    def _on_output_lost(self, _: Connection, message: Message, __: bytes) -> None:
-        self.stall.moved()
-        self.logs.lose(message["rank"], message["stream"], message["bytes"], message["reason"])
-
-    def _on_stderr_tail(self, _: Connection, message: Message, payload: bytes) -> None:
-        self.logs.write(message["rank"], "stderr", payload)
-
-    def _on_log_lost(self, _: Connection, message: Message, __: bytes) -> None:
-        reason = f" ({message['reason']})" if message["reason"] else ""
-        path = self.logs.path(message["rank"], message["stream"])
-        self._say(f"{path} lacks {message['bytes']} bytes{reason}")
-
-    def _on_stopped(self, connection: Connection, message: Message, _: bytes) -> None:
+    def _stopped(self, connection: Connection, rank: int, signum: int, pid: int) -> None:
         if not self.ending:
             where = f" on {connection.name}" if self.hosts else ""
             self._say(
-                f"rank {message['rank']} is stopped ({signal_name(message['signal'])}) and the job waits for it; "
-                f"`kill -CONT {message['pid']}`{where} continues it, Ctrl-C ends the job"
+                f"rank {rank} is stopped ({signal_name(signum)}) and the job waits for it; "
+                f"`kill -CONT {pid}`{where} continues it, Ctrl-C ends the job"
             )
 
-    def _on_progress(self, _: Connection, __: Message, ___: bytes) -> None:
-        self.stall.moved()
-
-    def _on_stacks(self, connection: Connection, message: Message, payload: bytes) -> None:
-        self.stall.answered(connection.name, message["quiet_s"], decode_observations(payload))
-
-    def _on_continued(self, _: Connection, message: Message, __: bytes) -> None:
-        self.stall.moved()
-        if not self.ending:
-            self._say(f"rank {message['rank']} continues")
-
-    def _on_exited(self, connection: Connection, message: Message, _: bytes) -> None:
-        self.stall.moved()
-        rank = message["rank"]
-        host = self.hosts.get(rank, "")
-        end = rank_end(rank, message, lambda s: s - connection.clock_ahead_s, self.logs.stderr_tail(rank), host)
-        self.verdict.ends[rank] = end
+    def _exited(self, connection: Connection, event: Exited) -> None:
+        host = self.hosts.get(event.rank, "")
+        end = rank_end(event, connection.clock_ahead_s, self.logs.stderr_tail(event.rank), host)
+        self.verdict.ends[event.rank] = end
         if end.code != 0:
             self._settle()
 
-    def _on_errors(self, connection: Connection, message: Message, _: bytes) -> None:
-        ahead_s = connection.clock_ahead_s
-        errors = {int(rank): (text, time_s - ahead_s) for rank, (text, time_s) in message["errors"].items()}
-        self.verdict.answered(connection.name, errors)
-
-    def _on_left(self, _: Connection, message: Message, __: bytes) -> None:
+    def _left(self, names: Mapping[str, str]) -> None:
         if not self.ending:
-            names = ", ".join(f"{name} (pid {pid})" for pid, name in message["names"].items())
-            self._say(f"the ranks left processes behind, which are ended now: {names}")
+            listed = ", ".join(f"{name} (pid {pid})" for pid, name in names.items())
+            self._say(f"the ranks left processes behind, which are ended now: {listed}")
 
-    def _on_carrier_said(self, _: Connection, message: Message, __: bytes) -> None:
+    def _carrier_said(self, text: str, matters: bool) -> None:
         path = self.folder.path / "mpirun"
         with contextlib.suppress(OSError):
-            path.write_text(f"{message['text']}\n")
-            if message["matters"]:
+            path.write_text(f"{text}\n")
+            if matters:
                 self._say(f"what mpirun said: {path}")
 
-    def _on_not_started(self, connection: Connection, message: Message, _: bytes) -> None:
-        where = f"{connection.name}: " if self.hosts else ""
-        self.not_started = where + message["message"]
+    def _not_started(self, reason: str) -> None:
+        self.not_started = reason
         for other in self._living():
             other.over = True
 
-    def _on_ended(self, connection: Connection, message: Message, _: bytes) -> None:
+    def _ended(self, connection: Connection, event: Ended) -> None:
         connection.over = True
-        self.killed |= set(message["killed"])
+        self.killed |= set(event.killed)
         where = f" on {connection.name}" if self.hosts else ""
-        self.unkillable += [f"{pid}{where}" for pid in message["unkillable"]]
+        self.unkillable += [f"{pid}{where}" for pid in event.unkillable]
         self._judge()
         if self._living():
             return
@@ -328,9 +354,6 @@ class Launcher:
             self._say(f"{describe_ranks(self.killed)} had to be killed")
         if self.unkillable:
             self._say(f"processes that do not end even when killed: {', '.join(self.unkillable)}")
-
-    def _on_supervisor_gone(self, connection: Connection, _: Message, __: bytes) -> None:
-        self._lost(connection)
 
     def _lost(self, connection: Connection) -> None:
         """Without its last word."""
@@ -345,9 +368,7 @@ class Launcher:
                 self._say(what)
             return
         if not self.pids.keys() & set(connection.ranks):
-            self.not_started = f"{what} while it imported torch"
-            for other in self._living():
-                other.over = True
+            self._not_started(f"{what} while it imported torch")
             return
         if silent and connection.lease_s is not None:
             lost_s -= connection.lease_s  # when it was last heard
@@ -363,7 +384,7 @@ class Launcher:
     def _settle(self) -> None:
         if self.ending or self.verdict.settling or self.verdict.cause is not None:
             return
-        self._order({"order": "errors"})
+        self._order(AskErrors())
         self.verdict.settle((connection.name, connection.lease_s) for connection in self._living())
 
     def _judge(self) -> None:
@@ -382,7 +403,7 @@ class Launcher:
             return
         if self.stall.should_ask():
             self.stall.ask({connection.name: connection.lease_s for connection in self._living()})
-            self._order({"order": "stacks"})
+            self._order(AskStacks())
         elif self.stall.is_stalled():
             self._stalled()
 

@@ -24,7 +24,8 @@ from shardwright.launch.asked.restart_options import RestartOptions
 from shardwright.launch.carriers.connection import Carrier, Connection
 from shardwright.launch.carriers.rank_environment import default_environment, inherited_environment, rank_variables
 from shardwright.launch.host.processes import JOB_VARIABLE, descendants, kill_all, marked
-from shardwright.launch.host.protocol import Start
+from shardwright.launch.host.protocol import EVENTS, Event, Start
+from shardwright.launch.host.stream import Decoder
 from shardwright.launch.kept.failure import signal_name
 from shardwright.launch.kept.job import JobFolder, create_job_folder
 from shardwright.launch.restarts import Say, run_job
@@ -102,7 +103,7 @@ class LocalCarrier(Carrier):
             self.options.program, self.options.preload, self._rank_variables(run_id, folder), tuple(held),
             self.options.carrier, bind=self.options.bind, stall_s=self.options.stall_timeout_s,
         )  # fmt: skip
-        connection.send(start.to_message())
+        connection.send(start)
         self.connection = connection
         return [connection]
 
@@ -126,6 +127,13 @@ class LocalCarrier(Carrier):
 
 class LocalConnection(Connection):
     """The process is the supervisor itself."""
+
+    def __init__(self, process: subprocess.Popen[bytes], name: str) -> None:
+        super().__init__(process, name)
+        self._decoder: Decoder[Event] = Decoder(*EVENTS)
+
+    def _decode(self, data: bytes) -> list[Event]:
+        return list(self._decoder.feed(data))
 
     def wake(self) -> None:
         self.process.send_signal(signal.SIGCONT)

@@ -7,7 +7,7 @@ The first decides how parameters are stored; the plans of later shapes take the 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,14 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.checkpoint.saving.asynchronous import wait_copied
+from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import Kind
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
-from shardwright.lower.program import LocalProgram
 from shardwright.mesh.collectives import all_gather
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.processes import ProcessCommunicator
@@ -33,8 +32,10 @@ from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
 from shardwright.report.ir import save_graphs
 from shardwright.run.buckets import GradientReduction
+from shardwright.run.evaluation import Evaluation, metric_means
 from shardwright.run.execute import Execution, Given
 from shardwright.run.inputs import BatchKind, Rows, global_shapes, local_inputs, rows_of
+from shardwright.run.model import ParallelModel, Replay
 from shardwright.run.planner import Planner
 from shardwright.run.storage import agree_on_weights, local_part, refuse_meta, split_parameters
 from shardwright.torch_private import tree_flatten
@@ -62,13 +63,13 @@ class _Prepared:
     input_layouts: tuple[Layout, ...]
 
 
-class Parallel:
-    """What `sw.parallelize` returns for a model that could be captured.
+class Parallel(ParallelModel):
+    """A model that was captured, which runs by the programs of its plans.
 
-    ``parallel(batch)`` is the loss of the global batch, the same on every rank, or (loss, aux) where the loss function
-    returns that. Of an auxiliary output each rank gets the rows of the batch that it was given; what has no such rows
-    comes whole. `close`, or the end of a ``with``, gives back its process groups.
+    Of an auxiliary output each rank gets the rows of the batch that it was given; what has no such rows comes whole.
     """
+
+    plan: Plan
 
     def __init__(
         self,
@@ -129,10 +130,6 @@ class Parallel:
         self._between_steps = not training or not self._reduction.deferring
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        """What the loss function returns beside the loss, in evaluation mode and without gradients.
-
-        Whole on every rank; with ``gather=False`` the rows of the batch that this rank was given.
-        """
         was_training = self.module.training
         self.module.eval()
         try:
@@ -148,19 +145,26 @@ class Parallel:
         finally:
             self.module.train(was_training)
 
+    def samples(self, batch: Any) -> int:
+        return batch.global_size if isinstance(batch, Batch) else self._rows(batch).total
+
+    def evaluate(self, batch: Any) -> Evaluation:
+        samples, result = self.samples(batch), self(batch)
+        loss, aux = result if isinstance(result, tuple) else (result, None)
+        return Evaluation(float(loss), metric_means(aux, samples), samples)
+
+    def _rows(self, batch: Any) -> Rows:
+        return rows_of(batch, flatten_batch(batch), self.options.batch)
+
     def accumulate(self) -> AbstractContextManager[None]:
-        """Inside, backwards do not reduce the gradients of replicated parameters; the next one outside reduces all."""
         return self._reduction.deferred()
 
-    def replay(self, batch: Any) -> tuple[Capture, LocalProgram, dict[str, Any]]:
-        """The forward of the training step that was run last, once more for the same ``batch``: the graph, this rank's
-        program, and the value of each of its variables. Draws the same random numbers and changes nothing.
-        """
+    def replay(self, batch: Any) -> Replay:
         prepared, inputs = self._ready("training", batch)
         given = self._given(prepared.plan.capture, inputs, self._step - 1)
         with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
             values = prepared.execution.variables(given)
-        return prepared.plan.capture, prepared.execution.program, values
+        return Replay(prepared.plan.capture, prepared.execution.program, values)
 
     def _run(self, prepared: _Prepared, inputs: Sequence[Tensor]) -> tuple[Tensor | None, list[Tensor], list[Tensor]]:
         given = self._given(prepared.plan.capture, inputs, self._step)
@@ -196,7 +200,6 @@ class Parallel:
         return found
 
     def executions(self) -> list[Execution]:
-        """The programs that were made so far, each with a count of its runs."""
         return [prepared.execution for prepared in self._programs.values()]
 
     def close(self) -> None:
@@ -207,12 +210,6 @@ class Parallel:
         """
         self._closed = True
         self._communicator.close()
-
-    def __enter__(self) -> Parallel:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _refuse_closed(self) -> None:
         if self._closed:
@@ -270,24 +267,7 @@ class Parallel:
     def _by_name(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters(remove_duplicate=False))
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters as this rank stores them: all plain tensors, or all DTensors."""
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names in the model."""
-        return self.module.named_parameters()
-
-    def buffers(self) -> Iterator[Tensor]:
-        """The buffers, whole on every rank."""
-        return self.module.buffers()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the model, parameters as they are stored."""
-        return dict(self.module.state_dict())
-
     def full_state_dict(self) -> dict[str, Tensor]:
-        """The state of the model, every tensor whole on every rank; all ranks call it together."""
         self._refuse_closed()
         return {name: self._gathered(name, tensor) for name, tensor in self.module.state_dict().items()}
 
@@ -304,28 +284,12 @@ class Parallel:
                 whole = all_gather(whole, self._communicator, **step.arguments(shape))
         return whole
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state as `state_dict` gives it."""
-        wait_copied()
-        self.module.load_state_dict(state)
-
     def random_state(self) -> dict[str, int]:
-        """What the random numbers of the next training step depend on, beside positions: the same on every rank."""
         return {"seed": self._seed, "step": self._step}
 
     def load_random_state(self, state: Mapping[str, int]) -> None:
-        """Draw from here on what the one that gave ``state`` would draw; every rank calls it with the same."""
         self._seed, self._step = state["seed"], state["step"]
         self._pulse.set_steps(self._step)
-
-    def train(self, mode: bool = True) -> Parallel:
-        """Training mode, as `torch.nn.Module.train`."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Parallel:
-        """Evaluation mode, as `torch.nn.Module.eval`."""
-        return self.train(False)
 
 
 def _scaled_gradient(x: Tensor, factor: float) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -11,19 +11,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.data.loading.batch import Batch
 from shardwright.data.loading.samples import count_samples, map_tensors
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
+from shardwright.run.evaluation import Evaluation, metric_means_over_ranks
+from shardwright.run.execute import Execution
+from shardwright.run.inputs import BatchKind
+from shardwright.run.model import ParallelModel
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
 from shardwright.world.world import World, current_world
 
 Mode = Literal["data", "single"]
-BatchKind = Literal["local", "global"]
 
 
 def parallelize_eagerly(
@@ -57,15 +59,15 @@ def parallelize_eagerly(
     return EagerParallel(model, step, splitter)
 
 
-class EagerParallel:
-    """``parallel(batch)`` is the loss of the global batch, the same on every rank; its backward leaves gradients.
+class EagerParallel(ParallelModel):
+    """A model that was not captured, as `parallelize_eagerly` makes it.
 
-    Where the loss function returns ``(loss, aux)``, so does this, with the aux of this rank's own part, None
-    for an empty one. Made by `parallelize_eagerly`.
+    Of what the loss function returns beside the loss, each rank gets that of its own part, None for an empty one.
     """
 
     def __init__(self, model: nn.Module, step: DataParallelStep, splitter: _Splitter) -> None:
         self.module = model
+        self.plan = None
         self._step = step
         self._splitter = splitter
         self._pulse = own_pulse()
@@ -78,12 +80,16 @@ class EagerParallel:
         part, global_size = self._splitter.split(batch)
         return self._step(part, global_size)
 
-    def part_size(self, batch: Any) -> int:
-        """How many samples of ``batch`` this rank computes."""
-        return count_samples(self._splitter.split(batch)[0])
+    def predict(self, batch: Any, *, gather: bool = True) -> Any:
+        """Refused: the parts that the ranks hold of an output are known only where the model was captured."""
+        raise UsageError(
+            f"predict() needs a model that was captured, and this {type(self.module).__name__} runs by "
+            "DistributedDataParallel; mend what the EagerFallback warning named, or call parallel.module(...) yourself"
+        )
 
-    def global_size(self, batch: Any) -> int:
-        """How many samples the global batch of ``batch`` has; all ranks call it together."""
+    def samples(self, batch: Any) -> int:
+        if isinstance(batch, Batch):
+            return batch.global_size
         part, global_size = self._splitter.split(batch)
         if global_size is not None:
             return global_size
@@ -91,47 +97,34 @@ class EagerParallel:
         dist.all_reduce(total)
         return int(total)
 
-    def accumulate(self) -> AbstractContextManager[None]:
-        """``with parallel.accumulate():`` forward and backward of a micro-batch whose gradients are not reduced yet.
+    def evaluate(self, batch: Any) -> Evaluation:
+        samples, result = self.samples(batch), self(batch)
+        loss, aux = result if isinstance(result, tuple) else (result, None)
+        part, _ = self._splitter.split(batch)
+        return Evaluation(float(loss), metric_means_over_ranks(aux, count_samples(part)), samples)
 
-        They join those of the next backward outside, which reduces the sum.
-        """
+    def accumulate(self) -> AbstractContextManager[None]:
         return self._step.accumulate()
+
+    def replay(self, batch: Any) -> None:
+        """Nothing to tell: there is no graph."""
+
+    def executions(self) -> list[Execution]:
+        """No programs: torch runs the model as it is."""
+        return []
 
     def close(self) -> None:
         """Nothing to give back: it communicates in the default process group."""
 
-    def __enter__(self) -> EagerParallel:
-        return self
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the model, which is whole on every rank."""
+        return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def random_state(self) -> None:
+        """Nothing of its own: random numbers come from torch's generators."""
 
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters of the model, for an optimizer."""
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of the model with their names."""
-        return self.module.named_parameters()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the model, under its own names, whole on every rank."""
-        return self.module.state_dict()
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load what `state_dict` gave; every rank loads the same."""
-        wait_copied()
-        self.module.load_state_dict(state_dict)
-
-    def train(self, mode: bool = True) -> EagerParallel:
-        """Set the model to training mode."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> EagerParallel:
-        """Set the model to evaluation mode."""
-        return self.train(False)
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """Nothing to set: random numbers come from torch's generators."""
 
 
 @dataclass(frozen=True)

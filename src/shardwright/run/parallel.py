@@ -18,8 +18,9 @@ from shardwright.plan.hardware import Hardware, read_hardware
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import SEARCHES, Inputs, Mode, PlanRequest, inputs_problem
 from shardwright.run.captured import Options, Parallel
-from shardwright.run.eager_parallel import EagerParallel, parallelize_eagerly
+from shardwright.run.eager_parallel import parallelize_eagerly
 from shardwright.run.inputs import BatchKind, mesh_for
+from shardwright.run.model import ParallelModel
 from shardwright.run.planner import Planner, hardware_of
 from shardwright.world.agreement import agree
 from shardwright.world.world import current_world
@@ -47,7 +48,7 @@ def parallelize(
     inputs: Inputs = "split",
     hardware: Hardware | str | PathLike[str] | None = None,
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
-) -> Parallel | EagerParallel:
+) -> ParallelModel:
     """Train ``model`` on all ranks as on one; every rank calls this with the same model and arguments.
 
     Args:

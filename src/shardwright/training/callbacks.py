@@ -14,9 +14,9 @@ from torch import Tensor
 from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.errors import TrainingError, UsageError
 from shardwright.report.text import loss_line
-from shardwright.run.captured import Parallel
+from shardwright.run.evaluation import Evaluation
 from shardwright.run.storage import local_part
-from shardwright.training.hooks import Callback, Evaluation, RunView
+from shardwright.training.hooks import Callback, RunView
 from shardwright.training.nonfinite import first_non_finite
 
 
@@ -158,9 +158,10 @@ class NanGuard(Callback):
         if bool(torch.isfinite(loss.detach())):
             return
         message = f"the loss is {loss.item()} at epoch {run.epoch}, step {run.step}"
-        if not isinstance(run.parallel, Parallel):
+        replay = run.parallel.replay(batch)
+        if replay is None:
             raise TrainingError(f"{message}; only a model that can be captured tells which operator began it")
-        origin = first_non_finite(run.parallel, batch)
+        origin = first_non_finite(replay, run.world.rank)
         if origin is None:
             raise TrainingError(f"{message}; a second run of the same step gave a finite loss")
         raise TrainingError(f"{message}; first on rank {origin.rank}: {origin.what}")

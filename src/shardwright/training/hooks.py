@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,22 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwright.run.captured import Parallel
-from shardwright.run.eager_parallel import EagerParallel
+from shardwright.run.evaluation import Evaluation
+from shardwright.run.model import ParallelModel
 from shardwright.world.world import World
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The means over ``samples`` samples, each counted once, that `Trainer.evaluate` returns."""
-
-    loss: float
-    metrics: Mapping[str, float]
-    samples: int
-
-    def state(self) -> dict[str, Any]:
-        """The evaluation as values, from which ``Evaluation(**values)`` makes it again."""
-        return {"loss": self.loss, "metrics": dict(self.metrics), "samples": self.samples}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,7 +28,7 @@ class RunView:
     it at the same step.
     """
 
-    parallel: Parallel | EagerParallel
+    parallel: ParallelModel
     optimizer: Optimizer
     scheduler: LRScheduler | None
     scaler: torch.amp.GradScaler

@@ -11,31 +11,32 @@ from torch import Tensor
 
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import Instruction, LocalProgram
-from shardwright.run.captured import Parallel
+from shardwright.run.model import Replay
 from shardwright.world.agreement import from_all_ranks
 
 
 @dataclass(frozen=True)
 class Origin:
     """What first was not finite: instruction ``position`` of the program of ``rank``, -1 for what the step began with.
-    ``what`` names it for people."""
+
+    ``what`` names it for people.
+    """
 
     position: int
     rank: int
     what: str
 
 
-def first_non_finite(parallel: Parallel, batch: Any) -> Origin | None:
-    """Runs the last training step's forward once more, for the same ``batch``, and looks at every value.
+def first_non_finite(replay: Replay, rank: int) -> Origin | None:
+    """Looks at every value of the forward that this rank has run once more.
 
     All ranks call it together and get the same answer: the earliest in the program, and of equal ones that of the
     lowest rank. None where the loss is finite this time.
     """
-    capture, program, values = parallel.replay(batch)
-    bad = {name: value for name, value in values.items() if _is_bad(value)}
-    mine = _origin(capture, program, bad, parallel.world.rank)
-    found = [origin for origin in from_all_ranks(mine) if origin is not None]
-    return min(found, key=lambda origin: (origin.position, origin.rank), default=None)
+    bad = {name: value for name, value in replay.values.items() if _is_bad(value)}
+    mine = _origin(replay.capture, replay.program, bad, rank)
+    origins = [origin for origin in from_all_ranks(mine) if origin is not None]
+    return min(origins, key=lambda origin: (origin.position, origin.rank), default=None)
 
 
 def _origin(capture: Capture, program: LocalProgram, bad: Mapping[str, Tensor], rank: int) -> Origin | None:

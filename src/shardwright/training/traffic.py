@@ -16,9 +16,8 @@ from pathlib import Path
 
 from shardwright.hosts.network import SYSFS, Device, Moved, Reading, carriers, moved, read_devices
 from shardwright.report.text import size_text
-from shardwright.run.captured import Parallel
-from shardwright.run.eager_parallel import EagerParallel
 from shardwright.run.execute import Execution, Run
+from shardwright.run.model import ParallelModel
 from shardwright.training.nccl_network import chosen_network, over_sockets
 from shardwright.training.prediction import Flows, collectives_of, flows_between
 from shardwright.world.agreement import from_all_ranks
@@ -65,15 +64,15 @@ class HostTraffic:
 class TrafficWatch:
     """Made on all ranks together before the first step; all call `end` after the last."""
 
-    def __init__(self, parallel: Parallel | EagerParallel, world: World, sysfs: Path = SYSFS) -> None:
-        self._world, self._sysfs = world, sysfs
-        self._parallel = parallel if isinstance(parallel, Parallel) else None
+    def __init__(self, parallel: ParallelModel, world: World, sysfs: Path = SYSFS) -> None:
+        self._parallel, self._world, self._sysfs = parallel, world, sysfs
         self._before: Reading | None = None
         self._places: list[str] = []
+        self._runs_before: list[tuple[Execution, Counter[Run]]] = []
         if world.size > 1:
             self._places = from_all_ranks(f"{world.host}\n{_network_namespace()}")
             self._before = read_devices(sysfs) if self._places.index(self._places[world.rank]) == world.rank else None
-        self._runs_before = [(execution, execution.runs.copy()) for execution in self._executions()]
+            self._runs_before = [(execution, execution.runs.copy()) for execution in parallel.executions()]
 
     def end(self) -> None:
         """Rank 0 prints what was moved; a world of one rank has nothing to say."""
@@ -102,15 +101,12 @@ class TrafficWatch:
         }
         return [names[place] for place in self._places]
 
-    def _executions(self) -> list[Execution]:
-        return [] if self._parallel is None else self._parallel.executions()
-
     def _predicted(self, backend: str) -> Flows | None:
-        if self._parallel is None:
+        if self._parallel.plan is None:
             return None
         flows: defaultdict[tuple[str, str], float] = defaultdict(float)
         earlier = {id(execution): runs for execution, runs in self._runs_before}
-        for execution in self._executions():
+        for execution in self._parallel.executions():
             runs: Counter[Run] = execution.runs - earlier.get(id(execution), Counter())
             collectives = collectives_of(execution.program, runs)
             for pair, sent in flows_between(collectives, execution.program.mesh, self._names(), backend).items():

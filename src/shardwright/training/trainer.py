@@ -7,9 +7,8 @@ choosing a checkpoint) all ranks decide alike.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -19,40 +18,17 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.checkpoint.loading.match import Rename
-from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
-from shardwright.graph.capture import flatten_batch
 from shardwright.pulse import own_pulse
 from shardwright.report.text import start_line, validation_line
-from shardwright.run.captured import Parallel
-from shardwright.run.eager_parallel import EagerParallel
-from shardwright.run.inputs import rows_of
+from shardwright.run.evaluation import Evaluation, together
+from shardwright.run.model import ParallelModel
 from shardwright.training.checkpointing import ModelCheckpoint
-from shardwright.training.hooks import Callback, Evaluation, RunView
+from shardwright.training.hooks import Callback, RunView
 from shardwright.training.resuming import Begun, Continuation, resume
 from shardwright.training.traffic import TrafficWatch
-from shardwright.world.agreement import from_all_ranks
 from shardwright.world.precision import Precision, autocast, check_precision, gradient_scaler
 from shardwright.world.world import current_world
-
-
-@dataclass
-class _Sums:
-    """Sums over the samples of an evaluation, in float64."""
-
-    samples: int = 0
-    loss: float = 0.0
-    metrics: dict[str, float] = field(default_factory=dict)
-
-    def add(self, samples: int, loss: float, means: Mapping[str, float]) -> None:
-        self.samples += samples
-        self.loss += loss * samples
-        for name, mean in means.items():
-            self.metrics[name] = self.metrics.get(name, 0.0) + mean * samples
-
-    def means(self) -> Evaluation:
-        metrics = {name: total / self.samples for name, total in self.metrics.items()}
-        return Evaluation(self.loss / self.samples, metrics, self.samples)
 
 
 class Trainer:
@@ -77,7 +53,7 @@ class Trainer:
 
     def __init__(
         self,
-        parallel: Parallel | EagerParallel,
+        parallel: ParallelModel,
         optimizer: Optimizer,
         callbacks: Sequence[Callback] = (),
         *,
@@ -241,7 +217,7 @@ class Trainer:
 
     def _train_step(self, group: Sequence[Any]) -> None:
         """One optimizer step: the gradient of the mean loss over all samples of the batches in ``group``."""
-        counts = [self._samples(batch) for batch in group]
+        counts = [self.parallel.samples(batch) for batch in group]
         if not self._announced:
             self._announced = True
             self._announce(counts)
@@ -250,7 +226,7 @@ class Trainer:
         for batch, count in zip(group, counts, strict=True):
             last = len(losses) == len(group) - 1
             with nullcontext() if last else self.parallel.accumulate():
-                loss, _ = self._forward(batch)
+                loss = self._loss(batch)
                 self._call_all("on_loss", batch, loss)
                 share = loss * (count / sum(counts))
                 self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
@@ -269,19 +245,12 @@ class Trainer:
         if self.scheduler is not None and not skipped:
             self.scheduler.step()
 
-    def _forward(self, batch: Any) -> tuple[Tensor, Any]:
-        """The loss of the global batch, and what the loss function gave beside it, or None."""
+    def _loss(self, batch: Any) -> Tensor:
+        """The loss of the global batch."""
         with autocast(self.precision, self.world.device):
             result = self.parallel(batch)
-        return result if isinstance(result, tuple) else (result, None)
-
-    def _samples(self, batch: Any) -> int:
-        """The samples of the global batch of which ``batch`` is this rank's part."""
-        if isinstance(batch, Batch):
-            return batch.global_size
-        if isinstance(self.parallel, Parallel):
-            return rows_of(batch, flatten_batch(batch), self.parallel.options.batch).total
-        return self.parallel.global_size(batch)
+        loss: Tensor = result[0] if isinstance(result, tuple) else result
+        return loss
 
     def _announce(self, counts: Sequence[int]) -> None:
         if self.world.rank == 0:
@@ -299,26 +268,20 @@ class Trainer:
         Raises:
             UsageError: where there is nothing to evaluate.
         """
-        sums = _Sums()
         with ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(_call(callback, "evaluating", self._view()))
             stack.enter_context(torch.no_grad())
             stack.callback(self.parallel.train, self.parallel.module.training)
             self.parallel.eval()
-            for batch in loader:
-                samples = self._samples(batch)
-                loss, aux = self._forward(batch)
-                sums.add(samples, float(loss), self._means(aux, batch, samples))
-        if not sums.samples:
+            evaluation = together(self._evaluated(batch) for batch in loader)
+        if evaluation is None:
             raise UsageError("there is nothing to evaluate: the loader gave no batch")
-        return sums.means()
+        return evaluation
 
-    def _means(self, aux: Any, batch: Any, samples: int) -> dict[str, float]:
-        """The metrics of a global batch, each as a mean over its samples."""
-        if isinstance(self.parallel, EagerParallel):
-            return _means_over_ranks(aux, self.parallel.part_size(batch))
-        return {name: _total(value, samples) / samples for name, value in _scalars(aux)}
+    def _evaluated(self, batch: Any) -> Evaluation:
+        with autocast(self.precision, self.world.device):
+            return self.parallel.evaluate(batch)
 
     def _validate(self, loader: Iterable[Any]) -> None:
         self.evaluation, self.evaluated = self.evaluate(loader), self.epoch
@@ -366,21 +329,3 @@ def _call(callback: Callback, hook: str, *arguments: Any) -> Any:
     except Exception as error:
         error.add_note(f"raised by the callback {type(callback).__name__}, in {hook}")
         raise
-
-
-def _scalars(aux: Any) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(aux, Mapping):
-        yield from ((str(name), v) for name, v in aux.items() if isinstance(v, Tensor) and v.ndim == 0)
-
-
-def _total(value: Tensor, samples: int) -> float:
-    """A metric summed over ``samples`` samples: a count is that already."""
-    return float(value) * (samples if value.is_floating_point() else 1)
-
-
-def _means_over_ranks(aux: Any, samples: int) -> dict[str, float]:
-    """The means over all ranks' parts, from the metrics of this rank's part of ``samples`` samples (None if empty)."""
-    everyone = from_all_ranks(({name: _total(value, samples) for name, value in _scalars(aux)}, samples))
-    total = sum(count for _, count in everyone)
-    names = next((list(metrics) for metrics, count in everyone if count), [])
-    return {name: sum(metrics.get(name, 0.0) for metrics, _ in everyone) / total for name in names}

@@ -30,7 +30,6 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import Inputs, Mode, PlanRequest
 from shardwright.plan.ruled import RuledGraph
-from shardwright.run.captured import Parallel
 from shardwright.run.inputs import mesh_for
 from shardwright.run.parallel import parallelize
 from shardwright.run.planner import hardware_of
@@ -233,7 +232,6 @@ class _SideBySide:
 
         def parallel(mode: Mode, given: Plan | None) -> _Trainer:
             made = parallelize(copied(), loss_fn, self.batches[0], mode, plan=given, batch="global")
-            assert isinstance(made, Parallel)  # the capture has succeeded before
             return _Trainer(closing.enter_context(made), made.module, lr)
 
         self.batches = [tree_map(cast, batch) for batch in batches]

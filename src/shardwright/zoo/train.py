@@ -14,7 +14,6 @@ from shardwright.data.loading.loader import Loader, loader
 from shardwright.errors import DataError, UsageError
 from shardwright.hosts.environment import read_environment
 from shardwright.launch.asked.options import LaunchOptions, read_options
-from shardwright.run.captured import Parallel
 from shardwright.run.parallel import parallelize
 from shardwright.training.callbacks import EMA, EarlyStopping, LossMonitor, NanGuard, ProgressBar
 from shardwright.training.checkpointing import ModelCheckpoint
@@ -78,7 +77,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
         write_whole(output / "config.yaml", lambda path: path.write_text(to_yaml(config)))
         print(f"configuration: {output / 'config.yaml'}", flush=True)
     parallel = _parallelize(experiment, world)
-    plan = parallel.plan if isinstance(parallel, Parallel) else None
+    plan = parallel.plan
     batches = _train_loader(experiment, world, plan)
     data = experiment.data
     test = loader(data.test, config.eval.batch_size, evaluate=True, collate_fn=data.collate, world=world, plan=plan)

@@ -6,20 +6,22 @@ import stat
 import pytest
 
 from shardwright.errors import UsageError
-from shardwright.launch.host.protocol import Decoder
+from shardwright.launch.host.agent_protocol import StageBegin, StageEntry, StageMore
+from shardwright.launch.host.protocol import KeptAt
 from shardwright.launch.host.stage import Stage, StagedFiles, remove_folder
+from shardwright.launch.host.stream import Decoder
 from shardwright.launch.kept.kept_logs import KeptLogs
 
 
 def deliver(stage, scratch, pieces=None):
     """As an agent takes it."""
-    decoder, staged = Decoder(), None
+    decoder, staged = Decoder(StageBegin, StageEntry, StageMore), None
     for piece in pieces or stage.orders():
-        for message, payload in decoder.feed(piece):
-            if message["order"] == "stage":
-                staged = StagedFiles(message, scratch)
+        for order in decoder.feed(piece):
+            if isinstance(order, StageBegin):
+                staged = StagedFiles(order, scratch)
             else:
-                staged.take(message | {"payload": payload})
+                staged.take(order)
     staged.finish()
     return staged
 
@@ -105,17 +107,16 @@ def test_what_cannot_be_staged_is_refused(here, tmp_path):
 def test_a_disk_without_room_is_a_problem_and_leaves_nothing(here):
     _, scratch = here
     pieces = list(read("pkg").orders())
-    decoder = Decoder()
-    [(first, _)] = decoder.feed(pieces[0])
-    staged = StagedFiles(first | {"bytes": 1 << 60}, scratch)
+    [first] = Decoder(StageBegin).feed(pieces[0])
+    staged = StagedFiles(first._replace(size_bytes=1 << 60), scratch)
     assert "1073741824.0 GiB in 9 files and folders are to be staged to " in staged.problems[0]
     assert "make room, or set TMPDIR" in staged.problems[0]
-    staged.take({"order": "stage_entry", "path": "pkg", "kind": "folder", "mode": 0o755})
+    staged.take(StageEntry("pkg", "folder", 0o755, 0.0))
     assert list(scratch.iterdir()) == []
 
 
 def test_logs_that_stay_on_a_host(tmp_path):
-    kept = KeptLogs(tmp_path, [2, 3], shown=[2], begin="")
+    kept = KeptLogs(KeptAt(str(tmp_path), (2,), ""), [2, 3])
     assert [kept.write(2, "stderr", b"a"), kept.write(3, "stderr", b"b" * 40_000), kept.write(3, "stdout", b"c")] == [
         True, False, False
     ]  # fmt: skip
@@ -123,7 +124,7 @@ def test_logs_that_stay_on_a_host(tmp_path):
     assert kept.close() == []
     assert (tmp_path / "rank.3/stderr").read_bytes() == b"b" * 40_000
     with pytest.raises(FileExistsError):
-        KeptLogs(tmp_path, [2], shown=[], begin="")
-    again = KeptLogs(tmp_path, [2], shown=[], begin="[again]\n")
+        KeptLogs(KeptAt(str(tmp_path), (), ""), [2])
+    again = KeptLogs(KeptAt(str(tmp_path), (), "[again]\n"), [2])
     again.close()
     assert (tmp_path / "rank.2/stderr").read_text() == "a\n[again]\n"

@@ -11,6 +11,7 @@ from shardwright.launch.asked.host_options import HostOptions, PerHost, RemoteOp
 from shardwright.launch.carriers import agent
 from shardwright.launch.carriers.ssh import portable_environment
 from shardwright.launch.carriers.ssh_errors import compare, why_no_answer
+from shardwright.launch.host.protocol import Exited, Output
 from shardwright.launch.kept.verdict import Verdict, rank_end
 
 
@@ -149,7 +150,7 @@ def test_the_environment_of_a_login_stays():
 def test_a_line_holds_ranks_up_for_a_while_and_then_counts_what_it_leaves_out(monkeypatch):
     clock = 100.0
     monkeypatch.setattr(agent.time, "monotonic", lambda: clock)
-    line, full, output = agent._Line(), 1 << 21, {"rank": 1, "stream": "stdout", "payload_bytes": 7}
+    line, full, output = agent._Line(), 1 << 21, Output(1, "stdout", bytes(7))
     assert not line.holds_up(full - 1)
     assert line.holds_up(full)
     assert line.holds_up(full - 1), "until it is half empty"
@@ -160,14 +161,13 @@ def test_a_line_holds_ranks_up_for_a_while_and_then_counts_what_it_leaves_out(mo
     assert not line.holds_up(full)
     assert [line.leaves_out(output, full) for _ in range(2)] == [True, True]
     assert not line.leaves_out(output, full - 1)
-    assert [(lost["rank"], lost["bytes"]) for lost in line.losses()] == [(1, 14)]
+    assert [(lost.rank, lost.lost_bytes) for lost in line.losses()] == [(1, 14)]
     assert line.losses() == []
     assert not line.holds_up(full), "a line that was slow is not waited for again at once"
 
 
 def failure(rank, code, time_s, ahead_s, tail=b""):
-    event = {"code": code, "time_s": time_s + ahead_s, "signalled": False, "out_of_memory": False, "error": None}
-    return rank_end(rank, event, lambda s: s - ahead_s, tail, f"host{rank}")
+    return rank_end(Exited(rank, code, time_s + ahead_s), ahead_s, tail, f"host{rank}")
 
 
 def test_a_complaint_about_a_peer_waits_for_hosts_that_have_not_answered(monkeypatch):

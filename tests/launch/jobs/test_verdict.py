@@ -4,7 +4,8 @@ import json
 import os
 
 from shardwright.launch.host.program import Program
-from shardwright.launch.host.protocol import Decoder, Start, encode
+from shardwright.launch.host.protocol import CarrierSaid, Ended, Output, Start, StderrTail
+from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.kept.failure import RankEnd, describe_ranks, first_failure, read_error_file
 from shardwright.launch.kept.job import LOST, RUNNING, JobFolder, JobState, create_job_folder
 
@@ -64,19 +65,19 @@ def test_error_files(tmp_path):
 
 
 def test_messages_survive_any_cut():
-    sent = [({"event": "output", "rank": 1}, b'a\n{"x"'), ({"event": "ended"}, b""), ({"event": "é"}, bytes(300))]
-    stream = b"".join(encode(message, payload) for message, payload in sent)
+    sent = [Output(1, "stdout", b'a\n{"x"'), Ended((), (7,)), CarrierSaid("é", True), StderrTail(2, bytes(300))]
+    stream = b"".join(encode(message) for message in sent)
     for size in (1, 2, 7, 64, 10_000):
-        decoder = Decoder()
+        decoder = Decoder(Output, Ended, CarrierSaid, StderrTail)
         got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
-        assert [payload for _, payload in got] == [payload for _, payload in sent]
-        assert [message["event"] for message, _ in got] == ["output", "ended", "é"]
+        assert got == sent
+        assert [type(message) for message in got] == [Output, Ended, CarrierSaid, StderrTail]
 
 
 def test_what_to_start_survives_the_stream():
     start = Start(Program("module", ("a.b", "-x")), True, {0: {"RANK": "0"}, 3: {"RANK": "3"}}, (7, 8))
-    ((message, _),) = Decoder().feed(encode(start.to_message()))
-    assert Start.from_message(message) == start
+    [message] = Decoder(Start).feed(encode(start))
+    assert message == start
 
 
 def test_numbers_of_jobs_count_up_and_are_never_reused(tmp_path):

@@ -19,6 +19,7 @@ from shardwright.checkpoint.whole_run.state import (
     match_groups,
     model_state,
     module_of,
+    parallelized,
     put_model_state,
     put_optimizer_state,
 )
@@ -82,8 +83,9 @@ class Loading:
         for name in ("scheduler", "scaler"):
             if name in self.run.others and self.values.get(name):
                 self.run.others[name].load_state_dict(self.values[name])
-        if hasattr(self.run.model, "load_random_state") and "random" in self.values:
-            self.run.model.load_random_state(self.values["random"])
+        ours = parallelized(self.run.model)
+        if ours is not None and "random" in self.values:
+            ours.load_random_state(self.values["random"])
         if "generators" in self.values:
             put_generators(self.values["generators"], ranks)
 

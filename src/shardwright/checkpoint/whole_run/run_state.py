@@ -30,10 +30,12 @@ from shardwright.checkpoint.whole_run.state import (
     model_state,
     module_of,
     optimizer_state,
+    parallelized,
     put_random_state,
     random_state,
 )
 from shardwright.errors import UsageError
+from shardwright.plan.plan import Plan
 from shardwright.world.ranks import Ranks
 
 
@@ -73,9 +75,17 @@ class Run:
             found["run", "optimizer"] = type(self.optimizer).__name__
         found |= self.averages()
         found |= {("run", name): thing.state_dict() for name, thing in self.others.items()}
-        if hasattr(self.model, "random_state"):
-            found["run", "random"] = self.model.random_state()
+        ours = parallelized(self.model)
+        random_numbers = None if ours is None else ours.random_state()
+        if random_numbers is not None:
+            found["run", "random"] = random_numbers
         return found
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan by which the model runs, if there is one."""
+        ours = parallelized(self.model)
+        return None if ours is None else ours.plan
 
     def averages(self) -> dict[Path, Any]:
         if self.ema is None:
@@ -124,7 +134,7 @@ def whole_state(run: Run, extra: Any) -> dict[Path, Any]:
 def info(run: Run, step: int, epoch: int, metrics: Mapping[str, float] | None) -> dict[str, Any]:
     """What the manifest says about a run, for people."""
     found: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": {k: float(v) for k, v in (metrics or {}).items()}}
-    plan = getattr(run.model, "plan", None)
+    plan = run.plan
     if plan is not None:
         found |= {"mode": plan.mode, "mesh": str(plan.named)}
     return {**found, "python": platform.python_version()}
@@ -133,9 +143,8 @@ def info(run: Run, step: int, epoch: int, metrics: Mapping[str, float] | None) -
 def run_files(run: Run, config: str | Mapping[str, Any] | None) -> dict[str, bytes]:
     """What lies beside the tensors: the plan, for `sw.parallelize(plan=...)`, and the configuration."""
     found = {}
-    plan = getattr(run.model, "plan", None)
-    if plan is not None:
-        found["plan.json"] = plan.to_json().encode()
+    if run.plan is not None:
+        found["plan.json"] = run.plan.to_json().encode()
     if config is not None:
         found["config.yaml"] = (config if isinstance(config, str) else yaml.safe_dump(dict(config))).encode()
     return found

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -27,6 +27,7 @@ from torch.optim import Optimizer
 
 from shardwright.checkpoint.format.manifest import Entry, TensorEntry
 from shardwright.errors import CheckpointError
+from shardwright.plan.plan import Plan
 
 Path = tuple[str, ...]
 
@@ -37,6 +38,22 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 # The model
+
+
+class Parallelized(Protocol):
+    """What `sw.parallelize` returned, as far as a checkpoint asks: see `run.model.ParallelModel`."""
+
+    @property
+    def module(self) -> nn.Module: ...
+    @property
+    def plan(self) -> Plan | None: ...
+    def random_state(self) -> dict[str, int] | None: ...
+    def load_random_state(self, state: Mapping[str, int]) -> None: ...
+
+
+def parallelized(model: Any) -> Parallelized | None:
+    """``model`` if `sw.parallelize` returned it; None for a module of torch's, DistributedDataParallel among them."""
+    return None if isinstance(model, nn.Module) else model
 
 
 def module_of(model: Any) -> nn.Module:
@@ -66,9 +83,10 @@ def put_model_state(module: nn.Module, state: Mapping[Path, Any]) -> None:
 
 def broadcast_buffers(model: Any) -> None:
     """Give all ranks rank 0's buffers, where DistributedDataParallel would do so at its next forward."""
-    if hasattr(model, "random_state") or not dist.is_initialized():
+    if not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if dist.get_world_size() > 1 and (isinstance(model, DistributedDataParallel) or not isinstance(model, nn.Module)):
+    ours = parallelized(model)
+    if isinstance(model, DistributedDataParallel) or (ours is not None and ours.plan is None):
         for buffer in module_of(model).buffers():
             dist.broadcast(buffer.detach(), 0)
 

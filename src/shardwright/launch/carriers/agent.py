@@ -3,19 +3,10 @@
     launcher ── ssh ── sshd ── agent ── supervisor ── ranks
 
 Standard library alone, and nothing of it is installed: it arrives on standard input (`packed`). Beside what it passes
-on, it follows orders of its own, each with its answer:
+on, it follows orders of its own and answers them (`agent_protocol`).
 
-    {"order": "beat", "sent_s": ...}      {"event": "beat", "sent_s": ..., "time_s": ...}    the clock of this host
-    {"order": "check", ...}               {"event": "checked", "problems": [...], ...}       see `preflight`
-    {"order": "reach", "addresses": [...], "port": ..., "word": ...}   {"event": "reached", "by": {address: interface}}
-    {"order": "stage", ...}, {"order": "stage_entry", ...}, {"order": "stage_more", ...}    see `stage`; {"event":
-                                          "staging"} once in a while, and what is wrong comes with "checked"
-    {"order": "start", "start": {...}, "environment": {...}, "kept": null}
-                                          a supervisor's events, and at the end its "ended"; with "kept" see `kept_logs`
-
-After an "ended" it waits for the next start; with the end of its orders it kills what there is and ends. Where the
+After an `Ended` it waits for the next start; with the end of its orders it kills what there is and ends. Where the
 launcher is silent for the time of the lease it does the same, and so does the supervisor, which hears of each beat.
-A supervisor that ends without its last word is told by {"event": "supervisor_gone", "code": ...}.
 
 Ranks never wait for a slow line for long: what they write beyond what the line takes is left out and counted.
 """
@@ -38,9 +29,38 @@ from typing import NoReturn
 from shardwright.hosts import interfaces
 from shardwright.hosts.port import PortLease
 from shardwright.launch.carriers.packed import SUPERVISOR_BOOT
+from shardwright.launch.host.agent_protocol import (
+    AGENT_ORDERS,
+    AgentEvent,
+    AgentOrder,
+    Check,
+    Clock,
+    Reach,
+    Reached,
+    StageBegin,
+    StageEntry,
+    StageMore,
+    Staging,
+)
 from shardwright.launch.host.processes import JOB_VARIABLE, become_subreaper, descendants, kill_all, marked
-from shardwright.launch.host.protocol import Decoder, Message, encode
+from shardwright.launch.host.protocol import (
+    EVENTS,
+    Beat,
+    End,
+    Ended,
+    Event,
+    Exited,
+    Kill,
+    NotStarted,
+    Order,
+    Output,
+    OutputLost,
+    Start,
+    StderrTail,
+    SupervisorGone,
+)
 from shardwright.launch.host.stage import StagedFiles, remove_folder
+from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.kept.kept_logs import KeptLogs
 from shardwright.launch.supervisor import preflight
 from shardwright.launch.supervisor.supervisor import take_stdio
@@ -60,14 +80,14 @@ class Agent:
         self.packed, self.orders, self.events = packed, orders, events
         self.scratch = Path(tempfile.mkdtemp(prefix="shardwright-"))
         self.selector = selectors.DefaultSelector()
-        self.decoder = Decoder()
+        self.decoder: Decoder[AgentOrder] = Decoder(*AGENT_ORDERS)
         self.backlog = bytearray()
         self.line = _Line()
         self.lease_s: float | None = None
         self.heard_s = time.monotonic()
         self.environment: dict[str, str] = {}
         self.port: PortLease | None = None
-        self.supervisor: _Supervisor | None = None
+        self.supervisor: _SupervisorProcess | None = None
         self.has_started = False
         self.kept: KeptLogs | None = None
         self.staged: StagedFiles | None = None
@@ -103,10 +123,10 @@ class Agent:
 
     # --- to the launcher
 
-    def tell(self, message: Message, payload: bytes = b"") -> None:
+    def tell(self, event: AgentEvent) -> None:
         if not self.backlog:
             self.selector.register(self.events, selectors.EVENT_WRITE, self._flush)
-        self.backlog += encode(message, payload)
+        self.backlog += encode(event)
 
     def _flush(self) -> None:
         try:
@@ -130,85 +150,81 @@ class Agent:
         if not data:
             self.abandoned()
         self.heard_s = time.monotonic()
-        for message, payload in self.decoder.feed(data):
-            if payload:
-                message["payload"] = payload
-            own = getattr(self, f"_order_{message['order']}", None)
-            if own is not None:
-                own(message)
-            elif self.supervisor is not None:
-                self.supervisor.send(message)
+        for order in self.decoder.feed(data):
+            self._follow(order)
 
-    def _order_beat(self, message: Message) -> None:
-        self.tell({"event": "beat", "sent_s": message["sent_s"], "time_s": time.time()})
+    def _follow(self, order: AgentOrder) -> None:
+        match order:
+            case Beat(sent_s):
+                self.tell(Clock(sent_s, time.time()))
+                self._pass_on(order)
+            case StageBegin():
+                self.staged = StagedFiles(order, self.scratch)
+            case StageEntry() | StageMore():
+                self._stage(order)
+            case Check():
+                self._check(order)
+            case Reach(addresses, port, word):
+                self.tell(Reached(interfaces.reach(addresses, port, word)))
+            case Start():
+                self._start(order)
+            case End() | Kill():
+                self._end(order)
+            case _:
+                self._pass_on(order)
+
+    def _pass_on(self, order: Order) -> None:
         if self.supervisor is not None:
-            self.supervisor.send(message)
+            self.supervisor.send(order)
 
-    def _order_check(self, message: Message) -> None:
-        self.lease_s = message["lease_s"]
-        self.environment = dict(os.environ) | message["environment"]
+    def _check(self, order: Check) -> None:
+        self.lease_s = order.lease_s
+        self.environment = dict(os.environ) | order.environment
         if self.staged is not None:
             self.staged.finish()
-            message["wdir"] = message["wdir"] or os.fspath(self.staged.folder)
-        answer, self.port, listening = preflight.check(message, self.environment, self.scratch)
+            order = order._replace(wdir=order.wdir or os.fspath(self.staged.folder))
+        answer, self.port, listening = preflight.check(order, self.environment, self.scratch)
         if self.staged is not None:
-            answer["staged"] = os.fspath(self.staged.folder)
-            answer["problems"] = self.staged.problems or answer["problems"]
+            problems = tuple(self.staged.problems) or answer.problems
+            answer = answer._replace(staged=os.fspath(self.staged.folder), problems=problems)
         if listening is not None:
-            word = message["word"]
+            word = order.word
             self.selector.register(listening, selectors.EVENT_READ, lambda: interfaces.answer(listening, word))
         self.tell(answer)
 
-    def _order_stage(self, message: Message) -> None:
-        self.staged = StagedFiles(message, self.scratch)
-
-    def _order_stage_entry(self, message: Message) -> None:
+    def _stage(self, order: StageEntry | StageMore) -> None:
         assert self.staged is not None
-        self.staged.take(message)
+        self.staged.take(order)
         if (now_s := time.monotonic()) >= self.told_staging_s + _TELL_STAGING_S:
             self.told_staging_s = now_s
-            self.tell({"event": "staging"})
+            self.tell(Staging())
 
-    _order_stage_more = _order_stage_entry
-
-    def _order_reach(self, message: Message) -> None:
-        by = interfaces.reach(message["addresses"], message["port"], message["word"])
-        self.tell({"event": "reached", "by": by})
-
-    def _order_start(self, message: Message) -> None:
-        self.environment |= message["environment"]
+    def _start(self, order: Start) -> None:
+        self.environment |= order.environment
         for left in self.scratch.iterdir():  # by an earlier run
             if not left.is_dir():
                 left.unlink()
         self.has_started = True
         try:
-            self.kept = _kept_logs(message)
+            self.kept = None if order.kept is None else KeptLogs(order.kept, order.ranks)
         except OSError as error:
-            what = (
+            self.tell(NotStarted(
                 f"the log {error.filename} cannot be written there: {error.strerror}; type --job NAME or --log-dir DIR"
-            )
-            self.tell({"event": "not_started", "message": what})
+            ))  # fmt: skip
             return
-        held = self.port.file_descriptors() if self.port is not None else []
-        start = message["start"] | {"held": [*held, self.packed]}
+        held = (*(self.port.file_descriptors() if self.port is not None else ()), self.packed)
         try:
-            self.supervisor = _Supervisor(self, start, [*held, self.packed])
+            self.supervisor = _SupervisorProcess(self, order._replace(held=held, environment={}, kept=None))
         except OSError as error:
-            self.tell({"event": "not_started", "message": f"the supervisor of the ranks cannot be started: {error}"})
+            self.tell(NotStarted(f"the supervisor of the ranks cannot be started: {error}"))
 
-    def _order_end(self, message: Message) -> None:
-        """The mark of a failed job is there before a rank is told to end."""
-        if message["failure"] is not None:
+    def _end(self, order: End | Kill) -> None:
+        """The mark of a failed job is there before a rank is told to end, and a stopped supervisor goes on."""
+        if isinstance(order, End) and order.failure is not None:
             with contextlib.suppress(OSError):
-                (self.scratch / "failed.json").write_text(json.dumps(message["failure"]))
-        self._pass_on_and_wake(message)
-
-    def _order_kill(self, message: Message) -> None:
-        self._pass_on_and_wake(message)
-
-    def _pass_on_and_wake(self, message: Message) -> None:
+                (self.scratch / "failed.json").write_text(json.dumps(order.failure))
+        self._pass_on(order)
         if self.supervisor is not None:
-            self.supervisor.send(message)
             self.supervisor.process.send_signal(signal.SIGCONT)
 
     # --- from the supervisor
@@ -218,24 +234,24 @@ class Agent:
         if self.supervisor is not None:
             self.supervisor.read_if(not self.line.holds_up(len(self.backlog)))
 
-    def relay(self, message: Message, payload: bytes) -> None:
-        if self.kept is not None and not self._relay_kept(self.kept, message, payload):
+    def relay(self, event: Event) -> None:
+        if self.kept is not None and not self._relay_kept(self.kept, event):
             return
-        if message["event"] == "output" and self.line.leaves_out(message, len(self.backlog)):
+        if isinstance(event, Output) and self.line.leaves_out(event, len(self.backlog)):
             return
         for lost in self.line.losses():
             self.tell(lost)
-        self.tell(message, payload)
+        self.tell(event)
 
-    def _relay_kept(self, kept: KeptLogs, message: Message, payload: bytes) -> bool:
-        """Whether the launcher is to have the message."""
-        match message["event"]:
-            case "output":
-                return kept.write(message["rank"], message["stream"], payload)
-            case "exited":
-                if tail := kept.take_tail(message["rank"]):
-                    self.tell({"event": "stderr_tail", "rank": message["rank"]}, tail)
-            case "ended":
+    def _relay_kept(self, kept: KeptLogs, event: Event) -> bool:
+        """Whether the launcher is to have the event."""
+        match event:
+            case Output(rank, stream, data):
+                return kept.write(rank, stream, data)
+            case Exited(rank):
+                if tail := kept.take_tail(rank):
+                    self.tell(StderrTail(rank, tail))
+            case Ended():
                 for lost in kept.close():
                     self.tell(lost)
         return True
@@ -247,15 +263,7 @@ class Agent:
         self._kill_everything()
         for lost in self.kept.close() if self.kept is not None else ():
             self.tell(lost)
-        self.tell({"event": "supervisor_gone", "code": code})
-
-
-def _kept_logs(order: Message) -> KeptLogs | None:
-    kept = order["kept"]
-    if kept is None:
-        return None
-    ranks = [int(rank) for rank in order["start"]["ranks"]]
-    return KeptLogs(Path(kept["folder"]), ranks, kept["shown"], kept["begin"])
+        self.tell(SupervisorGone(code))
 
 
 class _Line:
@@ -284,48 +292,47 @@ class _Line:
             return None
         return max(0.05, self.full_since_s + _PATIENCE_S - time.monotonic())
 
-    def leaves_out(self, message: Message, backlog_bytes: int) -> bool:
+    def leaves_out(self, output: Output, backlog_bytes: int) -> bool:
         if time.monotonic() >= self.lossy_until_s or backlog_bytes < _BACKLOG_BYTES:
             return False
-        key = message["rank"], message["stream"]
-        self.lost[key] = self.lost.get(key, 0) + message["payload_bytes"]
+        key = output.rank, output.stream
+        self.lost[key] = self.lost.get(key, 0) + len(output.data)
         return True
 
-    def losses(self) -> list[Message]:
-        """To be told before anything else."""
-        told: list[Message] = [
-            {"event": "output_lost", "rank": rank, "stream": stream, "bytes": count,
-             "reason": "the line between the hosts did not take them"}
-            for (rank, stream), count in self.lost.items()
-        ]  # fmt: skip
+    def losses(self) -> list[OutputLost]:
+        """What was left out since the last time, which the launcher is to hear before anything else."""
+        losses = [
+            OutputLost(rank, stream, lost_bytes, "the line between the hosts did not take them")
+            for (rank, stream), lost_bytes in self.lost.items()
+        ]
         self.lost.clear()
-        return told
+        return losses
 
 
-class _Supervisor:
+class _SupervisorProcess:
     """The process below this one, and the two streams between."""
 
-    def __init__(self, agent: Agent, start: Message, passed: list[int]) -> None:
+    def __init__(self, agent: Agent, start: Start) -> None:
         self.agent = agent
         self.process = subprocess.Popen(
             [sys.executable, "-c", SUPERVISOR_BOOT.format(packed=agent.packed)],
-            env=agent.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=passed,
+            env=agent.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0, pass_fds=start.held,
             start_new_session=True,
         )  # fmt: skip
         assert self.process.stdin is not None
         assert self.process.stdout is not None
         self.orders, self.events = self.process.stdin.fileno(), self.process.stdout.fileno()
-        self.decoder = Decoder()
+        self.decoder: Decoder[Event] = Decoder(*EVENTS)
         self.backlog = bytearray()
         self.reading = False
         self.had_last_word = False
         os.set_blocking(self.orders, False)
         self.send(start)
 
-    def send(self, message: Message) -> None:
+    def send(self, order: Start | Order) -> None:
         if not self.backlog:
             self.agent.selector.register(self.orders, selectors.EVENT_WRITE, self._flush)
-        self.backlog += encode(message)
+        self.backlog += encode(order)
 
     def _flush(self) -> None:
         try:
@@ -352,9 +359,9 @@ class _Supervisor:
             if self.agent.supervisor is self:
                 self.agent.supervisor_over(code, self.had_last_word)
             return
-        for message, payload in self.decoder.feed(data):
-            self.had_last_word |= message["event"] in ("ended", "not_started")
-            self.agent.relay(message, payload)
+        for event in self.decoder.feed(data):
+            self.had_last_word |= isinstance(event, Ended | NotStarted)
+            self.agent.relay(event)
 
     def hang_up(self) -> None:
         self.read_if(False)

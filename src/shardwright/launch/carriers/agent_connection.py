@@ -17,11 +17,24 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TypeVar
 
 from shardwright.hosts.hosts import Host
 from shardwright.launch.carriers.connection import Connection
+from shardwright.launch.host.agent_protocol import (
+    AGENT_EVENTS,
+    AgentEvent,
+    Answer,
+    Checked,
+    Clock,
+    Hello,
+    Reached,
+    Staging,
+    TooOld,
+)
 from shardwright.launch.host.processes import die_with_parent
-from shardwright.launch.host.protocol import Message
+from shardwright.launch.host.protocol import Beat, Event, SupervisorGone
+from shardwright.launch.host.stream import Decoder
 from shardwright.launch.kept.failure import signal_name
 
 _CLOSE_S = 5.0
@@ -29,6 +42,7 @@ _SAID_BYTES = 1 << 14
 _NOISE_BYTES = 1 << 16
 _CLOCK_SAMPLES = 8
 _NO_BINDING = "lacks support for cpu binding"
+A = TypeVar("A", bound=Answer)
 
 
 class AgentConnection(Connection):
@@ -49,9 +63,10 @@ class AgentConnection(Connection):
         os.set_blocking(self.errors, False)
         self.said = bytearray()  # the end of what ssh and the host's shell said
         self.noise = bytearray()  # what came before the agent's first word
-        self.answers: dict[str, Message] = {}
+        self.answers: dict[type, Answer] = {}
         self.exit_code: int | None = None
         self._mark: bytes | None = sent[1]
+        self._decoder: Decoder[AgentEvent] = Decoder(*AGENT_EVENTS)
         self._clocks: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
         self._beat_at_s = 0.0
         self._gone_code: int | None = None
@@ -69,13 +84,23 @@ class AgentConnection(Connection):
                 self._selector.unregister(self.errors)
         super().detach()
 
+    def has(self, kind: type[Answer]) -> bool:
+        """Whether the agent has given such an answer."""
+        return kind in self.answers
+
+    def answer(self, kind: type[A]) -> A:
+        """What the agent has answered, of those answers that it `has` given."""
+        answer = self.answers[kind]
+        assert isinstance(answer, kind)
+        return answer
+
     def send_stream(self, pieces: Iterator[bytes]) -> None:
         """Encoded messages, taken one by one as the other end takes them; where they fail, ``stream_error`` says why.
 
         Until then nothing else goes between them but beats.
         """
         self._stream = pieces
-        self.send({"order": "beat", "sent_s": time.time()})
+        self.send(Beat(time.time()))
 
     @property
     def streamed(self) -> bool:
@@ -106,10 +131,10 @@ class AgentConnection(Connection):
         now_s = time.monotonic()
         if now_s >= self._beat_at_s:
             self._beat_at_s = now_s + self.lease_s / 4
-            self.send({"order": "beat", "sent_s": time.time()})
+            self.send(Beat(time.time()))
         return self._beat_at_s - now_s
 
-    def _decode(self, data: bytes) -> list[tuple[Message, bytes]]:
+    def _decode(self, data: bytes) -> list[Event]:
         if self._mark is not None:
             self.noise += data
             before, mark, after = self.noise.partition(self._mark)
@@ -117,28 +142,27 @@ class AgentConnection(Connection):
                 del self.noise[: -_NOISE_BYTES - len(self._mark)]
                 return []
             self.noise, self._mark, data = before, None, bytes(after)
-        return [received for received in super()._decode(data) if not self._takes(received[0])]
+        return [event for message in self._decoder.feed(data) if (event := self._event(message)) is not None]
 
-    def _takes(self, message: Message) -> bool:
-        match message["event"]:
-            case "beat":
+    def _event(self, message: AgentEvent) -> Event | None:
+        """The message, unless it is for nobody but this connection."""
+        match message:
+            case Clock(sent_s, time_s):
                 # As in NTP: the host read its clock in the middle of the way there and back, give or take half of it.
                 now_s = time.time()
-                ahead_s = message["time_s"] - (message["sent_s"] + now_s) / 2
-                self._clocks.append((now_s - message["sent_s"], ahead_s))
+                self._clocks.append((now_s - sent_s, time_s - (sent_s + now_s) / 2))
                 self.clock_ahead_s = min(self._clocks)[1]
                 if len(self._clocks) < _CLOCK_SAMPLES // 2:
-                    self.send({"order": "beat", "sent_s": time.time()})
-            case "supervisor_gone":
-                self._gone_code = message["code"]
-                return False
-            case "staging":
+                    self.send(Beat(time.time()))
+            case Hello() | TooOld() | Checked() | Reached():
+                self.answers[type(message)] = message
+            case Staging():
                 pass
-            case "hello" | "too_old" | "checked" | "reached":
-                self.answers[message["event"]] = message
             case _:
-                return False
-        return True
+                if isinstance(message, SupervisorGone):
+                    self._gone_code = message.code
+                return message
+        return None
 
     @property
     def may_live_s(self) -> float:

@@ -16,7 +16,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-from shardwright.launch.host.protocol import Decoder, Message, encode
+from shardwright.launch.host.protocol import Event
+from shardwright.launch.host.stream import Message, encode
 from shardwright.launch.kept.job import JobFolder
 
 _CHUNK_BYTES = 1 << 20
@@ -38,7 +39,6 @@ class Connection(ABC):
         self.clock_ahead_s = 0.0
         self.heard_s = time.monotonic()
         self.over = False  # nothing more is to come from it in this run
-        self._decoder = Decoder()
         self._backlog = bytearray()
         self._selector: selectors.BaseSelector | None = None
         for fd in (self.orders, self.events):
@@ -51,10 +51,10 @@ class Connection(ABC):
         if self._backlog:
             selector.register(self.orders, selectors.EVENT_WRITE, self._flush)
 
-    def send(self, message: Message) -> None:
-        """Now or as soon as the other end takes it."""
+    def send(self, order: Message) -> None:
+        """Give the other end an order: now, or as soon as it takes it."""
         waiting = bool(self._backlog)
-        self._backlog += encode(message)
+        self._backlog += encode(order)
         if not waiting:
             self._flush()
             if self._backlog and self._selector is not None:
@@ -75,8 +75,8 @@ class Connection(ABC):
         """More for the backlog, which the other end has taken, if there is more."""
         return False
 
-    def receive(self) -> list[tuple[Message, bytes]] | None:
-        """What has come, with the payloads; None at the end of the stream."""
+    def receive(self) -> list[Event] | None:
+        """What has come; None at the end of the stream."""
         try:
             data = os.read(self.events, _CHUNK_BYTES)
         except BlockingIOError:
@@ -86,8 +86,9 @@ class Connection(ABC):
         self.heard_s = time.monotonic()
         return self._decode(data)
 
-    def _decode(self, data: bytes) -> list[tuple[Message, bytes]]:
-        return list(self._decoder.feed(data))
+    @abstractmethod
+    def _decode(self, data: bytes) -> list[Event]:
+        """The events for the launcher in what has come."""
 
     def detach(self) -> None:
         """Out of the selector."""

@@ -25,7 +25,7 @@ _FIRST = """
 import os, sys
 os.write(1, {mark!r})
 if sys.version_info < {lowest!r}:
-    os.write(1, ('{{"event": "too_old", "python": "%s"}}\\n' % sys.version.split()[0]).encode())
+    os.write(1, ('{{"message": "TooOld", "python": "%s"}}\\n' % sys.version.split()[0]).encode())
     sys.exit(0)
 packed = os.memfd_create("shardwright", 0)
 with open(packed, "wb", closefd=False) as file:

@@ -22,6 +22,7 @@ from shardwright.launch.asked.host_options import HostOptions, read_count
 from shardwright.launch.carriers.agent_connection import AgentConnection
 from shardwright.launch.carriers.packed import BOOT
 from shardwright.launch.carriers.ssh import SshCarrier
+from shardwright.launch.host.agent_protocol import TooOld
 
 # Without a terminal srun would hold back what does not end with a line's end: -u has it pass everything on at once.
 _SRUN = (
@@ -64,7 +65,7 @@ class SrunCarrier(SshCarrier):
 
     def why_silent(self, connection: AgentConnection) -> str:
         said = connection.said_lines()
-        if "too_old" in connection.answers or not any(line.startswith(("srun:", "slurmstepd")) for line in said):
+        if connection.has(TooOld) or not any(line.startswith(("srun:", "slurmstepd")) for line in said):
             return super().why_silent(connection)
         python = self.python(connection.host)
         if any(word in line for line in said for word in _NO_SUCH_NODE):

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import cached_property, partial
 from itertools import chain
 from typing import Any
@@ -39,8 +38,10 @@ from shardwright.launch.carriers.connection import Carrier, Connection
 from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.carriers.rank_environment import default_environment, inherited_environment, rank_variables
 from shardwright.launch.carriers.ssh_errors import compare, why_no_answer
+from shardwright.launch.host.agent_protocol import Answer, Check, Checked, Hello, Reach, Reached
 from shardwright.launch.host.processes import JOB_VARIABLE
-from shardwright.launch.host.protocol import Message, Start, encode
+from shardwright.launch.host.protocol import KeptAt, Start
+from shardwright.launch.host.stream import encode
 from shardwright.launch.kept.job import JobFolder
 
 _ANSWER_S = 15.0  # beyond the time to connect: a Python may be on a slow file system
@@ -94,10 +95,10 @@ class SshCarrier(Carrier):
             for connection in self.connections:
                 connection.attach(selector, partial(self._take, connection))
             try:
-                self._wait(selector, "hello", self.remote.connect_timeout_s + _ANSWER_S)
-                for connection in self._answering("hello"):
+                self._wait(selector, Hello, self.remote.connect_timeout_s + _ANSWER_S)
+                for connection in self._answering(Hello):
                     self._order_check(connection, word)
-                self._wait(selector, "checked", _ANSWER_S)
+                self._wait(selector, Checked, _ANSWER_S)
                 self._refuse_problems()
                 self._place(hosts)
                 self._find_way(selector, word)
@@ -157,7 +158,7 @@ class SshCarrier(Carrier):
 
     def _place(self, hosts: Hosts) -> None:
         if self.placement is None:
-            cpus = {connection.name: connection.answers["hello"]["cpus"] for connection in self.connections}
+            cpus = {connection.name: connection.answer(Hello).cpus for connection in self.connections}
             self.known = Hosts(tuple(h if h.slots is not None else Host(h.name, cpus[h.name], h.user) for h in hosts))
             self.placement = Placement.by_slots(self.known, self.remote.ranks, self.remote.oversubscribe)
             for connection in self.connections[len(self.placement.hosts) :]:
@@ -171,22 +172,22 @@ class SshCarrier(Carrier):
             connection.detach()
             connection.exit_code = connection.wait()
 
-    def _answering(self, event: str) -> list[AgentConnection]:
-        return [c for c in self.connections if event in c.answers and c.exit_code is None]
+    def _answering(self, answer: type[Answer]) -> list[AgentConnection]:
+        return [c for c in self.connections if c.has(answer) and c.exit_code is None]
 
-    def _wait(self, selector: selectors.BaseSelector, event: str, timeout_s: float) -> None:
+    def _wait(self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float) -> None:
         """Until each host that still can has answered, or the time is over; that of a host to which much is sent
         begins anew whenever it is heard."""
         began_s = time.monotonic()
-        asked = [c for c in self.connections if event == "hello" or "hello" in c.answers]
-        while waiting := [c for c in asked if c.exit_code is None and event not in c.answers]:
+        asked = [c for c in self.connections if answer is Hello or c.has(Hello)]
+        while waiting := [c for c in asked if c.exit_code is None and not c.has(answer)]:
             until_s = max(c.heard_s if c.streamed and c.heard_s > began_s else began_s for c in waiting) + timeout_s
             left_s = until_s - time.monotonic()
             if any(c.stream_error for c in waiting):
                 return
             if left_s <= 0:
                 return
-            beats = [c.tick() for c in self._answering("hello")]
+            beats = [c.tick() for c in self._answering(Hello)]
             for key, _ in selector.select(min([left_s, *(beat for beat in beats if beat is not None)])):
                 key.data()
 
@@ -198,24 +199,22 @@ class SshCarrier(Carrier):
         else:
             connection.send_stream(chain(stage.orders(), [encode(order)]))
 
-    def _check_order(self, connection: AgentConnection, word: str) -> Message:
+    def _check_order(self, connection: AgentConnection, word: str) -> Check:
         program, here = self.options.program, None if self.remote.stage else os.getcwd()
-        return {
-            "order": "check", "wdir": self.remote.wdir.on(connection.name) or here,
-            "log_dir": None if self.remote.collect_logs else os.fspath(self.options.log_dir.absolute()),
-            "program": asdict(program),
-            "preload": self.options.preload, "first": connection is self.connections[0], "port": self.options.port,
-            "ours": program.kind == "module" and program.arguments[0].partition(".")[0] == "shardwright",
-            "environment": self._environment_on(connection),
-            "lease_s": self.remote.lease_s, "word": word,
-        }  # fmt: skip
+        return Check(
+            wdir=self.remote.wdir.on(connection.name) or here,
+            log_dir=None if self.remote.collect_logs else os.fspath(self.options.log_dir.absolute()),
+            program=program, preload=self.options.preload,
+            first=connection is self.connections[0], port=self.options.port,
+            ours=program.kind == "module" and program.arguments[0].partition(".")[0] == "shardwright",
+            environment=self._environment_on(connection), lease_s=self.remote.lease_s, word=word,
+        )  # fmt: skip
 
     def _refuse_problems(self) -> None:
         problems: dict[str, list[str]] = {}
         for c in self.connections:
-            answered = "checked" in c.answers
-            problems[c.name] = list(c.answers["checked"]["problems"]) if answered else [self.why_silent(c)]
-        checked = {c.name: c.answers["hello"] | c.answers["checked"] for c in self._answering("checked")}
+            problems[c.name] = list(c.answer(Checked).problems) if c.has(Checked) else [self.why_silent(c)]
+        checked = {c.name: _versions(c) for c in self._answering(Checked)}
         for name, lines in compare(checked).items():
             problems[name] += lines
         usage = shutil.disk_usage(self.options.log_dir)
@@ -229,24 +228,24 @@ class SshCarrier(Carrier):
 
     def _find_way(self, selector: selectors.BaseSelector, word: str) -> None:
         first, *others = self.connections
-        told = first.answers["checked"]
-        self.port = told["port"]
+        checked = first.answer(Checked)
+        assert checked.port is not None
+        self.port = checked.port
         if not others:
-            if told["loopback"] is not None:
-                self.interfaces = {first.name: told["loopback"]}
+            if checked.loopback is not None:
+                self.interfaces = {first.name: checked.loopback}
             return
-        addresses = [interfaces.Address(*entry) for entry in told["addresses"]]
+        assert checked.probe is not None
+        addresses = [interfaces.Address(*entry) for entry in checked.addresses]
         for other in others:
-            other.send({
-                "order": "reach", "addresses": [a.address for a in addresses], "port": told["probe"], "word": word,
-            })  # fmt: skip
-        first.answers["reached"] = {}
-        self._wait(selector, "reached", _ANSWER_S)
-        if silent := [c.name for c in others if "reached" not in c.answers]:
+            other.send(Reach(tuple(a.address for a in addresses), checked.probe, word))
+        first.answers[Reached] = Reached({})
+        self._wait(selector, Reached, _ANSWER_S)
+        if silent := [c.name for c in others if not c.has(Reached)]:
             what = f"did not answer while it was tried who reaches {first.name}"
             self.unusable = {name: [what] for name in silent}
             raise LaunchError(f"{', '.join(silent)} {what}")
-        reached = {c.name: c.answers["reached"]["by"] for c in others}
+        reached = {c.name: c.answer(Reached).by for c in others}
         self.address, self.interfaces = interfaces.choose(first.name, addresses, reached, self.remote.interface)
 
     # --- starting
@@ -254,21 +253,18 @@ class SshCarrier(Carrier):
     def start(
         self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
     ) -> Sequence[Connection]:
-        kept = {"folder": os.fspath(folder.path.absolute()), "shown": sorted(shown), "begin": begin}
+        kept = KeptAt(os.fspath(folder.path.absolute()), tuple(sorted(shown)), begin)
         self._started = True
         for index, connection in enumerate(self.connections):
             connection.over = False
-            scratch = connection.answers["hello"]["scratch"]
-            start = Start(
+            scratch = connection.answer(Hello).scratch
+            connection.send(Start(
                 self.options.program, self.options.preload, self._rank_variables(index, run_id, scratch),
                 packed=True, lease_s=self.remote.lease_s, scratch=scratch, bind=self.options.bind,
                 stall_s=self.options.stall_timeout_s,
-            )  # fmt: skip
-            environment = self._host_environment(connection) | {JOB_VARIABLE: f"{run_id}/{index}"}
-            connection.send({
-                "order": "start", "start": start.to_message(), "environment": environment,
-                "kept": None if self.remote.collect_logs else kept,
-            })  # fmt: skip
+                environment=self._host_environment(connection) | {JOB_VARIABLE: f"{run_id}/{index}"},
+                kept=None if self.remote.collect_logs else kept,
+            ))  # fmt: skip
         return self.connections
 
     def close(self) -> None:
@@ -278,7 +274,7 @@ class SshCarrier(Carrier):
             connection.close()
         if self._started and self.remote.stage is not None and self.remote.stage.keep:
             for c in self.connections:
-                text = f"shardwright: {c.answers['checked']['staged']} holds what was staged to {c.name}\n"
+                text = f"shardwright: {c.answer(Checked).staged} holds what was staged to {c.name}\n"
                 os.write(2, text.encode())
         self._started = False
 
@@ -286,9 +282,9 @@ class SshCarrier(Carrier):
         return [
             {
                 "name": c.name, "ranks": list(c.ranks), "interface": self.interfaces.get(c.name),
-                **{key: c.answers["hello"][key] for key in ("python", "executable", "cpus", "gpus")},
-                **{key: c.answers["checked"][key] for key in ("torch", "shardwright")},
-                **({"staged": c.answers["checked"]["staged"]} if self.remote.stage else {}),
+                **{key: getattr(c.answer(Hello), key) for key in ("python", "executable", "cpus", "gpus")},
+                **{key: getattr(c.answer(Checked), key) for key in ("torch", "shardwright")},
+                **({"staged": c.answer(Checked).staged} if self.remote.stage else {}),
             }
             for c in self.connections
         ]  # fmt: skip
@@ -300,15 +296,15 @@ class SshCarrier(Carrier):
 
     def _host_environment(self, connection: AgentConnection) -> dict[str, str]:
         """What nobody has set, and what only this host has."""
-        told = connection.answers["checked"]
-        defaults = default_environment(connection.answers["hello"]["cpus"], len(connection.ranks))
+        hello, checked = connection.answer(Hello), connection.answer(Checked)
+        defaults = default_environment(hello.cpus, len(connection.ranks))
         if name := self.interfaces.get(connection.name):
             defaults["GLOO_SOCKET_IFNAME"] = name
             if len(self.connections) > 1:
                 defaults["NCCL_SOCKET_IFNAME"] = f"={name}"
-        if told["infiniband"] and len(self.connections) > 1:
-            defaults["NCCL_IB_HCA"] = f"={','.join(told['infiniband'])}"
-        if connection.host.devices and connection.answers["hello"]["gpus"]:
+        if checked.infiniband and len(self.connections) > 1:
+            defaults["NCCL_IB_HCA"] = f"={','.join(checked.infiniband)}"
+        if connection.host.devices and hello.gpus:
             defaults["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, connection.host.devices))
         given = self._environment_on(connection)
         return {name: value for name, value in defaults.items() if name not in given}
@@ -324,6 +320,11 @@ class SshCarrier(Carrier):
             ) | {"NODE_RANK": str(index)} | self.options.rank_environments.get(rank, {})
             for local_rank, rank in enumerate(here)
         }  # fmt: skip
+
+
+def _versions(connection: AgentConnection) -> dict[str, str | None]:
+    hello, checked = connection.answer(Hello), connection.answer(Checked)
+    return {"python": hello.python, "torch": checked.torch, "shardwright": checked.shardwright}
 
 
 # What belongs to a login or to this host alone; everything else is the same on each host, unless -x says otherwise.

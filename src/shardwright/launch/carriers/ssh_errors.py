@@ -7,24 +7,24 @@ from typing import Any
 
 from shardwright.hosts.hosts import Host
 from shardwright.launch.carriers.packed import LOWEST_PYTHON
-from shardwright.launch.host.protocol import Message
+from shardwright.launch.host.agent_protocol import Answer, Hello, TooOld
 
 _SSH_FAILED = 255
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
 
 def why_no_answer(
-    host: Host, answers: Mapping[str, Message], exit_code: int | None, said: bytes, noise: bytes, python: str,
+    host: Host, answers: Mapping[type, Answer], exit_code: int | None, said: bytes, noise: bytes, python: str,
     spent_s: float,
 ) -> str:  # fmt: skip
     """One line. ``exit_code`` is of ssh, None where it still runs; ``noise`` what came in place of the agent's word."""
     lines = [line.strip() for line in said.decode(errors="replace").splitlines() if line.strip()]
     last = lines[-1] if lines else ""
-    if (old := answers.get("too_old")) is not None:
+    if isinstance(old := answers.get(TooOld), TooOld):
         lowest = ".".join(map(str, LOWEST_PYTHON))
-        return f"{python} is Python {old['python']} there, expected {lowest} or newer; type --python PATH"
+        return f"{python} is Python {old.python} there, expected {lowest} or newer; type --python PATH"
     if exit_code is None:
-        what = "answered, but then fell silent" if "hello" in answers else "did not answer"
+        what = "answered, but then fell silent" if Hello in answers else "did not answer"
         return f"it {what} within {spent_s:g} s; try `ssh -o BatchMode=yes {_target(host)} true`"
     if exit_code == _SSH_FAILED:
         return _why_ssh_failed(host, "\n".join(lines), last)

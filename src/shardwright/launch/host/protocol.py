@@ -1,52 +1,35 @@
-"""How a launcher and a supervisor talk: a line of JSON each way, after which ``payload_bytes`` raw bytes may follow.
+"""What a launcher and a supervisor say to each other, over pipes (`stream`).
 
-The launcher's first line is what to start (`Start`), then come orders:
+The launcher's first message is what to start (`Start`), then come orders (`Order`). The end of its stream is an order
+to kill, and so is its silence for the time of the lease. The supervisor answers with events (`Event`), of which the
+last one is `Ended`; all that a rank wrote before it ended comes before its `Exited`.
 
-    {"order": "signal", "signal": 10}                   pass it on to the ranks, nothing else
-    {"order": "end", "signal": 15, "grace_s": 10.0, "failure": null}
-                                                        signal the ranks, then what they left, and kill after the grace
-    {"order": "errors"}                                 tell what ranks that still live have written down as their error
-    {"order": "kill"}                                   kill everything now
-    {"order": "stacks"}                                 tell where the ranks are, where `Start.stall_s` is set
-
-    {"order": "beat", "sent_s": 1700000000.123}         nothing but a sign of life, where there is a lease
-
-The end of the launcher's stream is an order to kill, and so is its silence for the time of the lease. The
-supervisor's events:
-
-    {"event": "started", "rank": 0, "pid": 123}
-    {"event": "output", "rank": 0, "stream": "stdout", "payload_bytes": 65536}
-    {"event": "stopped", "rank": 0, "signal": 19, "pid": 123}, {"event": "continued", "rank": 0}
-    {"event": "exited", "rank": 0, "code": -9, "time_s": 1700000000.123, "signalled": false, "out_of_memory": false,
-     "error": ["ValueError: ...", 1700000000.120]}      "error" is null where the rank has written none down
-    {"event": "errors", "errors": {"3": ["ValueError: ...", 1700000000.120]}}    the answer to the order
-    {"event": "progress"}                               a rank has done a step, or a collective, since the last time
-    {"event": "stacks", "quiet_s": 31.2, "payload_bytes": 4096}    the answer: how long no rank had done anything or
-                                                        written, and `stacks.Observation` of each as JSON
-    {"event": "left", "names": {"123": "sleep"}}        processes that the ranks left behind, about to be ended
-    {"event": "carrier_said", "text": "...", "matters": true}    the words of mpirun itself; they matter where it failed
-    {"event": "not_started", "message": "..."}          torch could not be imported, or no process be forked
-    {"event": "ended", "killed": [0, 3], "unkillable": []}    the last one
-
-All that a rank wrote before it ended comes before its "exited". Both ends are pipes: standard input and output of the
-supervisor. On other hosts the same stream passes through ssh and an agent, which adds to it (`agent`).
+Both ends are pipes: standard input and output of the supervisor. On other hosts the same stream passes through ssh and
+an agent, which adds to it (`agent_protocol`).
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple, get_args
 
-from shardwright.launch.host.program import Kind, Program
+from shardwright.launch.host.program import Program
 
-Message = dict[str, Any]
 STREAMS = ("stdout", "stderr")
 
 
-@dataclass(frozen=True)
-class Start:
+class KeptAt(NamedTuple):
+    """Where an agent is to write the logs of its ranks, if they stay on its host.
+
+    ``shown`` are the ranks whose output goes to the launcher all the same, ``begin`` is the first line of a restart.
+    """
+
+    folder: str
+    shown: tuple[int, ...]
+    begin: str
+
+
+class Start(NamedTuple):
     """What a supervisor starts: one process per entry of ``ranks``, each with its own variables beside the common ones.
 
     ``preload``: import torch once and fork the ranks. ``held``: file descriptors that ranks must not inherit.
@@ -54,7 +37,8 @@ class Start:
     ``bind``: each rank has cores of its own. ``stall_s``: after how long a silence of all ranks somebody will ask where
     they are; None for never.
     Under an agent on another host: ``packed``, this package came with the agent and is not what ranks import;
-    ``lease_s``, how long the orders may be silent; ``scratch``, the job's folder on the host.
+    ``lease_s``, how long the orders may be silent; ``scratch``, the job's folder on the host. For the agent alone:
+    ``environment``, what is common to the ranks beside what `Check` said; ``kept``, set where logs stay on the host.
     """
 
     program: Program
@@ -67,53 +51,193 @@ class Start:
     scratch: str | None = None
     bind: bool = False
     stall_s: float | None = None
-
-    def to_message(self) -> Message:
-        return asdict(self)
+    environment: Mapping[str, str] = {}
+    kept: KeptAt | None = None
 
     @classmethod
-    def from_message(cls, message: Message) -> Start:
-        kind: Kind = message["program"]["kind"]
+    def from_json(
+        cls, *, program: Any, ranks: dict[str, dict[str, str]], kept: tuple[Any, ...] | None, **fields: Any
+    ) -> Start:
         return cls(
-            program=Program(kind, tuple(message["program"]["arguments"])),
-            preload=message["preload"],
-            ranks={int(rank): variables for rank, variables in message["ranks"].items()},
-            held=tuple(message["held"]),
-            carrier=tuple(message["carrier"]),
-            packed=message["packed"],
-            lease_s=message["lease_s"],
-            scratch=message["scratch"],
-            bind=message["bind"],
-            stall_s=message["stall_s"],
+            program=read_program(program),
+            ranks={int(rank): variables for rank, variables in ranks.items()},
+            kept=None if kept is None else KeptAt(*kept),
+            **fields,
         )
 
 
-def encode(message: Message, payload: bytes = b"") -> bytes:
-    if payload:
-        message = message | {"payload_bytes": len(payload)}
-    return json.dumps(message).encode() + b"\n" + payload
+def read_program(entry: Mapping[str, Any]) -> Program:
+    """A program that came in a message."""
+    return Program(entry["kind"], tuple(entry["arguments"]))
 
 
-class Decoder:
-    """Takes bytes as they come and gives whole messages with their payloads."""
+# --- orders
 
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-        self._message: Message | None = None
 
-    def feed(self, data: bytes) -> Iterator[tuple[Message, bytes]]:
-        self._buffer += data
-        while True:
-            if self._message is None:
-                line, newline, _ = self._buffer.partition(b"\n")
-                if not newline:
-                    return
-                del self._buffer[: len(line) + 1]
-                self._message = json.loads(line)
-            size = self._message.get("payload_bytes", 0)
-            if len(self._buffer) < size:
-                return
-            payload = bytes(self._buffer[:size])
-            del self._buffer[:size]
-            message, self._message = self._message, None
-            yield message, payload
+class Signal(NamedTuple):
+    """Pass a signal on to the ranks, and do nothing else."""
+
+    signal: int
+
+
+class End(NamedTuple):
+    """Signal the ranks, then what they have left behind, and kill what still lives after the grace.
+
+    ``failure`` is what the mark of a failed job says (`JobFolder.write_failure`), None where the job has not failed.
+    """
+
+    signal: int
+    grace_s: float
+    failure: Mapping[str, Any] | None = None
+
+
+class Kill(NamedTuple):
+    """Kill everything now."""
+
+
+class AskErrors(NamedTuple):
+    """Tell what ranks that still live have written down as their error (`Errors`)."""
+
+
+class AskStacks(NamedTuple):
+    """Tell where the ranks are (`Stacks`), if `Start.stall_s` was set."""
+
+
+class Beat(NamedTuple):
+    """Nothing but a sign of life, where there is a lease; ``sent_s`` by the launcher's clock."""
+
+    sent_s: float
+
+
+Order = Signal | End | Kill | AskErrors | AskStacks | Beat
+ORDERS: tuple[type[Order], ...] = get_args(Order)
+
+
+# --- events
+
+
+class Started(NamedTuple):
+    """A rank runs, as process ``pid``."""
+
+    rank: int
+    pid: int
+
+
+class Output(NamedTuple):
+    """A rank has written ``data``."""
+
+    rank: int
+    stream: str
+    data: bytes = b""
+
+
+class OutputLost(NamedTuple):
+    """An agent has left out what a rank wrote, since the line to the launcher did not take it."""
+
+    rank: int
+    stream: str
+    lost_bytes: int
+    reason: str
+
+
+class StderrTail(NamedTuple):
+    """The end of what a rank wrote to stderr, where its logs stay on its host; comes before its `Exited`."""
+
+    rank: int
+    data: bytes = b""
+
+
+class LogLost(NamedTuple):
+    """A log that stays on its host lacks bytes."""
+
+    rank: int
+    stream: str
+    lost_bytes: int
+    reason: str | None
+
+
+class Stopped(NamedTuple):
+    """A signal has stopped a rank."""
+
+    rank: int
+    signal: int
+    pid: int
+
+
+class Continued(NamedTuple):
+    """A rank that was stopped goes on."""
+
+    rank: int
+
+
+class Exited(NamedTuple):
+    """A rank has ended: ``code`` is its exit code, or minus the signal. Times are by the clock of its host.
+
+    ``signalled``: it had been told to end. ``error`` is what the rank has written down, and when it happened.
+    """
+
+    rank: int
+    code: int
+    time_s: float
+    signalled: bool = False
+    out_of_memory: bool = False
+    error: tuple[str, float] | None = None
+
+
+class Errors(NamedTuple):
+    """The answer to `AskErrors`: of each rank that has written an error down, itself, the error and the moment."""
+
+    errors: tuple[tuple[int, str, float], ...]
+
+
+class Progressed(NamedTuple):
+    """A rank has done a step, or a collective, since the last time."""
+
+
+class Stacks(NamedTuple):
+    """The answer to `AskStacks`: ``data`` are the observations of the ranks (`stacks.Observation`) as JSON.
+
+    ``quiet_s`` is for how long no rank had done or written anything when the order came.
+    """
+
+    quiet_s: float
+    data: bytes = b""
+
+
+class Left(NamedTuple):
+    """Processes that the ranks have left behind, by pid, which are about to be ended."""
+
+    names: Mapping[str, str]
+
+
+class CarrierSaid(NamedTuple):
+    """The words of mpirun itself, which matter where it failed."""
+
+    text: str
+    matters: bool
+
+
+class NotStarted(NamedTuple):
+    """Torch could not be imported, a process not be forked, or a log not be made."""
+
+    reason: str
+
+
+class SupervisorGone(NamedTuple):
+    """An agent tells that its supervisor has ended without its last word, and that it has killed what was left."""
+
+    code: int
+
+
+class Ended(NamedTuple):
+    """The last event: the ranks that had to be killed, and processes that do not end even so."""
+
+    killed: tuple[int, ...]
+    unkillable: tuple[int, ...]
+
+
+Event = (
+    Started | Output | OutputLost | StderrTail | LogLost | Stopped | Continued | Exited | Errors | Progressed | Stacks
+    | Left | CarrierSaid | NotStarted | SupervisorGone | Ended
+)  # fmt: skip
+EVENTS: tuple[type[Event], ...] = get_args(Event)

@@ -1,13 +1,7 @@
 """Files that go with a job: copied into a fresh folder on each host, which is the ranks' working directory.
 
 The launcher lists them once (`Stage.read`) and sends them over the line to each agent (`orders`), a piece at a time and
-only as fast as the line takes them; the agent makes them again (`StagedFiles`). The orders:
-
-    {"order": "stage", "bytes": 123, "entries": 2, "keep": false}
-    {"order": "stage_entry", "path": "pkg", "kind": "folder", "mode": 493}
-    {"order": "stage_entry", "path": "pkg/a.py", "kind": "file", "mode": 420, "time_s": 1.7e9, "payload_bytes": 100}
-    {"order": "stage_more", "payload_bytes": 23}                   goes on with the last file
-    {"order": "stage_entry", "path": "b", "kind": "link", "target": "pkg/a.py"}
+only as fast as the line takes them; the agent makes them again (`StagedFiles`).
 
 A relative path keeps its place below the working directory, ``.`` is all that is in it; any other path goes by its last
 name. Modes and times are kept, and links are, but for those that the command line names, which are followed.
@@ -25,7 +19,8 @@ from pathlib import Path
 from typing import Literal
 
 from shardwright.errors import UsageError
-from shardwright.launch.host.protocol import Message, encode
+from shardwright.launch.host.agent_protocol import StageBegin, StageEntry, StageMore
+from shardwright.launch.host.stream import encode
 
 _PIECE_BYTES = 1 << 18
 _ROOM_BYTES = 1 << 24  # that the job itself needs beside what is staged
@@ -76,22 +71,18 @@ class Stage:
 
     def orders(self) -> Iterator[bytes]:
         """For the line, in pieces. What is read is what there is then; a file that has vanished raises `OSError`."""
-        sizes: Message = {"bytes": self.size_bytes, "entries": len(self.entries), "keep": self.keep}
-        yield encode({"order": "stage"} | sizes)
+        yield encode(StageBegin(self.size_bytes, len(self.entries), self.keep))
         for entry in self.entries:
-            told: Message = {
-                "order": "stage_entry", "path": entry.path, "kind": entry.kind, "mode": entry.mode,
-                "time_s": entry.time_s,
-            }  # fmt: skip
+            order = StageEntry(entry.path, entry.kind, entry.mode, entry.time_s)
             if entry.kind == "link":
-                yield encode(told | {"target": os.readlink(entry.source)})
+                yield encode(order._replace(target=os.readlink(entry.source)))
             elif entry.kind == "folder":
-                yield encode(told)
+                yield encode(order)
             else:
                 with open(entry.source, "rb") as file:
-                    yield encode(told, file.read(_PIECE_BYTES))
+                    yield encode(order._replace(data=file.read(_PIECE_BYTES)))
                     while piece := file.read(_PIECE_BYTES):
-                        yield encode({"order": "stage_more"}, piece)
+                        yield encode(StageMore(piece))
 
 
 def _place(path: str) -> str:
@@ -136,17 +127,17 @@ def _parents(found: Mapping[str, StagedEntry]) -> Iterator[StagedEntry]:
 class StagedFiles:
     """On a host: what has come of it, and in ``problems`` why it cannot be used. Raises nothing."""
 
-    def __init__(self, order: Message, scratch: Path) -> None:
-        self.keep = bool(order["keep"])
+    def __init__(self, order: StageBegin, scratch: Path) -> None:
+        self.keep = order.keep
         self.problems: list[str] = []
         self.folder = scratch / "staged"
         self._file: int | None = None
         self._folders: list[tuple[Path, int]] = []
         usage = os.statvfs(scratch)
         room_bytes = usage.f_bavail * usage.f_frsize
-        if room_bytes < order["bytes"] + _ROOM_BYTES or (usage.f_files and usage.f_favail < order["entries"]):
+        if room_bytes < order.size_bytes + _ROOM_BYTES or (usage.f_files and usage.f_favail < order.entries):
             self.problems.append(
-                f"{_size(order['bytes'])} in {order['entries']} files and folders are to be staged to {scratch.parent} "
+                f"{_size(order.size_bytes)} in {order.entries} files and folders are to be staged to {scratch.parent} "
                 f"there, which has room for {_size(max(0, room_bytes - _ROOM_BYTES))} and {usage.f_favail} files; make "
                 "room, or set TMPDIR in the shell's start file"
             )
@@ -159,32 +150,32 @@ class StagedFiles:
         except OSError as error:
             self._give_up(error)
 
-    def take(self, order: Message) -> None:
-        """One of the orders after the first."""
+    def take(self, order: StageEntry | StageMore) -> None:
+        """Make what one of the orders after the first tells of."""
         if self.problems:
             return
         try:
-            if order["order"] == "stage_entry":
+            if isinstance(order, StageEntry):
                 self._close_file()
                 self._make(order)
             if self._file is not None:
-                left = memoryview(order.get("payload", b""))
+                left = memoryview(order.data)
                 while left:
                     left = left[os.write(self._file, left) :]
         except OSError as error:
             self._give_up(error)
 
-    def _make(self, order: Message) -> None:
-        path = self.folder / order["path"]
-        if order["kind"] == "folder":
+    def _make(self, order: StageEntry) -> None:
+        path = self.folder / order.path
+        if order.kind == "folder":
             path.mkdir()
-            self._folders.append((path, order["mode"]))
-        elif order["kind"] == "link":
-            path.symlink_to(order["target"])
+            self._folders.append((path, order.mode))
+        elif order.kind == "link":
+            path.symlink_to(order.target)
         else:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            os.fchmod(self._file, order["mode"])
-            self._time_s = order["time_s"]
+            os.fchmod(self._file, order.mode)
+            self._time_s = order.time_s
 
     def finish(self) -> None:
         """Everything has come. A folder may be one that nobody may write to, once it has what is in it."""

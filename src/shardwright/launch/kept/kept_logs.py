@@ -6,27 +6,27 @@ console, the end of what a rank wrote to stderr, from which the verdict is made,
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Iterable
 from pathlib import Path
 
-from shardwright.launch.host.protocol import STREAMS, Message
+from shardwright.launch.host.protocol import STREAMS, KeptAt, LogLost
 from shardwright.launch.kept.logs import TAIL_BYTES, LogFile
 
 
 class KeptLogs:
-    """``ranks`` are those of this host, ``shown`` those of the console; ``begin`` is the first line of a restart.
+    """The files of the ``ranks`` of this host. Raises `OSError` where they cannot be made."""
 
-    Raises `OSError` where the files cannot be made.
-    """
-
-    def __init__(self, folder: Path, ranks: Collection[int], shown: Collection[int], begin: str) -> None:
-        self.shown = frozenset(shown)
-        self._tails = {rank: bytearray() for rank in ranks if rank not in self.shown}
+    def __init__(self, kept: KeptAt, ranks: Iterable[int]) -> None:
+        self.shown = frozenset(kept.shown)
+        folder, begin = Path(kept.folder), kept.begin.encode()
+        self._tails: dict[int, bytearray] = {}
         self._files: dict[tuple[int, str], LogFile] = {}
         for rank in ranks:
+            if rank not in self.shown:
+                self._tails[rank] = bytearray()
             (folder / f"rank.{rank}").mkdir(parents=True, exist_ok=True)
             for stream in STREAMS:
-                self._files[rank, stream] = LogFile(str(folder / f"rank.{rank}" / stream), begin.encode())
+                self._files[rank, stream] = LogFile(str(folder / f"rank.{rank}" / stream), begin)
 
     def write(self, rank: int, stream: str, data: bytes) -> bool:
         """Whether the launcher is to see it, too."""
@@ -40,14 +40,12 @@ class KeptLogs:
         """What the launcher has not seen of the end of its stderr."""
         return bytes(self._tails.pop(rank, b""))
 
-    def close(self) -> list[Message]:
+    def close(self) -> list[LogLost]:
         """What was lost, for the launcher."""
-        told: list[Message] = []
+        losses = []
         for (rank, stream), file in self._files.items():
             reason = file.close()
             if file.lost_bytes or reason:
-                told.append({
-                    "event": "log_lost", "rank": rank, "stream": stream, "bytes": file.lost_bytes, "reason": reason,
-                })  # fmt: skip
+                losses.append(LogLost(rank, stream, file.lost_bytes, reason))
         self._files.clear()
-        return told
+        return losses

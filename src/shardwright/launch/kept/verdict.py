@@ -9,9 +9,10 @@ host that is gone is the cause of what its peers complain about.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from shardwright.launch.host.protocol import Exited
 from shardwright.launch.kept.failure import RankEnd, describe_ranks, first_failure
 
 SETTLE_S = 0.2
@@ -103,19 +104,13 @@ class Verdict:
         return (self.cause if end.signalled or end.code == 0 else end).exit_code
 
 
-def rank_end(
-    rank: int, event: dict[str, object], to_here: Callable[[float], float], stderr_tail: bytes, host: str
-) -> RankEnd:
-    """From a supervisor's "exited". ``to_here`` turns times of its host into ours."""
-    code, time_s = event["code"], event["time_s"]
-    assert isinstance(code, int)
-    assert isinstance(time_s, float)
+def rank_end(event: Exited, ahead_s: float, stderr_tail: bytes, host: str) -> RankEnd:
+    """How a rank ended, by our clock, which that of its host is ahead of."""
     end = RankEnd(
-        rank, code, to_here(time_s), signalled=bool(event["signalled"]), out_of_memory=bool(event["out_of_memory"]),
+        event.rank, event.code, event.time_s - ahead_s, signalled=event.signalled, out_of_memory=event.out_of_memory,
         stderr_tail=stderr_tail, host=host,
     )  # fmt: skip
-    error = event.get("error")
-    if not isinstance(error, Collection):
+    if event.error is None:
         return end
-    text, happened_s = error
-    return replace(end, error=text, time_s=min(end.time_s, to_here(happened_s)))
+    text, happened_s = event.error
+    return replace(end, error=text, time_s=min(end.time_s, happened_s - ahead_s))

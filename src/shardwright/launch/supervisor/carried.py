@@ -23,11 +23,12 @@ import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, get_args
 
 from shardwright import package
 from shardwright.launch.host.processes import die_with_parent
-from shardwright.launch.host.protocol import STREAMS, Decoder, Start
+from shardwright.launch.host.protocol import STREAMS, CarrierSaid, Continued, Exited, Order, Start, Started, Stopped
+from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.supervisor.rank_start import RankProcess, error_file, execute, not_started
 from shardwright.launch.supervisor.supervisor import Ending, Supervisor
 from shardwright.pulse import PulseFile
@@ -45,8 +46,8 @@ class CarriedSupervisor(Supervisor):
     """The supervision of ranks whose ends are told on ``reports`` and by the end of mpirun."""
 
     def __init__(
-        self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess], mpirun: int, reports: Reports,
-        said: int, stall_s: float | None = None,
+        self, orders: int, events: int, decoder: Decoder[Start | Order], ranks: dict[int, RankProcess], mpirun: int,
+        reports: Reports, said: int, stall_s: float | None = None,
     ) -> None:  # fmt: skip
         self.mpirun, self.reports, self.said = mpirun, reports, said
         super().__init__(orders, events, decoder, ranks, stall_s=stall_s)
@@ -75,42 +76,51 @@ class CarriedSupervisor(Supervisor):
 
     def _take_reports(self) -> None:
         for report in self.reports.read():
-            rank = report["rank"]
-            if report["event"] == "exited":
-                self._exited(rank, report["code"], report["time_s"])
-            else:
-                self.ranks[rank].stopped_by = report.get("signal", 0)
-                self._tell(report)
+            match report:
+                case Started():
+                    self._tell(report)
+                case Exited(rank, code, time_s):
+                    self._exited(rank, code, time_s)
+                case Stopped(rank, signum):
+                    self.ranks[rank].stopped_by = signum
+                    self._tell(report)
+                case Continued(rank):
+                    self.ranks[rank].stopped_by = 0
+                    self._tell(report)
 
     def _mpirun_ended(self, code: int) -> None:
         """What mpirun said, the help of MPI with it, is told. Ranks not heard of were killed with their carriers."""
         self._take_reports()
         lost = [rank for rank, process in self.ranks.items() if not process.ended]
         if said := os.pread(self.said, _SAID_BYTES, 0).decode(errors="replace").strip():
-            self._tell({"event": "carrier_said", "text": said, "matters": code != 0})
+            self._tell(CarrierSaid(said, code != 0))
         for rank in lost:
             self._exited(rank, -signal.SIGKILL, time.time())
 
 
+Report = Started | Stopped | Continued | Exited
+
+
 class Reports:
-    """Lines of JSON from the carriers, each written in one piece."""
+    """What the carriers tell, each report written in one piece."""
 
     def __init__(self) -> None:
         self.fd, self.theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        self.held: list[dict[str, Any]] = []
-        self._buffer = b""
+        self.held: list[Report] = []
+        self._decoder: Decoder[Report] = Decoder(*get_args(Report))
 
-    def read(self) -> list[dict[str, Any]]:
+    def read(self) -> list[Report]:
         """What has come since, after those in ``held``, which were read too early."""
+        reports, self.held = self.held, []
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self.fd, 1 << 16):
-                self._buffer += data
-        *lines, self._buffer = self._buffer.split(b"\n")
-        held, self.held = self.held, []
-        return held + [json.loads(line) for line in lines]
+                reports += self._decoder.feed(data)
+        return reports
 
 
-def supervise(start: Start, orders: int, events: int, decoder: Decoder, pulses: Mapping[int, PulseFile]) -> NoReturn:
+def supervise(
+    start: Start, orders: int, events: int, decoder: Decoder[Start | Order], pulses: Mapping[int, PulseFile]
+) -> NoReturn:
     """Start mpirun, wait until all ranks have started, and supervise them until the end."""
     reports = Reports()
     said = os.memfd_create("mpirun")
@@ -173,8 +183,8 @@ def _wait_for_ranks(ranks: int, mpirun: int, reports: Reports, orders: int, even
         if orders in ready:
             os._exit(1)
         came = reports.read()
-        pids |= {report["rank"]: report["pid"] for report in came if report["event"] == "started"}
-        reports.held = [report for report in came if report["event"] != "started"]
+        pids |= {report.rank: report.pid for report in came if isinstance(report, Started)}
+        reports.held = [report for report in came if not isinstance(report, Started)]
         if ended in ready and len(pids) < ranks:
             if not pids:
                 text = os.pread(said, _SAID_BYTES, 0).decode(errors="replace").strip()
@@ -188,8 +198,8 @@ def carry(path: str) -> NoReturn:
     """In a process that mpirun started: run this rank's program, and report how it goes."""
     die_with_parent(signal.SIGKILL)
     plan = json.loads(Path(path).read_bytes())
-    rank = os.environ["OMPI_COMM_WORLD_RANK"]
-    mine = plan["ranks"][rank]
+    rank = int(os.environ["OMPI_COMM_WORLD_RANK"])
+    mine = plan["ranks"][str(rank)]
     supervisor = Path(f"/proc/{plan['supervisor']}/fd")
     reports = os.open(supervisor / str(plan["reports"]), os.O_WRONLY | os.O_CLOEXEC)
     for signum in _TAKEN:
@@ -198,16 +208,16 @@ def carry(path: str) -> NoReturn:
     pid = os.fork()
     if pid == 0:
         _become_rank(carrier, supervisor, mine, plan["command"])
-    _report(reports, {"event": "started", "rank": int(rank), "pid": pid})
+    _report(reports, Started(rank, pid))
     while True:
         _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
         if os.WIFSTOPPED(status):
-            _report(reports, {"event": "stopped", "rank": int(rank), "signal": os.WSTOPSIG(status), "pid": pid})
+            _report(reports, Stopped(rank, os.WSTOPSIG(status), pid))
         elif os.WIFCONTINUED(status):
-            _report(reports, {"event": "continued", "rank": int(rank)})
+            _report(reports, Continued(rank))
         else:
             code = os.waitstatus_to_exitcode(status)
-            _report(reports, {"event": "exited", "rank": int(rank), "code": code, "time_s": time.time()})
+            _report(reports, Exited(rank, code, time.time()))
             os._exit(code if code >= 0 else 128 - code)
 
 
@@ -226,6 +236,6 @@ def _become_rank(carrier: int, supervisor: Path, mine: dict[str, Any], command: 
     os._exit(127)
 
 
-def _report(fd: int, report: dict[str, Any]) -> None:
+def _report(fd: int, report: Report) -> None:
     with contextlib.suppress(OSError):  # the supervisor is gone, and we shall be
-        os.write(fd, json.dumps(report).encode() + b"\n")
+        os.write(fd, encode(report))

@@ -18,54 +18,52 @@ from shardwright.hosts import interfaces
 from shardwright.hosts.gpus import count_gpus
 from shardwright.hosts.hosts import own_slots
 from shardwright.hosts.port import PortLease, lease_port
+from shardwright.launch.host.agent_protocol import Check, Checked, Hello
 from shardwright.launch.host.program import Program
-from shardwright.launch.host.protocol import Message
 from shardwright.launch.supervisor.zygote import can_preload
 
 _SCRATCH_BYTES = 1 << 20
 
 
-def introduce(scratch: Path) -> Message:
+def introduce(scratch: Path) -> Hello:
     """The first words of an agent. ``scratch`` is the folder that the job has on this host."""
-    return {
-        "event": "hello", "python": sys.version.split()[0], "executable": sys.executable, "cpus": own_slots(),
-        "gpus": count_gpus({}), "name": socket.gethostname(), "scratch": os.fspath(scratch),
-    }  # fmt: skip
+    return Hello(
+        sys.version.split()[0], sys.executable, own_slots(), count_gpus({}), socket.gethostname(), os.fspath(scratch)
+    )
 
 
 def check(
-    order: Message, environment: Mapping[str, str], scratch: Path
-) -> tuple[Message, PortLease | None, socket.socket | None]:
+    order: Check, environment: Mapping[str, str], scratch: Path
+) -> tuple[Checked, PortLease | None, socket.socket | None]:
     """The answer; on the first host also the port where the ranks meet, and a socket on which others try to reach it.
 
-    The order has ``log_dir`` (None where logs are written elsewhere), ``wdir``, ``program``, ``preload``, ``ours``
-    (whether the program is this package itself), ``first`` and ``port``. Changes into the working directory.
+    Changes into the working directory, which the order must have.
     """
-    problems = [*_check_folder(order["wdir"]), *_check_scratch(scratch), *_check_log_dir(order["log_dir"])]
-    program = Program(order["program"]["kind"], tuple(order["program"]["arguments"]))
+    assert order.wdir is not None
+    problems = [*_check_folder(order.wdir), *_check_scratch(scratch), *_check_log_dir(order.log_dir)]
     if not problems:
-        problems += _check_program(program, environment)
+        problems += _check_program(order.program, environment)
     folders = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]
     torch, ours = version("torch", folders), version("shardwright", folders)
-    if torch is None and order["preload"] and can_preload(program):
+    if torch is None and order.preload and can_preload(order.program):
         problems.append(f"{sys.executable} has no torch; type `{sys.executable} -m pip install torch` there")
-    if order["ours"] and ours is None:
+    if order.ours and ours is None:
         problems.append(
             f"{sys.executable} has no shardwright; type `{sys.executable} -m pip install shardwright` there"
         )
     lease, listening = None, None
-    if order["first"]:
+    if order.first:
         try:
-            lease = lease_port(order["port"])
+            lease = lease_port(order.port)
             listening = interfaces.listen()
         except (UsageError, LaunchError, OSError) as error:
             problems.append(str(error))
-    answer = {
-        "event": "checked", "problems": problems, "torch": torch, "shardwright": ours,
-        "port": lease.port if lease else None, "probe": listening.getsockname()[1] if listening else None,
-        "addresses": [[a.interface, a.address, a.mbits_per_s] for a in interfaces.own_addresses()],
-        "loopback": interfaces.own_loopback(), "infiniband": interfaces.infiniband_ports(),
-    }  # fmt: skip
+    answer = Checked(
+        tuple(problems), torch, ours,
+        port=lease.port if lease else None, probe=listening.getsockname()[1] if listening else None,
+        addresses=tuple((a.interface, a.address, a.mbits_per_s) for a in interfaces.own_addresses()),
+        loopback=interfaces.own_loopback(), infiniband=tuple(interfaces.infiniband_ports()),
+    )  # fmt: skip
     return answer, lease, listening
 
 

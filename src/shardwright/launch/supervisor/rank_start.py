@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from shardwright.launch.host.processes import descendants, die_with_parent, kill_all
-from shardwright.launch.host.protocol import STREAMS, Start, encode
+from shardwright.launch.host.protocol import STREAMS, NotStarted, Start
+from shardwright.launch.host.stream import encode
 from shardwright.pulse import PULSE_VARIABLE, PulseFile
 
 UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
@@ -70,10 +71,11 @@ def execute(command_line: list[str]) -> None:
         os._exit(127)
 
 
-def not_started(events: int, message: str) -> NoReturn:
+def not_started(events: int, reason: str) -> NoReturn:
+    """End this process, and what it has started, after a last word to the launcher."""
     kill_all(lambda: descendants(os.getpid()), UNKILLABLE_S)
     with contextlib.suppress(BrokenPipeError):
-        _write(events, encode({"event": "not_started", "message": message}))
+        _write(events, encode(NotStarted(reason)))
     os._exit(1)
 
 

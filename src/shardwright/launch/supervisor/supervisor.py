@@ -30,8 +30,30 @@ from shardwright.launch.host.processes import (
     out_of_memory_kills,
     send_signal,
 )
-from shardwright.launch.host.protocol import STREAMS, Decoder, Message, Start, encode
+from shardwright.launch.host.protocol import (
+    ORDERS,
+    STREAMS,
+    AskErrors,
+    AskStacks,
+    Continued,
+    End,
+    Ended,
+    Errors,
+    Event,
+    Exited,
+    Kill,
+    Left,
+    Order,
+    Output,
+    Progressed,
+    Signal,
+    Stacks,
+    Start,
+    Started,
+    Stopped,
+)
 from shardwright.launch.host.stage import remove_folder
+from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.kept.failure import read_error_file
 from shardwright.launch.supervisor import zygote
 from shardwright.launch.supervisor.binding import bind
@@ -91,7 +113,7 @@ class Supervisor:
     """The supervision of ranks that are already running, until none is left."""
 
     def __init__(
-        self, orders: int, events: int, decoder: Decoder, ranks: dict[int, RankProcess],
+        self, orders: int, events: int, decoder: Decoder[Start | Order], ranks: dict[int, RankProcess],
         lease_s: float | None = None, scratch: str | None = None, stall_s: float | None = None,
     ) -> None:  # fmt: skip
         self.orders, self.events, self.decoder, self.ranks = orders, events, decoder, ranks
@@ -113,7 +135,7 @@ class Supervisor:
             pulses = {rank: process.pulse for rank, process in ranks.items() if process.pulse is not None}
             self.progress = Progress(stall_s, pulses, lambda: os.write(wake_write, b"\0"))
         for rank, process in ranks.items():
-            self._tell({"event": "started", "rank": rank, "pid": process.pid})
+            self._tell(Started(rank, process.pid))
         self._follow(b"")  # orders that came together with the start
 
     def run(self) -> None:
@@ -137,7 +159,7 @@ class Supervisor:
         for rank in self.ranks:
             self._drain(rank)
         killed = sorted(r for r, p in self.ranks.items() if self.ending and p.pid in self.ending.killed)
-        self._tell({"event": "ended", "killed": killed, "unkillable": unkillable})
+        self._tell(Ended(tuple(killed), tuple(unkillable)))
         while self.backlog:
             for key, _ in self.selector.select():
                 key.data()
@@ -145,10 +167,10 @@ class Supervisor:
 
     # --- to and from the launcher
 
-    def _tell(self, message: Message, payload: bytes = b"") -> None:
+    def _tell(self, event: Event) -> None:
         if not self.backlog:
             self.selector.register(self.events, selectors.EVENT_WRITE, self._flush)
-        self.backlog += encode(message, payload)
+        self.backlog += encode(event)
 
     def _flush(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -167,26 +189,26 @@ class Supervisor:
         self._follow(data)
 
     def _follow(self, data: bytes) -> None:
-        for message, _ in self.decoder.feed(data):
-            match message["order"]:
-                case "errors":
-                    self._tell({"event": "errors", "errors": self._errors()})
-                case "stacks" if self.progress is not None:
+        for order in self.decoder.feed(data):
+            match order:
+                case AskErrors():
+                    self._tell(Errors(self._errors()))
+                case AskStacks() if self.progress is not None:
                     living = {rank: process for rank, process in self.ranks.items() if not process.ended}
                     self.progress.ask({r: Target(p.pid, p.pulse, p.stopped_by) for r, p in living.items()})
-                case "signal":
-                    self._signal_ranks(message["signal"])
-                case "end":
-                    self._end(message["signal"], message["grace_s"])
-                case "kill":
+                case Signal(signum):
+                    self._signal_ranks(signum)
+                case End(signum, grace_s):
+                    self._end(signum, grace_s)
+                case Kill():
                     self._end(signal.SIGCONT, 0.0)
 
     def _tell_progress(self, progress: Progress) -> None:
         if progress.look():
-            self._tell({"event": "progress"})
+            self._tell(Progressed())
         if (answer := progress.take_answer()) is not None:
             quiet_s, observations = answer
-            self._tell({"event": "stacks", "quiet_s": quiet_s}, observations)
+            self._tell(Stacks(quiet_s, observations))
 
     def _abandoned(self) -> None:
         """The launcher is gone: nobody is left to tell."""
@@ -222,7 +244,7 @@ class Supervisor:
         if data:
             if self.progress is not None:
                 self.progress.heard()
-            self._tell({"event": "output", "rank": rank, "stream": stream}, data)
+            self._tell(Output(rank, stream, data))
             return True
         if self.reading:
             self.selector.unregister(pipes[stream])
@@ -259,10 +281,10 @@ class Supervisor:
         process = self.ranks[rank]
         if os.WIFSTOPPED(status):
             process.stopped_by = os.WSTOPSIG(status)
-            self._tell({"event": "stopped", "rank": rank, "signal": process.stopped_by, "pid": process.pid})
+            self._tell(Stopped(rank, process.stopped_by, process.pid))
         elif os.WIFCONTINUED(status):
             process.stopped_by = 0
-            self._tell({"event": "continued", "rank": rank})
+            self._tell(Continued(rank))
         else:
             self._exited(rank, os.waitstatus_to_exitcode(status), time.time())
 
@@ -272,15 +294,12 @@ class Supervisor:
         self._drain(rank)
         killed_by_us = self.ending is not None and process.pid in self.ending.killed
         out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent()
-        self._tell({
-            "event": "exited", "rank": rank, "code": code, "time_s": ended_s,
-            "signalled": process.signalled, "out_of_memory": out_of_memory, "error": _error_of(process),
-        })  # fmt: skip
+        self._tell(Exited(rank, code, ended_s, process.signalled, out_of_memory, _error_of(process)))
 
-    def _errors(self) -> dict[int, tuple[str, float]]:
-        """Of ranks that have failed and not ended yet."""
+    def _errors(self) -> tuple[tuple[int, str, float], ...]:
+        """What ranks have written down that have failed and not ended yet."""
         living = [(rank, process) for rank, process in self.ranks.items() if not process.ended]
-        return {rank: error for rank, process in living if (error := _error_of(process))}
+        return tuple((rank, *error) for rank, process in living if (error := _error_of(process)))
 
     # --- ending them
 
@@ -319,7 +338,7 @@ class Supervisor:
             left = descendants(os.getpid(), without={process.pid for process in self._living()}) - ending.told
             ending.told |= left
             if left:
-                self._tell({"event": "left", "names": {str(pid): name_of(pid) for pid in left}})
+                self._tell(Left({str(pid): name_of(pid) for pid in left}))
             for pid in left:
                 send_signal(pid, signal.SIGTERM)
                 send_signal(pid, signal.SIGCONT)
@@ -339,15 +358,16 @@ def take_stdio() -> tuple[int, int]:
     return orders, events
 
 
-def _read_start(orders: int, decoder: Decoder) -> Start:
+def _read_start(orders: int, decoder: Decoder[Start | Order]) -> Start:
     """Ends this process where the launcher ended before the kernel was asked to tell of that."""
     poll = select.poll()
     poll.register(orders, 0)
     while data := os.read(orders, _CHUNK_BYTES):
-        for message, _ in decoder.feed(data):
+        for order in decoder.feed(data):
             if poll.poll(0):
                 os._exit(1)
-            return Start.from_message(message)
+            assert isinstance(order, Start), f"{order} came before a start"
+            return order
     os._exit(1)
 
 
@@ -355,7 +375,7 @@ def main() -> None:
     """Supervise what the launcher orders on standard input; in a forked rank, run its program and return."""
     die_with_parent(signal.SIGKILL)  # as long as there is no rank that needs somebody to end it
     become_subreaper()
-    decoder = Decoder()
+    decoder: Decoder[Start | Order] = Decoder(Start, *ORDERS)
     orders, events = take_stdio()
     start = _read_start(orders, decoder)
     pulses = open_pulses(start, events)

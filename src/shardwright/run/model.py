@@ -1,0 +1,136 @@
+"""What `sw.parallelize` returns, whichever way the model runs: everything that trains, saves or verifies asks for this.
+
+`run.captured.Parallel` runs the programs of a plan, `run.eager_parallel.EagerParallel` torch's DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Self
+
+from torch import Tensor, nn
+
+from shardwright.checkpoint.saving.asynchronous import wait_copied
+from shardwright.graph.ir import Capture
+from shardwright.lower.program import LocalProgram
+from shardwright.plan.plan import Plan
+from shardwright.run.evaluation import Evaluation
+from shardwright.run.execute import Execution
+
+
+@dataclass(frozen=True, eq=False)
+class Replay:
+    """A forward that was run once more: its graph, this rank's program, and the value of each variable of that."""
+
+    capture: Capture
+    program: LocalProgram
+    values: Mapping[str, Any]
+
+
+class ParallelModel(ABC):
+    """``parallel(batch)`` is the loss of the global batch, the same on every rank; its backward leaves gradients.
+
+    Where the loss function returns ``(loss, aux)``, so does this. `close`, or the end of a ``with``, gives back process
+    groups of its own.
+    """
+
+    module: nn.Module
+    """The user's model."""
+    plan: Plan | None
+    """The plan for the shapes of the sample batch; None where the model runs by DistributedDataParallel."""
+
+    # Running
+
+    @abstractmethod
+    def __call__(self, batch: Any) -> Any:
+        """The loss of the global batch, or ``(loss, aux)``."""
+
+    @abstractmethod
+    def predict(self, batch: Any, *, gather: bool = True) -> Any:
+        """What the loss function returns beside the loss, in evaluation mode and without gradients.
+
+        Whole on every rank; with ``gather=False`` the rows of the batch that this rank was given.
+        """
+
+    @abstractmethod
+    def accumulate(self) -> AbstractContextManager[None]:
+        """Inside, backwards do not reduce gradients between ranks; the next one outside reduces the sum of all."""
+
+    @abstractmethod
+    def samples(self, batch: Any) -> int:
+        """How many samples the global batch has, of which ``batch`` is this rank's part; all ranks call it together."""
+
+    @abstractmethod
+    def evaluate(self, batch: Any) -> Evaluation:
+        """The loss and the metrics of the global batch; all ranks call it together."""
+
+    @abstractmethod
+    def replay(self, batch: Any) -> Replay | None:
+        """The forward of the training step that was run last, once more for the same ``batch``.
+
+        Draws the same random numbers and changes nothing. None where the model was not captured.
+        """
+
+    @abstractmethod
+    def executions(self) -> list[Execution]:
+        """The programs that were made so far, each with a count of its runs."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back process groups, once no backward is to come; every rank calls it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    # The state, as torch's modules and optimizers know it
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """The parameters as this rank stores them: all plain tensors, or all DTensors."""
+        return self.module.parameters()
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The same with their names in the model."""
+        return self.module.named_parameters()
+
+    def buffers(self) -> Iterator[Tensor]:
+        """The buffers, whole on every rank."""
+        return self.module.buffers()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of the model under its own names, parameters as they are stored."""
+        return dict(self.module.state_dict())
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take a state as `state_dict` gives it; every rank takes the same."""
+        wait_copied()
+        self.module.load_state_dict(state)
+
+    @abstractmethod
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """The state of the model, every tensor whole on every rank; all ranks call it together."""
+
+    @abstractmethod
+    def random_state(self) -> dict[str, int] | None:
+        """What the random numbers of the next training step depend on, beside positions: the same on every rank.
+
+        None where they are those of torch's generators, which differ between ranks.
+        """
+
+    @abstractmethod
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        """Draw from here on what the one that gave ``state`` would draw; every rank calls it with the same."""
+
+    def train(self, mode: bool = True) -> Self:
+        """Training mode, as `torch.nn.Module.train`."""
+        self.module.train(mode)
+        return self
+
+    def eval(self) -> Self:
+        """Evaluation mode, as `torch.nn.Module.eval`."""
+        return self.train(False)
