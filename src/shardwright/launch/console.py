@@ -17,7 +17,7 @@ _LONGEST_LINE_BYTES = 1 << 16
 _FRAGMENT_AGE_S = 0.5
 
 
-class _Writer:
+class _WriterThread:
     """One file descriptor and the thread that writes to it."""
 
     def __init__(self, fd: int) -> None:
@@ -85,7 +85,7 @@ class Console:
 
     def __init__(self, shown: frozenset[int]) -> None:
         self.shown = shown
-        self._writers = {"stdout": _Writer(1), "stderr": _Writer(2)}
+        self._writers = {"stdout": _WriterThread(1), "stderr": _WriterThread(2)}
         self._one_screen = os.path.sameopenfile(1, 2) or (os.isatty(1) and os.isatty(2))
         self._inside_line = {"stdout": False, "stderr": False}
         self._lines: dict[tuple[int, str], _Line] = {}

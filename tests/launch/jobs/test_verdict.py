@@ -1,11 +1,8 @@
-"""The pieces of the verdict and of the talk between launcher and supervisor, without processes."""
+"""The pieces of the verdict, and the folders of jobs, without processes."""
 
 import json
 import os
 
-from shardwright.launch.host.program import Program
-from shardwright.launch.host.protocol import CarrierSaid, Ended, Output, Start, StderrTail
-from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.kept.failure import RankEnd, describe_ranks, first_failure, read_error_file
 from shardwright.launch.kept.job import LOST, RUNNING, JobFolder, JobState, create_job_folder
 
@@ -62,22 +59,6 @@ def test_error_files(tmp_path):
     assert read_error_file(path) == ("E: x", 8.5)
     path.write_text("half a fi")
     assert read_error_file(path) is None
-
-
-def test_messages_survive_any_cut():
-    sent = [Output(1, "stdout", b'a\n{"x"'), Ended((), (7,)), CarrierSaid("é", True), StderrTail(2, bytes(300))]
-    stream = b"".join(encode(message) for message in sent)
-    for size in (1, 2, 7, 64, 10_000):
-        decoder = Decoder(Output, Ended, CarrierSaid, StderrTail)
-        got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
-        assert got == sent
-        assert [type(message) for message in got] == [Output, Ended, CarrierSaid, StderrTail]
-
-
-def test_what_to_start_survives_the_stream():
-    start = Start(Program("module", ("a.b", "-x")), True, {0: {"RANK": "0"}, 3: {"RANK": "3"}}, (7, 8))
-    [message] = Decoder(Start).feed(encode(start))
-    assert message == start
 
 
 def test_numbers_of_jobs_count_up_and_are_never_reused(tmp_path):

@@ -61,6 +61,7 @@ from shardwright.launch.host.protocol import (
 )
 from shardwright.launch.host.stage import StagedFiles, remove_folder
 from shardwright.launch.host.stream import Decoder, encode
+from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.kept_logs import KeptLogs
 from shardwright.launch.supervisor import preflight
 from shardwright.launch.supervisor.supervisor import take_stdio
@@ -77,11 +78,12 @@ class Agent:
     """``packed`` is the file descriptor of the zip file with this package."""
 
     def __init__(self, packed: int, orders: int, events: int) -> None:
-        self.packed, self.orders, self.events = packed, orders, events
+        self.packed, self.orders = packed, orders
         self.scratch = Path(tempfile.mkdtemp(prefix="shardwright-"))
         self.selector = selectors.DefaultSelector()
         self.decoder: Decoder[AgentOrder] = Decoder(*AGENT_ORDERS)
-        self.backlog = bytearray()
+        self.writer = Writer(events, gone=self.abandoned)
+        self.writer.attach(self.selector)
         self.line = _Line()
         self.lease_s: float | None = None
         self.heard_s = time.monotonic()
@@ -92,7 +94,6 @@ class Agent:
         self.kept: KeptLogs | None = None
         self.staged: StagedFiles | None = None
         self.told_staging_s = 0.0
-        os.set_blocking(events, False)
         os.set_blocking(orders, False)
         self.selector.register(orders, selectors.EVENT_READ, self._take_orders)
         self.tell(preflight.introduce(self.scratch))
@@ -124,19 +125,7 @@ class Agent:
     # --- to the launcher
 
     def tell(self, event: AgentEvent) -> None:
-        if not self.backlog:
-            self.selector.register(self.events, selectors.EVENT_WRITE, self._flush)
-        self.backlog += encode(event)
-
-    def _flush(self) -> None:
-        try:
-            del self.backlog[: os.write(self.events, self.backlog[:_CHUNK_BYTES])]
-        except BlockingIOError:
-            return
-        except OSError:
-            self.abandoned()
-        if not self.backlog:
-            self.selector.unregister(self.events)
+        self.writer.put(encode(event))
 
     # --- from the launcher
 
@@ -232,12 +221,12 @@ class Agent:
     def _read_while_taken(self) -> None:
         """Whether the supervisor is read now: not while the line is full, as long as there is patience for that."""
         if self.supervisor is not None:
-            self.supervisor.read_if(not self.line.holds_up(len(self.backlog)))
+            self.supervisor.read_if(not self.line.holds_up(self.writer.waiting_bytes))
 
     def relay(self, event: Event) -> None:
         if self.kept is not None and not self._relay_kept(self.kept, event):
             return
-        if isinstance(event, Output) and self.line.leaves_out(event, len(self.backlog)):
+        if isinstance(event, Output) and self.line.leaves_out(event, self.writer.waiting_bytes):
             return
         for lost in self.line.losses():
             self.tell(lost)
@@ -321,28 +310,17 @@ class _SupervisorProcess:
         )  # fmt: skip
         assert self.process.stdin is not None
         assert self.process.stdout is not None
-        self.orders, self.events = self.process.stdin.fileno(), self.process.stdout.fileno()
+        self.events = self.process.stdout.fileno()
+        # Its end shows in the events.
+        self.writer = Writer(self.process.stdin.fileno(), gone=lambda: None)
+        self.writer.attach(agent.selector)
         self.decoder: Decoder[Event] = Decoder(*EVENTS)
-        self.backlog = bytearray()
         self.reading = False
         self.had_last_word = False
-        os.set_blocking(self.orders, False)
         self.send(start)
 
     def send(self, order: Start | Order) -> None:
-        if not self.backlog:
-            self.agent.selector.register(self.orders, selectors.EVENT_WRITE, self._flush)
-        self.backlog += encode(order)
-
-    def _flush(self) -> None:
-        try:
-            del self.backlog[: os.write(self.orders, self.backlog[:_CHUNK_BYTES])]
-        except BlockingIOError:
-            return
-        except OSError:  # its end shows in the events
-            self.backlog.clear()
-        if not self.backlog:
-            self.agent.selector.unregister(self.orders)
+        self.writer.put(encode(order))
 
     def read_if(self, wanted: bool) -> None:
         if wanted and not self.reading:
@@ -365,9 +343,7 @@ class _SupervisorProcess:
 
     def hang_up(self) -> None:
         self.read_if(False)
-        if self.backlog:
-            self.agent.selector.unregister(self.orders)
-            self.backlog.clear()
+        self.writer.detach()
         for stream in (self.process.stdin, self.process.stdout):
             if stream is not None:
                 stream.close()

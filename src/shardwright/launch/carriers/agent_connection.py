@@ -70,7 +70,7 @@ class AgentConnection(Connection):
         self._clocks: deque[tuple[float, float]] = deque(maxlen=_CLOCK_SAMPLES)
         self._beat_at_s = 0.0
         self._gone_code: int | None = None
-        self._backlog += sent[0]
+        self._writer.put(sent[0])
         self._stream: Iterator[bytes] | None = None
         self.stream_error: OSError | None = None
 
@@ -107,15 +107,14 @@ class AgentConnection(Connection):
         """Whether there was a stream: then the host is busy for as long as it is heard of."""
         return self._stream is not None
 
-    def _refill(self) -> bool:
+    def _more(self) -> bytes:
         if self._stream is None or self.stream_error is not None:
-            return False
+            return b""
         try:
-            piece = next(self._stream, None)
+            return next(self._stream, b"")
         except OSError as error:
-            self.stream_error, piece = error, None
-        self._backlog += piece or b""
-        return piece is not None
+            self.stream_error = error
+            return b""
 
     def _take_said(self) -> None:
         with contextlib.suppress(BlockingIOError):

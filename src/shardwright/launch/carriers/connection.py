@@ -18,6 +18,7 @@ from typing import Any
 
 from shardwright.launch.host.protocol import Event
 from shardwright.launch.host.stream import Message, encode
+from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.job import JobFolder
 
 _CHUNK_BYTES = 1 << 20
@@ -34,46 +35,29 @@ class Connection(ABC):
         assert process.stdin is not None
         assert process.stdout is not None
         self.process, self.name, self.lease_s = process, name, lease_s
-        self.orders, self.events = process.stdin.fileno(), process.stdout.fileno()
+        self.events = process.stdout.fileno()
         self.ranks: tuple[int, ...] = ()
         self.clock_ahead_s = 0.0
         self.heard_s = time.monotonic()
         self.over = False  # nothing more is to come from it in this run
-        self._backlog = bytearray()
+        # That the other end is gone shows in the events.
+        self._writer = Writer(process.stdin.fileno(), gone=lambda: None, more=self._more)
         self._selector: selectors.BaseSelector | None = None
-        for fd in (self.orders, self.events):
-            os.set_blocking(fd, False)
+        os.set_blocking(self.events, False)
 
     def attach(self, selector: selectors.BaseSelector, on_events: Callable[[], None]) -> None:
         """From now on the selector's keys carry what is to be called."""
         self._selector = selector
         selector.register(self.events, selectors.EVENT_READ, on_events)
-        if self._backlog:
-            selector.register(self.orders, selectors.EVENT_WRITE, self._flush)
+        self._writer.attach(selector)
 
     def send(self, order: Message) -> None:
         """Give the other end an order: now, or as soon as it takes it."""
-        waiting = bool(self._backlog)
-        self._backlog += encode(order)
-        if not waiting:
-            self._flush()
-            if self._backlog and self._selector is not None:
-                self._selector.register(self.orders, selectors.EVENT_WRITE, self._flush)
+        self._writer.put_now(encode(order))
 
-    def _flush(self) -> None:
-        try:
-            while self._backlog or self._refill():
-                del self._backlog[: os.write(self.orders, self._backlog[:_CHUNK_BYTES])]
-        except BlockingIOError:
-            return
-        except OSError:  # that the other end is gone shows in the events
-            self._backlog.clear()
-        if self._selector is not None and self.orders in self._selector.get_map():
-            self._selector.unregister(self.orders)
-
-    def _refill(self) -> bool:
-        """More for the backlog, which the other end has taken, if there is more."""
-        return False
+    def _more(self) -> bytes:
+        """What goes to the other end once it has taken all that waited; nothing here."""
+        return b""
 
     def receive(self) -> list[Event] | None:
         """What has come; None at the end of the stream."""
@@ -93,10 +77,10 @@ class Connection(ABC):
     def detach(self) -> None:
         """Out of the selector."""
         if self._selector is not None:
-            for fd in (self.orders, self.events):
-                with contextlib.suppress(KeyError):
-                    self._selector.unregister(fd)
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(self.events)
         self._selector = None
+        self._writer.detach()
 
     @property
     def attached(self) -> bool:

@@ -8,7 +8,6 @@ kills the ranks, and the launcher finds by their mark what they had started.
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import selectors
@@ -54,6 +53,7 @@ from shardwright.launch.host.protocol import (
 )
 from shardwright.launch.host.stage import remove_folder
 from shardwright.launch.host.stream import Decoder, encode
+from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.failure import read_error_file
 from shardwright.launch.supervisor import zygote
 from shardwright.launch.supervisor.binding import bind
@@ -116,15 +116,15 @@ class Supervisor:
         self, orders: int, events: int, decoder: Decoder[Start | Order], ranks: dict[int, RankProcess],
         lease_s: float | None = None, scratch: str | None = None, stall_s: float | None = None,
     ) -> None:  # fmt: skip
-        self.orders, self.events, self.decoder, self.ranks = orders, events, decoder, ranks
+        self.orders, self.decoder, self.ranks = orders, decoder, ranks
         self.lease_s, self.scratch = lease_s, scratch
         self.heard_s = time.monotonic()
-        self.backlog = bytearray()
+        self.writer = Writer(events, gone=self._abandoned)
         self.ending: Ending | None = None
         self.memory_kills = _MemoryKills()
         self.selector = selectors.DefaultSelector()
         self.reading = False
-        os.set_blocking(events, False)
+        self.writer.attach(self.selector)
         self.selector.register(orders, selectors.EVENT_READ, self._take_orders)
         wake_read, wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -160,7 +160,7 @@ class Supervisor:
             self._drain(rank)
         killed = sorted(r for r, p in self.ranks.items() if self.ending and p.pid in self.ending.killed)
         self._tell(Ended(tuple(killed), tuple(unkillable)))
-        while self.backlog:
+        while self.writer.waiting_bytes:
             for key, _ in self.selector.select():
                 key.data()
         os._exit(0)  # torch's own clean-up at exit has nothing to do here
@@ -168,18 +168,7 @@ class Supervisor:
     # --- to and from the launcher
 
     def _tell(self, event: Event) -> None:
-        if not self.backlog:
-            self.selector.register(self.events, selectors.EVENT_WRITE, self._flush)
-        self.backlog += encode(event)
-
-    def _flush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            try:
-                del self.backlog[: os.write(self.events, self.backlog[: 4 * _CHUNK_BYTES])]
-            except BrokenPipeError:
-                self._abandoned()
-        if not self.backlog:
-            self.selector.unregister(self.events)
+        self.writer.put(encode(event))
 
     def _take_orders(self) -> None:
         data = os.read(self.orders, _CHUNK_BYTES)
@@ -221,7 +210,7 @@ class Supervisor:
 
     def _read_while_heard(self) -> None:
         """Ranks wait only where the launcher itself stands still, so that this process's memory stays bounded."""
-        wanted = len(self.backlog) < _BACKLOG_BYTES
+        wanted = self.writer.waiting_bytes < _BACKLOG_BYTES
         if wanted == self.reading:
             return
         for rank, process in self.ranks.items():
