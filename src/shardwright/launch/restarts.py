@@ -22,14 +22,15 @@ from types import FrameType
 from shardwright.errors import LaunchError, UsageError
 from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.asked.restart_options import RestartOptions
+from shardwright.launch.attempt import Attempt, AttemptEnd
 from shardwright.launch.carriers.connection import Carrier
 from shardwright.launch.console import Console
-from shardwright.launch.host.processes import woken_by
+from shardwright.launch.host.signals import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, woken_by
 from shardwright.launch.kept.failure import signal_name
 from shardwright.launch.kept.job import FAILED, INTERRUPTED, JobFolder
 from shardwright.launch.kept.jobs import RESTARTING, RUNNING, JobRecord, known_jobs
-from shardwright.launch.kept.run_report import Attempt
-from shardwright.launch.launcher import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, Before, Launcher
+from shardwright.launch.kept.run_report import EndedAttempt
+from shardwright.launch.launcher import Launcher
 
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 8.0
@@ -59,8 +60,8 @@ class _Attempts:
     ) -> None:
         self.wait = wait
         self.restarts, self.folder, self.prepare, self.started = restarts, folder, prepare, started
-        self.past: tuple[Attempt, ...] = ()
-        self.last: Launcher | None = None  # that failed, and after which there is to be another
+        self.past: tuple[EndedAttempt, ...] = ()
+        self.last: AttemptEnd | None = None  # that failed, and after which there is to be another
         self.at_once = 0  # attempts in a row that failed as soon as they had started
         self.console: Console | None = None
         self.record: JobRecord | None = None
@@ -103,10 +104,11 @@ class _Attempts:
                 self.folder.remove()
             raise
         try:
-            launcher = self._launcher(options, carrier, before)
-            self._record(launcher)
-            code = launcher.run()
-            self.last = launcher if launcher.may_restart else None
+            attempt = self._next(options, before)
+            self._record(attempt, carrier)
+            started = self.started if before is None else lambda: None
+            end = Launcher(attempt, carrier, started).run()
+            self.last = end if end.may_restart else None
         except LaunchError as error:
             if before is not None:
                 return self._give_up(before, error)
@@ -114,30 +116,29 @@ class _Attempts:
             raise
         finally:
             carrier.close()
-        if launcher.may_restart:
-            self.past += (launcher.ended,)
+        if end.may_restart:
+            self.past += (end.kept,)
         else:
-            self._conclude(launcher)
-        return code
+            self._conclude(end)
+        return end.outcome.exit_code
 
-    def _launcher(self, options: LaunchOptions, carrier: Carrier, before: Launcher | None) -> Launcher:
-        if self.console is None:
-            self.console = Console(options.shown)
-        state = None if before is None else replace(before.state, restarts=len(self.past))
-        started = self.started if before is None else lambda: None
-        return Launcher(options, self.folder, carrier, started, Before(self.console, state, self.past))
+    def _next(self, options: LaunchOptions, before: AttemptEnd | None) -> Attempt:
+        if before is not None:
+            return before.attempt.next(options, self.past)
+        self.console = Console(options.shown)
+        return Attempt.first(options, self.folder, self.console)
 
-    def _record(self, launcher: Launcher) -> None:
+    def _record(self, attempt: Attempt, carrier: Carrier) -> None:
         """For `shardwright ps`. What killed launchers have left there is cleared away, whether or not anybody asks."""
         with contextlib.suppress(UsageError):
             known_jobs()
-        state, options = launcher.state, launcher.options
-        hosts = [str(host["name"]) for host in launcher.carrier.describe_hosts()]
-        marks = [launcher.run_id, *(f"{launcher.run_id}/{index}" for index in range(len(hosts)))]
+        state, options = attempt.state, attempt.options
+        hosts = [str(host["name"]) for host in carrier.describe_hosts()]
+        marks = [attempt.run_id, *(f"{attempt.run_id}/{index}" for index in range(len(hosts)))]
         lease_s = options.remote.lease_s if options.remote is not None else None
         self._write(JobRecord(
             self.folder.name, str(self.folder.path.resolve()), state.host, state.pid, state.start_ticks,
-            state.started_s, RUNNING, hosts, launcher.ranks, len(self.past), options.grace_s, lease_s, marks,
+            state.started_s, RUNNING, hosts, options.ranks, len(self.past), options.grace_s, lease_s, marks,
         ))  # fmt: skip
 
     def _write(self, record: JobRecord) -> None:
@@ -148,22 +149,22 @@ class _Attempts:
                 self._say(f"`shardwright ps` will not show this job: {error}")
         self.record = record
 
-    def _give_up(self, before: Launcher, error: Exception) -> int:
+    def _give_up(self, before: AttemptEnd, error: Exception) -> int:
         """The job failed, and cannot begin again."""
         self._say(f"the job cannot be restarted: {error}")
         self.last = None
-        before.finish(FAILED, before.ended.exit_code)
-        return before.ended.exit_code
+        before.finish(FAILED, before.outcome.exit_code)
+        return before.outcome.exit_code
 
-    def _conclude(self, launcher: Launcher) -> None:
-        if launcher.ended.cause is None or launcher.options.restarts.limit == 0:
+    def _conclude(self, end: AttemptEnd) -> None:
+        if end.outcome.cause is None or end.attempt.options.restarts.limit == 0:
             return
-        if launcher.told_to_end is not None:
-            self._say(f"{signal_name(launcher.told_to_end)}: the job is not restarted")
+        if end.told_to_end is not None:
+            self._say(f"{signal_name(end.told_to_end)}: the job is not restarted")
         else:
             self._say(f"the job has failed {len(self.past) + 1} times; --max-restarts {len(self.past)} is used up")
 
-    def _pause(self, failed: Launcher) -> None:
+    def _pause(self, failed: AttemptEnd) -> None:
         """Say that the job restarts, and wait until it may."""
         now_s = time.monotonic()
         soon = failed.all_started_s is None or now_s - failed.all_started_s < _AT_ONCE_S
@@ -171,8 +172,8 @@ class _Attempts:
         pause_s = min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** max(0, self.at_once - 1))
         unsure_s = failed.unsure_until_s - now_s
         self.restarts = self.restarts.next()
-        hosts = ", ".join(failed.ended.hosts)
-        cause = (failed.ended.cause or "").splitlines()[0]
+        hosts = ", ".join(failed.kept.hosts)
+        cause = (failed.outcome.cause or "").splitlines()[0]
         wait = f"in {max(pause_s, unsure_s):.0f} s"
         if unsure_s > pause_s:
             wait += ", when the lease of the lost host has ended what may still run there"

@@ -140,6 +140,8 @@ AGAIN = """
     from dataclasses import replace
     from shardwright.launch.asked.host_options import HostOptions
     from shardwright.launch.kept.job import create_job_folder
+    from shardwright.launch.attempt import Attempt
+    from shardwright.launch.console import Console
     from shardwright.launch.launcher import Launcher
     from shardwright.launch.asked.options import read_options
     from shardwright.launch.carriers.ssh import SshCarrier
@@ -154,7 +156,9 @@ AGAIN = """
     known = replace(options, ranks=carrier.ranks)
     for _ in range(2):
         folder = create_job_folder(options.log_dir, None)
-        print(Launcher(known, folder, carrier, lambda: None).run(), flush=True)
+        attempt = Attempt.first(known, folder, Console(known.shown))
+        print(Launcher(attempt, carrier, lambda: None).run().outcome.exit_code, flush=True)
+        attempt.console.close()
     carrier.close()
 """
 

@@ -11,8 +11,7 @@ from shardwright.launch.asked.host_options import HostOptions, PerHost, RemoteOp
 from shardwright.launch.carriers import agent
 from shardwright.launch.carriers.ssh import portable_environment
 from shardwright.launch.carriers.ssh_errors import compare, why_no_answer
-from shardwright.launch.host.protocol import Exited, Output
-from shardwright.launch.kept.verdict import Verdict, rank_end
+from shardwright.launch.host.protocol import Output
 
 
 @pytest.mark.parametrize(
@@ -164,42 +163,3 @@ def test_a_line_holds_ranks_up_for_a_while_and_then_counts_what_it_leaves_out(mo
     assert [(lost.rank, lost.lost_bytes) for lost in line.losses()] == [(1, 14)]
     assert line.losses() == []
     assert not line.holds_up(full), "a line that was slow is not waited for again at once"
-
-
-def failure(rank, code, time_s, ahead_s, tail=b""):
-    return rank_end(Exited(rank, code, time_s + ahead_s), ahead_s, tail, f"host{rank}")
-
-
-def test_a_complaint_about_a_peer_waits_for_hosts_that_have_not_answered(monkeypatch):
-    clock = 100.0
-    monkeypatch.setattr("shardwright.launch.kept.verdict.time.monotonic", lambda: clock)
-    verdict = Verdict(lambda rank: b"")
-    verdict.ends[0] = failure(0, 1, 50.0, 5.0, b"RuntimeError: Connection closed by peer\n")
-    verdict.settle([("host0", 10.0), ("host1", 10.0)])
-    verdict.answered("host0", {})
-    clock += 1.0
-    assert verdict.first({}, all_ended=False) is None
-    verdict.answered("host1", {1: ("ValueError: x", 49.9)})
-    clock += 1.0
-    assert verdict.first({1: "host1"}, all_ended=False).rank == 1
-    assert verdict.headline(verdict.cause) == "rank 1 on host1 failed first: exit code 1, ValueError: x"
-
-
-def test_a_complaint_that_nobody_explains_is_told_after_the_lease(monkeypatch):
-    clock = 100.0
-    monkeypatch.setattr("shardwright.launch.kept.verdict.time.monotonic", lambda: clock)
-    verdict = Verdict(lambda rank: b"")
-    verdict.ends[0] = failure(0, 1, 50.0, 0.0, b"RuntimeError: Connection closed by peer\n")
-    verdict.settle([("host1", 10.0)])
-    clock += 9.0
-    assert verdict.first({}, all_ended=False) is None
-    clock += 2.0
-    assert verdict.first({}, all_ended=False).rank == 0
-
-
-def test_the_earlier_failure_by_corrected_clocks_is_the_cause(monkeypatch):
-    verdict = Verdict(lambda rank: b"")
-    verdict.ends = {0: failure(0, 3, 50.05, -5.0), 1: failure(1, 4, 50.0, 5.0)}
-    verdict.settle([])
-    assert verdict.first({}, all_ended=True).rank == 1
-    assert verdict.exit_code() == 4

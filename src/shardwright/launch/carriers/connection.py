@@ -14,9 +14,10 @@ import subprocess
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any
 
-from shardwright.launch.host.protocol import Event
+from shardwright.launch.host.protocol import End, Event, Kill, Order
 from shardwright.launch.host.stream import Message, encode
 from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.job import JobFolder
@@ -117,6 +118,64 @@ class Connection(ABC):
     @abstractmethod
     def close(self) -> None:
         """With its orders at an end, what still lives at the other end kills what it has and ends; waits for it."""
+
+
+class Connections:
+    """Those of one attempt. ``hosts`` names the host of each rank, where there are several."""
+
+    def __init__(self, connections: Sequence[Connection] = ()) -> None:
+        self.all = connections
+        several = len(connections) > 1
+        self.hosts = {rank: connection.name for connection in connections for rank in connection.ranks if several}
+
+    @property
+    def living(self) -> list[Connection]:
+        """Those from which more is to come."""
+        return [connection for connection in self.all if not connection.over]
+
+    @property
+    def gone(self) -> set[int]:
+        """The ranks of which nothing more is to come."""
+        return {rank for connection in self.all if connection.over for rank in connection.ranks}
+
+    def attach(self, selector: selectors.BaseSelector, on_events: Callable[[Connection], None]) -> None:
+        for connection in self.all:
+            connection.attach(selector, partial(on_events, connection))
+
+    def detach(self) -> None:
+        for connection in self.all:
+            connection.detach()
+
+    def order(self, order: Order) -> None:
+        for connection in self.living:
+            connection.send(order)
+
+    def end(self, order: End | Kill) -> None:
+        """Also where somebody has stopped the supervisors."""
+        self.order(order)
+        for connection in self.living:
+            connection.wake()
+
+    def abandon(self) -> None:
+        """Kill what there is before any rank has started."""
+        for connection in self.living:
+            connection.abandon()
+
+    def expect_nothing(self) -> None:
+        """From none of them anything more is to come."""
+        for connection in self.all:
+            connection.over = True
+
+    def leases(self) -> dict[str, float | None]:
+        """How long each host that is still heard may be silent."""
+        return {connection.name: connection.lease_s for connection in self.living}
+
+    def ticks(self) -> list[float | None]:
+        """Do what is due by the clock. Also where all ranks have ended: agents serve until the end of the job."""
+        return [connection.tick() for connection in self.all if connection.attached]
+
+    def clocks_ahead_s(self) -> dict[str, float]:
+        return {connection.name: connection.clock_ahead_s for connection in self.all}
 
 
 class Carrier(ABC):

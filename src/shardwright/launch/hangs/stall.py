@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping
 
 from shardwright.launch.hangs.stacks import Observation
+from shardwright.launch.hangs.stall_verdict import Hang
 
 STALLED_CODE = 124  # as of timeout(1)
 _ANSWER_S = 12.0  # what supervisors need is bounded to less; the line to another host may be down for a lease
@@ -63,3 +64,8 @@ class StallWatch:
     def is_stalled(self) -> bool:
         """All have answered, or the time for that is over."""
         return self._waits is not None and (not self._waits or self.wait_s() == 0)
+
+    def hang(self, returned: tuple[int, ...], hosts: Mapping[int, str]) -> Hang:
+        """What has been seen, once it `is_stalled`; ``returned`` are ranks that ended with 0 before."""
+        assert self.timeout_s is not None
+        return Hang(tuple(self.observations), self.timeout_s, returned, hosts, self.silent_hosts)

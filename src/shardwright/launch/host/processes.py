@@ -1,4 +1,4 @@
-"""Processes as Linux shows them: descent, marks of jobs, kills for lack of memory; and how signals are heard."""
+"""Processes as Linux shows them: descent, marks of jobs, kills for lack of memory."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from types import FrameType
 
 # In the environment of every process of a job: it survives setsid, double forks and the death of all ancestors.
 JOB_VARIABLE = "SHARDWRIGHT_JOB"
@@ -114,23 +113,3 @@ def out_of_memory_kills() -> int:
             if line.startswith("oom_kill "):
                 return int(line.split()[1])
     return 0
-
-
-@contextlib.contextmanager
-def woken_by(handlers: Mapping[int, Callable[[int, FrameType | None], object]]) -> Iterator[int]:
-    """A descriptor that becomes readable with each of these signals, whose numbers it gives, a byte each.
-
-    What was ignored when this process was started, as under nohup, stays so.
-    """
-    read, write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-    wakeup = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-    heard = [signum for signum in handlers if signal.getsignal(signum) != signal.SIG_IGN]
-    before = {signum: signal.signal(signum, handlers[signum]) for signum in heard}
-    try:
-        yield read
-    finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
-        signal.set_wakeup_fd(wakeup)
-        os.close(read)
-        os.close(write)

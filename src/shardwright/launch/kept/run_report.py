@@ -12,12 +12,12 @@ from typing import Any
 
 from shardwright import __version__
 from shardwright.launch.kept.job import JobFolder, JobState, replace_file
-from shardwright.launch.kept.verdict import Verdict
+from shardwright.launch.kept.judge import Judge
 
 
 @dataclass(frozen=True)
-class Attempt:
-    """From one start of the ranks to the end of all. ``cause`` is None where it did not fail."""
+class EndedAttempt:
+    """What is kept of an attempt, from the start of its ranks to the end of all; ``cause`` is None for no failure."""
 
     started_s: float
     ended_s: float
@@ -34,14 +34,14 @@ class RunReport:
     folder: JobFolder
     started: JobState
     hosts: list[dict[str, Any]]
-    past: tuple[Attempt, ...] = ()
+    past: tuple[EndedAttempt, ...] = ()
 
     def write(
         self,
         state: JobState | None = None,
-        verdict: Verdict | None = None,
+        judge: Judge | None = None,
         clocks_ahead_s: Mapping[str, float] | None = None,
-        attempt: Attempt | None = None,
+        attempt: EndedAttempt | None = None,
     ) -> None:
         """Raises `OSError`. ``clocks_ahead_s`` is how far each host's clock was ahead of the launcher's.
 
@@ -67,13 +67,13 @@ class RunReport:
                 "attempts": [asdict(ended) for ended in (*self.past, *([attempt] if attempt else []))],
                 "hosts": [host | {"clock_ahead_s": clocks.get(host["name"], 0.0)} for host in self.hosts],
                 "stalls": sorted(path.name for path in self.folder.path.glob("stall-*.txt")),
-                "cause": verdict.headline(verdict.cause) if verdict and verdict.cause else None,
-                "ranks": [] if verdict is None else _ranks(verdict),
+                "cause": judge.headline(judge.cause) if judge and judge.cause else None,
+                "ranks": [] if judge is None else _ranks(judge),
             },
         )
 
 
-def _ranks(verdict: Verdict) -> list[dict[str, Any]]:
+def _ranks(judge: Judge) -> list[dict[str, Any]]:
     return [
         {
             "rank": rank,
@@ -82,5 +82,5 @@ def _ranks(verdict: Verdict) -> list[dict[str, Any]]:
             "how": "returned 0" if end.code == 0 else end.cause(),
             "told_to_end": end.signalled,
         }
-        for rank, end in sorted(verdict.ends.items())
+        for rank, end in sorted(judge.ends.items())
     ]
