@@ -19,7 +19,7 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.run.buckets import GradientReduction
-from shardwright.run.execute import Execution, Given
+from shardwright.run.execute import Execution, StepArguments
 
 
 def plan_of(
@@ -57,7 +57,7 @@ def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[s
         program = lower(plan, comm.rank)
         local = part("parameter", parameters)
         execution = Execution(program, comm, torch.device("cpu"), GradientReduction())
-        given = Given(local, part("buffer", buffers), part("input", inputs), constants, seed, step=0)
+        given = StepArguments(local, part("buffer", buffers), part("input", inputs), constants, seed, step=0)
         loss, aux, new = execution(given)
         assert loss is not None
         loss.backward()

@@ -24,7 +24,7 @@ from shardwright.run.sites import Sites
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
 # A forward alone, one whose backward reduces the gradients, and one whose backward leaves them to a later one.
-Run = Literal["forward", "reduced", "deferred"]
+Pass = Literal["forward", "reduced", "deferred"]
 
 _STEPS = ("all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter")
 # What the source of a program may name.
@@ -38,9 +38,10 @@ _NAMES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Given:
-    """What a program is given: this rank's parts in its order, and what fixes its random numbers, together with global
-    positions.
+class StepArguments:
+    """What a program is called with: this rank's parts in the program's order, and what fixes its random numbers.
+
+    ``seed`` and ``step`` do that together with global positions.
     """
 
     parameters: Sequence[Tensor]
@@ -70,7 +71,7 @@ class Execution:
         self, program: LocalProgram, comm: Communicator, device: torch.device, reduction: GradientReduction
     ) -> None:
         self.program = program
-        self.runs: Counter[Run] = Counter()
+        self.runs: Counter[Pass] = Counter()
         self._comm = comm
         self._device = device
         self._reduction = reduction
@@ -86,21 +87,21 @@ class Execution:
             self._names["kernels"] = sites.watched_members(kernels)
             self._reduce = sites.watched(reduction)
 
-    def __call__(self, given: Given) -> Outputs:
+    def __call__(self, arguments: StepArguments) -> Outputs:
         """Run the forward."""
-        with_gradients: Run = "deferred" if self._reduction.deferring else "reduced"
+        with_gradients: Pass = "deferred" if self._reduction.deferring else "reduced"
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
-        return self._step(*given.leaves(), self._comm, given.keys(), self._device, self._reduce)
+        return self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
 
-    def variables(self, given: Given) -> dict[str, Any]:
+    def variables(self, arguments: StepArguments) -> dict[str, Any]:
         """Run the same forward one instruction at a time and keep every variable, under its name in the program."""
         program = self.program
         names = (*program.parameters, *program.buffers, *program.inputs, *program.constants)
-        found: dict[str, Any] = dict(zip(names, chain(*given.leaves()), strict=True))
-        surroundings = {"comm": self._comm, "key": given.keys(), "device": self._device}
+        values: dict[str, Any] = dict(zip(names, chain(*arguments.leaves()), strict=True))
+        surroundings = {"comm": self._comm, "key": arguments.keys(), "device": self._device}
         scope = self._names | surroundings | {"reduce_gradients": self._reduction}
         for instruction in program.instructions:
-            results = eval(instruction.text, scope, found)
+            results = eval(instruction.text, scope, values)
             single = len(instruction.outputs) == 1 and instruction.kind != "bucket"
-            found.update(zip(instruction.outputs, [results] if single else results, strict=True))
-        return found
+            values.update(zip(instruction.outputs, [results] if single else results, strict=True))
+        return values

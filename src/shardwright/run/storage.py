@@ -1,4 +1,4 @@
-"""The parameters of a model, stored on every rank as the plan says.
+"""The state of a model that runs by programs: parameters as the plan stores them, buffers, random numbers.
 
 Either all parameters are plain tensors (none is split) or all are DTensors on the mesh of the plan: torch's foreach
 and fused optimizers, `clip_grad_norm_` and `GradScaler` refuse a mixture.
@@ -6,8 +6,8 @@ and fused optimizers, `clip_grad_norm_` and `GradScaler` refuse a mixture.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, cached_property
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,16 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.errors import UsageError
+from shardwright.graph.ir import Capture
+from shardwright.mesh.collectives import all_gather
 from shardwright.mesh.dtensor import device_mesh, to_placements
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.processes import ProcessCommunicator
+from shardwright.mesh.redistribute import redistribute
+from shardwright.plan.plan import Plan
+from shardwright.run.buckets import GradientReduction
+from shardwright.run.execute import StepArguments
 from shardwright.world.ranks import alone
 
 
@@ -95,3 +102,67 @@ def _refuse_unfusable(optimizer: torch.optim.Optimizer, *_: object) -> None:
                     f"{name}(fused=True) cannot update parameters that are split between ranks: torch has no fused "
                     f"{name} for DTensors; use {name}(..., foreach=True)"
                 )
+
+
+class ModelState:
+    """The tensors of ``module``, whose parameters it splits as ``plan`` says, and what random numbers depend on.
+
+    ``seed`` and ``step``, the training steps so far, fix the random numbers of a step, together with positions.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, seed: int, device: torch.device) -> None:
+        self.seed, self.step = seed, 0
+        self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
+        """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
+        self._module, self._plan, self._device = module, plan, device
+        names = {**{name: name for name in self.storage}, **plan.capture.tied}
+        layouts = {name: self.storage[first] for name, first in names.items() if first in self.storage}
+        split_parameters(module, layouts, plan.mesh, device)
+
+    @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        return dict(self._module.named_parameters(remove_duplicate=False))
+
+    def _buffer(self, name: str) -> Tensor:
+        owner, _, attribute = name.rpartition(".")
+        tensor: Tensor = getattr(self._module.get_submodule(owner), attribute)
+        return tensor
+
+    def arguments(
+        self, capture: Capture, inputs: Sequence[Tensor], step: int, reduction: GradientReduction
+    ) -> StepArguments:
+        """What the program of ``capture`` is called with in training step ``step``."""
+        # Copies, since the backward may need what `store_buffers` overwrites.
+        buffers = [
+            self._buffer(v.label).clone() if v.name in capture.mutations else self._buffer(v.label)
+            for v in capture.of_kind("buffer")
+        ]
+        parameters = [
+            reduction.join(value.name, local_part(self._parameters[value.label]))
+            for value in capture.of_kind("parameter")
+        ]
+        constants = [capture.constants[value.name].to(self._device) for value in capture.of_kind("constant")]
+        return StepArguments(parameters, buffers, inputs, constants, self.seed, step)
+
+    def store_buffers(self, capture: Capture, new: Sequence[Tensor]) -> None:
+        """Keep the buffers that a training step has made."""
+        with torch.no_grad():
+            for name, value in zip(capture.mutations, new, strict=True):
+                self._buffer(capture.values[name].label).copy_(value)
+
+    def whole(self, communicator: ProcessCommunicator) -> dict[str, Tensor]:
+        """The state of the model, every tensor whole on every rank; all ranks call it together."""
+        return {name: self._gathered(name, tensor, communicator) for name, tensor in self._module.state_dict().items()}
+
+    def _gathered(self, name: str, tensor: Tensor, communicator: ProcessCommunicator) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach()
+        shape, replicated = tuple(tensor.shape), Layout.replicated(tensor.ndim)
+        layout = self.storage.get(self._plan.capture.tied.get(name, name), replicated)
+        steps = redistribute(layout, replicated, (), shape, self._plan.mesh)
+        communicator.prepare(step.axes for step in steps)
+        with torch.no_grad():
+            whole = tensor.to_local()
+            for step in steps:
+                whole = all_gather(whole, communicator, **step.arguments(shape))
+        return whole

@@ -10,7 +10,7 @@ from typing import Literal
 from shardwright.lower.program import LocalProgram
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, CollectiveKind
-from shardwright.run.execute import Run
+from shardwright.run.execute import Pass
 
 Flows = Mapping[tuple[str, str], float]
 """(from host, to host) -> bytes; from a host to itself are the bytes between its own ranks."""
@@ -49,7 +49,7 @@ _WAYS: dict[str, dict[CollectiveKind, Way]] = {
 _HEADER_BYTES = {"gloo": 144}
 
 
-def collectives_of(program: LocalProgram, runs: Mapping[Run, int]) -> Counter[Collective]:
+def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[Collective]:
     """Every collective that the program ran, with its count. A bucket is one all-reduce of all its gradients."""
     forwards, backwards = runs.get("forward", 0), runs.get("reduced", 0) + runs.get("deferred", 0)
     found: Counter[Collective] = Counter()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from shardwright.hosts.network import SYSFS, Device, Moved, Reading, carriers, moved, read_devices
 from shardwright.report.text import size_text
-from shardwright.run.execute import Execution, Run
+from shardwright.run.execute import Execution, Pass
 from shardwright.run.model import ParallelModel
 from shardwright.training.nccl_network import chosen_network, over_sockets
 from shardwright.training.prediction import Flows, collectives_of, flows_between
@@ -28,7 +28,7 @@ _PACKET_HEADER_BYTES = {"ethernet": 66, "other": 66, "ip over infiniband": 56, "
 
 
 @dataclass(frozen=True)
-class Measured:
+class DeviceTraffic:
     """What one device of a host moved during the run."""
 
     device: Device
@@ -56,8 +56,8 @@ class HostTraffic:
     """The devices that carry bytes to and from a host, its loopback, and what NCCL said that it used there."""
 
     host: str
-    between: tuple[Measured, ...]
-    within: tuple[Measured, ...]
+    between: tuple[DeviceTraffic, ...]
+    within: tuple[DeviceTraffic, ...]
     nccl: str | None = None
 
 
@@ -68,7 +68,7 @@ class TrafficWatch:
         self._parallel, self._world, self._sysfs = parallel, world, sysfs
         self._before: Reading | None = None
         self._places: list[str] = []
-        self._runs_before: list[tuple[Execution, Counter[Run]]] = []
+        self._runs_before: list[tuple[Execution, Counter[Pass]]] = []
         if world.size > 1:
             self._places = from_all_ranks(f"{world.host}\n{_network_namespace()}")
             self._before = read_devices(sysfs) if self._places.index(self._places[world.rank]) == world.rank else None
@@ -107,21 +107,21 @@ class TrafficWatch:
         flows: defaultdict[tuple[str, str], float] = defaultdict(float)
         earlier = {id(execution): runs for execution, runs in self._runs_before}
         for execution in self._parallel.executions():
-            runs: Counter[Run] = execution.runs - earlier.get(id(execution), Counter())
+            runs: Counter[Pass] = execution.runs - earlier.get(id(execution), Counter())
             collectives = collectives_of(execution.program, runs)
             for pair, sent in flows_between(collectives, execution.program.mesh, self._names(), backend).items():
                 flows[pair] += sent
         return flows
 
 
-def measure(before: Reading, after: Reading) -> tuple[tuple[Measured, ...], tuple[Measured, ...]]:
+def measure(before: Reading, after: Reading) -> tuple[tuple[DeviceTraffic, ...], tuple[DeviceTraffic, ...]]:
     """What the devices moved that carry bytes to and from the host, and what the loopback did."""
     seconds = after.time_s - before.time_s
     loopbacks = [device for device in after.devices.values() if device.kind == "loopback"]
 
-    def measured(devices: Sequence[Device]) -> tuple[Measured, ...]:
+    def measured(devices: Sequence[Device]) -> tuple[DeviceTraffic, ...]:
         known = [device for device in devices if device.name in before.devices]
-        return tuple(Measured(device, moved(before.devices[device.name], device, seconds)) for device in known)
+        return tuple(DeviceTraffic(device, moved(before.devices[device.name], device, seconds)) for device in known)
 
     return measured(carriers(after)), measured(loopbacks)
 
@@ -146,7 +146,7 @@ def traffic_lines(hosts: Sequence[HostTraffic], predicted: Flows | None, backend
     return lines
 
 
-def _line(where: str, expected: tuple[float, float], predicted: Flows | None, devices: Sequence[Measured]) -> str:
+def _line(where: str, expected: tuple[float, float], predicted: Flows | None, devices: Sequence[DeviceTraffic]) -> str:
     said = "nothing, since the model runs without a plan"
     if predicted is not None:
         said = f"{size_text(expected[0])} in, {size_text(expected[1])} out"

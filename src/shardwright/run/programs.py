@@ -1,0 +1,105 @@
+"""The programs of a model: one for every shape of the global batch and every kind of step, made at its first use."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from shardwright.graph.step import Kind
+from shardwright.launch.asked.save_graphs import SaveGraphs
+from shardwright.lower.lower import lower
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.processes import ProcessCommunicator
+from shardwright.plan.plan import Plan
+from shardwright.report.ir import save_graphs
+from shardwright.run.buckets import GradientReduction
+from shardwright.run.execute import Execution
+from shardwright.run.inputs import Rows, global_shapes, local_inputs
+from shardwright.run.planner import Planner
+from shardwright.torch_private import tree_flatten
+from shardwright.world.world import World
+
+
+@dataclass(frozen=True)
+class PreparedProgram:
+    """A program that can run batches of one shape: planned, lowered for this rank, its process groups made."""
+
+    plan: Plan
+    execution: Execution
+    shapes: tuple[tuple[int, ...], ...]
+    input_layouts: tuple[Layout, ...]
+
+    def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: ProcessCommunicator) -> list[Tensor]:
+        """This rank's part of every input, as the plan lays it out."""
+        return local_inputs(tensors, self.shapes, self.input_layouts, rows, communicator)
+
+
+class Programs:
+    """Makes each program at its first use, on all ranks together, and keeps it.
+
+    Args:
+        first: the plan of the sample batch's shape, which decides how parameters are stored.
+        storage: these layouts, by the names of the parameters; later plans take them as they are.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        first: Plan,
+        storage: Mapping[str, Layout],
+        communicator: ProcessCommunicator,
+        reduction: GradientReduction,
+        world: World,
+        dumps: SaveGraphs | None,
+    ) -> None:
+        self._planner = planner
+        self._first = first
+        self._storage = storage
+        self._communicator = communicator
+        self._reduction = reduction
+        self._world = world
+        self._dumps = dumps
+        self._by_key: dict[str, PreparedProgram] = {}
+
+    def add_first(self, sample_batch: Any, rows: Rows) -> None:
+        """Make the program of the first plan."""
+        self._prepare(self._key("training", sample_batch, rows), self._first)
+
+    def of(self, kind: Kind, batch: Any, rows: Rows) -> PreparedProgram:
+        """The program for a step of this kind on the global batch of which ``batch`` is this rank's part."""
+        key = self._key(kind, batch, rows)
+        if key not in self._by_key:
+            self._prepare(key, self._planner.later_plan(self._first, self._storage, kind, batch, rows))
+        return self._by_key[key]
+
+    def executions(self) -> list[Execution]:
+        """The programs that were made so far, each with a count of its runs."""
+        return [prepared.execution for prepared in self._by_key.values()]
+
+    def _key(self, kind: Kind, batch: Any, rows: Rows) -> str:
+        """What a program depends on beside the model: equal on every rank without talking."""
+        leaves, spec = tree_flatten(batch)
+        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+        others = [repr(leaf) for _, leaf in leaves if not isinstance(leaf, Tensor)]
+        device = self._world.device.type
+        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
+        dtypes = [str(tensor.dtype) for tensor in tensors]
+        return json.dumps([kind, global_shapes(tensors, rows), dtypes, others, str(spec), autocast])
+
+    def _prepare(self, key: str, plan: Plan) -> None:
+        program = lower(plan, self._world.rank)
+        if self._dumps:
+            save_graphs(self._dumps, plan, program, number=len(self._by_key) + 1)
+        axes = {collective.axes for _, _, collective in program.collectives()}
+        axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
+        self._communicator.prepare([*axes, plan.mesh.names])
+        execution = Execution(program, self._communicator, self._world.device, self._reduction)
+        inputs = plan.capture.of_kind("input")
+        self._by_key[key] = PreparedProgram(
+            plan, execution, tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
+        )
