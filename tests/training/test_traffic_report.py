@@ -18,6 +18,7 @@ from torch import nn
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
+from shardwright.backends.table import GLOO, NCCL
 from shardwright.hosts.network import Device, read_devices
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator
@@ -84,7 +85,7 @@ def test_gloo_moves_what_the_table_of_ways_says(size):
         measured = run_ranks(size, communicate, name)[0]
     for (kind, buffer_bytes), payload in measured.items():
         counted = {Collective(kind, AXES, buffer_bytes): TIMES}
-        predicted = flows_between(counted, Mesh.of(x=size), ["here"] * size, "gloo")["here", "here"]
+        predicted = flows_between(counted, Mesh.of(x=size), ["here"] * size, GLOO)["here", "here"]
         assert payload == pytest.approx(predicted, rel=0.05), (kind, buffer_bytes)
 
 
@@ -264,16 +265,16 @@ def test_a_world_of_one_says_nothing(capsys):
 
 def test_what_crosses_hosts_depends_on_the_way():
     hosts = ["a", "a", "b", "b"]
-    ring = flows_between({Collective("all_reduce", ("dp",), 1000): 1}, Mesh.of(dp=4), hosts, "nccl")
+    ring = flows_between({Collective("all_reduce", ("dp",), 1000): 1}, Mesh.of(dp=4), hosts, NCCL)
     assert dict(ring) == {("a", "a"): 1500, ("a", "b"): 1500, ("b", "b"): 1500, ("b", "a"): 1500}
-    pairs = flows_between({Collective("all_to_all", ("dp",), 1000): 1}, Mesh.of(dp=4), hosts, "nccl")
+    pairs = flows_between({Collective("all_to_all", ("dp",), 1000): 1}, Mesh.of(dp=4), hosts, NCCL)
     assert dict(pairs) == {("a", "a"): 500, ("a", "b"): 1000, ("b", "b"): 500, ("b", "a"): 1000}
     mesh = Mesh.of(dp=2, tp=2)
-    assert set(flows_between({Collective("all_reduce", ("tp",), 1000): 1}, mesh, hosts, "gloo")) == {
+    assert set(flows_between({Collective("all_reduce", ("tp",), 1000): 1}, mesh, hosts, GLOO)) == {
         ("a", "a"),
         ("b", "b"),
     }
-    assert set(flows_between({Collective("all_reduce", ("dp",), 1000): 1}, mesh, hosts, "gloo")) == {
+    assert set(flows_between({Collective("all_reduce", ("dp",), 1000): 1}, mesh, hosts, GLOO)) == {
         ("a", "b"),
         ("b", "a"),
     }
@@ -296,7 +297,7 @@ def seen(tmp_path):
         tree.count({"rx_bytes": eth0_bytes, "tx_bytes": eth0_bytes}, {"port_rcv_data": words, "port_xmit_data": words})
         between, within = measure(before, read_devices(tree.root))
         flows = {("a", "b"): 1e9, ("b", "a"): 1e9, ("a", "a"): 5e8}
-        return traffic_lines([HostTraffic(name, between, within, nccl) for name in ("a", "b")], flows, "nccl")
+        return traffic_lines([HostTraffic(name, between, within, nccl) for name in ("a", "b")], flows, NCCL)
 
     return report
 

@@ -1,7 +1,6 @@
 """The mpi backend: collectives of CPU tensors by MPI, among ranks that ``mpirun`` started.
 
-torch has taken the name "mpi" for a backend that it must be built with; ours is registered as ``shardwright_mpi``, and
-``sw.init(backend="mpi")`` means it. Importing this module imports no MPI.
+Importing this module imports no MPI.
 """
 
 from __future__ import annotations
@@ -12,47 +11,36 @@ from typing import Any
 
 import torch.distributed as dist
 
+from shardwright.backends.table import MPI
 from shardwright.errors import WorldError
 from shardwright.hosts.environment import LaunchEnvironment
 
-BACKEND = "mpi"
-REGISTERED = "shardwright_mpi"
 INSTALL = "pip install 'shardwright[mpi]'"
 # What mpirun, or srun in its place, leaves in the environment of a rank that may call MPI_Init.
 _MARKERS = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMI_RANK", "PMIX_RANK")
 
 
-def registered_name(backend: str) -> str:
-    """The name by which torch knows what we call ``backend``."""
-    return REGISTERED if backend == BACKEND else backend
-
-
-def own_name(backend: str) -> str:
-    """What we call the backend that torch knows by this name."""
-    return BACKEND if backend == REGISTERED else backend
-
-
-def prepare(told: LaunchEnvironment) -> None:
+def prepare(environment: LaunchEnvironment) -> None:
     """Load MPI and make the backend known to torch. A world of one needs no mpirun.
 
-    Raises `WorldError` where mpi4py or an MPI library is missing, or where MPI sees other ranks than the launcher told.
+    Raises `WorldError` where mpi4py or an MPI library is missing, or where MPI sees other ranks than the launcher says.
     """
     try:
         import mpi4py
     except ImportError as error:
         raise WorldError(f"backend='mpi' needs mpi4py and an MPI library; type {INSTALL}") from error
-    if told.size > 1 and not any(os.environ.get(name) for name in _MARKERS):
-        raise WorldError(_not_by_mpirun(told))
-    one_host = told.local_size == told.size
+    if environment.size > 1 and not any(os.environ.get(name) for name in _MARKERS):
+        raise WorldError(_not_by_mpirun(environment))
+    one_host = environment.local_size == environment.size
     for name, value in transport_defaults(one_host).items():
         os.environ.setdefault(name, value)
     mpi4py.rc(thread_level="multiple", finalize=False)
     try:
-        from mpi4py import MPI
+        from mpi4py import MPI as library
     except (ImportError, RuntimeError) as error:  # which of them depends on how mpi4py was built
         reason = " ".join(str(error).split())
         raise WorldError(f"mpi4py finds no MPI library ({reason}); type {INSTALL}, or load your site's MPI") from error
-    _check_ranks(told, MPI)
+    _check_ranks(environment, library)
     _register()
 
 
@@ -68,23 +56,23 @@ def transport_defaults(one_host: bool) -> dict[str, str]:
     return defaults
 
 
-def _not_by_mpirun(told: LaunchEnvironment) -> str:
+def _not_by_mpirun(environment: LaunchEnvironment) -> str:
     return (
-        f"backend='mpi' needs ranks that mpirun started, and {told.launcher} started these; type "
-        f"`mpirun -n {told.size} python train.py` or "
-        f"`shardwright launch --via mpirun --backend mpi -n {told.size} train.py`"
+        f"backend='mpi' needs ranks that mpirun started, and {environment.launcher} started these; type "
+        f"`mpirun -n {environment.size} python train.py` or "
+        f"`shardwright launch --via mpirun --backend mpi -n {environment.size} train.py`"
     )
 
 
-def _check_ranks(told: LaunchEnvironment, mpi: Any) -> None:
-    world = mpi.COMM_WORLD
-    if (world.Get_rank(), world.Get_size()) != (told.rank, told.size):
+def _check_ranks(environment: LaunchEnvironment, library: Any) -> None:
+    world = library.COMM_WORLD
+    if (world.Get_rank(), world.Get_size()) != (environment.rank, environment.size):
         raise WorldError(
-            f"{told.launcher} says rank {told.rank} of {told.size}, MPI says rank {world.Get_rank()} of "
-            f"{world.Get_size()}: mpi4py has loaded {mpi.Get_library_version().split(',')[0]}, and another MPI's "
-            "mpirun, or no mpirun, started these ranks; use the mpirun that belongs to it"
+            f"{environment.launcher} says rank {environment.rank} of {environment.size}, MPI says rank "
+            f"{world.Get_rank()} of {world.Get_size()}: mpi4py has loaded "
+            f"{library.Get_library_version().split(',')[0]}, and another MPI's mpirun, or no mpirun, started these ranks; use the mpirun that belongs to it"
         )
-    if mpi.Query_thread() != mpi.THREAD_MULTIPLE:
+    if library.Query_thread() != library.THREAD_MULTIPLE:
         raise WorldError(
             "MPI was initialised without MPI_THREAD_MULTIPLE, which the mpi backend needs; call sw.init() before "
             "mpi4py.MPI is imported, or use an MPI library that has it"
@@ -92,10 +80,10 @@ def _check_ranks(told: LaunchEnvironment, mpi: Any) -> None:
 
 
 def _register() -> None:
-    if REGISTERED in dist.Backend.backend_list:
+    if MPI.registered in dist.Backend.backend_list:
         return
-    from shardwright.backends.mpi_group import Job
+    from shardwright.backends.mpi_group import Job  # loads MPI, which must have been told its settings before
 
     job = Job()
-    dist.Backend.register_backend(REGISTERED, job.create, extended_api=True, devices=["cpu"])
+    dist.Backend.register_backend(MPI.registered, job.create, extended_api=True, devices=["cpu"])
     atexit.register(job.leave)

@@ -19,7 +19,7 @@ from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed
 
-from shardwright.backends.mpi import REGISTERED
+from shardwright.backends import table
 from shardwright.backends.mpi_transfer import Task, Transfer
 from shardwright.backends.mpi_work import Lane, Message, MpiWork, Watch
 from shardwright.errors import UsageError, WorldError
@@ -78,7 +78,7 @@ class MpiGroup(dist.ProcessGroup):
         self._closed = False
 
     def getBackendName(self) -> str:
-        return REGISTERED
+        return table.MPI.registered
 
     def shutdown(self) -> None:
         """After what has been asked for; every member must come."""

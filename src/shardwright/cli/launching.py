@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from shardwright.backends.table import BACKENDS
 from shardwright.cli.group import cli
 
 _WORDS = "shardwright.launch.words"
@@ -96,7 +97,7 @@ class _LaunchCommand(click.Command):
 @click.option(
     "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
 )
-@click.option("--backend", type=click.Choice(["gloo", "nccl", "mpi"]), help="For sw.init() where it is given none.")
+@click.option("--backend", type=click.Choice(list(BACKENDS)), help="For sw.init() where it is given none.")
 @click.option("--mca", "-mca", "mca", multiple=True, nargs=2, metavar="NAME VALUE", help="A setting for mpirun.")
 @click.option(
     "--bind-to",

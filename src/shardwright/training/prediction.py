@@ -3,53 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from shardwright.backends.table import Backend
 from shardwright.lower.program import LocalProgram
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import Collective, CollectiveKind
+from shardwright.mesh.redistribute import Collective
 from shardwright.run.execute import Pass
 
 Flows = Mapping[tuple[str, str], float]
 """(from host, to host) -> bytes; from a host to itself are the bytes between its own ranks."""
 
 
-@dataclass(frozen=True)
-class Way:
-    """How a collective travels: around a ring, or from every member to every other.
-
-    In both each member sends `Collective.sent_bytes`, in as many ``messages(members, bytes)`` with a header each.
-    """
-
-    route: Literal["ring", "pairs"]
-    messages: Callable[[int, int], float] = lambda members, buffer_bytes: 0
-
-
-def _gloo_segments(members: int, buffer_bytes: int) -> float:
-    """Messages of an all-reduce: each of twice as many segments as members, none below an element, goes round twice."""
-    return 2 * (members - 1) / members * min(2 * members, max(buffer_bytes // 4, 1))
-
-
-# The ways of each backend. gloo's were measured on the loopback of an empty network namespace with 2, 3 and 4 ranks
-# and buffers from 4 bytes to 8 MB: a header of 72 bytes goes with every message, and another 72 bytes come back to say
-# that it may be sent. A reduce-scatter is an all-to-all and a local sum (`mesh.processes`).
-_RING, _PAIRS = Way("ring"), Way("pairs")
-_WAYS: dict[str, dict[CollectiveKind, Way]] = {
-    "gloo": {
-        "all_reduce": Way("ring", _gloo_segments),
-        "all_gather": Way("ring", lambda members, buffer_bytes: 2 * (members - 1)),
-        "reduce_scatter": Way("pairs", lambda members, buffer_bytes: members - 1),
-        "all_to_all": Way("pairs", lambda members, buffer_bytes: members - 1),
-    },
-    # NCCL may choose trees, which cross hosts with as few as half of a ring's bytes for an all-reduce.
-    "nccl": {"all_reduce": _RING, "all_gather": _RING, "reduce_scatter": _RING, "all_to_all": _PAIRS},
-}
-_HEADER_BYTES = {"gloo": 144}
-
-
-def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[Collective]:
+def collectives_of(program: LocalProgram, runs: Mapping[Run, int]) -> Counter[Collective]:
     """Every collective that the program ran, with its count. A bucket is one all-reduce of all its gradients."""
     forwards, backwards = runs.get("forward", 0), runs.get("reduced", 0) + runs.get("deferred", 0)
     found: Counter[Collective] = Counter()
@@ -66,20 +32,20 @@ def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[C
     return +found
 
 
-def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequence[str], backend: str) -> Flows:
+def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequence[str], backend: Backend) -> Flows:
     """The bytes from host to host, for ranks on ``hosts`` (rank 0's first), the backend's own headers included.
 
+    >>> from shardwright.backends.table import NCCL
     >>> reduced = {Collective("all_reduce", ("dp",), 1000): 3}
-    >>> flows = flows_between(reduced, Mesh.of(dp=4), ["a", "a", "b", "b"], "nccl")
+    >>> flows = flows_between(reduced, Mesh.of(dp=4), ["a", "a", "b", "b"], NCCL)
     >>> flows["a", "b"], flows["a", "a"]
     (4500.0, 4500.0)
     """
-    ways = _WAYS.get(backend, _WAYS["nccl"])
     sent: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)  # what each member sends, in bytes
     for collective, count in collectives.items():
-        way = ways[collective.kind]
+        way = backend.ways[collective.kind]
         axes = mesh.ordered(collective.axes)
-        headers = way.messages(mesh.extent(axes), collective.bytes) * _HEADER_BYTES.get(backend, 0)
+        headers = way.messages(mesh.extent(axes), collective.bytes) * backend.header_bytes
         sent[way.route, axes] += count * (collective.sent_bytes(mesh) + headers)
     flows: defaultdict[tuple[str, str], float] = defaultdict(float)
     for (route, axes), each in sent.items():

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from shardwright.backends.table import Backend, backend_moving
 from shardwright.hosts.network import SYSFS, Device, Moved, Reading, carriers, moved, read_devices
 from shardwright.report.text import size_text
 from shardwright.run.execute import Execution, Pass
@@ -88,7 +89,7 @@ class TrafficWatch:
 
     def _measure(self, before: Reading) -> HostTraffic:
         between, within = measure(before, read_devices(self._sysfs))
-        nccl = chosen_network(os.environ) if _backend(self._world) == "nccl" else None
+        nccl = chosen_network(os.environ) if _backend(self._world).names_network else None
         return HostTraffic(self._names()[self._world.rank], between, within, nccl)
 
     def _names(self) -> list[str]:
@@ -101,7 +102,7 @@ class TrafficWatch:
         }
         return [names[place] for place in self._places]
 
-    def _predicted(self, backend: str) -> Flows | None:
+    def _predicted(self, backend: Backend) -> Flows | None:
         if self._parallel.plan is None:
             return None
         flows: defaultdict[tuple[str, str], float] = defaultdict(float)
@@ -126,7 +127,7 @@ def measure(before: Reading, after: Reading) -> tuple[tuple[DeviceTraffic, ...],
     return measured(carriers(after)), measured(loopbacks)
 
 
-def traffic_lines(hosts: Sequence[HostTraffic], predicted: Flows | None, backend: str) -> list[str]:
+def traffic_lines(hosts: Sequence[HostTraffic], predicted: Flows | None, backend: Backend) -> list[str]:
     """The report: a line for each host with its bytes to and from others, and one for those between its own ranks."""
     lines = []
     for here in hosts:
@@ -136,10 +137,10 @@ def traffic_lines(hosts: Sequence[HostTraffic], predicted: Flows | None, backend
         inside = flows.get((here.host, here.host), 0.0)
         if len(hosts) > 1:
             lines.append(_line(f"{here.host}, with other hosts", (incoming, outgoing), predicted, here.between))
-            if backend == "nccl":
+            if backend.names_network:
                 devices = [(measured.device, measured.total.out_bytes) for measured in here.between]
                 lines += over_sockets(here.host, devices, outgoing, here.nccl)
-        if inside and backend != "gloo":
+        if inside and not backend.within_host_by_loopback:
             lines.append(f"traffic | {here.host}, within it | predicted: {size_text(inside)} | not over the network")
         elif inside or len(hosts) == 1:
             lines.append(_line(f"{here.host}, within it", (inside, inside), predicted, here.within))
@@ -163,10 +164,9 @@ def _line(where: str, expected: tuple[float, float], predicted: Flows | None, de
     return " | ".join(parts)
 
 
-def _backend(world: World) -> str:
-    """The backend that moves tensors of this rank's device, by the name that the prediction knows."""
-    names = ("nccl", "gloo") if world.device.type == "cuda" else ("gloo",)
-    return next((name for name in names if name in world.backend), world.backend)
+def _backend(world: World) -> Backend:
+    """The backend that moves tensors of this rank's device."""
+    return backend_moving(world.device.type, world.backend)
 
 
 def _network_namespace() -> str:

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.distributed as dist
 
+from shardwright.backends.table import GLOO, backend_moving
 from shardwright.errors import ShardwrightError, WorldError
 
 TIMEOUT_S = 1800.0
@@ -86,17 +87,23 @@ _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictio
 def ranks_by_messages(purpose: Purpose) -> Ranks:
     """The ranks of the default process group, who outlive each other's end, or this process alone.
 
-    Their messages go by gloo, also where collectives go by NCCL: the first call there makes a group, on all ranks.
+    Where the backend of the world sends no such messages, the first call makes a group for them, on all ranks.
     """
     if alone():
         return OneRank(purpose)
-    if "gloo" in str(dist.get_backend()):
+    if backend_moving("cpu", str(dist.get_backend())).sends_messages:
         return ProcessRanks(purpose)
     world = dist.group.WORLD
     assert world is not None
     if world not in _beside:
-        _beside[world] = dist.new_group(backend="gloo")
+        _beside[world] = group_for_messages()
     return ProcessRanks(purpose, _beside[world])
+
+
+def group_for_messages() -> dist.ProcessGroup:
+    """A new group of all ranks that sends messages; all make it together."""
+    group: dist.ProcessGroup = dist.new_group(backend=GLOO.registered)
+    return group
 
 
 class OneRank:
@@ -135,7 +142,7 @@ class CollectiveRanks:
 
 
 class ProcessRanks:
-    """The processes of a group of ``torch.distributed`` that can move tensors of the CPU, such as gloo.
+    """The processes of a group of ``torch.distributed`` whose backend sends messages.
 
     The messages go between rank 0 and each other rank alone. So the end of one rank is an error of its connection to
     rank 0, which can still tell the others who ended. No message is waited for longer than ``timeout_s``; when that

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
-from shardwright.backends import mpi
 from shardwright.backends.gloo_threads import calm_receivers
+from shardwright.backends.table import BACKENDS, backend_called, backends_by_device, choices, on_gpus, usual_backend
 from shardwright.errors import UsageError, WorldError
 from shardwright.hosts.environment import (
     FileMeeting,
@@ -81,7 +81,7 @@ def init(
     where several left their variables, the innermost counts (`shardwright.hosts.environment`).
 
     ``backend`` is nccl where torch sees GPUs, else gloo, unless given here or by ``shardwright launch --backend``;
-    "mpi" is for ranks that mpirun started (`shardwright.backends.mpi`). ``init_method`` (``tcp://HOST:PORT`` or
+    "mpi" is for ranks that mpirun started (`shardwright.backends.table`). ``init_method`` (``tcp://HOST:PORT`` or
     ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the launcher says. ``timeout`` (seconds or
     timedelta) bounds the wait for the other ranks, 300 s unless given, and every collective, torch's default unless
     given. A second call returns the same world; a process group that the script has made itself is adopted.
@@ -95,24 +95,23 @@ def init(
         return _existing(backend, rank, world_size)
     backend = backend or os.environ.get(BACKEND_VARIABLE) or None
     _check_backend(backend)
-    told = _told(init_method, rank, world_size)
-    if backend == mpi.BACKEND:
-        mpi.prepare(told)
+    launched = _launch_environment(init_method, rank, world_size)
+    if backend is not None:
+        backend_called(backend).prepare(launched)
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if timeout_s is not None and timeout_s <= 0:
         raise UsageError(f"timeout={timeout} must be more than 0 seconds")
-    store, cards = _meet(told, backend, Deadline.after(_MEETING_TIMEOUT_S if timeout_s is None else timeout_s))
-    world = _world(cards, told)
-    _start(world, store, told, None if timeout_s is None else timedelta(seconds=timeout_s))
+    store, cards = _meet(launched, backend, Deadline.after(_MEETING_TIMEOUT_S if timeout_s is None else timeout_s))
+    world = _world(cards, launched)
+    _start(world, store, launched, None if timeout_s is None else timedelta(seconds=timeout_s))
     return world
 
 
 def _check_backend(backend: str | None) -> None:
-    """Raises `UsageError` where torch knows no backend of that name; ``cpu:gloo,cuda:nccl`` names two."""
-    for part in backend.split(",") if backend else []:
-        name = part.rpartition(":")[2].lower()
-        if name not in dist.Backend.backend_list or name == dist.Backend.UNDEFINED:
-            raise UsageError(f"backend={backend!r} is unknown; choose 'gloo' (CPU), 'nccl' (GPU) or 'mpi'")
+    """Raises `UsageError` where neither we nor torch know a backend of that name; ``cpu:gloo,cuda:nccl`` names two."""
+    known = {*BACKENDS, *dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
+    if backend and any(row.name not in known for row in backends_by_device(backend).values()):
+        raise UsageError(f"backend={backend!r} is unknown; choose {choices()}")
 
 
 def current_world() -> World:
@@ -144,77 +143,74 @@ def _existing(backend: str | None, rank: int | None, world_size: int | None) -> 
 def _adopt() -> World:
     """The world of a process group that the script has set up itself; every rank must take part."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    backend = mpi.own_name(str(dist.get_backend()))
-    on_gpu = "nccl" in backend
+    backend = backend_called(str(dist.get_backend())).name
     hosts = from_all_ranks(socket.gethostname())
     local = [r for r in range(size) if hosts[r] == hosts[rank]]
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus(backend) else torch.device("cpu")
     return World(rank, size, local.index(rank), len(local), hosts[rank], device, backend, tuple(hosts))
 
 
-def _told(init_method: str | None, rank: int | None, world_size: int | None) -> LaunchEnvironment:
+def _launch_environment(init_method: str | None, rank: int | None, world_size: int | None) -> LaunchEnvironment:
     """What the launcher said, with the caller's arguments in its place where given."""
     if (rank is None) != (world_size is None):
         given, lacking = ("rank", "world_size") if world_size is None else ("world_size", "rank")
         raise UsageError(f"sw.init({given}=...) needs {lacking}=... too")
     if rank is None or world_size is None:
-        told = read_environment(os.environ)
+        launched = read_environment(os.environ)
     else:
         if not 0 <= rank < world_size:
             raise UsageError(f"rank={rank} is not within world_size={world_size}; ranks go from 0 to the size - 1")
-        told = LaunchEnvironment(launcher="sw.init", rank=rank, size=world_size)
+        launched = LaunchEnvironment(launcher="sw.init", rank=rank, size=world_size)
         if init_method in (None, "env://") and os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
             init_method = f"tcp://{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
     if init_method in (None, "env://"):
-        return told
-    return replace(told, meeting=meeting_from_url(init_method))
+        return launched
+    return replace(launched, meeting=meeting_from_url(init_method))
 
 
-def _meet(told: LaunchEnvironment, backend: str | None, deadline: Deadline) -> tuple[Store, tuple[Card, ...]]:
+def _meet(launched: LaunchEnvironment, backend: str | None, deadline: Deadline) -> tuple[Store, tuple[Card, ...]]:
     """The job's store and the cards of all ranks, once all have come."""
     try:
-        store = job_store(open_store(told, deadline), told.job)
-        if told.rank is None:
-            serve_until_all_left(store, told.size)
+        store = job_store(open_store(launched, deadline), launched.job)
+        if launched.rank is None:
+            serve_until_all_left(store, launched.size)
             raise SystemExit(0)
-        chosen = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-        server_rank = told.meeting.server_rank if isinstance(told.meeting, TcpMeeting) else 0
-        return store, roll_call(store, _introduce(told, chosen), deadline, serves=told.rank == server_rank)
+        chosen = backend or usual_backend("cuda" if torch.cuda.is_available() else "cpu").name
+        server_rank = launched.meeting.server_rank if isinstance(launched.meeting, TcpMeeting) else 0
+        return store, roll_call(store, _introduce(launched, chosen), deadline, serves=launched.rank == server_rank)
     finally:
-        if isinstance(told.meeting, FileMeeting) and told.rank == 0:
-            told.meeting.path.unlink(missing_ok=True)
+        if isinstance(launched.meeting, FileMeeting) and launched.rank == 0:
+            launched.meeting.path.unlink(missing_ok=True)
 
 
-def _introduce(told: LaunchEnvironment, backend: str) -> Card:
-    assert told.rank is not None
-    gpus = [
-        str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count() * ("nccl" in backend))
-    ]
+def _introduce(launched: LaunchEnvironment, backend: str) -> Card:
+    assert launched.rank is not None
+    gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count() * on_gpus(backend))]
     return Card(
-        rank=told.rank,
-        size=told.size,
+        rank=launched.rank,
+        size=launched.size,
         backend=backend,
-        host=told.host or socket.gethostname(),
+        host=launched.host or socket.gethostname(),
         machine=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
         pid=os.getpid(),
-        local_rank=told.local_rank,
+        local_rank=launched.local_rank,
         gpus=tuple(gpus),
     )
 
 
-def _world(cards: Sequence[Card], told: LaunchEnvironment) -> World:
-    mine = cards[told.rank or 0]
+def _world(cards: Sequence[Card], launched: LaunchEnvironment) -> World:
+    mine = cards[launched.rank or 0]
     hosts = host_names(cards)
     local = [card for card in cards if hosts[card.rank] == hosts[mine.rank]]
     local_rank = [card.rank for card in local].index(mine.rank) if mine.local_rank is None else mine.local_rank
-    local_size = told.local_size or len(local)
+    local_size = launched.local_size or len(local)
     device = torch.device("cpu")
-    if "nccl" in mine.backend:
-        device = torch.device("cuda", gpu_index(cards, mine.rank, told.device_id))
+    if on_gpus(mine.backend):
+        device = torch.device("cuda", gpu_index(cards, mine.rank, launched.device_id))
     return World(mine.rank, mine.size, local_rank, local_size, hosts[mine.rank], device, mine.backend, hosts)
 
 
-def _start(world: World, store: Store, told: LaunchEnvironment, timeout: timedelta | None) -> None:
+def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: timedelta | None) -> None:
     on_gpu = world.device.type == "cuda"
     if on_gpu:
         torch.cuda.set_device(world.device)
@@ -224,7 +220,7 @@ def _start(world: World, store: Store, told: LaunchEnvironment, timeout: timedel
         if loopback:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
     dist.init_process_group(
-        mpi.registered_name(world.backend),
+        backend_called(world.backend).registered,
         store=PrefixStore("group", store),
         rank=world.rank,
         world_size=world.size,
@@ -237,4 +233,4 @@ def _start(world: World, store: Store, told: LaunchEnvironment, timeout: timedel
     group = dist.group.WORLD
     assert group is not None
     _worlds[group] = world
-    atexit.register(leave, store if told.launcher == "msrun" else None)
+    atexit.register(leave, store if launched.launcher == "msrun" else None)

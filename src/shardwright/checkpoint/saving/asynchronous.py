@@ -18,7 +18,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import torch.distributed as dist
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.checkpoint.format.manifest import Manifest
@@ -28,7 +27,7 @@ from shardwright.checkpoint.saving.save import TO_SAVE, prepare, write
 from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError
 from shardwright.world.agreement import attempt
-from shardwright.world.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone
+from shardwright.world.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone, group_for_messages
 
 NICENESS = 10
 """The thread that writes gives way to those that compute, where the system knows priorities of threads (Linux)."""
@@ -56,7 +55,7 @@ def own_ranks(timeout_s: float = TIMEOUT_S) -> Ranks:
     """
     if alone():
         return OneRank(TO_SAVE)
-    return ProcessRanks(TO_SAVE, dist.new_group(backend="gloo"), timeout_s)
+    return ProcessRanks(TO_SAVE, group_for_messages(), timeout_s)
 
 
 class AsyncSaver:

@@ -6,12 +6,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from shardwright.backends.table import BACKENDS
 from shardwright.errors import UsageError
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "sendrecv")
 DTYPES = ("int8", "uint8", "int32", "int64", "half", "bfloat16", "float", "double")
 REDUCTIONS = ("sum", "prod", "max", "min")
-BACKENDS = ("gloo", "nccl", "mpi")
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30}
 
 

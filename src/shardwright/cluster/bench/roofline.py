@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from shardwright.backends.table import backends_by_device
 from shardwright.cluster.bench.table import Roofline
 
 _COPY_BYTES = 64 * 2**20
@@ -32,10 +33,10 @@ def copy_rate(device: torch.device, synchronize: Callable[[], None], barrier: Ca
 def fastest_link(backend: str, system: Path = Path("/sys")) -> tuple[str, float] | None:
     """The fastest network link of this host that is up, and its bytes per second; None where none tells its rate.
 
-    gloo speaks TCP alone; nccl and MPI may use InfiniBand as well.
+    InfiniBand counts where the backend can use it.
     """
     links = dict(_ethernet(system))
-    if backend != "gloo":
+    if any(row.infiniband for row in backends_by_device(backend).values()):
         links |= dict(_infiniband(system))
     return max(links.items(), key=lambda link: link[1], default=None)
 
