@@ -70,7 +70,8 @@ def _check_ranks(environment: LaunchEnvironment, library: Any) -> None:
         raise WorldError(
             f"{environment.launcher} says rank {environment.rank} of {environment.size}, MPI says rank "
             f"{world.Get_rank()} of {world.Get_size()}: mpi4py has loaded "
-            f"{library.Get_library_version().split(',')[0]}, and another MPI's mpirun, or no mpirun, started these ranks; use the mpirun that belongs to it"
+            f"{library.Get_library_version().split(',')[0]}, and another MPI's mpirun, or no mpirun, started these "
+            "ranks; use the mpirun that belongs to it"
         )
     if library.Query_thread() != library.THREAD_MULTIPLE:
         raise WorldError(
