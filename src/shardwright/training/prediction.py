@@ -15,7 +15,7 @@ Flows = Mapping[tuple[str, str], float]
 """(from host, to host) -> bytes; from a host to itself are the bytes between its own ranks."""
 
 
-def collectives_of(program: LocalProgram, runs: Mapping[Run, int]) -> Counter[Collective]:
+def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[Collective]:
     """Every collective that the program ran, with its count. A bucket is one all-reduce of all its gradients."""
     forwards, backwards = runs.get("forward", 0), runs.get("reduced", 0) + runs.get("deferred", 0)
     found: Counter[Collective] = Counter()
