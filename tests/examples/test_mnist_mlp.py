@@ -82,7 +82,10 @@ LAUNCHERS = {
 }
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+# The README has torchrun and mpirun start another script.
+@pytest.mark.parametrize(
+    "launcher", [pytest.param(n, marks=pytest.mark.slow if n in ("torchrun", "mpirun") else ()) for n in LAUNCHERS]
+)
 def test_the_same_file_runs_under_every_launcher(digits, tmp_path, launcher):
     checkpoint = tmp_path / "model.pt"
     command = [*LAUNCHERS[launcher], EXAMPLE, "--data", digits, "--steps", "20", "--checkpoint", checkpoint]

@@ -38,14 +38,18 @@ def losses_in(text):
 
 
 @pytest.mark.parametrize("mode", ["data", "semi-auto", "auto"])
-@pytest.mark.parametrize(("gradients", "tolerance"), [("mean", 1e-5), ("sum", 2e-5)])
+@pytest.mark.parametrize(
+    ("gradients", "tolerance"), [("mean", 1e-5), pytest.param("sum", 2e-5, marks=pytest.mark.slow)]
+)
 def test_eight_ranks_lose_as_the_reference(mode, gradients, tolerance):
     expected = LOSSES["losses_batch_16"] if gradients == "mean" else SUMMED
     for losses in run_ranks(8, run_example, "--mode", mode, "--gradients", gradients):  # the batch is 2 rows per rank
         assert losses == pytest.approx(expected, rel=0, abs=tolerance)
 
 
-@pytest.mark.parametrize(("ranks", "rows"), [(1, 16), (2, 16), (4, 16), (1, 2), (2, 2)])
+@pytest.mark.parametrize(
+    ("ranks", "rows"), [(1, 16), pytest.param(2, 16, marks=pytest.mark.slow), (4, 16), (1, 2), (2, 2)]
+)
 def test_fewer_ranks_lose_as_the_reference(ranks, rows):
     for losses in run_ranks(ranks, run_example, "--batch", str(rows)):
         assert losses == pytest.approx(LOSSES[f"losses_batch_{rows}"], rel=0, abs=1e-5)

@@ -1,11 +1,18 @@
 """Whole programs on simulated ranks: loss, gradients, outputs and buffers of any plan are those of one device."""
 
+from functools import cache
+
 import pytest
 import torch
 
 from models import NETWORKS
+from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
 from whole import plan_of, run, same
+
+pytestmark = pytest.mark.networks
 
 MESHES = [Mesh.of(d=2), Mesh.of(d=3), Mesh.of(d=4), Mesh.of(a=2, b=3), Mesh.of(d=8)]
 
@@ -23,24 +30,36 @@ def network(name, rows):
     return make(), loss_fn, batch(rows)
 
 
+@cache
+def captured(name, rows):
+    """A network with its batch and graph, which all plans of it share."""
+    model, loss_fn, batch = network(name, rows)
+    return captured_step(model, loss_fn, batch, {}), model, batch
+
+
+@cache
+def on_one_device(name, rows):
+    graph, model, batch = captured(name, rows)
+    return run(make_plan(graph, PlanRequest(Mesh(()), "single")), model, batch, seed=5)
+
+
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
 @pytest.mark.parametrize("search", ["data", "propagation", "exact"])
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_any_plan_gives_what_one_device_gives(name, search, mesh):
-    model, loss_fn, batch = network(name, 24)
-    reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch, seed=5)
+    graph, model, batch = captured(name, 24)
     options = {} if search == "data" else {"search": search}
-    plan = plan_of(model, loss_fn, batch, mesh, "data" if search == "data" else "auto", **options)
+    plan = make_plan(graph, PlanRequest(mesh, "data" if search == "data" else "auto", **options))
     assert not plan.graph.unlisted
-    same(run(plan, model, batch, seed=5), reference)
+    same(run(plan, model, batch, seed=5), on_one_device(name, 24))
 
 
 @pytest.mark.parametrize("rows", [13, 5])
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_a_batch_that_does_not_divide_is_exact(name, rows):
-    model, loss_fn, batch = network(name, rows)
-    reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch, seed=5)
-    same(run(plan_of(model, loss_fn, batch, Mesh.of(d=8), "data"), model, batch, seed=5), reference)
+    graph, model, batch = captured(name, rows)
+    plan = make_plan(graph, PlanRequest(Mesh.of(d=8), "data"))
+    same(run(plan, model, batch, seed=5), on_one_device(name, rows))
 
 
 @pytest.mark.parametrize("name", list(NETWORKS))

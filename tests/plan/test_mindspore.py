@@ -19,6 +19,8 @@ import shardwright as sw
 from shardwright.mesh.mesh import Mesh
 from whole import plan_of
 
+pytestmark = pytest.mark.networks
+
 REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "mindspore_strategies.json").read_text())
 
 
@@ -142,8 +144,9 @@ def chosen_by_mindspore(network, hint):
     return found
 
 
+# The small block is the large one in other sizes.
 @pytest.mark.parametrize("hint", ["hint", "nohint"])
-@pytest.mark.parametrize("network", list(NETWORKS))
+@pytest.mark.parametrize("network", [pytest.param(n, marks=pytest.mark.slow if n == "tf" else ()) for n in NETWORKS])
 def test_propagation_moves_no_more_bytes_than_mindspores(network, hint):
     strategies = chosen_by_mindspore(network, hint)
     theirs, pin = propagated(network, strategies)

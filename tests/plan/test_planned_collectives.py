@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections import Counter
+from functools import cache
 
 import pytest
 import torch
@@ -12,12 +13,17 @@ import shardwright as sw
 import whole
 from models import NETWORKS
 from shardwright.errors import LoweringError
+from shardwright.graph.step import captured_step
 from shardwright.lower.check import check
 from shardwright.lower.lower import lower
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective
 from shardwright.mesh.simulate import simulate
+from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
 from whole import plan_of, run
+
+pytestmark = pytest.mark.networks
 
 
 class Attention(nn.Module):
@@ -114,14 +120,21 @@ def totals(collectives):
     return found
 
 
+@cache
+def captured(name):
+    """A network with its batch and graph, which all plans of it share."""
+    make, loss_fn, batch_of = NETWORKS[name]
+    model, batch = make(), batch_of(24)
+    return captured_step(model, loss_fn, batch, {}), model, batch
+
+
 @pytest.mark.parametrize("mesh", [Mesh.of(d=3), Mesh.of(a=2, b=2), Mesh.of(d=8)], ids=str)
 @pytest.mark.parametrize("search", ["data", "propagation", "exact"])
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_ranks_communicate_what_was_planned(name, search, mesh, monkeypatch):
-    make, loss_fn, batch_of = NETWORKS[name]
-    model, batch = make(), batch_of(24)
+    graph, model, batch = captured(name)
     options = {} if search == "data" else {"search": search}
-    plan = plan_of(model, loss_fn, batch, mesh, "data" if search == "data" else "auto", **options)
+    plan = make_plan(graph, PlanRequest(mesh, "data" if search == "data" else "auto", **options))
     planned = totals(priced.collective for priced in plan.collectives())
     assert planned
     for found in counted(plan, model, batch, monkeypatch):
@@ -140,7 +153,7 @@ def test_uneven_parts_are_counted_as_long_as_the_longest(monkeypatch):
 # What a pass might do wrong: each change is one that the check must see.
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def planned():
     plan, _, _ = megatron(Mesh.of(dp=2, tp=2), fused=False)
     return plan

@@ -1,6 +1,7 @@
 """sw.parallelize with real processes: batches, accumulation, optimizers, refusals. The promise: test_promise.py."""
 
 import copy
+import itertools
 import warnings
 
 import pytest
@@ -57,7 +58,13 @@ def one_step(kind, mode, options, rows):
 
 @pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.slow), 7, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("kind", [pytest.param("global", marks=pytest.mark.slow), "loader", "local"])
-@pytest.mark.parametrize(("mode", "options"), [("data", {}), ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"})])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        pytest.param("data", {}, marks=pytest.mark.slow),  # the loader's tests and the examples have it
+        ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"}),
+    ],
+)
 def test_a_batch_of_any_shape_given_in_any_way(kind, mode, options, rows):
     [(loss, gradients, _, predicted)] = run_ranks(1, one_step, "global", "single", {}, rows)
     everyone = run_ranks(4, one_step, kind, mode, options, rows)
@@ -101,10 +108,18 @@ def test_accumulation_clipping_sums_and_frozen_parameters(mode, options, gradien
         assert deviation(theirs, expected) < 1e-10
 
 
-def optimized(kind, options):
+OPTIMIZERS = list(itertools.product(["SGD", "AdamW"], [{"foreach": True}, {"foreach": False}, {"fused": True}]))
+
+
+def optimized():
+    """What each of the optimizers makes of the same parameters, or says."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     world = sw.init()
+    return [optimized_by(kind, options, world) for kind, options in OPTIMIZERS]
+
+
+def optimized_by(kind, options, world):
     sw.set_seed(1)
     make, loss_fn, batch_of = NETWORKS["perceptron"]
     split = {"mesh": "tp=2", "pins": {"layers.0": ((1, 1), (2, 1), None)}} if world.size > 1 else {}
@@ -120,16 +135,15 @@ def optimized(kind, options):
     return {n: t.clone() for n, t in parallel.full_state_dict().items()}
 
 
-@pytest.mark.parametrize("options", [{"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
-@pytest.mark.parametrize("kind", ["SGD", "AdamW"])
-def test_optimizers_update_split_parameters_as_whole_ones(kind, options):
-    [expected] = run_ranks(1, optimized, kind, options)
-    for theirs in run_ranks(2, optimized, kind, options):
-        if (kind, options) == ("SGD", {"fused": True}):
-            assert theirs.startswith("SGD(fused=True) cannot update parameters that are split between ranks")
-            assert "foreach=True" in theirs
-        else:
-            assert deviation(theirs, expected) < 1e-10
+def test_optimizers_update_split_parameters_as_whole_ones():
+    [expected] = run_ranks(1, optimized)
+    for answers in run_ranks(2, optimized):
+        for how, theirs, whole in zip(OPTIMIZERS, answers, expected, strict=True):
+            if how == ("SGD", {"fused": True}):
+                assert theirs.startswith("SGD(fused=True) cannot update parameters that are split between ranks")
+                assert "foreach=True" in theirs
+            else:
+                assert deviation(theirs, whole) < 1e-10, how
 
 
 def uncaptured(mode):

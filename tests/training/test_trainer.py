@@ -150,7 +150,10 @@ def test_several_ranks_train_as_one_device_by_hand(case, mode, trained):
         assert theirs[3] == pytest.approx(rate, rel=1e-12)
 
 
-@pytest.mark.parametrize("how", [("data", {}), TENSOR_TRANSFORMER], ids=["data", "tensor"])
+@pytest.mark.parametrize(
+    "how",
+    [pytest.param(("data", {}), id="data", marks=pytest.mark.slow), pytest.param(TENSOR_TRANSFORMER, id="tensor")],
+)
 def test_tied_weights_train_as_on_one_rank(how):
     arguments = ([6, 6], "all", True, {"accumulate": 2, "clip_norm": 0.1}, torch.float64)
     [one] = run_ranks(1, by_trainer, "transformer", "single", {}, *arguments)

@@ -36,7 +36,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("how", CASES)
+@pytest.mark.parametrize("how", [pytest.param(n, marks=pytest.mark.slow if n == "alone" else ()) for n in CASES])
 def test_an_interrupted_training_ends_in_one_line_and_leaves_no_process(how, tmp_path):
     words, line = CASES[how]
     settings = ["train.epochs=100000", "train.checkpoint=none", "eval.enabled=false", "parallel.mode=data"]

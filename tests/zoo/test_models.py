@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
 from shardwright.zoo import GPT, Perceptron, TwoMatmuls, resnet18, resnet50
-from whole import plan_of, run, same
+from whole import run, same
 
 
 @pytest.fixture
@@ -156,11 +159,12 @@ ZOO = {
 
 @functools.cache
 def prepared(name):
-    """Model, loss function, batch and what one device gives, in float64 and in training."""
+    """Graph, model, batch and what one device gives, in float64 and in training."""
     make, loss_fn, batch_of = ZOO[name]
     torch.manual_seed(0)
     model, batch = make().train(), batch_of(12)
-    return model, loss_fn, batch, run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch, seed=5)
+    graph = captured_step(model, loss_fn, batch, {})
+    return graph, model, batch, run(make_plan(graph, PlanRequest(Mesh(()), "single")), model, batch, seed=5)
 
 
 # Every search, and every number of ranks; all combinations take minutes.
@@ -172,12 +176,13 @@ PLANS = [
 ]
 
 
+@pytest.mark.networks
 @pytest.mark.parametrize(("search", "ranks"), PLANS)
 @pytest.mark.parametrize("name", list(ZOO))
 @pytest.mark.usefixtures("_float64")
 def test_any_plan_gives_what_one_device_gives(name, search, ranks):
-    model, loss_fn, batch, reference = prepared(name)
+    graph, model, batch, reference = prepared(name)
     mode, options = ("data", {}) if search == "data" else ("auto", {"search": search})
-    plan = plan_of(model, loss_fn, batch, Mesh.of(d=ranks), mode, **options)
+    plan = make_plan(graph, PlanRequest(Mesh.of(d=ranks), mode, **options))
     assert plan.graph.unlisted == ()
     same(run(plan, model, batch, seed=5), reference)

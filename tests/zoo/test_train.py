@@ -165,8 +165,8 @@ LAUNCHERS = {
 }
 
 
-# The same environment and the same launcher as others here.
-SLOW = {"torchrun", "mpirun", "launch a module", "launch a program", "launch a command"}
+# The same environment and the same launcher as others here; the README has `train -n`.
+SLOW = {"torchrun", "mpirun", "launch a module", "launch a program", "launch a command", "train -n"}
 
 
 @pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAUNCHERS])
