@@ -103,7 +103,7 @@ def whole(invocation: Invocation) -> list[Tensor]:
 
 
 def _plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
-    function = f"ops.{op.split('.')[1]}" if op in operators.OPERATORS else f"torch.ops.{op}"
+    function = f"ops.{op.split('.')[1]}" if operators.is_ours(op) else f"torch.ops.{op}"
     return evaluate(Call(function, args, tuple(kwargs.items())), tensors, None)
 
 

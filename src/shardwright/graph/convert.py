@@ -5,7 +5,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,20 +19,18 @@ from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.ir import Capture, Kind, Node, Operand, Pin, Slices, Value
 from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.graph.trace import NO_GRADIENT, SOURCE, Trace
+from shardwright.rules.row import Identity, Row
+from shardwright.rules.table import row_of
 
 _MODEL = "model."  # the user's model within the module that is exported
 _DROPPED_ARGUMENTS = {"device", "pin_memory", "layout", "non_blocking"}
-# results from this one on are statistics and masks, through which no gradient flows
-_DIFFERENTIABLE = {
-    "aten._native_batch_norm_legit_functional.default": 1,
-    "aten._native_batch_norm_legit_no_training.default": 1,
-    "aten.native_dropout.default": 1,
+# Whether an operator's result is its operand, by the column `identity` of its row.
+_IDENTITIES: Mapping[Identity, Callable[[Value, torch.Tensor], bool]] = {
+    "always": lambda operand, result: True,
+    "same dtype": lambda operand, result: result.dtype == operand.dtype,
+    "same shape": lambda operand, result: tuple(result.shape) == operand.shape,
+    "no gradient": lambda operand, result: not operand.needs_gradient,
 }
-_CREATION = re.compile(r"^aten\.(\w+_like|new_\w+)\.")
-_SAME_VALUE = {"aten.alias.default", "aten.clone.default", "aten.lift_fresh_copy.default", "aten.lift_fresh.default"}
-_CHECKS = re.compile(r"^aten\.(_assert_\w+|sym_constrain_\w+|_functional_assert_\w+)\.")
-# the strides that a view needs are not those of a local part
-_RESHAPES = {"aten.view.default", "aten._unsafe_view.default"}
 
 
 @dataclass(frozen=True)
@@ -139,7 +137,7 @@ class _Converter:
         if node.target is operator.getitem:
             source, index = node.args
             self.made[node.name] = self.made[source.name][index]  # type: ignore[union-attr, index]
-            if str(source.target) == "aten.broadcast_tensors.default":  # type: ignore[union-attr]
+            if row_of(str(source.target)).broadcasts:  # type: ignore[union-attr]
                 self._pass_mark_on(source.args[0][index], node)  # type: ignore[union-attr, index, arg-type]
             return
         if not torch_private.is_operator(node.target):
@@ -148,24 +146,27 @@ class _Converter:
                 f"captured, at {_source(node)}\nKeep it out of the loss function, or load the model without it."
             )
         op = str(node.target)
-        if _CHECKS.match(op):
+        row = row_of(op)
+        if row.checks:
             return
         if op in (OPERAND_MARKER, RESULT_MARKER):
             self._pin(op, node)
             return
-        same = self._same_value(op, node)
+        self._add_operator(row.written_as or op, row, node)
+
+    def _add_operator(self, op: str, row: Row, node: fx.Node) -> None:
+        """Add what the graph has in place of an operator, by what its row says."""
+        same = self._same_value(row, node)
         first = node.args[0] if node.args else None
-        passes_on = same is not None or op == "aten._to_copy.default"
+        passes_on = same is not None or row.casts
         if passes_on and isinstance(first, fx.Node) and first.name in self.marks:
             self.marks[node.name] = self.marks[first.name]
         if same is not None:
             self.made[node.name] = same
             return
-        if op in _RESHAPES:
-            op = "aten.reshape.default"
-        if op == "aten.broadcast_tensors.default":
+        if row.broadcasts:
             self.made[node.name] = [
-                self._append(node, "aten.expand.default", (tensor, list(val.shape)), {}, [val])[0]
+                self._append(node, op, (tensor, list(val.shape)), {}, [val])[0]
                 if tuple(tensor.meta["val"].shape) != tuple(val.shape)
                 else self.made[tensor.name]
                 for tensor, val in zip(node.args[0], node.meta["val"], strict=True)  # type: ignore[arg-type]
@@ -185,22 +186,16 @@ class _Converter:
         if self.made[given.name] == self.made[node.name] and given.name in self.marks:
             self.marks[node.name] = self.marks[given.name]
 
-    def _same_value(self, op: str, node: fx.Node) -> str | None:
+    def _same_value(self, row: Row, node: fx.Node) -> str | None:
         """The operand of an operator that only passes it on."""
         if not node.args or not isinstance(node.args[0], fx.Node):
             return None
         operand = self.made.get(node.args[0].name)
         if not isinstance(operand, str):
             return None
-        given, val = self.values[operand], node.meta["val"]
-        if (
-            op in _SAME_VALUE
-            or (op == "aten._to_copy.default" and val.dtype == given.dtype)
-            or (op == "aten.detach.default" and not given.needs_gradient)
-            or (op == "aten.expand.default" and tuple(val.shape) == given.shape)
-        ):
-            return operand
-        return None
+        if row.identity is None or not _IDENTITIES[row.identity](self.values[operand], node.meta["val"]):
+            return None
+        return operand
 
     def _pin(self, op: str, node: fx.Node) -> None:
         """Take note of a pin, of who takes this operand next or of who made this result."""
@@ -223,6 +218,7 @@ class _Converter:
         self, node: fx.Node, op: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]
     ) -> tuple[str, ...]:
         """Append an operator; return its results."""
+        row = row_of(op)
         operands: list[str] = []
         no_gradient = (node.meta.get("custom") or {}).get(NO_GRADIENT, False)
 
@@ -230,20 +226,15 @@ class _Converter:
 
         def operand(of: fx.Node) -> Operand:
             name = self.made[of.name]
-            marks.append(None if op == "aten._to_copy.default" else self.marks.get(of.name))
+            marks.append(None if row.casts else self.marks.get(of.name))
             operands.append(self._detach(node, name) if no_gradient else name)
             return Operand(len(operands) - 1)
 
         args = _plain(map_arg(args, operand))  # type: ignore[arg-type]
         kwargs = {k: _plain(map_arg(v, operand)) for k, v in kwargs.items() if k not in _DROPPED_ARGUMENTS}  # type: ignore[arg-type]
         stem = op.split(".")[1]
-        flows = (
-            self.train
-            and not _CREATION.match(op)
-            and op != "aten.detach.default"
-            and any(self.values[name].needs_gradient for name in operands)
-        )
-        differentiable = _DIFFERENTIABLE.get(op, len(results))
+        flows = self.train and any(self.values[name].needs_gradient for name in operands)
+        differentiable = len(results) if row.differentiable is None else row.differentiable
         name = stem if len(results) == 1 else self._unused(stem)
         names = tuple(
             self._add_value(

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.rules.table import Column, column
 
 
 def cross_entropy_sum(
@@ -62,11 +63,17 @@ def batch_norm_per_replica(
     return results
 
 
-OPERATORS: dict[str, Callable[..., Any]] = {
-    "shardwright.batch_norm_per_replica": batch_norm_per_replica,
-    "shardwright.cross_entropy_sum": cross_entropy_sum,
-    "shardwright.cross_entropy_count": cross_entropy_count,
-}
+# The column of our own operators: what computes them on whole tensors.
+OPERATORS: Column[Callable[..., Any]] = column(
+    ("shardwright.batch_norm_per_replica", batch_norm_per_replica),
+    ("shardwright.cross_entropy_sum", cross_entropy_sum),
+    ("shardwright.cross_entropy_count", cross_entropy_count),
+)
+
+
+def is_ours(op: str) -> bool:
+    """Whether an operator is one of this file, and none of torch's."""
+    return OPERATORS.of(op) is not None
 
 
 @cache
@@ -76,14 +83,16 @@ def resolve(op: str) -> Callable[..., Any]:
     Raises:
         CaptureError: for a name that is none.
     """
-    if op in OPERATORS:
-        return OPERATORS[op]
+    ours = OPERATORS.of(op)
+    if ours is not None:
+        return ours
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part, None)
     if found is None or op.count(".") != 2:
         raise CaptureError(
-            f"{op!r} is no operator; torch's are written like aten.linear.default, ours are {', '.join(OPERATORS)}"
+            f"{op!r} is no operator; torch's are written like aten.linear.default, ours are "
+            f"{', '.join(OPERATORS.facts)}"
         )
     return found  # type: ignore[no-any-return]
 
@@ -91,4 +100,4 @@ def resolve(op: str) -> Callable[..., Any]:
 @cache
 def takes_device(op: str) -> bool:
     """Whether an operator makes its result on a device that it is told; a capture leaves the device out."""
-    return op not in OPERATORS and any(p.name == "device" for p in torch_private.schema_parameters(op))
+    return not is_ours(op) and any(p.name == "device" for p in torch_private.schema_parameters(op))

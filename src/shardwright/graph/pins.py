@@ -20,6 +20,7 @@ from shardwright import torch_private
 from shardwright.errors import StrategyError
 from shardwright.graph import sources
 from shardwright.graph.ir import Capture, Node, Pin, Slices
+from shardwright.rules.table import row_of
 
 Strategies = tuple[Slices | None, ...]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -209,12 +210,9 @@ def pin_module(capture: Capture, scope: str, request: Request) -> Capture:
 
 
 def _main_operators(capture: Capture, scope: str, request: Request) -> list[Node]:
-    inside = [node for node in capture.nodes if node.scope == scope and node.op != "aten._to_copy.default"]
-    casts = {
-        node.results[0]: node.operands[0]
-        for node in capture.nodes
-        if node.op == "aten._to_copy.default" and node.scope == scope
-    }
+    of_scope = [node for node in capture.nodes if node.scope == scope]
+    inside = [node for node in of_scope if not row_of(node.op).casts]
+    casts = {node.results[0]: node.operands[0] for node in of_scope if row_of(node.op).casts}
     own = _own_parameters(capture, scope)
     for node in inside:
         taken = [name for name in (casts.get(o, o) for o in node.operands) if name in own]

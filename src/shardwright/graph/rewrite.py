@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -17,6 +18,7 @@ import torch
 from shardwright.graph.check import check
 from shardwright.graph.ir import Capture, Node, Operand, Value
 from shardwright.rules.operator import named_arguments
+from shardwright.rules.table import Column, column
 from shardwright.torch_private import schema_parameters
 
 _NONE, _MEAN, _SUM = 0, 1, 2  # torch's numbers for reduction=
@@ -31,24 +33,27 @@ def rewrite(capture: Capture, *, batch_norm: Literal["global", "per-replica"] = 
 
 def statistics_per_replica(capture: Capture) -> Capture:
     """Batch normalisation over each replica's own part of the batch, as torch's DistributedDataParallel has it."""
-    nodes = tuple(
-        replace(node, op="shardwright.batch_norm_per_replica", args=(*node.args[:5], *node.args[6:]))
-        if node.op == "aten._native_batch_norm_legit_functional.default" and node.args[5]
-        else node
-        for node in capture.nodes
-    )
-    return check(replace(capture, nodes=nodes))
+    nodes = ((node, _PER_REPLICA.of(node.op)) for node in capture.nodes)
+    return check(replace(capture, nodes=tuple(apply(node) if apply else node for node, apply in nodes)))
+
+
+def _batch_norm_per_replica(node: Node) -> Node:
+    """Only training has statistics of the batch: the argument after the running ones, which ours does not have."""
+    *tensors, training = node.args[:6]
+    if not training:
+        return node
+    return replace(node, op="shardwright.batch_norm_per_replica", args=(*tensors, *node.args[6:]))
 
 
 def means_to_sums(capture: Capture) -> Capture:
     """Means, and losses that take a mean, as sums divided by a global count.
 
-    Left whole are means that are none of the operators of `_REWRITES`: ``ctc_loss``, ``multi_margin_loss`` and others
+    Left whole are means that are none of the operators of `_MEANS`: ``ctc_loss``, ``multi_margin_loss`` and others
     of which each element has its own divisor.
     """
     writer = _Writer(capture)
     for node in capture.nodes:
-        apply = _REWRITES.get(node.op)
+        apply = _MEANS.of(node.op)
         if apply is None or not apply(writer, node):
             writer.keep(node)
     return check(writer.capture())
@@ -201,8 +206,20 @@ def _broadcast(shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     return tuple(max(sizes) if 0 not in sizes else 0 for sizes in zip(*padded, strict=True))
 
 
-def _class_loss(writer: _Writer, node: Node) -> bool:
-    """Cross entropy or negative log-likelihood: averaged over the weights of the classes that are not ignored.
+def _summed_cross_entropy(writer: _Writer, node: Node, tensors: tuple[Any, ...], settings: Mapping[str, Any]) -> Value:
+    logits, target, weight = tensors
+    args = (logits, target, weight, settings["ignore_index"], settings["label_smoothing"])
+    return writer.emit(node, "shardwright.cross_entropy_sum", args, (), logits.dtype)
+
+
+def _summed_likelihood(writer: _Writer, node: Node, tensors: tuple[Any, ...], settings: Mapping[str, Any]) -> Value:
+    return writer.emit(node, node.op, (*tensors, _SUM, settings["ignore_index"]), (), tensors[0].dtype)
+
+
+def _class_loss(
+    writer: _Writer, node: Node, summed: Callable[[_Writer, Node, tuple[Any, ...], Mapping[str, Any]], Value]
+) -> bool:
+    """A loss over classes that ``summed`` writes, averaged over the weights of the classes that are not ignored.
 
     A target of probabilities has no weights to divide by: the average is over the samples. The loss of one sample
     without a batch dim is left whole.
@@ -215,33 +232,20 @@ def _class_loss(writer: _Writer, node: Node) -> bool:
         _cast(writer, node, value, torch.float32) if value is not None and value.dtype in _HALF else value
         for value in (logits, arguments["target"], arguments["weight"])
     )
-    ignored: int = arguments["ignore_index"]
-    if node.op == "aten.cross_entropy_loss.default":
-        args = (logits, target, weight, ignored, arguments["label_smoothing"])
-        total = writer.emit(node, "shardwright.cross_entropy_sum", args, (), logits.dtype)
-    else:
-        total = writer.emit(node, node.op, (logits, target, weight, _SUM, ignored), (), logits.dtype)
+    total = summed(writer, node, (logits, target, weight), arguments)
     if target.dtype.is_floating_point:
         return _finish(writer, node, total, math.prod(logits.shape) // logits.shape[1])
     dtype = torch.int64 if weight is None else weight.dtype
-    count = writer.emit(node, "shardwright.cross_entropy_count", (target, weight, ignored), (), dtype)
+    count = writer.emit(node, "shardwright.cross_entropy_count", (target, weight, arguments["ignore_index"]), (), dtype)
     return _finish(writer, node, total, count)
 
 
-_REWRITES: dict[str, Callable[[_Writer, Node], bool]] = {
-    **dict.fromkeys(("aten.mean.default", "aten.mean.dim"), _mean),
-    **{
-        f"aten.{name}.default": _pointwise_loss
-        for name in (
-            "mse_loss",
-            "l1_loss",
-            "smooth_l1_loss",
-            "huber_loss",
-            "soft_margin_loss",
-            "binary_cross_entropy",
-            "binary_cross_entropy_with_logits",
-            "kl_div",
-        )
-    },
-    **{f"aten.{name}.default": _class_loss for name in ("cross_entropy_loss", "nll_loss_nd", "nll_loss", "nll_loss2d")},
-}
+# Columns of the table of operators: what is written in place of a mean, and of a batch normalisation per replica.
+_MEANS: Column[Callable[[_Writer, Node], bool]] = column(
+    ("mean", _mean),
+    ("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss", _pointwise_loss),
+    ("binary_cross_entropy binary_cross_entropy_with_logits kl_div", _pointwise_loss),
+    ("cross_entropy_loss", partial(_class_loss, summed=_summed_cross_entropy)),
+    ("nll_loss nll_loss_nd nll_loss2d", partial(_class_loss, summed=_summed_likelihood)),
+)
+_PER_REPLICA: Column[Callable[[Node], Node]] = column(("_native_batch_norm_legit_functional", _batch_norm_per_replica))

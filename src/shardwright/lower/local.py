@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from shardwright.graph.ir import Node, Value
-from shardwright.graph.operators import OPERATORS, takes_device
+from shardwright.graph.operators import is_ours, takes_device
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.rules.notation import Operand, OpRule, Shape, Strategy
 from shardwright.rules.operator import named_arguments
+from shardwright.rules.table import Column, column
 
 # A device in a call stands for the one that the program runs on.
 ANY_DEVICE = torch.device("cpu")
@@ -112,12 +113,16 @@ class Site:
     @cached_property
     def merged_axes(self) -> tuple[str, ...]:
         """The axes along which the operator communicates inside itself."""
-        factors = zip(self.rule.factors, self.strategy.axes, strict=True)
-        return self.mesh.ordered(axis for factor, axes in factors if factor.kind == "merged" for axis in axes)
+        return self.rule.merged_axes(self.strategy, self.mesh)
+
+    @property
+    def name(self) -> str:
+        """The operator's name without namespace and overload."""
+        return self.node.op.split(".")[1]
 
     def same(self, **changed: Any) -> Call:
         """The same operator, with some arguments changed."""
-        function = f"ops.{self.node.op.split('.')[1]}" if self.node.op in OPERATORS else f"torch.ops.{self.node.op}"
+        function = f"ops.{self.name}" if is_ours(self.node.op) else f"torch.ops.{self.node.op}"
         if not changed:
             return Call(function, self.node.args, self.node.kwargs)
         names = list(self.arguments)[: len(self.node.args)]
@@ -187,7 +192,7 @@ def _convolution(site: Site) -> Call:
         return site.same(groups=groups) if groups != site["groups"] else site.same()
     settings = tuple(groups if name == "groups" else site[name] for name in names)
     tensors = (site["input"], site["weight"], site["bias"])
-    return Call("kernels.convolution_bias_elsewhere", (site.node.op.split(".")[1], *tensors, *settings))
+    return Call("kernels.convolution_bias_elsewhere", (site.name, *tensors, *settings))
 
 
 def _group_norm(site: Site) -> Call:
@@ -253,18 +258,22 @@ def _dropout(site: Site) -> Call:
     p = site["p"]
     if not p or site["train"] is False:
         return site.same()
-    return Call(f"kernels.{site.node.op.split('.')[1]}", (Operand(0), p, *_drawn(site)))
+    return Call(f"kernels.{site.name}", (Operand(0), p, *_drawn(site)))
 
 
 def _bernoulli(site: Site) -> Call:
     return Call("kernels.bernoulli", (Operand(0), site.arguments.get("p", Operand(0)), *_drawn(site)))
 
 
-def _rand(site: Site) -> Call:
-    name = site.node.op.split(".")[1].removesuffix("_like")
-    dtype = site.values[site.node.results[0]].dtype
-    kwargs = (("dtype", dtype), ("device", ANY_DEVICE))
-    return Call(f"kernels.{name}", (*_drawn(site), site.local_result_shape()), kwargs)
+def _rand(kernel: str) -> Localiser:
+    """Numbers of the distribution of ``kernel``, for the part of the result that is here."""
+
+    def draw(site: Site) -> Call:
+        dtype = site.values[site.node.results[0]].dtype
+        kwargs = (("dtype", dtype), ("device", ANY_DEVICE))
+        return Call(f"kernels.{kernel}", (*_drawn(site), site.local_result_shape()), kwargs)
+
+    return draw
 
 
 def _attention(site: Site) -> Call:
@@ -287,8 +296,9 @@ def _attention(site: Site) -> Call:
     return site.same()
 
 
-_ROWS: tuple[tuple[str, Localiser], ...] = (
-    ("view _unsafe_view reshape flatten unflatten squeeze", _reshape),
+# The column of the table of operators that says how they run on local parts; the others run as they are.
+LOCALISERS: Column[Localiser] = column(
+    ("view.default _unsafe_view reshape flatten unflatten squeeze", _reshape),
     ("expand full zeros ones new_zeros new_ones new_full", _sized("size")),
     ("repeat", _repeat),
     ("arange", _arange),
@@ -300,22 +310,20 @@ _ROWS: tuple[tuple[str, Localiser], ...] = (
     ("copy", lambda site: Call("kernels.copy", (Operand(0), Operand(1)))),
     ("embedding", _embedding),
     ("batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _batch_norm),
+    ("shardwright.batch_norm_per_replica", _batch_norm_per_replica),
     ("native_dropout dropout", _dropout),
-    ("bernoulli", _bernoulli),
-    ("rand rand_like randn randn_like", _rand),
+    ("bernoulli.p bernoulli.default", _bernoulli),
+    ("rand.default rand_like", _rand("rand")),
+    ("randn.default randn_like", _rand("randn")),
     ("scaled_dot_product_attention", _attention),
 )
-LOCALISERS: Mapping[str, Localiser] = {
-    **{f"aten.{name}": row for names, row in _ROWS for name in names.split()},
-    "shardwright.batch_norm_per_replica": _batch_norm_per_replica,
-}
 
 
 def _nothing_but_bias(site: Site, bias: int, shape: list[int], dtype: torch.dtype) -> Call:
     """A product whose part of the sum is empty; the bias, which another rank adds, has its gradient all the same."""
-    broadcast = site.local_operand_shape(bias)
-    if "conv" in site.node.op:
-        broadcast = [*broadcast, *[1] * (len(site.operand_shape(1)) - 2)]
+    # The bias lies along the dims of the result that its rule names as it names those of the bias.
+    sizes = dict(zip(site.rule.operands[bias], site.local_operand_shape(bias), strict=True))
+    broadcast = [sizes.get(factors, 1) if factors else 1 for factors in site.rule.results[0]]
     others = (Operand(index) for index in range(len(site.node.operands)) if index != bias)
     factor = site.arguments.get("beta", 1)
     return Call("kernels.nothing_but_bias", (shape, dtype, Operand(bias), broadcast, factor, *others))
@@ -340,7 +348,7 @@ def localise(site: Site) -> Call:
             if 0 not in shapes[0]:
                 return _nothing_but_bias(site, bias, shapes[0], made[0].dtype)
         return Call("kernels.nothing", (shapes, [value.dtype for value in made], *operands))
-    localiser = LOCALISERS.get(op) or LOCALISERS.get(op.rpartition(".")[0])
+    localiser = LOCALISERS.of(op)
     call = localiser(site) if localiser else site.same()
     if call.function.startswith("torch.ops.") and takes_device(call.function.removeprefix("torch.ops.")):
         return Call(call.function, call.args, (*call.kwargs, ("device", ANY_DEVICE)))

@@ -21,7 +21,6 @@ from shardwright.lower.passes import join_buckets
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.plan.plan import Plan, Transfer
 from shardwright.rules.notation import Operand
-from shardwright.rules.table import internal_collectives
 from shardwright.torch_private import returns_list
 
 
@@ -101,10 +100,6 @@ class _Lowering:
         site = Site(node, rule, strategy, plan.mesh, self.rank, values, number)
         reads = tuple(self.variables[node.name, i] for i in range(len(node.operands)))
         call = localise(site)
-        shapes = [values[name].shape for name in node.operands]
-        itemsize = values[node.operands[0]].dtype.itemsize if node.operands else 1
-        forward, backward = internal_collectives(node.op, rule, strategy, plan.mesh, shapes, itemsize)
-        gradient = any(values[name].needs_gradient for name in node.results)
         self.instructions.append(
             Instruction(
                 "operator",
@@ -112,7 +107,7 @@ class _Lowering:
                 reads,
                 render(call, reads) + ("[0]" if len(node.results) == 1 and returns_list(node.op) else ""),
                 node=node,
-                internal=(tuple(forward), tuple(backward) if gradient else ()),
+                internal=plan.graph.collectives_inside(node, strategy, plan.mesh),
             )
         )
 

@@ -23,7 +23,6 @@ from shardwright.mesh.redistribute import Collective, Step
 from shardwright.plan.hardware import Hardware, Where, where_along
 from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
-from shardwright.rules.table import internal_collectives
 
 BACKWARD = 2  # a backward costs about two forwards
 
@@ -40,11 +39,8 @@ class Objective(Protocol):
 
 def operator_collectives(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> list[Collective]:
     """The collectives inside an operator, of both directions where it has a backward."""
-    values = graph.capture.values
-    shapes = [values[name].shape for name in node.operands]
-    itemsize = values[node.operands[0]].dtype.itemsize if node.operands else 1
-    forward, backward = internal_collectives(node.op, graph.rules[node.name], strategy, mesh, shapes, itemsize)
-    return [*forward, *(backward if needs_gradient(graph, node) else ())]
+    forward, backward = graph.collectives_inside(node, strategy, mesh)
+    return [*forward, *backward]
 
 
 def transfer_collectives(value: Value, steps: Sequence[Step], mesh: Mesh) -> list[Collective]:
@@ -54,10 +50,6 @@ def transfer_collectives(value: Value, steps: Sequence[Step], mesh: Mesh) -> lis
         forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
         found += [c for c in (forward, backward if value.needs_gradient else None) if c]
     return found
-
-
-def needs_gradient(graph: RuledGraph, node: Node) -> bool:
-    return any(graph.capture.values[name].needs_gradient for name in node.results)
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ class Seconds:
         work_s = flops(node, graph.capture) / self.hardware.flops_in(_dtype(graph, node))
         traffic_s = bytes_moved(node, graph.capture) / self.hardware.memory_bandwidth
         once_s = max(work_s / parts, traffic_s / parts, self.hardware.launch_s)
-        times = 1 + BACKWARD * needs_gradient(graph, node)
+        times = 1 + BACKWARD * graph.needs_gradient(node)
         return once_s * times + self._sum(operator_collectives(graph, node, strategy, mesh), mesh)
 
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:

@@ -23,7 +23,6 @@ from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step, redistribute
 from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
-from shardwright.rules.table import internal_collectives
 from shardwright.whole_file import write_whole
 
 FORMAT = 1
@@ -137,15 +136,10 @@ class Plan:
         for transfer in self.transfers:
             yield from self._transfer_collectives(transfer)
         for node in self.capture.nodes:
-            shapes = [self.capture.values[name].shape for name in node.operands]
-            itemsize = self.capture.values[node.operands[0]].dtype.itemsize if node.operands else 1
-            directions = internal_collectives(
-                node.op, self.graph.rules[node.name], self.strategies[node.name], self.mesh, shapes, itemsize
-            )
+            directions = self.graph.collectives_inside(node, self.strategies[node.name], self.mesh)
             for direction, collectives in zip(("forward", "backward"), directions, strict=True):
-                if direction == "forward" or self._needs_gradient(node):
-                    for c in collectives:
-                        yield Priced(node.name, node.scope, direction, c, c.sent_bytes(self.mesh))
+                for c in collectives:
+                    yield Priced(node.name, node.scope, direction, c, c.sent_bytes(self.mesh))
 
     def _transfer_collectives(self, transfer: Transfer) -> Iterator[Priced]:
         value = self.capture.values[transfer.value]
@@ -157,9 +151,6 @@ class Plan:
                 yield Priced(value.label, scope, "forward", forward, forward.sent_bytes(self.mesh))
             if backward and transfer.gradient:
                 yield Priced(value.label, scope, "backward", backward, backward.sent_bytes(self.mesh))
-
-    def _needs_gradient(self, node: Node) -> bool:
-        return any(self.capture.values[name].needs_gradient for name in node.results)
 
     def moved_bytes(self) -> float:
         """Bytes that each device sends in one step, forward, backward and gradients."""

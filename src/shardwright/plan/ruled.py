@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from shardwright.graph.ir import Capture, Node
-from shardwright.rules.notation import OpRule
-from shardwright.rules.table import rule_of
+from shardwright.mesh.mesh import Mesh
+from shardwright.rules.notation import OpRule, Strategy
+from shardwright.rules.row import Directions
+from shardwright.rules.table import internal_collectives, rule_of
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,18 @@ class RuledGraph:
             results = [capture.values[name].shape for name in node.results]
             rules[node.name] = rule_of(node.op, node.args, dict(node.kwargs), operands, results)
         return RuledGraph(capture, rules)
+
+    def needs_gradient(self, node: Node) -> bool:
+        """Whether a node has a backward."""
+        return any(self.capture.values[name].needs_gradient for name in node.results)
+
+    def collectives_inside(self, node: Node, strategy: Strategy, mesh: Mesh) -> Directions:
+        """What a node communicates inside itself under a strategy: forward and, where it has one, backward."""
+        values = [self.capture.values[name] for name in node.operands]
+        itemsize = values[0].dtype.itemsize if values else 1
+        shapes = [value.shape for value in values]
+        forward, backward = internal_collectives(node.op, self.rules[node.name], strategy, mesh, shapes, itemsize)
+        return forward, backward if self.needs_gradient(node) else ()
 
     @cached_property
     def uses(self) -> Mapping[str, tuple[Use, ...]]:

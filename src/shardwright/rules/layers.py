@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 
 from shardwright.rules.notation import Operand, OpRule, Shape, replicated_rule
@@ -64,28 +63,40 @@ def addmm(op: Operator) -> OpRule:
     return op.bind(f"! {left}, ~ {batch}m k+, {batch}k+ n -> ~ {batch}m n")
 
 
-def convolution(op: Operator) -> OpRule:
-    """conv1d, conv2d, conv3d, transposed or not, grouped or not. Spatial dims need their neighbours."""
-    spatial = len(op.operands[1]) - 2
-    dots = " .".join([""] * (spatial + 1))
-    n = "n " if len(op.operands[0]) == spatial + 2 else ""
-    transposed = op.arguments.get("transposed", "transpose" in op.op)
-    groups = op["groups"]
-    if groups == 1:
-        weight = "c+ o" if transposed else "o c+"
-        return op.bind(f"~ {n}c+{dots}, {weight}{dots}, ! o -> ~ {n}o{dots}")
-    channels = op.operands[0][-spatial - 1] // groups
-    outputs = op.results[0][-spatial - 1] // groups
-    weight = "(g i^) o^" if transposed else "(g o^) i^"
-    return op.bind(f"~ {n}(g i^){dots}, {weight}{dots}, ! (g o^) -> ~ {n}(g o^){dots}", g=groups, i=channels, o=outputs)
+def convolution(*, transposed: bool = False) -> Callable[[Operator], OpRule]:
+    """The rule of a convolution over any spatial dims, which need their neighbours, grouped or not.
+
+    An argument ``transposed`` of the operator counts more than ``transposed`` here.
+    """
+
+    def write(op: Operator) -> OpRule:
+        spatial = len(op.operands[1]) - 2
+        dots = " .".join([""] * (spatial + 1))
+        n = "n " if len(op.operands[0]) == spatial + 2 else ""
+        spreads = op.arguments.get("transposed", transposed)
+        groups = op["groups"]
+        if groups == 1:
+            weight = "c+ o" if spreads else "o c+"
+            return op.bind(f"~ {n}c+{dots}, {weight}{dots}, ! o -> ~ {n}o{dots}")
+        sizes = {
+            "g": groups, "i": op.operands[0][-spatial - 1] // groups, "o": op.results[0][-spatial - 1] // groups,
+        }  # fmt: skip
+        weight = "(g i^) o^" if spreads else "(g o^) i^"
+        return op.bind(f"~ {n}(g i^){dots}, {weight}{dots}, ! (g o^) -> ~ {n}(g o^){dots}", **sizes)
+
+    return write
 
 
 def batch_norm(op: Operator) -> OpRule:
-    """Training merges the statistics of all parts inside the operator; evaluation returns empty statistics."""
-    training = op.arguments.get("training", "no_training" not in op.op)
-    if training:
-        statistics = ", c" * (len(op.results) - 1)
-        return op.bind(f"n& c *&, c, c, c, c -> n c *{statistics}")
+    """Training merges the statistics of all parts inside the operator."""
+    if not op["training"]:
+        return batch_norm_in_evaluation(op)
+    statistics = ", c" * (len(op.results) - 1)
+    return op.bind(f"n& c *&, c, c, c, c -> n c *{statistics}")
+
+
+def batch_norm_in_evaluation(op: Operator) -> OpRule:
+    """The statistics come in, and those that are returned are empty."""
     if any(math.prod(shape) for shape in op.results[1:]):
         return replicated_rule(op.operands, op.results)
     return op.bind(f"n+ c+ *+, c, c, c, c -> n c *{', .' * (len(op.results) - 1)}")
@@ -138,11 +149,10 @@ def _mask_term(mask: Shape, scores: Shape, names: list[str]) -> str:
     return " ".join(["*"] * (len(mask) > count) + words)
 
 
-def pooling(*, linear: bool = False) -> Callable[[Operator], OpRule]:
-    """The rule of an operator on images (n, c, spatial) or (c, spatial): the spatial dims stay whole."""
+def pooling(spatial: int, *, linear: bool = False) -> Callable[[Operator], OpRule]:
+    """The rule of an operator on images (n, c, spatial dims) or (c, spatial dims): the spatial dims stay whole."""
 
     def write(op: Operator) -> OpRule:
-        spatial = int(re.findall(r"(\d)d", op.op)[0])
         n = len(op.operands[0]) - spatial
         dims = term([f"d{i}" for i in range(n)] + ["."] * spatial, linear=linear)
         return op.bind(f"{dims} -> {', '.join([dims] * len(op.results))}")

@@ -39,7 +39,7 @@ from shardwright.mesh.mesh import Mesh
 
 Shape = tuple[int, ...]
 Dims = tuple[tuple[str, ...], ...]  # for every dim its factors, major first; () is a dim that is never split
-Kind = Literal["free", "sum", "merged", "frozen"]
+FactorKind = Literal["free", "sum", "merged", "frozen"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Factor:
 
     name: str
     size: int
-    kind: Kind
+    kind: FactorKind
 
 
 @dataclass(frozen=True)
@@ -139,6 +139,11 @@ class OpRule:
             held.update(axis for f in self.factors if f.kind == "sum" for axis in axes[f.name])
         return mesh.ordered(strategy.used - held)
 
+    def merged_axes(self, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
+        """The axes along which the operator communicates inside itself."""
+        factors = zip(self.factors, strategy.axes, strict=True)
+        return mesh.ordered(axis for factor, axes in factors if factor.kind == "merged" for axis in axes)
+
     def replicated(self) -> Strategy:
         """The strategy that splits nothing."""
         return Strategy(((),) * len(self.factors))
@@ -214,7 +219,7 @@ class Pattern:
     text: str
     operands: tuple[_Term, ...]
     results: tuple[_Term, ...]
-    kinds: tuple[tuple[str, Kind], ...]
+    kinds: tuple[tuple[str, FactorKind], ...]
 
     def bind(self, operands: Sequence[Shape], results: Sequence[Shape], sizes: dict[str, int] | None = None) -> OpRule:
         """Name every dim of these shapes. ``sizes`` gives the factors that never stand alone.
@@ -222,7 +227,7 @@ class Pattern:
         Raises:
             StrategyError: where the shapes do not fit the pattern.
         """
-        kinds: dict[str, Kind] = dict(self.kinds)
+        kinds: dict[str, FactorKind] = dict(self.kinds)
         found: dict[str, int] = dict(sizes or {})
         terms = [*zip(self.operands, operands, strict=False), *zip(self.results, results, strict=False)]
         if (len(self.operands), len(self.results)) != (len(operands), len(results)):
@@ -284,7 +289,7 @@ def parse(text: str) -> Pattern:
     left, arrow, right = text.partition("->")
     if not arrow:
         raise StrategyError(f"a rule is written as 'operands -> results', got {text!r}")
-    kinds: dict[str, Kind] = {}
+    kinds: dict[str, FactorKind] = {}
     operands = tuple(_parse_term(term, kinds, text) for term in left.split(",") if term.strip())
     results = tuple(_parse_term(term, kinds, text) for term in right.split(","))
     read = {name for term in operands for dim in term.dims for name in dim}
@@ -298,10 +303,10 @@ def parse(text: str) -> Pattern:
     return Pattern(text, operands, results, tuple(kinds.items()))
 
 
-_MARKS: dict[str, Kind] = {"+": "sum", "&": "merged", "^": "frozen"}
+_MARKS: dict[str, FactorKind] = {"+": "sum", "&": "merged", "^": "frozen"}
 
 
-def _parse_term(text: str, kinds: dict[str, Kind], whole: str) -> _Term:
+def _parse_term(text: str, kinds: dict[str, FactorKind], whole: str) -> _Term:
     dims: list[tuple[str, ...]] = []
     linear = added = False
     merged: list[str] | None = None

@@ -1,7 +1,8 @@
 """Random operators.
 
-They draw by global position, so that a mask does not depend on how the tensor is split: the rule is that of an
-elementwise operator. An operator that draws from the device's generator would differ from rank to rank: it is refused.
+Those whose row says ``draws`` draw by global position, so that a mask does not depend on how the tensor is split: the
+rule is that of an elementwise operator. One that draws from the device's generator would differ from rank to rank: it
+is refused.
 """
 
 from __future__ import annotations
@@ -11,29 +12,22 @@ import torch
 from shardwright.errors import StrategyError
 from shardwright.rules.operator import Operator
 
-# Drawn by global position.
-LINES = {
-    "aten.native_dropout": "~ * -> ~ *, *",
-    "aten.dropout": "~ * -> ~ *",
-    "aten.bernoulli.p": "* -> *",
-    "aten.bernoulli.default": "* -> *",
-    "aten.rand_like": "* -> *",
-    "aten.randn_like": "* -> *",
-    "aten.rand.default": "-> *",
-    "aten.randn.default": "-> *",
-}
+
+def draws(op: str) -> bool:
+    """Whether torch says of an operator that it draws random numbers."""
+    operator: object = torch.ops
+    for part in op.split("."):
+        operator = getattr(operator, part, None)
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
-def refuse_unlisted(op: str) -> None:
-    """Refuse an operator that draws random numbers in a way that we cannot make independent of the split.
+def refuse_drawing(op: str) -> None:
+    """Refuse an operator, of which no row says that it draws, where torch says that it does.
 
     Raises:
         StrategyError: where ``op`` is such an operator.
     """
-    found: object = torch.ops
-    for part in op.split("."):
-        found = getattr(found, part, None)
-    if torch.Tag.nondeterministic_seeded in getattr(found, "tags", ()):
+    if draws(op):
         raise StrategyError(
             f"{op} draws random numbers from each device's own generator, so that ranks would disagree; "
             "draw them with torch.rand, torch.randn, torch.bernoulli or dropout, which are drawn by global position, "

@@ -1,24 +1,27 @@
-"""The rules of operators: one line each.
+"""Everything that is known about an operator: one row each.
 
-An operator is looked up by its full name (``aten.sum.dim_IntList``), then without its overload (``aten.sum``). Where
-the dims depend on arguments, a function writes the line. The operands of a line are the tensor parameters of the
-operator's schema; those that are None or a number drop out.
+A row is looked up by an operator's full name (``aten.sum.dim_IntList``), then without its overload (``aten.sum``), and
+then stands for all of the operator's overloads. Its first column is its rule, in notation; where the dims depend on
+arguments, a function writes the line. The operands of a line are the tensor parameters of the operator's schema; those
+that are None or a number drop out. `Row` says what the other columns hold.
 
-To add an elementwise operator, add its name to the first row that fits it.
+To add an elementwise operator, add its name to the first row that fits it. What a later room knows about an operator
+(its rewrite in `graph`, its form on local parts in `lower`) is a `column` of this table that stands in that room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import Collective
-from shardwright.rules import indexing, layers, random, reductions, views
+from shardwright.rules import indexing, inside, layers, random, reductions, views, work
 from shardwright.rules.notation import Operand, OpRule, Shape, Strategy, replicated_rule
 from shardwright.rules.operator import Operator
+from shardwright.rules.row import EVERYTHING, NOTHING, OPERANDS, RESULTS, Beside, Directions, Row, Saved
 
-Row = str | Callable[[Operator], OpRule]
+T = TypeVar("T")
 
 
 def _add(op: Operator) -> OpRule:
@@ -53,120 +56,238 @@ def _recurrent(op: Operator) -> OpRule:
     return layers.recurrent(op)
 
 
-# Operators of ATen by their names without "aten.", and their line.
+def _factors(op: Operator) -> Saved:
+    """A product of two tensors keeps both; with a number, and rounded, it keeps none."""
+    return OPERANDS if len(op.operands) == 2 and not op.arguments.get("rounding_mode") else NOTHING
+
+
+def _indices(op: Operator) -> Saved:
+    return Saved(tuple(range(1, len(op.operands))))
+
+
+def _operands(*positions: int) -> Saved:
+    return Saved(operands=positions)
+
+
+_POOLED = Saved((0,), (), (Beside("result", 0, itemsize=8),))  # where the largest element of each window stands
+
+
+# Operators of ATen by their names without "aten.", and their row.
 _ROWS: tuple[tuple[str, Row], ...] = (
     # elementwise
-    (
-        "relu relu6 gelu tanh sigmoid silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid softplus",
-        "* -> *",
-    ),
-    ("softshrink hardshrink threshold log_sigmoid exp exp2 expm1 log log2 log10 log1p sqrt rsqrt", "* -> *"),
-    ("square reciprocal abs sign sgn floor ceil round trunc frac sin cos tan asin acos atan sinh cosh", "* -> *"),
-    ("erf erfc erfinv isnan isinf isfinite logical_not bitwise_not nan_to_num rsub.Scalar", "* -> *"),
-    ("full_like zeros_like ones_like", "* -> *"),
-    ("pow clamp clamp_min clamp_max maximum minimum atan2 fmod remainder floor_divide", "*, *, * -> *"),
-    ("eq ne lt le gt ge logical_and logical_or logical_xor bitwise_and bitwise_or bitwise_xor", "*, * -> *"),
-    ("lerp addcmul addcdiv", "*, *, * -> *"),
-    ("prelu", lambda op: op.bind("n c *, c -> n c *" if op.operands[1][0] > 1 else "*, . -> *")),
+    ("relu tanh sigmoid exp exp2 expm1 sqrt rsqrt reciprocal tan", Row("* -> *", RESULTS)),
+    ("relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid", Row("* -> *", OPERANDS)),
+    ("softplus softshrink hardshrink threshold log_sigmoid log log2 log10 log1p", Row("* -> *", OPERANDS)),
+    ("square abs sin cos asin acos atan sinh cosh erf erfc nan_to_num", Row("* -> *", OPERANDS)),
+    ("sgn erfinv", Row("* -> *")),
+    ("sign floor ceil round trunc frac isnan isinf isfinite logical_not bitwise_not", Row("* -> *", NOTHING)),
+    ("rsub.Scalar", Row("* -> *", NOTHING)),
+    ("full_like zeros_like ones_like", Row("* -> *", NOTHING, differentiable=0)),
+    ("empty_like new_empty new_empty_strided", Row(saves=NOTHING, differentiable=0)),
+    ("clamp clamp_min clamp_max maximum minimum atan2 fmod remainder", Row("*, *, * -> *", OPERANDS)),
+    ("max.other min.other", Row("*, * -> *", OPERANDS)),
+    ("pow", Row("*, *, * -> *")),
+    ("eq ne lt le gt ge logical_and logical_or logical_xor floor_divide", Row("*, * -> *", NOTHING)),
+    ("bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", Row("*, * -> *", NOTHING)),
+    ("bitwise_left_shift bitwise_right_shift __lshift__ __rshift__", Row("*, * -> *", NOTHING)),
+    ("lerp addcmul addcdiv", Row("*, *, * -> *", OPERANDS)),
+    ("prelu", Row(lambda op: op.bind("n c *, c -> n c *" if op.operands[1][0] > 1 else "*, . -> *"), OPERANDS)),
     # elementwise and linear
-    ("neg positive", "~ * -> ~ *"),
-    ("add sub rsub.Tensor", _add),
-    ("mul", "~ *, * -> ~ *"),
-    ("div", _divide),
-    ("where", _where),
-    ("masked_fill", _masked_fill),
-    ("copy", "*, ~ * -> ~ *"),
-    ("fill", "*, * -> *"),
-    ("alias detach clone contiguous lift_fresh_copy", "~ * -> ~ *"),
-    ("to _to_copy", views.cast),
+    ("neg positive", Row("~ * -> ~ *", NOTHING)),
+    ("add sub rsub.Tensor", Row(_add, NOTHING)),
+    ("mul", Row("~ *, * -> ~ *", _factors)),
+    ("div", Row(_divide, _factors)),
+    ("where", Row(_where, _operands(0))),
+    ("masked_fill", Row(_masked_fill, _operands(1))),
+    ("copy", Row("*, ~ * -> ~ *", NOTHING)),
+    ("fill", Row("*, * -> *", NOTHING)),
+    ("alias", Row("~ * -> ~ *", view=True, identity="always")),
+    ("detach", Row("~ * -> ~ *", view=True, identity="no gradient", differentiable=0)),
+    ("clone lift_fresh_copy", Row("~ * -> ~ *", NOTHING, identity="always")),
+    ("lift_fresh", Row(view=True, identity="always")),
+    ("contiguous", Row("~ * -> ~ *", NOTHING)),
+    ("to", Row(views.cast, NOTHING)),
+    ("_to_copy", Row(views.cast, NOTHING, identity="same dtype", casts=True)),
+    ("to.other type_as", Row(views.cast_like, NOTHING)),
     # made from nothing
-    ("full zeros ones", "-> *"),
-    ("arange", _arange),
-    ("scalar_tensor", "-> *"),
-    ("linspace", "-> i^"),
-    ("new_zeros new_ones new_full", views.like_shape),
+    ("full zeros ones", Row("-> *", NOTHING)),
+    ("arange", Row(_arange, NOTHING)),
+    ("scalar_tensor", Row("-> *", NOTHING)),
+    ("linspace", Row("-> i^", NOTHING)),
+    ("new_zeros new_ones new_full", Row(views.like_shape, NOTHING, differentiable=0)),
+    # random
+    ("native_dropout", Row("~ * -> ~ *, *", Saved(results=(1,)), differentiable=1, draws=True)),
+    ("dropout", Row("~ * -> ~ *", Saved(beside=(Beside("result", 0, itemsize=1),)), draws=True)),
+    ("bernoulli.p bernoulli.default", Row("* -> *", NOTHING, draws=True)),
+    ("rand_like randn_like", Row("* -> *", NOTHING, differentiable=0, draws=True)),
+    ("randint_like", Row(saves=NOTHING, differentiable=0)),
+    ("rand.default randn.default", Row("-> *", NOTHING, draws=True)),
     # products
-    ("matmul", layers.matmul),
-    ("mm", "~ m k+, k+ n -> ~ m n"),
-    ("bmm", "~ b m k+, b k+ n -> ~ b m n"),
-    ("mv", "~ m k+, k+ -> ~ m"),
-    ("dot", "~ k+, k+ -> ~"),
-    ("addmm baddbmm", layers.addmm),
-    ("outer", "~ i, j -> ~ i j"),
-    ("einsum", layers.einsum),
-    ("cosine_similarity", layers.cosine_similarity),
-    ("linear", "~ * k+, n k+, ! n -> ~ * n"),
-    ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution", layers.convolution),
+    ("matmul", Row(layers.matmul, OPERANDS, work.product)),
+    ("mm", Row("~ m k+, k+ n -> ~ m n", OPERANDS, work.product)),
+    ("bmm", Row("~ b m k+, b k+ n -> ~ b m n", OPERANDS, work.product)),
+    ("mv", Row("~ m k+, k+ -> ~ m", OPERANDS, work.product)),
+    ("dot", Row("~ k+, k+ -> ~", OPERANDS, work.product)),
+    ("addmm baddbmm", Row(layers.addmm, _operands(1, 2), work.product_with_bias)),
+    ("outer", Row("~ i, j -> ~ i j", OPERANDS)),
+    ("einsum", Row(layers.einsum, OPERANDS)),
+    ("cosine_similarity", Row(layers.cosine_similarity)),
+    ("linear", Row("~ * k+, n k+, ! n -> ~ * n", _operands(0, 1), work.product)),
+    ("conv1d conv2d conv3d convolution", Row(layers.convolution(), _operands(0, 1), work.convolution)),
+    (
+        "conv_transpose1d conv_transpose2d conv_transpose3d",
+        Row(layers.convolution(transposed=True), _operands(0, 1), work.transposed_convolution),
+    ),
     # reductions, scans, losses
-    ("sum mean", reductions.reduced("+", linear=True)),
-    ("amax amin argmax argmin max min prod any all var std var_mean std_mean logsumexp", reductions.reduced("^")),
-    ("linalg_vector_norm", reductions.reduced("^")),
-    ("softmax log_softmax _softmax _log_softmax sort cumprod", reductions.along()),
-    ("cumsum", reductions.along(linear=True)),
-    ("topk glu", reductions.resized("dim")),
-    ("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss", reductions.pointwise_loss),
-    ("binary_cross_entropy binary_cross_entropy_with_logits kl_div", reductions.pointwise_loss),
-    ("cross_entropy_loss", reductions.cross_entropy_loss),
-    ("nll_loss nll_loss_nd nll_loss2d nll_loss_forward nll_loss2d_forward", reductions.nll_loss),
+    ("sum mean", Row(reductions.reduced("+", linear=True), NOTHING)),
+    ("any all argmax argmin", Row(reductions.reduced("^"), NOTHING)),
+    ("amax amin max min prod var std var_mean std_mean logsumexp", Row(reductions.reduced("^"))),
+    ("linalg_vector_norm", Row(reductions.reduced("^"))),
+    ("softmax log_softmax _softmax _log_softmax", Row(reductions.along(), RESULTS)),
+    ("sort", Row(reductions.along(), Saved(results=(1,)))),
+    ("cumprod", Row(reductions.along())),
+    ("cumsum", Row(reductions.along(linear=True), NOTHING)),
+    ("topk", Row(reductions.resized("dim"), Saved(results=(1,)))),
+    ("glu", Row(reductions.resized("dim"), OPERANDS)),
+    ("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss", Row(reductions.pointwise_loss, OPERANDS)),
+    ("binary_cross_entropy binary_cross_entropy_with_logits", Row(reductions.pointwise_loss, OPERANDS)),
+    ("kl_div", Row(reductions.pointwise_loss)),
+    ("cross_entropy_loss", Row(reductions.cross_entropy_loss, Saved((1, 2), (), (Beside("operand", 0),)))),
+    ("nll_loss nll_loss_nd nll_loss2d", Row(reductions.nll_loss, OPERANDS)),
+    ("nll_loss_forward nll_loss2d_forward", Row(reductions.nll_loss, EVERYTHING, differentiable=1)),
+    (
+        "shardwright.cross_entropy_sum",
+        Row(reductions.cross_entropy_sum, Saved((1, 2), (), (Beside("operand", 0),))),
+    ),
+    ("shardwright.cross_entropy_count", Row(reductions.cross_entropy_count, NOTHING)),
     # layers
-    ("layer_norm native_layer_norm rms_norm _fused_rms_norm", layers.layer_norm),
-    ("group_norm native_group_norm", layers.group_norm),
-    ("instance_norm", layers.instance_norm),
-    ("batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", layers.batch_norm),
-    ("_native_batch_norm_legit_no_training", layers.batch_norm),
-    ("embedding", layers.embedding),
-    ("scaled_dot_product_attention", layers.attention),
-    ("max_pool1d max_pool2d max_pool3d max_pool2d_with_indices", layers.pooling()),
-    ("avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d", layers.pooling(linear=True)),
-    ("_adaptive_avg_pool2d upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", layers.pooling(linear=True)),
-    ("adaptive_max_pool2d", layers.pooling()),
-    ("lstm.input gru.input rnn_tanh.input rnn_relu.input", _recurrent),
+    ("layer_norm rms_norm", Row(layers.layer_norm, _operands(0, 1))),
+    ("native_layer_norm _fused_rms_norm", Row(layers.layer_norm, Saved((0, 1), (1, 2)))),
+    ("group_norm", Row(layers.group_norm, _operands(0, 1))),
+    ("native_group_norm", Row(layers.group_norm, Saved((0, 1), (1, 2)))),
+    ("instance_norm", Row(layers.instance_norm)),
+    ("batch_norm", Row(layers.batch_norm, Saved((0, 1, 3, 4)), inside=inside.batch_statistics)),
+    (
+        "_native_batch_norm_legit _native_batch_norm_legit_functional",
+        Row(layers.batch_norm, Saved((0, 1, 3, 4), (1, 2)), differentiable=1, inside=inside.batch_statistics),
+    ),
+    (
+        "shardwright.batch_norm_per_replica",
+        Row(layers.batch_norm_per_replica, Saved((0, 1, 3, 4), (1, 2)), inside=inside.running_statistics),
+    ),
+    (
+        "_native_batch_norm_legit_no_training",
+        Row(layers.batch_norm_in_evaluation, Saved((0, 1, 3, 4), (1, 2)), differentiable=1),
+    ),
+    ("embedding", Row(layers.embedding, _operands(1), work.none, work.looked_up)),
+    ("scaled_dot_product_attention", Row(layers.attention, EVERYTHING, work.attention, draws=True)),
+    ("max_pool1d", Row(layers.pooling(1), _POOLED)),
+    ("max_pool2d", Row(layers.pooling(2), _POOLED)),
+    ("max_pool3d", Row(layers.pooling(3), _POOLED)),
+    ("max_pool2d_with_indices adaptive_max_pool2d", Row(layers.pooling(2), Saved((0,), (1,)))),
+    ("avg_pool1d adaptive_avg_pool1d", Row(layers.pooling(1, linear=True), OPERANDS)),
+    ("avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d", Row(layers.pooling(2, linear=True), OPERANDS)),
+    ("avg_pool3d", Row(layers.pooling(3, linear=True), OPERANDS)),
+    ("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", Row(layers.pooling(2, linear=True), NOTHING)),
+    ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Row(_recurrent, flops=work.recurrent, draws=True)),
     # views
-    ("view.default reshape _unsafe_view flatten unflatten", views.reshape),
-    ("permute transpose t", views.permute),
-    ("expand", views.expand),
-    ("repeat", views.repeat),
-    ("squeeze unsqueeze", views.squeeze),
-    ("select", views.select),
-    ("slice", views.slice_),
-    ("split split_with_sizes chunk", views.split),
-    ("unbind", views.unbind),
-    ("pad constant_pad_nd reflection_pad2d replication_pad2d", views.pad),
-    ("roll flip", views.roll),
-    ("cat", views.cat),
-    ("stack", views.stack),
-    ("unfold", views.unfold),
-    ("repeat_interleave.self_int", views.repeat_interleave),
-    ("slice_scatter select_scatter", views.scatter_slice),
-    ("pixel_shuffle pixel_unshuffle", views.last_whole(3, linear=True)),
-    ("grid_sampler grid_sampler_2d", "~ n c . ., n . . . -> ~ n c . ."),
-    ("tril triu", views.last_whole(2, linear=True)),
+    ("view.default", Row(views.reshape, view=True, written_as="aten.reshape.default")),
+    ("view.dtype", Row(view=True)),
+    ("_unsafe_view", Row(views.reshape, NOTHING, written_as="aten.reshape.default")),
+    ("reshape", Row(views.reshape, view=True)),
+    ("flatten unflatten", Row(views.reshape, NOTHING)),
+    ("permute transpose t", Row(views.permute, view=True)),
+    ("expand", Row(views.expand, view=True, identity="same shape")),
+    ("broadcast_tensors", Row(saves=NOTHING, written_as="aten.expand.default", broadcasts=True)),
+    ("repeat", Row(views.repeat, NOTHING)),
+    ("squeeze unsqueeze", Row(views.squeeze, view=True)),
+    ("select", Row(views.select, view=True)),
+    ("slice", Row(views.slice_, view=True)),
+    ("split split_with_sizes chunk", Row(views.split, view=True)),
+    ("unbind", Row(views.unbind, view=True)),
+    ("pad constant_pad_nd", Row(views.pad, NOTHING)),
+    ("reflection_pad2d replication_pad2d", Row(views.pad, OPERANDS)),
+    ("roll flip", Row(views.roll, NOTHING)),
+    ("cat", Row(views.cat, NOTHING)),
+    ("stack", Row(views.stack, NOTHING)),
+    ("unfold", Row(views.unfold, NOTHING)),
+    ("repeat_interleave.self_int", Row(views.repeat_interleave, NOTHING)),
+    ("slice_scatter select_scatter", Row(views.scatter_slice, NOTHING)),
+    ("pixel_shuffle pixel_unshuffle", Row(views.last_whole(3, linear=True), NOTHING)),
+    ("grid_sampler grid_sampler_2d", Row("~ n c . ., n . . . -> ~ n c . .", OPERANDS)),
+    ("tril triu", Row(views.last_whole(2, linear=True), NOTHING)),
     # indices
-    ("index_select", indexing.index_select),
-    ("index.Tensor", indexing.index),
-    ("gather", indexing.gather),
-    ("scatter scatter_add", indexing.scatter),
-    ("one_hot", "* -> * ."),
+    ("index_select", Row(indexing.index_select, _operands(1))),
+    ("index.Tensor", Row(indexing.index, _indices)),
+    ("gather", Row(indexing.gather, _operands(1))),
+    ("scatter scatter_add", Row(indexing.scatter, _operands(1))),
+    ("one_hot", Row("* -> * .", NOTHING)),
+    # what only asserts
+    ("_assert_async _assert_scalar _assert_tensor_metadata", Row(checks=True)),
+    ("_functional_assert_async _functional_assert_scalar", Row(checks=True)),
+    ("sym_constrain_range sym_constrain_range_for_size", Row(checks=True)),
 )
 
-RULES: Mapping[str, Row] = {
-    **{f"aten.{name}": row for names, row in _ROWS for name in names.split()},
-    **random.LINES,
-    "shardwright.batch_norm_per_replica": layers.batch_norm_per_replica,
-    "shardwright.cross_entropy_sum": reductions.cross_entropy_sum,
-    "shardwright.cross_entropy_count": reductions.cross_entropy_count,
-}
+
+def _by_name(lines: Iterable[tuple[str, T]]) -> dict[str, T]:
+    """What stands beside each name, by the name with its namespace.
+
+    Raises:
+        ValueError: where a name stands twice.
+    """
+    named: dict[str, T] = {}
+    for names, fact in lines:
+        for name in names.split():
+            key = name if name.startswith("shardwright.") else f"aten.{name}"
+            if key in named:
+                raise ValueError(f"{key} stands twice in one table; one row says everything about it")
+            named[key] = fact
+    return named
 
 
-def row_of(op: str) -> Row | None:
-    """The row of an operator, by its full name or without its overload; None where it has none."""
-    return RULES.get(op) or RULES.get(op.rpartition(".")[0])
+TABLE: Mapping[str, Row] = _by_name(_ROWS)
+_UNLISTED = Row()
+
+
+def key_of(op: str) -> str | None:
+    """Under which name an operator stands in the table, with its overload or without; None where it does not."""
+    return next((key for key in (op, op.rpartition(".")[0]) if key in TABLE), None)
+
+
+def row_of(op: str) -> Row:
+    """The row of an operator, by its full name or without its overload; the defaults where it has none."""
+    key = key_of(op)
+    return _UNLISTED if key is None else TABLE[key]
+
+
+@dataclass(frozen=True)
+class Column(Generic[T]):
+    """A column of the table that stands in the room which knows its facts; made by `column`."""
+
+    facts: Mapping[str, T]
+
+    def of(self, op: str) -> T | None:
+        """The fact about an operator, looked up as its row is; None where it has none."""
+        key = key_of(op)
+        return None if key is None else self.facts.get(key)
+
+
+def column(*lines: tuple[str, T]) -> Column[T]:
+    """A column of the table from lines of names, as they stand in the table, and a fact about each of them.
+
+    Raises:
+        ValueError: where a name has no row, or stands twice.
+    """
+    facts = _by_name(lines)
+    if unknown := sorted(set(facts) - set(TABLE)):
+        raise ValueError(f"{', '.join(unknown)}: no row of shardwright.rules.table has this name; add one there first")
+    return Column(facts)
 
 
 def rule_of(
     op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], operands: Sequence[Shape], results: Sequence[Shape]
 ) -> OpRule:
-    """The rule of one operator of a graph, bound to its shapes; nothing is split by one that has no row.
+    """The rule of one operator of a graph, bound to its shapes; nothing is split by one that has no rule.
 
     ``args`` and ``kwargs`` hold `Operand` where the tensors go.
 
@@ -179,28 +300,29 @@ def rule_of(
             rank to rank.
     """
     row = row_of(op)
-    if row is None:
-        random.refuse_unlisted(op)
+    if not row.draws:
+        random.refuse_drawing(op)
+    if row.rule is None:
         return replicated_rule(operands, results)
     operator = Operator(op, args, kwargs, tuple(map(tuple, operands)), tuple(map(tuple, results)))
-    return operator.bind(row) if isinstance(row, str) else row(operator)
+    return operator.bind(row.rule) if isinstance(row.rule, str) else row.rule(operator)
 
 
 def internal_collectives(
     op: str, rule: OpRule, strategy: Strategy, mesh: Mesh, operands: Sequence[Shape], itemsize: int
-) -> tuple[tuple[Collective, ...], tuple[Collective, ...]]:
+) -> Directions:
     """What an operator communicates inside itself, forward and backward: batch statistics that are merged.
 
-    ``itemsize`` is the size in bytes of an element of the first operand. Forward, every rank gathers the mean and the
-    summed squared deviations of each of its channels; backward, two sums per channel are reduced.
+    ``itemsize`` is the size in bytes of an element of the first operand.
+
+    Raises:
+        ValueError: where the row of an operator that merges does not say how.
     """
-    merged = [axes for f, axes in zip(rule.factors, strategy.axes, strict=True) if f.kind == "merged"]
-    axes = mesh.ordered(axis for along in merged for axis in along)
+    axes = rule.merged_axes(strategy, mesh)
     if not axes:
         return (), ()
+    inside_of = row_of(op).inside
+    if inside_of is None:
+        raise ValueError(f"the rule of {op} merges over {', '.join(axes)}, and its row has no column inside=")
     start, stop = rule.operand_layout(0, strategy).dims[1].bounds(operands[0][1], mesh, mesh.coordinates(0))
-    buffer_bytes = 2 * (stop - start) * max(itemsize, 4)  # statistics are kept in float32 at least
-    if op == "shardwright.batch_norm_per_replica":  # the running statistics alone
-        return (Collective("all_reduce", axes, buffer_bytes),), ()
-    gathered = Collective("all_gather", axes, buffer_bytes * mesh.extent(axes))
-    return (gathered,), (Collective("all_reduce", axes, buffer_bytes),)
+    return inside_of(mesh, axes, 2 * (stop - start) * max(itemsize, 4))  # statistics are kept in float32 at least

@@ -216,6 +216,19 @@ def cast(op: Operator) -> OpRule:
     return op.bind(f"{linear}* -> {linear}*")
 
 
+def cast_like(op: Operator) -> OpRule:
+    """type_as(x, other), to(x, other): a copy in the dtype of another tensor, whose values are not read.
+
+    Partial sums do not pass, as the dtype may be one of integers.
+    """
+    x, other = op.operands
+    names = [f"d{i}" for i in range(len(x))]
+    # Dims that are as long, counted from the last, are split together, so that neither tensor has to be moved.
+    new = len(x) - len(other)
+    beside = [names[new + i] if new + i >= 0 and x[new + i] == size else "." for i, size in enumerate(other)]
+    return op.bind(f"{term(names)}, {term(beside)} -> {term(names)}")
+
+
 def like_shape(op: Operator) -> OpRule:
     """new_zeros, new_full: dims of the operand, whose values are not read, go with equal dims of the result."""
     left, right = op.operands[0], op.results[0]
