@@ -3,9 +3,11 @@
 import torch
 
 from rulecheck import Invocation, rule_for, site_of, whole
-from shardwright.lower.local import ANY_DEVICE, Axes, Call, RandomKey, localise
+from shardwright.graph.operators import OPERATORS
+from shardwright.lower.local import ANY_DEVICE, LOCALISERS, Axes, Call, RandomKey, localise
 from shardwright.mesh.mesh import Mesh
 from shardwright.rules.notation import Operand
+from shardwright.rules.table import TABLE
 
 TWO = Mesh.of(a=2)
 
@@ -75,3 +77,13 @@ def test_what_is_made_from_nothing_is_made_on_the_device_of_the_run():
 def test_gradients_of_tables_are_dense():
     first, _ = calls("embedding.default", (x(4, 2), torch.arange(4), -1, False, True), {"d": ["a"]})
     assert first.args == (Operand(0), Operand(1), -1, False, False)
+
+
+def test_every_operator_that_draws_has_a_local_form_or_refuses_to_draw():
+    drawing = {key for key, row in TABLE.items() if row.draws}
+    recurrent = {f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
+    assert drawing - set(LOCALISERS.facts) == recurrent
+
+
+def test_each_of_our_own_operators_has_a_function():
+    assert {key for key in TABLE if key.startswith("shardwright.")} == set(OPERATORS.facts)

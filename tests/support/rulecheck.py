@@ -94,27 +94,27 @@ def whole(invocation: Invocation) -> list[Tensor]:
     """The results on one device, random numbers drawn by position."""
     args, kwargs, tensors = bound(invocation)
     with torch.no_grad():
-        shapes = _plain(args, kwargs, invocation.op, tensors)
-    rule = rule_of(invocation.op, args, kwargs, _shapes(tensors), _shapes(shapes))
+        shapes = plain(args, kwargs, invocation.op, tensors)
+    rule = rule_of(invocation.op, args, kwargs, shapes_of(tensors), shapes_of(shapes))
     call = localise(site_of(invocation, rule, rule.replicated(), Mesh(()), 0, shapes))
     if call.function.startswith("kernels."):
         return evaluate(call, tensors, None)
-    return _plain(args, kwargs, invocation.op, tensors)
+    return plain(args, kwargs, invocation.op, tensors)
 
 
-def _plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
+def plain(args: tuple[Any, ...], kwargs: Mapping[str, Any], op: str, tensors: Sequence[Tensor]) -> list[Tensor]:
     function = f"ops.{op.split('.')[1]}" if operators.is_ours(op) else f"torch.ops.{op}"
     return evaluate(Call(function, args, tuple(kwargs.items())), tensors, None)
 
 
-def _shapes(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
+def shapes_of(tensors: Sequence[Tensor]) -> list[tuple[int, ...]]:
     return [tuple(tensor.shape) for tensor in tensors]
 
 
 def rule_for(invocation: Invocation) -> OpRule:
     """The rule bound to the shapes of an invocation."""
     args, kwargs, tensors = bound(invocation)
-    return rule_of(invocation.op, args, kwargs, _shapes(tensors), _shapes(whole(invocation)))
+    return rule_of(invocation.op, args, kwargs, shapes_of(tensors), shapes_of(whole(invocation)))
 
 
 def check(invocation: Invocation, mesh: Mesh, strategy: Strategy, rule: OpRule | None = None) -> None:
@@ -146,7 +146,7 @@ def check(invocation: Invocation, mesh: Mesh, strategy: Strategy, rule: OpRule |
         found = _gradients([results[j] for j in outputs], [locals_[i] for i in leaves], local_cotangents)
         return [result.detach() for result in results], found
 
-    operand_shapes, itemsize = _shapes(tensors), tensors[0].dtype.itemsize if tensors else 1
+    operand_shapes, itemsize = shapes_of(tensors), tensors[0].dtype.itemsize if tensors else 1
     forward, backward = internal_collectives(invocation.op, rule, strategy, mesh, operand_shapes, itemsize)
     if forward:
 

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+from shardwright.errors import StrategyError
 from shardwright.mesh.mesh import Mesh
 from shardwright.rules import indexing, inside, layers, random, reductions, views, work
 from shardwright.rules.notation import Operand, OpRule, Shape, Strategy, replicated_rule
@@ -57,8 +58,12 @@ def _recurrent(op: Operator) -> OpRule:
 
 
 def _factors(op: Operator) -> Saved:
-    """A product of two tensors keeps both; with a number, and rounded, it keeps none."""
-    return OPERANDS if len(op.operands) == 2 and not op.arguments.get("rounding_mode") else NOTHING
+    """A product of two tensors keeps both; with a number it keeps none."""
+    return OPERANDS if len(op.operands) == 2 else NOTHING
+
+
+def _power(op: Operator) -> Saved:
+    return EVERYTHING if isinstance(op["exponent"], Operand) else OPERANDS
 
 
 def _indices(op: Operator) -> Saved:
@@ -69,6 +74,7 @@ def _operands(*positions: int) -> Saved:
     return Saved(operands=positions)
 
 
+_whole = reductions.reduced("^")  # a reduction whose dims stay whole
 _POOLED = Saved((0,), (), (Beside("result", 0, itemsize=8),))  # where the largest element of each window stands
 
 
@@ -77,20 +83,23 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     # elementwise
     ("relu tanh sigmoid exp exp2 expm1 sqrt rsqrt reciprocal tan", Row("* -> *", RESULTS)),
     ("relu6 gelu silu mish elu selu celu leaky_relu hardtanh hardswish hardsigmoid", Row("* -> *", OPERANDS)),
-    ("softplus softshrink hardshrink threshold log_sigmoid log log2 log10 log1p", Row("* -> *", OPERANDS)),
-    ("square abs sin cos asin acos atan sinh cosh erf erfc nan_to_num", Row("* -> *", OPERANDS)),
-    ("sgn erfinv", Row("* -> *")),
+    ("softplus softshrink hardshrink threshold log log2 log10 log1p square abs", Row("* -> *", OPERANDS)),
+    ("sin cos asin acos atan sinh cosh erf erfc erfinv nan_to_num", Row("* -> *", OPERANDS)),
+    ("log_sigmoid", Row("* -> *", Saved((0,), (), (Beside("operand", 0),)))),
+    ("sgn", Row("* -> *")),
     ("sign floor ceil round trunc frac isnan isinf isfinite logical_not bitwise_not", Row("* -> *", NOTHING)),
     ("rsub.Scalar", Row("* -> *", NOTHING)),
     ("full_like zeros_like ones_like", Row("* -> *", NOTHING, differentiable=0)),
     ("empty_like new_empty new_empty_strided", Row(saves=NOTHING, differentiable=0)),
-    ("clamp clamp_min clamp_max maximum minimum atan2 fmod remainder", Row("*, *, * -> *", OPERANDS)),
+    ("clamp clamp_min clamp_max maximum minimum atan2", Row("*, *, * -> *", OPERANDS)),
+    ("fmod remainder", Row("*, *, * -> *", _factors)),
     ("max.other min.other", Row("*, * -> *", OPERANDS)),
-    ("pow", Row("*, *, * -> *")),
+    ("pow", Row("*, *, * -> *", _power)),
     ("eq ne lt le gt ge logical_and logical_or logical_xor floor_divide", Row("*, * -> *", NOTHING)),
     ("bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__", Row("*, * -> *", NOTHING)),
     ("bitwise_left_shift bitwise_right_shift __lshift__ __rshift__", Row("*, * -> *", NOTHING)),
-    ("lerp addcmul addcdiv", Row("*, *, * -> *", OPERANDS)),
+    ("lerp", Row("*, *, * -> *", OPERANDS)),
+    ("addcmul addcdiv", Row("*, *, * -> *", _operands(1, 2))),
     ("prelu", Row(lambda op: op.bind("n c *, c -> n c *" if op.operands[1][0] > 1 else "*, . -> *"), OPERANDS)),
     # elementwise and linear
     ("neg positive", Row("~ * -> ~ *", NOTHING)),
@@ -114,6 +123,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("arange", Row(_arange, NOTHING)),
     ("scalar_tensor", Row("-> *", NOTHING)),
     ("linspace", Row("-> i^", NOTHING)),
+    ("linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor", Row(saves=NOTHING)),
     ("new_zeros new_ones new_full", Row(views.like_shape, NOTHING, differentiable=0)),
     # random
     ("native_dropout", Row("~ * -> ~ *, *", Saved(results=(1,)), differentiable=1, draws=True)),
@@ -140,44 +150,48 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ),
     # reductions, scans, losses
     ("sum mean", Row(reductions.reduced("+", linear=True), NOTHING)),
-    ("any all argmax argmin", Row(reductions.reduced("^"), NOTHING)),
-    ("amax amin max min prod var std var_mean std_mean logsumexp", Row(reductions.reduced("^"))),
-    ("linalg_vector_norm", Row(reductions.reduced("^"))),
+    ("any all argmax argmin", Row(_whole, NOTHING)),
+    ("amax amin max min prod std logsumexp", Row(_whole)),
+    ("max.dim min.dim", Row(_whole, Saved(results=(1,)))),
+    ("var var_mean", Row(_whole, OPERANDS)),
+    ("std_mean", Row(_whole, Saved((0,), (0,)))),
+    ("linalg_vector_norm", Row(_whole)),
     ("softmax log_softmax _softmax _log_softmax", Row(reductions.along(), RESULTS)),
     ("sort", Row(reductions.along(), Saved(results=(1,)))),
     ("cumprod", Row(reductions.along())),
     ("cumsum", Row(reductions.along(linear=True), NOTHING)),
     ("topk", Row(reductions.resized("dim"), Saved(results=(1,)))),
     ("glu", Row(reductions.resized("dim"), OPERANDS)),
-    ("mse_loss l1_loss smooth_l1_loss huber_loss soft_margin_loss", Row(reductions.pointwise_loss, OPERANDS)),
+    ("mse_loss smooth_l1_loss huber_loss soft_margin_loss kl_div", Row(reductions.pointwise_loss, OPERANDS)),
     ("binary_cross_entropy binary_cross_entropy_with_logits", Row(reductions.pointwise_loss, OPERANDS)),
-    ("kl_div", Row(reductions.pointwise_loss)),
+    ("l1_loss", Row(reductions.pointwise_loss, Saved(beside=(Beside("operand", 0),)))),
     ("cross_entropy_loss", Row(reductions.cross_entropy_loss, Saved((1, 2), (), (Beside("operand", 0),)))),
     ("nll_loss nll_loss_nd nll_loss2d", Row(reductions.nll_loss, OPERANDS)),
-    ("nll_loss_forward nll_loss2d_forward", Row(reductions.nll_loss, EVERYTHING, differentiable=1)),
+    ("nll_loss_forward nll_loss2d_forward", Row(reductions.nll_loss, Saved(None, (1,)), differentiable=1)),
     (
         "shardwright.cross_entropy_sum",
         Row(reductions.cross_entropy_sum, Saved((1, 2), (), (Beside("operand", 0),))),
     ),
     ("shardwright.cross_entropy_count", Row(reductions.cross_entropy_count, NOTHING)),
     # layers
-    ("layer_norm rms_norm", Row(layers.layer_norm, _operands(0, 1))),
-    ("native_layer_norm _fused_rms_norm", Row(layers.layer_norm, Saved((0, 1), (1, 2)))),
+    ("layer_norm rms_norm", Row(layers.layer_norm, OPERANDS)),
+    ("native_layer_norm", Row(layers.layer_norm, Saved(None, (1, 2)), differentiable=1)),
+    ("_fused_rms_norm", Row(layers.layer_norm, Saved(None, (1,)))),
     ("group_norm", Row(layers.group_norm, _operands(0, 1))),
     ("native_group_norm", Row(layers.group_norm, Saved((0, 1), (1, 2)))),
     ("instance_norm", Row(layers.instance_norm)),
-    ("batch_norm", Row(layers.batch_norm, Saved((0, 1, 3, 4)), inside=inside.batch_statistics)),
+    ("batch_norm", Row(layers.batch_norm, OPERANDS, inside=inside.batch_statistics)),
     (
         "_native_batch_norm_legit _native_batch_norm_legit_functional",
-        Row(layers.batch_norm, Saved((0, 1, 3, 4), (1, 2)), differentiable=1, inside=inside.batch_statistics),
+        Row(layers.batch_norm, Saved(None, (1, 2)), differentiable=1, inside=inside.batch_statistics),
     ),
     (
         "shardwright.batch_norm_per_replica",
-        Row(layers.batch_norm_per_replica, Saved((0, 1, 3, 4), (1, 2)), inside=inside.running_statistics),
+        Row(layers.batch_norm_per_replica, Saved(None, (1, 2)), differentiable=1, inside=inside.running_statistics),
     ),
     (
         "_native_batch_norm_legit_no_training",
-        Row(layers.batch_norm_in_evaluation, Saved((0, 1, 3, 4), (1, 2)), differentiable=1),
+        Row(layers.batch_norm_in_evaluation, OPERANDS, differentiable=1),
     ),
     ("embedding", Row(layers.embedding, _operands(1), work.none, work.looked_up)),
     ("scaled_dot_product_attention", Row(layers.attention, EVERYTHING, work.attention, draws=True)),
@@ -219,7 +233,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     # indices
     ("index_select", Row(indexing.index_select, _operands(1))),
     ("index.Tensor", Row(indexing.index, _indices)),
-    ("gather", Row(indexing.gather, _operands(1))),
+    ("gather", Row(indexing.gather, OPERANDS)),
     ("scatter scatter_add", Row(indexing.scatter, _operands(1))),
     ("one_hot", Row("* -> * .", NOTHING)),
     # what only asserts
@@ -316,13 +330,13 @@ def internal_collectives(
     ``itemsize`` is the size in bytes of an element of the first operand.
 
     Raises:
-        ValueError: where the row of an operator that merges does not say how.
+        StrategyError: where the row of an operator that merges does not say how.
     """
     axes = rule.merged_axes(strategy, mesh)
     if not axes:
         return (), ()
     inside_of = row_of(op).inside
     if inside_of is None:
-        raise ValueError(f"the rule of {op} merges over {', '.join(axes)}, and its row has no column inside=")
+        raise StrategyError(f"the rule of {op} merges over {', '.join(axes)}, and its row has no column inside=")
     start, stop = rule.operand_layout(0, strategy).dims[1].bounds(operands[0][1], mesh, mesh.coordinates(0))
     return inside_of(mesh, axes, 2 * (stop - start) * max(itemsize, 4))  # statistics are kept in float32 at least
