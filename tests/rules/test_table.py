@@ -26,6 +26,7 @@ NOT_DRAWN = {
         "to.prim_other",
         "einsum.sublist",
     },
+    "a capture has _to_copy in their place": {"to.device", "to.dtype_layout"},
     "a generator is no value of a graph": {"rand_like.generator", "randn_like.generator"},
     "run on a GPU alone": {"mm.dtype", "bmm.dtype", "addmm.dtype", "baddbmm.dtype"},
 }
