@@ -16,7 +16,6 @@ from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.mesh.redistribute import Collective
 from shardwright.plan.cost import Seconds
 from shardwright.plan.hardware import (
-    SHARED_BYTES,
     Curve,
     Hardware,
     LinkCost,
@@ -27,6 +26,7 @@ from shardwright.plan.hardware import (
     shipped_names,
     where_along,
 )
+from shardwright.world.gradients import BUCKET_BYTES
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MIB = 2**20
@@ -159,7 +159,7 @@ def test_other_numbers_of_ranks_take_the_next_smaller_one():
     # 4 is nearer to 8, but the next smaller number counts.
     at_4 = 1e-4 + MIB * 1.5 / 1e9 + 1e-4
     assert found.collective_s("all_reduce", MIB, 4, "inside") == pytest.approx(at_4)
-    assert found.shared_s("all_reduce", MIB, 2, "inside") == pytest.approx((1e-4 + SHARED_BYTES / 1e9) / 32)
+    assert found.shared_s("all_reduce", MIB, 2, "inside") == pytest.approx((1e-4 + BUCKET_BYTES / 1e9) / 32)
 
 
 def test_where_the_groups_of_an_axis_stand():

@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from shardwright.lower.program import Instruction, LocalProgram
-
-# As many bytes of gradients are reduced by one collective (torch's DDP: 25 MB; here the latency of gloo counts more).
-BUCKET_BYTES = 32 * 2**20
+from shardwright.world.gradients import BUCKET_BYTES
 
 
 def join_buckets(program: LocalProgram, limit_bytes: int = BUCKET_BYTES) -> LocalProgram:

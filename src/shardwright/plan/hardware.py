@@ -29,12 +29,11 @@ from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.whole_file import write_whole
+from shardwright.world.gradients import BUCKET_BYTES
 
 Where = Literal["inside", "between"]
 FORMAT = "shardwright hardware profile"
 VERSION = 1
-# A gradient that shares a collective with others pays its share of a bucket of this size (lower.passes makes them).
-SHARED_BYTES = 32 * 2**20
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 T = TypeVar("T")
 
@@ -141,7 +140,7 @@ class Hardware:
 
     def shared_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: Where) -> float:
         """The share that ``size_bytes`` have in the time of a collective that moves many such values at once."""
-        return self.collective_s(kind, SHARED_BYTES, ranks, where) * size_bytes / SHARED_BYTES
+        return self.collective_s(kind, BUCKET_BYTES, ranks, where) * size_bytes / BUCKET_BYTES
 
     @cached_property
     def _chosen(self) -> dict[tuple[CollectiveKind, int, Where], tuple[Curve, float, float]]:
