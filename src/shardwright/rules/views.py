@@ -16,9 +16,9 @@ def reshape(op: Operator) -> OpRule:
     2 is common; the rest is not split.
     """
     source, target = op.operands[0], op.results[0]
-    if not math.prod(source):
+    if not math.prod(source):  # an empty tensor has no factors to match, and every size divides 0
         return op.bind(f"{term(['.'] * len(source), linear=True)} -> {term(['.'] * len(target), linear=True)}")
-    left, right = ["."] * len(source), ["."] * len(target)
+    left, right = ["."] * len(source), ["."] * len(target)  # what no factor names stays whole
     sizes: dict[str, int] = {}
     for here, there in _groups(source, target):
         _name_group(source, here, left, target, there, right, sizes)
@@ -33,6 +33,7 @@ def _groups(source: Shape, target: Shape) -> Iterator[tuple[list[int], list[int]
         if here is None or there is None:
             return
         group = ([here], [there])
+        # Both shapes hold as many elements in all, so that the side whose product is behind always has a dim left.
         while (a := math.prod(source[i] for i in group[0])) != (b := math.prod(target[i] for i in group[1])):
             if a < b:
                 group[0].append(next(rest[0]))
@@ -46,12 +47,14 @@ def _name_group(
     sizes: dict[str, int],
 ) -> None:  # fmt: skip
     """Write the factors of one group, major first, as long as the dims of one side are made of those of the other."""
+    # Elements are numbered row-major: a factor that is cut off the front of both sides cuts both tensors into the same
+    # runs of consecutive elements. So the largest common factor of the two foremost remainders is taken off each.
     queues = [[(dim, source[dim]) for dim in here], [(dim, target[dim]) for dim in there]]
     written: tuple[dict[int, list[str]], dict[int, list[str]]] = ({}, {})
     while queues[0] and queues[1]:
         (a, rest_a), (b, rest_b) = queues[0][0], queues[1][0]
         common = math.gcd(rest_a, rest_b)
-        if common == 1:
+        if common == 1:  # a dim of 4 against one of 9: nothing that lies behind is aligned on both sides either
             break
         name = f"f{len(sizes)}"
         sizes[name] = common
@@ -60,10 +63,13 @@ def _name_group(
             queue[0] = (dim, rest // common)
             if rest == common:
                 queue.pop(0)
+        # 4 against 6 have 2 in common and leave 2 and 3: both foremost dims are cut short, and what comes behind the
+        # factor is not the major part of either. Where one is used up, the next dim of its side continues the other.
         if common not in (rest_a, rest_b):
             break
     for side, texts in ((0, left), (1, right)):
         for dim, names in written[side].items():
+            # The factor that is split must be the major one of its dim, and all factors of a dim multiply to its size.
             unnamed = next((rest for d, rest in queues[side] if d == dim and rest > 1), 1)
             if unnamed > 1:  # the minor remainder that the other side does not have as a factor of its own
                 name = f"f{len(sizes)}"
@@ -99,6 +105,7 @@ def repeat(op: Operator) -> OpRule:
     """repeat: dims that are repeated stay whole, unless a dim of size 1 is repeated, which is an expand."""
     new = len(op.results[0]) - len(op.operands[0])
     shape = (1,) * new + op.operands[0]
+    # The two halves of abcd, each repeated twice, would give abab cdcd in place of abcd abcd.
     right = [
         f"d{i}" if size in (1, result) else "."
         for i, (size, result) in enumerate(zip(shape, op.results[0], strict=True))
@@ -109,6 +116,7 @@ def repeat(op: Operator) -> OpRule:
 
 def squeeze(op: Operator) -> OpRule:
     """squeeze, unsqueeze, and every other operator that inserts or removes dims of size 1 only."""
+    # Which dims of size 1 appear or go does not matter, as none of them can be split: the others keep their order.
     left = [f"d{i}" if size != 1 else "." for i, size in enumerate(op.operands[0])]
     kept = iter(name for name in left if name != ".")
     right = ["." if size == 1 else next(kept) for size in op.results[0]]
@@ -124,6 +132,7 @@ def select(op: Operator) -> OpRule:
 
 def split(op: Operator) -> OpRule:
     """split, chunk: the dim that is cut in the program stays whole, also where there is one piece only."""
+    # The sizes of the pieces are arguments of the operator, of which a part would have others.
     return _whole_dims(op, [op.dim()])
 
 
@@ -131,6 +140,7 @@ def pad(op: Operator) -> OpRule:
     """pad(amounts, value): the padded dims stay whole. Linear if what comes in beside is zero or the tensor itself."""
     n = len(op.operands[0])
     amounts = op["pad"] if "pad" in op.arguments else op["padding"]
+    # Amounts come in pairs, from the last dim on. A dim that gets none may be split, though its amount is given as 0.
     touched = [n - 1 - i // 2 for i, amount in enumerate(amounts) if amount]
     return _whole_dims(op, touched, linear=op.arguments.get("value", 0) in (0, None))
 
@@ -169,7 +179,7 @@ def unfold(op: Operator) -> OpRule:
 
 def repeat_interleave(op: Operator) -> OpRule:
     """repeat_interleave(times, dim): the dim stays whole; without a dim all of it does."""
-    if op["dim"] is None:
+    if op["dim"] is None:  # the tensor is flattened first
         return op.bind(f"{term(['.'] * len(op.operands[0]), linear=True)} -> ~ .")
     return _whole_dims(op, [op.dim()])
 
@@ -178,6 +188,7 @@ def scatter_slice(op: Operator) -> OpRule:
     """slice_scatter(x, source, dim, ...), select_scatter: the dim stays whole; linear in both together."""
     dim, n = op.dim(), len(op.operands[0])
     dims = ["." if i == dim else f"d{i}" for i in range(n)]
+    # The source of select_scatter is one slice, and has no such dim.
     source = dims if len(op.operands[1]) == n else dims[:dim] + dims[dim + 1 :]
     return op.bind(f"{term(dims, linear=True)}, {term(source, linear=True)} -> {term(dims, linear=True)}")
 
