@@ -7,8 +7,9 @@ import os
 import sys
 
 from shardwright.hosts.hosts import Host
-from shardwright.launch.asked.host_options import HostOptions
+from shardwright.launch.asked.host_options import HostRequest
 from shardwright.launch.asked.options import read_options
+from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.carriers.packed import pack, sources
 from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.kept.job import create_job_folder
@@ -30,11 +31,11 @@ class SkewedCarrier(SshCarrier):
         return pack(files)
 
 
-options = read_options(
-    module=False, program=True, arguments=sys.argv[4:], ranks=None, preload=False, tee="none", job=None,
-    log_dir="log_output", port=None, devices=None, variables=(), grace_s=2.0, detach=False,
-    where=HostOptions(hosts=HOSTS, lease_s=10.0),
+request = LaunchRequest(
+    kind="program", arguments=sys.argv[4:], preload=False, tee="none", grace_s=2.0,
+    where=HostRequest(hosts=HOSTS, lease_s=10.0),
 )  # fmt: skip
+options = read_options(request)
 assert options.remote is not None
 folder = create_job_folder(options.log_dir, options.job)
 code = run_on_hosts(options, options.remote, folder, lambda: None, make_carrier=SkewedCarrier)

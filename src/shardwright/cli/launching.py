@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+from dataclasses import fields
 from typing import Any
 
 import click
 
 from shardwright.backends.table import BACKENDS
 from shardwright.cli.group import cli
+from shardwright.launch.asked.carrier_facts import CARRIERS
 
 _WORDS = "shardwright.launch.words"
 
@@ -44,7 +46,12 @@ class _LaunchCommand(click.Command):
 @click.option("--devices", metavar="4,5", help="The GPUs to use, as CUDA_VISIBLE_DEVICES.")
 @click.option("--rank-table", metavar="FILE.json", help="The ranks and devices of a rank table, in place of -n.")
 @click.option(
-    "--grace", default=10.0, show_default=True, metavar="SECONDS", help="Between asking ranks to end and kill."
+    "--grace",
+    "grace_s",
+    default=10.0,
+    show_default=True,
+    metavar="SECONDS",
+    help="Between asking ranks to end and kill.",
 )
 @click.option(
     "--save-graphs",
@@ -54,7 +61,7 @@ class _LaunchCommand(click.Command):
 )
 @click.option(
     "--via",
-    type=click.Choice(["local", "ssh", "mpirun", "srun", "torchrun"]),
+    type=click.Choice(list(CARRIERS)),
     help="Who starts the ranks; torchrun prints its command for each host.  "
     "[default: ssh where there are other hosts, else local]",
 )
@@ -127,10 +134,7 @@ class _LaunchCommand(click.Command):
 @click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def launch(
-    command: tuple[str, ...], program: bool, no_preload: bool, log_dir: str, grace: float,
-    run: bool, print_sbatch: bool, **options: Any,
-) -> None:  # fmt: skip
+def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
     """Run a program on N processes of this host or of several, with torchrun's variables set.
 
     \b
@@ -144,56 +148,37 @@ def launch(
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
-    from shardwright.launch.asked.host_options import HostOptions
+    from shardwright.launch.asked.host_options import HostRequest
     from shardwright.launch.asked.options import read_options
+    from shardwright.launch.asked.request import LaunchRequest
     from shardwright.launch.asked.restart_options import RestartOptions
-    from shardwright.launch.local import launch as launch_job
+    from shardwright.launch.carriers.srun import batch_script
+    from shardwright.launch.start import STARTS
+    from shardwright.launch.start import launch as launch_job
 
-    restarts = RestartOptions.read(*(options.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
-    words = (
-        "hosts",
-        "hostfile",
-        "oversubscribe",
-        "python",
-        "wdir",
-        "stage",
-        "keep_stage",
-        "collect_logs",
-        "interface",
-        "lease_s",
-        "connect_timeout_s",
-    )
-    where = HostOptions(**{word: options.pop(word) for word in words}, allocation=os.environ)
+    program, module = words.pop("program"), words.pop("module")
+    restarts = RestartOptions.read(*(words.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
+    of_hosts = {entry.name: words.pop(entry.name) for entry in fields(HostRequest) if entry.name in words}
+    request = LaunchRequest(
+        arguments=words.pop("command"), kind="program" if program else "module" if module else "script",
+        preload=not words.pop("no_preload"), restarts=restarts, where=HostRequest(**of_hosts, allocation=os.environ),
+        **words,
+    )  # fmt: skip
     if print_sbatch:
-        from shardwright.launch.carriers.srun import batch_script
-
-        words, names = click.get_current_context().meta[_WORDS], ("ranks", "rank_table", "via", "job")
-        click.echo(batch_script(words, where, command, grace, *(options[name] for name in names)), nl=False)
+        click.echo(batch_script(click.get_current_context().meta[_WORDS], request), nl=False)
         return
-    job = read_options(
-        arguments=command,
-        program=program,
-        preload=not no_preload,
-        log_dir=log_dir,
-        grace_s=grace,
-        where=where,
-        restarts=restarts,
-        **options,
-    )
-    if "--allow-run-as-root" in job.carrier:
-        click.echo("shardwright: mpirun is told that it may run as root; it would rather not", err=True)
-    if options["via"] == "torchrun":
-        from shardwright.launch.carriers.torchrun import command_lines, one_per_host
-
-        if not run and job.stall_timeout_s is not None:
-            raise click.UsageError("torchrun looks for no hangs; --stall-timeout needs --run, or another --via")
-        if not run:
-            click.echo(command_lines(job), nl=False)
-            return
-        job = one_per_host(job)
-    elif run:
-        raise click.UsageError("--run belongs to --via torchrun; without it jobs run anyway")
-    sys.exit(launch_job(job))
+    job = read_options(request)
+    if job.start_command is not None and job.start_command.note:
+        click.echo(f"shardwright: {job.start_command.note}", err=True)
+    commands = STARTS[job.carrier.name].commands
+    if run and commands is None:
+        printing = " or ".join(f"--via {name}" for name, row in STARTS.items() if row.commands is not None)
+        raise click.UsageError(f"--run belongs to {printing}; without it jobs run anyway")
+    if commands is None or run:
+        sys.exit(launch_job(job))
+    if job.stall_timeout_s is not None:
+        job.carrier.refuse("--stall-timeout without --run")
+    click.echo(commands(job), nl=False)
 
 
 @cli.command()

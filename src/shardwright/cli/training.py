@@ -52,7 +52,7 @@ def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:
         if read_environment(os.environ).size == 1:  # else the launcher says it, once
             click.echo("shardwright: interrupted", err=True)
         sys.exit(130)
-    from shardwright.launch.local import launch as launch_job
+    from shardwright.launch.start import launch as launch_job
 
     job = zoo.job(config, overrides, ranks)
     zoo.prepare(config, overrides, job.ranks)

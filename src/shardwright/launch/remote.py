@@ -11,13 +11,11 @@ from shardwright.launch.asked.host_options import RemoteOptions
 from shardwright.launch.asked.options import LaunchOptions, read_tee
 from shardwright.launch.asked.restart_options import RestartOptions
 from shardwright.launch.carriers.connection import Carrier
-from shardwright.launch.carriers.srun import SrunCarrier
 from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.restarts import Say, run_job
 
 MakeCarrier = Callable[[LaunchOptions, RemoteOptions], SshCarrier]
-_CARRIERS: dict[str, MakeCarrier] = {"ssh": SshCarrier, "srun": SrunCarrier}
 
 
 def run_on_hosts(
@@ -25,12 +23,10 @@ def run_on_hosts(
     remote: RemoteOptions,
     folder: JobFolder,
     started: Callable[[], None],
-    make_carrier: MakeCarrier | None = None,
+    make_carrier: MakeCarrier,
 ) -> int:
     """Returns the job's exit code; raises `UsageError` or `LaunchError` where nothing was started."""
-    return run_job(
-        options.restarts, folder, RemoteAttempts(options, remote, make_carrier or _CARRIERS[remote.via]), started
-    )
+    return run_job(options.restarts, folder, RemoteAttempts(options, remote, make_carrier), started)
 
 
 class RemoteAttempts:

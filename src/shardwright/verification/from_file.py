@@ -13,7 +13,8 @@ from typing import Any
 
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.launch.asked.options import read_options
-from shardwright.launch.local import launch
+from shardwright.launch.asked.request import LaunchRequest
+from shardwright.launch.start import launch
 from shardwright.verification.build import BuildFunction
 
 
@@ -45,9 +46,6 @@ def _verdict_of_ranks(target: str, ranks: str | None, options: dict[str, Any], f
     """The verdict that rank 0 wrote down, or the exit code of ranks that came to none."""
     verdict = folder / "verdict.json"
     module = ["shardwright.verification.main", target, str(verdict), json.dumps(options)]
-    job = read_options(
-        module=True, program=False, arguments=module, ranks=ranks, preload=True, tee="0", job=None,
-        log_dir=str(folder / "logs"), port=None, devices=None, variables=[], grace_s=10.0, detach=False,
-    )  # fmt: skip
-    code = launch(job)
+    request = LaunchRequest(kind="module", arguments=module, ranks=ranks, tee="0", log_dir=str(folder / "logs"))
+    code = launch(read_options(request))
     return code if code or not verdict.exists() else dict(json.loads(verdict.read_text()))

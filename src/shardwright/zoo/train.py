@@ -14,6 +14,7 @@ from shardwright.data.loading.loader import Loader, loader
 from shardwright.errors import DataError, UsageError
 from shardwright.hosts.environment import read_environment
 from shardwright.launch.asked.options import LaunchOptions, read_options
+from shardwright.launch.asked.request import LaunchRequest
 from shardwright.run.parallel import parallelize
 from shardwright.training.callbacks import EMA, EarlyStopping, LossMonitor, NanGuard, ProgressBar
 from shardwright.training.checkpointing import ModelCheckpoint
@@ -105,11 +106,8 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
 def job(name: str, overrides: Sequence[str], ranks: str) -> LaunchOptions:
     """The job that trains on ``ranks`` processes of this host."""
     settings = [word for override in overrides for word in ("-o", override)]
-    return read_options(
-        module=True, program=False, arguments=("shardwright", "train", "--config", name, *settings), ranks=ranks,
-        preload=True, tee=None, job=None, log_dir="log_output", port=None, devices=None, variables=(), grace_s=10.0,
-        detach=False,
-    )  # fmt: skip
+    arguments = ("shardwright", "train", "--config", name, *settings)
+    return read_options(LaunchRequest(kind="module", arguments=arguments, ranks=ranks))
 
 
 def _scaled_rate(config: Config, samples_per_step: int) -> tuple[float, str | None]:

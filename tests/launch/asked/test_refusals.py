@@ -9,7 +9,7 @@ import pytest
 from shardwright.errors import UsageError
 from shardwright.hosts import port
 from shardwright.hosts.port import lease_port
-from shardwright.launch.asked import options
+from shardwright.launch.asked import options, variables
 from shardwright.launch.host.program import Program, check_program
 
 REFUSED = [
@@ -175,6 +175,6 @@ def test_the_number_of_ranks_follows_the_visible_gpus():
 
 
 def test_variables_by_prefix():
-    assert options.read_variables(["NCCL_*"], {"NCCL_DEBUG": "INFO", "HOME": "/"}) == {"NCCL_DEBUG": "INFO"}
+    assert variables.read_variables(["NCCL_*"], {"NCCL_DEBUG": "INFO", "HOME": "/"}) == {"NCCL_DEBUG": "INFO"}
     with pytest.raises(UsageError, match="names no variable"):
-        options.read_variables(["*"[:0]], {})
+        variables.read_variables(["*"[:0]], {})

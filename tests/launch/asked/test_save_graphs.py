@@ -6,15 +6,12 @@ import pytest
 
 from shardwright.errors import UsageError
 from shardwright.launch.asked.options import read_options
+from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.asked.save_graphs import VARIABLE, SaveGraphs
 
 
 def options(**given):
-    defaults = {
-        "module": False, "program": True, "arguments": [sys.executable], "ranks": "2", "preload": True, "tee": None,
-        "job": None, "log_dir": "logs", "port": None, "devices": None, "variables": [], "grace_s": 1.0, "detach": False,
-    }  # fmt: skip
-    return read_options(**(defaults | given))
+    return read_options(LaunchRequest(kind="program", arguments=[sys.executable], ranks="2", **given))
 
 
 def test_the_option_reaches_the_ranks_by_their_environment():

@@ -138,19 +138,19 @@ def test_a_job_in_the_background(job):
 AGAIN = """
     import os
     from dataclasses import replace
-    from shardwright.launch.asked.host_options import HostOptions
+    from shardwright.launch.asked.host_options import HostRequest
     from shardwright.launch.kept.job import create_job_folder
     from shardwright.launch.attempt import Attempt
     from shardwright.launch.console import Console
     from shardwright.launch.launcher import Launcher
     from shardwright.launch.asked.options import read_options
+    from shardwright.launch.asked.request import LaunchRequest
     from shardwright.launch.carriers.ssh import SshCarrier
     os.makedirs("log_output")
-    options = read_options(
-        module=False, program=True, arguments=["sh", "-c", "ls ${SHARDWRIGHT_FAILED_MARK%/*}; sleep $RANK; exit $RANK"],
-        ranks=None, preload=False, tee="none", job=None, log_dir="log_output", port=None, devices=None, variables=(),
-        grace_s=2.0, detach=False, where=HostOptions(hosts="host1:1,host2:1", lease_s=0.6),
-    )
+    options = read_options(LaunchRequest(
+        kind="program", arguments=["sh", "-c", "ls ${SHARDWRIGHT_FAILED_MARK%/*}; sleep $RANK; exit $RANK"],
+        preload=False, tee="none", grace_s=2.0, where=HostRequest(hosts="host1:1,host2:1", lease_s=0.6),
+    ))
     carrier = SshCarrier(options, options.remote)
     carrier.prepare()
     known = replace(options, ranks=carrier.ranks)

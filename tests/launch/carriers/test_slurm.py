@@ -85,7 +85,7 @@ def test_an_agents_step_has_all_of_its_node_and_ranks_have_what_slurm_says_there
     given = {"SLURM_GPUS_PER_TASK": "1", "SLURM_NTASKS_PER_NODE": "8", "SLURM_JOB_ID": "7", "CUDA_VISIBLE_DEVICES": "3"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    remote = RemoteOptions(Hosts.from_list("a:8"), via="srun", python=PerHost("/p"))
+    remote = RemoteOptions(Hosts.from_list("a:8"), python=PerHost("/p"))
     carrier = SrunCarrier(LaunchOptions(Program("program", ("true",)), 0, remote=remote), remote)
     client, shared = carrier.client_environment(), carrier.shared_environment()
     assert {name: client.get(name) for name in given} == {

@@ -11,7 +11,9 @@ import time
 import pytest
 
 from shardwright.errors import UsageError
-from shardwright.launch.asked.options import read_options, read_variables
+from shardwright.launch.asked.options import read_options
+from shardwright.launch.asked.request import LaunchRequest
+from shardwright.launch.asked.variables import read_variables
 from shardwright.launch.hangs.places import place_of
 from shardwright.launch.hangs.stacks import Frame, Observation, read_faulthandler, read_py_spy
 from shardwright.launch.hangs.stall import StallWatch
@@ -298,11 +300,9 @@ def test_a_stall_is_asked_about_and_forgotten_when_a_host_has_heard_of_its_ranks
 
 @pytest.mark.parametrize("given", [0, 0.1, -3, float("nan"), float("inf")])
 def test_a_timeout_that_is_none_is_refused(given):
-    words = {"module": False, "program": True, "arguments": ["true"], "ranks": "1", "preload": False, "tee": None}
-    words |= {"job": None, "log_dir": "x", "port": None, "devices": None, "variables": (), "grace_s": 1}
     said = re.escape(f"--stall-timeout {given:g} is no time to wait for a sign of life; type seconds, at least 0.5 and")
     with pytest.raises(UsageError, match=said):
-        read_options(**words, detach=False, stall_timeout_s=given)
+        read_options(LaunchRequest(kind="program", arguments=["true"], ranks="1", stall_timeout_s=given))
 
 
 def test_nobody_sets_the_pulse_of_a_rank():

@@ -7,7 +7,8 @@ from shardwright.hosts.hosts import Host, Hosts
 from shardwright.hosts.interfaces import Address, choose, infiniband_ports
 from shardwright.hosts.placement import Placement
 from shardwright.hosts.rank_table import RankTable, Server, TableDevice
-from shardwright.launch.asked.host_options import HostOptions, PerHost, RemoteOptions, Whereabouts, hosts_of_allocation
+from shardwright.launch.asked.carrier_facts import SSH, UNSAID, carrier_facts
+from shardwright.launch.asked.host_options import HostRequest, PerHost, RemoteOptions, ThisHost, hosts_of_allocation
 from shardwright.launch.carriers import agent
 from shardwright.launch.carriers.ssh import portable_environment
 from shardwright.launch.carriers.ssh_errors import compare, why_no_answer
@@ -49,20 +50,20 @@ def test_ranks_by_table_keep_their_places():
 
 
 def test_where_a_job_runs():
-    assert HostOptions().read("2", None, None, "0") == Whereabouts()
-    assert HostOptions(hosts="localhost:4").read("3", None, None, "0") == Whereabouts(slots_here=3)
-    there = HostOptions(hosts="localhost:4", wdir=("/w",)).read(None, None, "ssh", "all")
-    assert there.remote == RemoteOptions(Hosts.from_list("localhost:4"), wdir=PerHost("/w"), tee="all")
+    assert HostRequest().read("2", None, UNSAID, "0") == ThisHost()
+    assert HostRequest(hosts="localhost:4").read("3", None, UNSAID, "0") == ThisHost(ranks=3)
+    there = HostRequest(hosts="localhost:4", wdir=("/w",)).read(None, None, SSH, "all")
+    assert there == RemoteOptions(Hosts.from_list("localhost:4"), wdir=PerHost("/w"), tee="all")
     for options, via, message in (
-        (HostOptions(hosts="localhost:2"), None, "-n 3 is more than the slots of 1 host, 2 slots: localhost:2"),
-        (HostOptions(hosts="a,b"), "mpirun", "--via mpirun starts ranks on this host alone, but -H names 2 hosts"),
-        (HostOptions(hosts="a", hostfile="f"), None, "-H and --hostfile both name hosts; type one of them"),
-        (HostOptions(wdir=("/w",)), None, "--wdir /w is for other hosts, but the job is on this one; type -H"),
-        (HostOptions(), "ssh", "--via ssh needs hosts; type -H HOST:SLOTS,... or --hostfile FILE"),
-        (HostOptions(hosts="a,b", lease_s=0.1), None, "--lease 0.1 is too short"),
+        (HostRequest(hosts="localhost:2"), None, "-n 3 is more than the slots of 1 host, 2 slots: localhost:2"),
+        (HostRequest(hosts="a,b"), "mpirun", "--via mpirun starts ranks on this host alone, but -H names 2 hosts"),
+        (HostRequest(hosts="a", hostfile="f"), None, "-H and --hostfile both name hosts; type one of them"),
+        (HostRequest(wdir=("/w",)), None, "--wdir /w is for other hosts, but the job is on this one; type -H"),
+        (HostRequest(), "ssh", "--via ssh needs hosts; type -H HOST:SLOTS,... or --hostfile FILE"),
+        (HostRequest(hosts="a,b", lease_s=0.1), None, "--lease 0.1 is too short"),
     ):
         with pytest.raises(UsageError) as told:
-            options.read("3", None, via, "0")
+            options.read("3", None, carrier_facts(via), "0")
         assert str(told.value).startswith(message)
 
 

@@ -12,6 +12,7 @@ import pytest
 from shardwright.errors import LaunchError, UsageError
 from shardwright.hosts.hosts import Hosts
 from shardwright.hosts.placement import Placement
+from shardwright.launch.asked.carrier_facts import TORCHRUN
 from shardwright.launch.asked.host_options import RemoteOptions
 from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.asked.restart_options import RestartOptions
@@ -205,7 +206,7 @@ def test_an_elastic_job_takes_no_rank_table():
 
 def test_an_elastic_job_is_not_made_of_torchruns():
     with pytest.raises(UsageError, match="--via torchrun starts one torchrun for each host; leave one of them out"):
-        RestartOptions.read(1, True, None).check(None, via="torchrun")
+        RestartOptions.read(1, True, None).check(None, carrier=TORCHRUN)
 
 
 # --- which hosts an attempt gets

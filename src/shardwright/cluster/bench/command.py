@@ -49,17 +49,19 @@ def _check_target(path: Path) -> None:
 
 
 def _launch(options: BenchOptions, ranks: str | None) -> int:
+    from shardwright.launch.asked.carrier_facts import carrier_of_backend
     from shardwright.launch.asked.options import read_options
-    from shardwright.launch.local import launch
+    from shardwright.launch.asked.request import LaunchRequest
+    from shardwright.launch.start import launch
 
     folder = Path(tempfile.mkdtemp(prefix="shardwright-bench-"))
     verdict = folder / "verdict.json"
     module = ["shardwright.cluster.bench.rank", str(verdict), json.dumps(asdict(options))]
-    job = read_options(
-        module=True, program=False, arguments=module, ranks=ranks, preload=True, tee="0", job=None,
-        log_dir=str(folder / "logs"), port=None, devices=None, variables=[], grace_s=10.0, detach=False,
-        via="mpirun" if options.backend == "mpi" else "local",
+    request = LaunchRequest(
+        kind="module", arguments=module, ranks=ranks, tee="0", log_dir=str(folder / "logs"),
+        via=carrier_of_backend(options.backend).name,
     )  # fmt: skip
+    job = read_options(request)
     try:
         code = launch(job)
     except ShardwrightError:

@@ -1,4 +1,4 @@
-"""Where a job is to run: the words of the command line that name hosts, and what they come to."""
+"""Where a job is to run: the words of the command line that name hosts, and the hosts that they come to."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Literal
+from types import MappingProxyType
 
 from shardwright.errors import UsageError
 from shardwright.hosts.hosts import Hosts, is_host_name, is_this_host, own_slots
 from shardwright.hosts.placement import Placement
 from shardwright.hosts.rank_table import RankTable
+from shardwright.launch.asked.carrier_facts import CarrierFacts
 from shardwright.launch.host.stage import Stage
 
 LEASE_S = 10.0
@@ -52,16 +53,18 @@ class PerHost:
         >>> PerHost.read("--wdir", ["/w", "a=/v"], Hosts.from_list("a,b")).on("a")
         '/v'
         """
-        found: dict[str | None, str] = {}
+        values: dict[str | None, str] = {}
         for word in words:
             before, equals, after = word.partition("=")
             host, value = (before, after) if equals and is_host_name(before) else (None, word)
             if host is not None:
                 refuse_unknown(host, f"{option} {word}", hosts)
-            if host in found:
-                raise UsageError(f"{option} {found[host]} and {option} {value} are for the same host; type one of them")
-            found[host] = value
-        return cls(found.pop(None, None), {host: value for host, value in found.items() if host is not None})
+            if host in values:
+                raise UsageError(
+                    f"{option} {values[host]} and {option} {value} are for the same host; type one of them"
+                )
+            values[host] = value
+        return cls(values.pop(None, None), {host: value for host, value in values.items() if host is not None})
 
 
 @dataclass(frozen=True)
@@ -69,14 +72,14 @@ class RemoteOptions(HostSettings):
     """The hosts of a job on several, or on another one.
 
     ``ranks`` is None for one per slot, ``table`` places the ranks where there is one. ``python`` and ``wdir`` are those
-    of the launcher unless given. ``variables`` are those that single hosts have beside what all have.
+    of the launcher where they say nothing of a host. ``variables`` are those that single hosts have beside what all
+    have.
     """
 
     hosts: Hosts
     ranks: int | None = None
     table: RankTable | None = None
     tee: str = "0"
-    via: Literal["ssh", "srun"] = "ssh"
     python: PerHost = PerHost()
     wdir: PerHost = PerHost()
     variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
@@ -84,19 +87,18 @@ class RemoteOptions(HostSettings):
 
 
 @dataclass(frozen=True)
-class Whereabouts:
-    """``remote`` for a job on hosts; else it is on this one, with ``slots_here`` ranks where its slots were named."""
+class ThisHost:
+    """The host of a job without agents, with the number of ``ranks`` where its slots were named."""
 
-    remote: RemoteOptions | None = None
-    slots_here: int | None = None
+    ranks: int | None = None
 
 
 @dataclass(frozen=True)
-class HostOptions(HostSettings):
-    """As typed. ``allocation`` is the environment in which Slurm's is looked for.
+class HostRequest(HostSettings):
+    """The words that name hosts and say what differs there, as typed.
 
-    ``python`` and ``wdir`` are for all hosts, or ``HOST=...``; ``variables`` come by host, and are read already.
-    ``stage`` are paths that are copied to the hosts.
+    ``allocation`` is the environment in which Slurm's is looked for. ``python`` and ``wdir`` are for all hosts, or
+    ``HOST=...``. ``stage`` are paths that are copied to the hosts.
     """
 
     hosts: str | None = None
@@ -104,53 +106,61 @@ class HostOptions(HostSettings):
     allocation: Mapping[str, str] = field(default_factory=dict)
     python: tuple[str, ...] = ()
     wdir: tuple[str, ...] = ()
-    variables: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     stage: tuple[str, ...] = ()
     keep_stage: bool = False
 
-    def read(self, ranks: str | None, table: RankTable | None, via: str | None, tee: str) -> Whereabouts:
-        """Raises `UsageError` for words that contradict each other."""
-        if via == "srun" and not self.allocation.get("SLURM_JOB_ID"):
+    def read(
+        self, ranks: str | None, table: RankTable | None, carrier: CarrierFacts, tee: str,
+        variables: Mapping[str, Mapping[str, str]] = MappingProxyType({}),
+    ) -> RemoteOptions | ThisHost:  # fmt: skip
+        """Where the job runs. ``variables`` are those that ``-x HOST:NAME=value`` gives to single hosts.
+
+        Raises `UsageError` for words that contradict each other.
+        """
+        if carrier.in_allocation and not self.allocation.get("SLURM_JOB_ID"):
             raise UsageError(
-                "--via srun starts ranks in an allocation of Slurm, and this is none; type `salloc -N 2 shardwright "
-                "launch --via srun ...`, or add --print-sbatch for a script to hand to sbatch"
+                f"--via {carrier.name} starts ranks in an allocation of Slurm, and this is none; type `salloc -N 2 "
+                f"shardwright launch --via {carrier.name} ...`, or add --print-sbatch for a script to hand to sbatch"
             )
-        hosts, source = self._hosts(table, asked=via == "srun")
+        hosts, source = self._hosts(table, carrier)
+        self._check_times()
+        if hosts is None or not _needs_agents(hosts, table, carrier):
+            self._refuse_without_hosts(carrier, variables)
+            if hosts is None or table is not None:
+                return ThisHost()
+            here = hosts.with_slots(lambda _: own_slots())
+            return ThisHost(Placement.by_slots(here, read_count(ranks), self.oversubscribe).size)
+        if not carrier.on_hosts:
+            raise UsageError(
+                f"--via {carrier.name} starts ranks on this host alone, but {source} names {hosts}; type --via ssh"
+            )
+        if table is not None:
+            carrier.refuse("--rank-table on hosts")
+        return self._on(hosts, table.size if table else read_count(ranks), table, tee, variables)
+
+    def _on(
+        self, hosts: Hosts, ranks: int | None, table: RankTable | None, tee: str,
+        variables: Mapping[str, Mapping[str, str]],
+    ) -> RemoteOptions:  # fmt: skip
+        for host, names in variables.items():
+            refuse_unknown(host, f"-x {host}:{next(iter(names))}", hosts)
+        settings = {entry.name: getattr(self, entry.name) for entry in fields(HostSettings)}
+        return RemoteOptions(
+            hosts, ranks, table, tee, PerHost.read("--python", self.python, hosts),
+            PerHost.read("--wdir", self.wdir, hosts), variables, **settings,
+        )  # fmt: skip
+
+    def _check_times(self) -> None:
         if not self.lease_s >= _SHORTEST_LEASE_S:
             raise UsageError(f"--lease {self.lease_s:g} is too short; type the seconds of silence, at least 0.5")
         if not self.connect_timeout_s >= 1:
             raise UsageError(f"--connect-timeout {self.connect_timeout_s:g} is too short; type at least 1 second")
-        elsewhere = hosts is not None and (
-            len(hosts) > 1 or via in ("ssh", "srun") or not all(is_this_host(host.name) for host in hosts)
-        )
-        if table is not None and hosts is not None and via not in ("ssh", "srun"):
-            # The first one suffices: finding out that a name cannot be resolved may take seconds.
-            elsewhere = any(not is_this_host(host.name) for host in hosts)
-        if hosts is None or not elsewhere:
-            self._refuse_without_hosts(via)
-            if hosts is None or table is not None:
-                return Whereabouts()
-            here = hosts.with_slots(lambda _: own_slots())
-            return Whereabouts(slots_here=Placement.by_slots(here, read_count(ranks), self.oversubscribe).size)
-        if via in ("local", "mpirun"):
-            raise UsageError(f"--via {via} starts ranks on this host alone, but {source} names {hosts}; type --via ssh")
-        settings = {entry.name: getattr(self, entry.name) for entry in fields(HostSettings)}
-        size = table.size if table else read_count(ranks)
-        for host, variables in self.variables.items():
-            refuse_unknown(host, f"-x {host}:{next(iter(variables))}", hosts)
-        return Whereabouts(
-            RemoteOptions(
-                hosts, size, table, tee, "srun" if via == "srun" else "ssh",
-                PerHost.read("--python", self.python, hosts), PerHost.read("--wdir", self.wdir, hosts), self.variables,
-                **settings,
-            )
-        )  # fmt: skip
 
-    def _hosts(self, table: RankTable | None, asked: bool) -> tuple[Hosts | None, str]:
-        """And what named them."""
+    def _hosts(self, table: RankTable | None, carrier: CarrierFacts) -> tuple[Hosts | None, str]:
+        """The hosts that are named, or that Slurm has allocated, and what names them."""
         if (named := self.named(table))[0] is not None:
             return named
-        return hosts_of_allocation(self.allocation, asked), "Slurm's allocation"
+        return hosts_of_allocation(self.allocation, asked=carrier.in_allocation), "Slurm's allocation"
 
     def named(self, table: RankTable | None) -> tuple[Hosts | None, str]:
         """The hosts that words of the command line name, and which words."""
@@ -169,30 +179,38 @@ class HostOptions(HostSettings):
             return table.hosts(), "--rank-table"
         return None, ""
 
-    def _refuse_without_hosts(self, via: str | None) -> None:
+    def _refuse_without_hosts(self, carrier: CarrierFacts, variables: Mapping[str, Mapping[str, str]]) -> None:
         words = {
             "--python": self.python, "--wdir": self.wdir, "--interface": (self.interface,) if self.interface else (),
             "--stage": self.stage, "--keep-stage": ("",) if self.keep_stage else (),
             "--no-collect-logs": () if self.collect_logs else ("",),
-            "-x": tuple(f"{host}:{name}" for host, names in self.variables.items() for name in names),
+            "-x": tuple(f"{host}:{name}" for host, names in variables.items() for name in names),
         }  # fmt: skip
-        if given := next((f"{name} {values[0]}".strip() for name, values in words.items() if values), None):
-            raise UsageError(f"{given} is for other hosts, but the job is on this one; type -H HOST:SLOTS,... too")
-        if via == "ssh":
-            raise UsageError("--via ssh needs hosts; type -H HOST:SLOTS,... or --hostfile FILE")
+        if typed := next((f"{name} {values[0]}".strip() for name, values in words.items() if values), None):
+            raise UsageError(f"{typed} is for other hosts, but the job is on this one; type -H HOST:SLOTS,... too")
+        if not carrier.here:
+            raise UsageError(f"--via {carrier.name} needs hosts; type -H HOST:SLOTS,... or --hostfile FILE")
+
+
+def _needs_agents(hosts: Hosts, table: RankTable | None, carrier: CarrierFacts) -> bool:
+    """Whether the job is more than ranks of this host: of a rank table, all servers may be this one."""
+    if not carrier.here or (table is None and len(hosts) > 1):
+        return True
+    # The first other one suffices: finding out that a name cannot be resolved may take seconds.
+    return any(not is_this_host(host.name) for host in hosts)
 
 
 def refuse_unknown(host: str, words: str, hosts: Hosts) -> None:
-    """``words`` name a host that the job may not have."""
+    """Raise `UsageError` where the job has no such ``host``, which ``words`` of the command line name."""
     names = [known.name for known in hosts]
     if host not in names:
         raise UsageError(f"{words}: {host} is no host of this job, which has {', '.join(names)}")
 
 
 def hosts_of_allocation(environment: Mapping[str, str], asked: bool = False) -> Hosts | None:
-    """Of Slurm, where this is the shell or the batch script of an allocation of several hosts, and no step of it.
+    """The hosts of Slurm, where this is the shell or the batch script of an allocation of several, and no step of it.
 
-    Where it is ``asked`` for, also those of one host, and from within a step, as the shells of some allocations are.
+    Where they are ``asked`` for, there may be one, and this may be a step, as the shells of some allocations are.
     """
     names = environment.get("SLURM_JOB_NODELIST")
     if not names or (environment.get("SLURM_STEP_NODELIST") and not asked):

@@ -1,4 +1,4 @@
-"""mpirun as the one who starts the ranks of this host: where it is, and what it is told."""
+"""mpirun as the one that starts the ranks of this host: where it is, and its command line."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.errors import LaunchError, UsageError
@@ -17,28 +18,42 @@ BACKEND_VARIABLE = "SHARDWRIGHT_BACKEND"
 INSTALL = "pip install 'shardwright[mpi]'"
 
 
+@dataclass(frozen=True)
+class StartCommand:
+    """A command line, up to the program, that starts all ranks of this host. ``note`` is shown to the person first."""
+
+    words: tuple[str, ...]
+    note: str = ""
+
+
+def mpirun_start(ranks: int, mca: Sequence[tuple[str, str]], environment: Mapping[str, str]) -> StartCommand:
+    """The command line of the mpirun that is to be had here. Raises `LaunchError` where there is none."""
+    root = os.geteuid() == 0
+    note = "mpirun is told that it may run as root; it would rather not" if root else ""
+    return StartCommand(mpirun_command(find_mpirun(environment), ranks, mca, root), note)
+
+
 def find_mpirun(environment: Mapping[str, str]) -> str:
     """The mpirun beside this Python, to which the installed mpi4py belongs, or else the one on the PATH.
 
     Raises `LaunchError` where there is none, or another MPI's, which understands other options.
     """
-    found = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or shutil.which(
-        "mpirun", path=environment.get("PATH")
-    )
-    if found is None:
+    beside, path = str(Path(sys.executable).parent), environment.get("PATH")
+    mpirun = shutil.which("mpirun", path=beside) or shutil.which("mpirun", path=path)
+    if mpirun is None:
         raise LaunchError(f"--via mpirun: there is no mpirun beside {sys.executable} or on the PATH; type {INSTALL}")
     try:
-        answer = subprocess.run([found, "--version"], capture_output=True, text=True, timeout=60, check=False)
+        answer = subprocess.run([mpirun, "--version"], capture_output=True, text=True, timeout=60, check=False)
         version = (answer.stdout or answer.stderr).strip()
     except (OSError, subprocess.TimeoutExpired) as error:
         version = str(error)
     if "Open MPI" not in version and "OpenRTE" not in version:
         first = version.splitlines()[0] if version else "says nothing"
         raise LaunchError(
-            f"--via mpirun understands Open MPI's mpirun, but {found} --version answers: {first}; type {INSTALL}, or "
+            f"--via mpirun understands Open MPI's mpirun, but {mpirun} --version answers: {first}; type {INSTALL}, or "
             "start the ranks yourself with `mpirun -n N python train.py`"
         )
-    return found
+    return mpirun
 
 
 def mpirun_command(mpirun: str, ranks: int, mca: Sequence[tuple[str, str]], root: bool) -> tuple[str, ...]:
@@ -55,22 +70,8 @@ def mpirun_command(mpirun: str, ranks: int, mca: Sequence[tuple[str, str]], root
     )
 
 
-def read_mca(words: Sequence[tuple[str, str]], via: str) -> tuple[tuple[str, str], ...]:
-    """``--mca NAME VALUE``, which only mpirun takes."""
+def check_mca(words: Sequence[tuple[str, str]]) -> None:
+    """Raise `UsageError` where a word of ``--mca NAME VALUE`` names no setting."""
     for name, value in words:
-        if via != "mpirun":
-            raise UsageError(f"--mca {name} {value} is a setting of mpirun; type --via mpirun too")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise UsageError(f"--mca {name} {value} names no setting; type --mca NAME VALUE, as --mca pml ob1")
-    return tuple(words)
-
-
-def read_backend(backend: str | None, via: str) -> dict[str, str]:
-    """``--backend`` as the variable that sw.init() reads."""
-    if backend == "mpi" and via != "mpirun":
-        raise UsageError("--backend mpi needs ranks that mpirun starts; type --via mpirun --backend mpi")
-    return {} if backend is None else {BACKEND_VARIABLE: backend}
-
-
-def runs_as_root() -> bool:
-    return os.geteuid() == 0

@@ -1,10 +1,11 @@
-"""Whether a job that fails begins again: the words of the command line, and what ranks are told of it."""
+"""Whether a job that fails begins again: the words of the command line, and the variables that say it to ranks."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 from shardwright.errors import UsageError
+from shardwright.launch.asked.carrier_facts import UNSAID, CarrierFacts
 
 
 @dataclass(frozen=True)
@@ -39,17 +40,15 @@ class RestartOptions:
     def next(self) -> RestartOptions:
         return replace(self, count=self.count + 1)
 
-    def check(self, ranks: int | None, *, by_table: bool = False, via: str | None = None) -> None:
+    def check(self, ranks: int | None, *, by_table: bool = False, carrier: CarrierFacts = UNSAID) -> None:
         """Raises `UsageError` where the job, of so many ranks where they are known, cannot become smaller."""
         if self.elastic and by_table:
             raise UsageError(
                 "--elastic gives ranks other hosts, but a rank table says where each is; type -H HOST:SLOTS,... in "
                 "place of --rank-table, or leave --elastic out"
             )
-        if self.elastic and via == "torchrun":
-            raise UsageError(
-                "--elastic counts ranks, and --via torchrun starts one torchrun for each host; leave one of them out"
-            )
+        if self.elastic:
+            carrier.refuse("--elastic")
         if ranks is not None and self.min_ranks > ranks:
             raise UsageError(
                 f"--min-ranks {self.min_ranks} is more than the {ranks} rank{'s' * (ranks != 1)} of the job; type one "

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from shardwright.launch.asked.options import RANK_VARIABLES
 from shardwright.launch.asked.restart_options import ONCE, RestartOptions
+from shardwright.launch.asked.variables import RANK_VARIABLES
 from shardwright.launch.kept.job import FAILED_VARIABLE
 
 

@@ -18,7 +18,9 @@ from pathlib import Path
 from shardwright.errors import UsageError
 from shardwright.hosts.hosts import Host, Hosts
 from shardwright.hosts.rank_table import read_rank_table
-from shardwright.launch.asked.host_options import HostOptions, read_count
+from shardwright.launch.asked.carrier_facts import SRUN, carrier_facts
+from shardwright.launch.asked.host_options import read_count
+from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.carriers.agent_connection import AgentConnection
 from shardwright.launch.carriers.packed import BOOT
 from shardwright.launch.carriers.ssh import SshCarrier
@@ -63,6 +65,9 @@ class SrunCarrier(SshCarrier):
             if not name.startswith("SLURM_") and name not in _OF_A_NODE
         }
 
+    def other_way(self) -> str:
+        return ""
+
     def why_silent(self, connection: AgentConnection) -> str:
         said = connection.said_lines()
         if connection.has(TooOld) or not any(line.startswith(("srun:", "slurmstepd")) for line in said):
@@ -78,26 +83,23 @@ class SrunCarrier(SshCarrier):
         return f"srun failed: {said[-1]}; try `srun --overlap -N 1 -n 1 -w {connection.name} true`"
 
 
-def batch_script(
-    words: Sequence[str], where: HostOptions, command: Sequence[str], grace_s: float, ranks: str | None,
-    rank_table: str | None, via: str | None, job: str | None,
-) -> str:  # fmt: skip
+def batch_script(words: Sequence[str], request: LaunchRequest) -> str:
     """For sbatch: runs `shardwright launch` with ``words``, but ``--print-sbatch``, through srun in this folder.
 
-    The others are what the words say. Without hosts and ranks among them sbatch is to be told how many.
+    ``request`` is what the words say. Without hosts and ranks in it a person is to tell sbatch how many.
     """
-    if via not in (None, "srun"):
-        raise UsageError(f"--print-sbatch is for --via srun, not --via {via}; leave one of them out")
-    if not command:
+    if not carrier_facts(request.via or SRUN.name).in_allocation:
+        raise UsageError(f"--print-sbatch is for --via {SRUN.name}, not --via {request.via}; leave one of them out")
+    if not request.arguments:
         raise UsageError("nothing to launch; type --print-sbatch -n 8 train.py ARGS")
-    table = None if rank_table is None else read_rank_table(Path(rank_table))
-    hosts, _ = where.named(table)
-    count = table.size if table is not None else read_count(ranks)
+    table = None if request.rank_table is None else read_rank_table(Path(request.rank_table))
+    hosts, _ = request.where.named(table)
+    count = table.size if table is not None else read_count(request.ranks)
     kept = list(words)
     kept.remove("--print-sbatch")
-    kept = [*([] if via else ["--via", "srun"]), *kept]
-    name = job or Path(command[0]).stem
-    return _script([sys.executable, "-m", "shardwright", "launch", *kept], name, hosts, count, grace_s)
+    kept = [*([] if request.via else ["--via", SRUN.name]), *kept]
+    name = request.job or Path(request.arguments[0]).stem
+    return _script([sys.executable, "-m", "shardwright", "launch", *kept], name, hosts, count, request.grace_s)
 
 
 def _script(words: Sequence[str], name: str, hosts: Hosts | None, ranks: int | None, grace_s: float) -> str:

@@ -128,11 +128,15 @@ class SshCarrier(Carrier):
             return f"{error.filename}, which is to be staged, cannot be read here: {error.strerror}"
         spent_s = self.remote.connect_timeout_s + _ANSWER_S
         text = why_no_answer(c.host, c.answers, c.exit_code, bytes(c.said), bytes(c.noise), python, spent_s)
-        in_allocation = self.remote.via == "ssh" and "SLURM_JOB_NODELIST" in os.environ
-        return f"{text}; in this allocation of Slurm --via srun may do without ssh" if in_allocation else text
+        return text + self.other_way()
+
+    def other_way(self) -> str:
+        """What may reach a silent host in place of this carrier, to be added to why it is silent."""
+        in_allocation = "SLURM_JOB_NODELIST" in os.environ
+        return "; in this allocation of Slurm --via srun may do without ssh" if in_allocation else ""
 
     def command(self, host: Host) -> list[str]:
-        """That starts an agent on the host: here, or by ssh."""
+        """The command that starts an agent on the host: here, or by ssh."""
         python = self.python(host)
         if self._here[host]:
             return [python, "-c", BOOT]

@@ -11,7 +11,6 @@ import shlex
 import sys
 from dataclasses import replace
 
-from shardwright.errors import UsageError
 from shardwright.hosts.hosts import Hosts
 from shardwright.hosts.placement import Placement
 from shardwright.launch.asked.options import LaunchOptions
@@ -72,8 +71,6 @@ def one_per_host(options: LaunchOptions) -> LaunchOptions:
 
 def _placement(options: LaunchOptions) -> Placement:
     assert options.remote is not None
-    if options.remote.table is not None:
-        raise UsageError("--via torchrun numbers ranks by host, not as a rank table does; type -H or --hostfile")
     return Placement.by_slots(options.remote.hosts, options.remote.ranks, options.remote.oversubscribe)
 
 

@@ -1,4 +1,4 @@
-"""Jobs on this host: the supervisor that is started here, and the beginning of every job.
+"""Jobs on this host: their one supervisor, which is started here, and the connection to it.
 
 launcher ── supervisor (own session; imports torch)
               ├─ rank 0 (forked, own session)
@@ -7,28 +7,24 @@ launcher ── supervisor (own session; imports torch)
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any
 
 from shardwright import package
-from shardwright.hosts.port import PortLease, lease_port
+from shardwright.hosts.port import PortLease
 from shardwright.launch.asked.options import LaunchOptions
-from shardwright.launch.asked.restart_options import RestartOptions
 from shardwright.launch.carriers.connection import Carrier, Connection
 from shardwright.launch.carriers.rank_environment import default_environment, inherited_environment, rank_variables
 from shardwright.launch.host.processes import JOB_VARIABLE, descendants, kill_all, marked
 from shardwright.launch.host.protocol import EVENTS, Event, Start
 from shardwright.launch.host.stream import Decoder
 from shardwright.launch.kept.failure import signal_name
-from shardwright.launch.kept.job import JobFolder, create_job_folder
-from shardwright.launch.restarts import Say, run_job
+from shardwright.launch.kept.job import JobFolder
 
 # The supervisor's sys.path is that of `python script.py` without the script's folder: no file of the user's can shadow
 # the standard library before a rank runs.
@@ -40,41 +36,6 @@ from shardwright.launch.supervisor.supervisor import main
 del sys.path[-1]
 main()
 """
-
-
-def launch(options: LaunchOptions) -> int:
-    """Run the job and return its exit code; if detached, start it and return 0.
-
-    Raises `UsageError` or `LaunchError` where nothing could be started; then no folder is left behind.
-    """
-    from shardwright.launch.kept.detach import detach
-    from shardwright.launch.remote import run_on_hosts
-
-    if (remote := options.remote) is not None:
-        folder = create_job_folder(options.log_dir, options.job)
-        if options.detach:
-            return detach(lambda started: run_on_hosts(options, remote, folder, started), folder)
-        return run_on_hosts(options, remote, folder, lambda: None)
-    with contextlib.closing(lease_port(options.port)) as lease:  # a port that is taken is told before a folder is made
-        folder = create_job_folder(options.log_dir, options.job)
-        prepare = LocalAttempts(options, lease)
-        if options.detach:
-            return detach(lambda started: run_job(options.restarts, folder, prepare, started), folder)
-        return run_job(options.restarts, folder, prepare, lambda: None)
-
-
-class LocalAttempts:
-    """Makes the carrier of each attempt. ``lease`` is of the first one's port, or of that which was given for all."""
-
-    def __init__(self, options: LaunchOptions, lease: PortLease) -> None:
-        self.options, self.lease = options, lease
-
-    def __call__(self, restarts: RestartOptions, _: Say) -> tuple[LaunchOptions, Carrier]:
-        options = replace(self.options, restarts=restarts)
-        if restarts.count > 0 and options.port is None:
-            before, self.lease = self.lease, lease_port(None)
-            before.close()  # no sooner, so that the new port is another
-        return options, LocalCarrier(options, self.lease)
 
 
 class LocalCarrier(Carrier):
@@ -91,17 +52,18 @@ class LocalCarrier(Carrier):
     def start(
         self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
     ) -> Sequence[Connection]:
-        held = self.lease.file_descriptors()
+        ports = self.lease.file_descriptors()
         supervisor = subprocess.Popen(
             [sys.executable, "-c", _BOOT.format(root=str(package.SEARCHED))],
             env=common_environment(self.options, run_id), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-            bufsize=0, pass_fds=held, start_new_session=True,
+            bufsize=0, pass_fds=ports, start_new_session=True,
         )  # fmt: skip
         connection = LocalConnection(supervisor, socket.gethostname())
         connection.ranks = tuple(range(self.ranks))
+        command = self.options.start_command
         start = Start(
-            self.options.program, self.options.preload, self._rank_variables(run_id, folder), tuple(held),
-            self.options.carrier, bind=self.options.bind, stall_s=self.options.stall_timeout_s,
+            self.options.program, self.options.preload, self._rank_variables(run_id, folder), tuple(ports),
+            () if command is None else command.words, bind=self.options.bind, stall_s=self.options.stall_timeout_s,
         )  # fmt: skip
         connection.send(start)
         self.connection = connection
@@ -115,12 +77,12 @@ class LocalCarrier(Carrier):
         return [{"name": socket.gethostname(), "ranks": list(range(self.ranks)), "python": sys.version.split()[0]}]
 
     def _rank_variables(self, run_id: str, folder: JobFolder) -> dict[int, dict[str, str]]:
-        given = self.options.rank_environments
+        own = self.options.rank_environments
         return {
             rank: rank_variables(
                 rank, self.ranks, rank, self.ranks, 0, 1, "127.0.0.1", self.lease.port, run_id,
                 folder.error_file(rank), folder.failed_mark, self.options.restarts,
-            ) | given.get(rank, {})
+            ) | own.get(rank, {})
             for rank in range(self.ranks)
         }  # fmt: skip
 
