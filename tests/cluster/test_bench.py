@@ -25,19 +25,19 @@ from shardwright.cluster.bench.options import (
     ranks_and_iters,
     read_bench_options,
 )
-from shardwright.cluster.bench.roofline import fastest_link, roofline
-from shardwright.cluster.bench.table import (
-    Config,
-    Device,
+from shardwright.cluster.bench.output import (
+    BenchRow,
     Half,
+    RankDevice,
     Roofline,
-    Row,
+    ShownFlags,
     Test,
     closing,
     number,
     opening,
     row_line,
 )
+from shardwright.cluster.bench.roofline import fastest_link, roofline
 from shardwright.errors import UsageError
 
 PROGRAMS = {
@@ -384,7 +384,7 @@ def test_numbers_take_the_width_that_nccl_tests_gives_them():
 
 
 def a_row(wrong=0):
-    return Row(8, 2, "float", "sum", -1, Half(12.34, 0.1, 0.2, wrong), Half(1e7, 1234.5, 999.0, None))
+    return BenchRow(8, 2, "float", "sum", -1, Half(12.34, 0.1, 0.2, wrong), Half(1e7, 1234.5, 999.0, None))
 
 
 def test_a_row_to_the_letter():
@@ -396,8 +396,8 @@ def test_a_row_to_the_letter():
 
 
 def test_the_lines_around_the_rows():
-    config = Config(8, 64, 1024, False, 5, 20, 1)
-    lines = opening("us", "all_reduce_perf", config, [Device(0, 42, "h", 3, (1, 0x1A, 0), "GPU")])
+    config = ShownFlags(8, 64, 1024, False, 5, 20, 1)
+    lines = opening("us", "all_reduce_perf", config, [RankDevice(0, 42, "h", 3, (1, 0x1A, 0), "GPU")])
     assert lines[2].startswith(
         "# nThread 1 nGpus 1 minBytes 8 maxBytes 64 step: 1024(bytes) warmup iters: 5 iters: 20 "
     )

@@ -1,4 +1,4 @@
-"""What all commands hang on."""
+"""The group that all commands hang on, `shardwright` itself."""
 
 from __future__ import annotations
 

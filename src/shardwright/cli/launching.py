@@ -1,4 +1,4 @@
-"""Start jobs and read what their ranks wrote."""
+"""The commands of jobs: `shardwright launch` starts one, `logs`, `ps` and `stop` are for those that run."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class _LaunchCommand(click.Command):
     """Keeps a ``--`` that stands before the program, which click would swallow."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = args
+        typed = args
         if "--" in args:
             args = [*args[: args.index("--")], "--", *args[args.index("--") :]]  # one for click, or for us below
-        ctx.meta[_WORDS] = tuple(given)
+        ctx.meta[_WORDS] = tuple(typed)
         rest = super().parse_args(ctx, args)
         command = list(ctx.params["command"])
         ctx.params["program"] = command[:1] == ["--"]

@@ -1,4 +1,4 @@
-"""Measure machines: collectives, and the bytes of their network devices."""
+"""The commands that measure machines: `shardwright bench` for collectives, `traffic` for network devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Make, merge, check and convert rank tables."""
+"""The commands `shardwright ranktable ...`: make, merge, check and convert rank tables."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What a cluster is asked and told outside of a job."""
+"""Measuring the machines of a cluster, and describing them in rank tables, outside of a job."""

@@ -1,4 +1,4 @@
-"""Making, merging, checking and converting rank tables (`shardwright.hosts.rank_table` reads them).
+"""Making, merging, checking and converting rank tables, which `shardwright.hosts.rank_table` reads and writes.
 
 What a product allows is a row of `PRODUCTS`; nothing else knows about products.
 """
@@ -55,30 +55,30 @@ class Product:
     def _problems(self, server: Server, among_others: bool) -> list[str]:
         if self.devices is None:
             return []
-        ids, found = sorted(server.device_ids), []
+        ids, broken = sorted(server.device_ids), []
         shown = f"{', '.join(map(str, ids))}"
         if beyond := [device for device in ids if device >= self.devices]:
-            found.append(
+            broken.append(
                 f"{server.server_id} has no device {_listed(beyond)}; an {self.name} server has the devices 0 to "
                 f"{self.devices - 1}"
             )
         if among_others and len(ids) != self.devices:
-            found.append(
+            broken.append(
                 f"{server.server_id} uses {_count(ids)} ({shown}); of several {self.name} servers each uses all "
                 f"{self.devices}"
             )
         if not among_others and len(ids) not in self.counts:
-            found.append(
+            broken.append(
                 f"{server.server_id} uses {_count(ids)} ({shown}); an {self.name} server alone uses "
                 f"{_listed(self.counts)}"
             )
         if len(ids) < self.devices and not any(set(ids) <= set(network) for network in self.networks):
             networks = " and ".join(f"{network[0]}-{network[-1]}" for network in self.networks)
-            found.append(
+            broken.append(
                 f"{server.server_id} uses the devices {shown}; {networks} are two networks of an {self.name} server, "
                 f"and fewer than {self.devices} devices may not cross them"
             )
-        return found
+        return broken
 
 
 PRODUCTS = {
@@ -139,21 +139,21 @@ def make(devices: Sequence[int], addresses: Mapping[int, str], server_id: str, p
 
 
 def find_addresses(devices: Sequence[int], address_file: Path | None) -> tuple[dict[int, str], str | None]:
-    """The address of each device, or none at all and why.
+    """The address of each device, or no address and the reason.
 
-    From ``address_file`` where given, else from /etc/hccn.conf, else from hccn_tool, where this host has them.
+    They come from ``address_file``, else from /etc/hccn.conf, else from hccn_tool, where this host has them.
     Raises `UsageError` where the source that there is lacks a device or cannot be read.
     """
     if address_file is None and ADDRESS_FILE.exists():
         address_file = ADDRESS_FILE
     if address_file is not None:
-        found = read_addresses(address_file)
-        if missing := [device for device in devices if device not in found]:
+        known = read_addresses(address_file)
+        if missing := [device for device in devices if device not in known]:
             raise UsageError(
                 f"{address_file} has no line `address_{missing[0]}=IP`; it has the addresses of the devices "
-                f"{', '.join(map(str, sorted(found))) or '(none)'}"
+                f"{', '.join(map(str, sorted(known))) or '(none)'}"
             )
-        return {device: found[device] for device in devices}, None
+        return {device: known[device] for device in devices}, None
     if tool := shutil.which("hccn_tool"):
         return {device: _ask_tool(tool, device) for device in devices}, None
     return {}, (
@@ -164,7 +164,7 @@ def find_addresses(devices: Sequence[int], address_file: Path | None) -> tuple[d
 
 def read_addresses(path: Path) -> dict[int, str]:
     """The lines ``address_N=IP`` of a file; its other lines are about other things."""
-    found: dict[int, str] = {}
+    addresses: dict[int, str] = {}
     for number, line in enumerate(read_text(path, "the address file").split("\n"), 1):
         if not line.strip().startswith("address"):
             continue
@@ -174,9 +174,11 @@ def read_addresses(path: Path) -> dict[int, str]:
                 f"{path}:{number}: got {line.strip()!r}, expected address_N=IP, as address_0=192.168.100.101"
             )
         device = int(match[1])
-        if found.setdefault(device, match[2]) != match[2]:
-            raise UsageError(f"{path}:{number}: got {match[2]} for device {device}, which has {found[device]} above")
-    return found
+        if addresses.setdefault(device, match[2]) != match[2]:
+            raise UsageError(
+                f"{path}:{number}: got {match[2]} for device {device}, which has {addresses[device]} above"
+            )
+    return addresses
 
 
 def _ask_tool(tool: str, device: int) -> str:
@@ -205,8 +207,8 @@ def merge(paths: Sequence[Path], product: Product) -> RankTable:
     tables = [(path, read_rank_table(path)) for path in paths]
     versions = {table.version: path for path, table in tables}
     if len(versions) > 1:
-        told = " and ".join(f"{path} is of version {version}" for version, path in versions.items())
-        raise UsageError(f"{told}; tables of one version can be merged")
+        listed = " and ".join(f"{path} is of version {version}" for version, path in versions.items())
+        raise UsageError(f"{listed}; tables of one version can be merged")
     owner: dict[str, Path] = {}
     servers: list[Server] = []
     pods: dict[str, tuple[str, ...]] = {}
@@ -239,8 +241,8 @@ def _numbered(servers: Iterable[Server]) -> tuple[Server, ...]:
 
 def check(path: Path, product: Product) -> tuple[RankTable, list[str], list[str]]:
     """The table, everything that is wrong with it, and what may be wrong with it. A broken table is read in part."""
-    table, found = parse_rank_table(read_text(path, "the rank table"), strict=True)
-    problems = [*found, *product.problems(table.servers)]
+    table, faults = parse_rank_table(read_text(path, "the rank table"), strict=True)
+    problems = [*faults, *product.problems(table.servers)]
     by_address: dict[str, list[int]] = {}
     for rank, (_, device) in table.placed.items():
         if device.device_ip is not None:
@@ -249,7 +251,7 @@ def check(path: Path, product: Product) -> tuple[RankTable, list[str], list[str]
     if table.version == "1.2":
         lacking = [rank for rank, (_, device) in table.placed.items() if device.super_device_id is None]
         problems += [f"rank {rank} has no super_device_id, which version 1.2 asks for" for rank in lacking]
-    if not found and (wrong := _misnamed(path, table)):
+    if not faults and (wrong := _misnamed(path, table)):
         problems.append(wrong)
     notes = []
     if any(device.device_ip is None for _, device in table.placed.values()):
@@ -258,7 +260,7 @@ def check(path: Path, product: Product) -> tuple[RankTable, list[str], list[str]
 
 
 def _misnamed(path: Path, table: RankTable) -> str | None:
-    """Only a name of the form that we give says something about the table."""
+    """What is wrong with a file's name: one of the form that we give says which table it is."""
     name = file_name(table)
     if re.fullmatch(r"hccl_(\d+p_\d+_.+|\d+s_\d+p)\.json", path.name) and path.name != name:
         return f"the file is named {path.name}, but its servers and devices are those of {name}"
@@ -282,7 +284,7 @@ def from_hostfile(path: Path, product: Product) -> tuple[RankTable, list[str]]:
 
 
 def write(text: str, out: str | None, name: str, force: bool) -> Path:
-    """Whole or not at all, to ``out``, or under ``name`` in the folder ``out`` or the current one.
+    """Write a text whole or not at all, to ``out``, or under ``name`` in the folder ``out`` or the current one.
 
     Raises `UsageError` where another file is there already, unless ``force``, or it cannot be written.
     """

@@ -20,7 +20,7 @@ _LONGEST_S = 24 * 3600.0
 
 
 @dataclass(frozen=True)
-class Row:
+class DeviceLook:
     """One device at one look: what it moved since the look before, and in ``total`` since the first one."""
 
     device: Device
@@ -69,7 +69,7 @@ class Looks:
         self._totals = {name: moved(self.first.devices[name], self.first.devices[name], 0.0) for name in self.names}
         self._known = {name: self.first.devices[name] for name in self.names}
 
-    def look(self) -> list[Row]:
+    def look(self) -> list[DeviceLook]:
         """A row for every device; one that is gone stays with what it had moved, and goes on when it comes back."""
         now = read_devices(self._sysfs)
         seconds, rows = now.time_s - self._last.time_s, []
@@ -78,7 +78,7 @@ class Looks:
             last = moved(before, after or before, seconds)
             self._totals[name] += last
             self._known[name] = after or before
-            rows.append(Row(after or before, last, self._totals[name], gone=after is None))
+            rows.append(DeviceLook(after or before, last, self._totals[name], gone=after is None))
         self._last = now
         return rows
 
@@ -96,7 +96,7 @@ def choose(reading: Reading, names: Sequence[str], sysfs: Path = SYSFS) -> list[
             there = ", ".join(reading.devices) or "none"
             raise UsageError(f"no network device under {sysfs} is up; those there: {there}. Name the ones to show")
         return chosen
-    found: list[str] = []
+    wanted: list[str] = []
     for name in names:
         matching = [device for device in reading.devices if device == name or device.split("/")[0] == name]
         if not matching and name in reading.unreadable:
@@ -104,8 +104,8 @@ def choose(reading: Reading, names: Sequence[str], sysfs: Path = SYSFS) -> list[
         if not matching:
             there = ", ".join(reading.devices) or "none"
             raise UsageError(f"there is no network device {name!r} under {sysfs}; choose of: {there}")
-        found += matching
-    return list(dict.fromkeys(found))
+        wanted += matching
+    return list(dict.fromkeys(wanted))
 
 
 def describe(reading: Reading, names: Sequence[str]) -> list[str]:
@@ -176,7 +176,7 @@ def _follow(looks: Looks, every_s: float, count: int | None, console: Console) -
             live.update(_table(rows), refresh=True)
 
 
-def _timed(looks: Looks, every_s: float, count: int | None) -> Iterator[list[Row]]:
+def _timed(looks: Looks, every_s: float, count: int | None) -> Iterator[list[DeviceLook]]:
     """Look every so many seconds, without drifting: a late look is followed by one on time."""
     begin, taken = time.monotonic(), 0
     while count is None or taken < count:
@@ -185,7 +185,7 @@ def _timed(looks: Looks, every_s: float, count: int | None) -> Iterator[list[Row
         yield looks.look()
 
 
-def _table(rows: Sequence[Row]) -> Table:
+def _table(rows: Sequence[DeviceLook]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 3, 0, 0))
     for column in ("device", "in", "out", "total in", "total out"):
         table.add_column(column, justify="left" if column == "device" else "right", no_wrap=True)

@@ -1,1 +1,1 @@
-"""Which machines there are, said in whatever way, and what is known of them."""
+"""The machines that there are: how people and launchers name them, and what they say of themselves."""

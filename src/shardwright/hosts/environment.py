@@ -1,6 +1,6 @@
-"""Which launcher started this process, and what it said: rank, world size, where to meet.
+"""Which launcher started this process, and its rank, world size and meeting point, by the environment.
 
-Each launcher is a function that reads its own variables, whose names stand in `LAUNCHERS`. When several
+The names of each launcher's variables stand in `LAUNCHERS`, beside the function that reads them. When several
 launchers left their variables (torchrun inside a Slurm allocation, our launcher inside mpirun), the innermost
 wins: the table's order, since torchrun and msrun start processes inside the jobs of mpirun and Slurm, mpirun inside
 a Slurm allocation, and never the other way round. A set that lacks a variable loses to a complete one; if
@@ -51,7 +51,7 @@ Meeting = TcpMeeting | FileMeeting | MpiMeeting
 
 @dataclass(frozen=True)
 class LaunchEnvironment:
-    """What the launcher told this process.
+    """The place of this process in its job, as its launcher has set it.
 
     ``local_rank`` and ``local_size`` are None where the launcher does not say; ``meeting`` is None for one
     process alone; ``job`` separates two jobs that reach the same meeting point; ``device_id`` is the device that
@@ -70,8 +70,8 @@ class LaunchEnvironment:
 
 
 @dataclass(frozen=True)
-class Launcher:
-    """``markers`` tell that it was here, ``required`` must all be there, ``read`` makes sense of them."""
+class LauncherVariables:
+    """How a launcher is known: any of ``markers`` says that it was here, ``required`` must all be set for ``read``."""
 
     name: str
     markers: tuple[str, ...]
@@ -80,13 +80,13 @@ class Launcher:
 
 
 def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
-    """What the innermost launcher said, or a world of one process where there was none.
+    """The place that the innermost launcher has set, or a world of one process where there was none.
 
     Raises `WorldError` when a launcher's variables are incomplete, are no numbers, or contradict each other.
 
     >>> env = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    >>> told = read_environment(env)
-    >>> told.launcher, told.rank, told.size, told.meeting
+    >>> place = read_environment(env)
+    >>> place.launcher, place.rank, place.size, place.meeting
     ('torchrun', 1, 2, TcpMeeting(address='127.0.0.1', port=29500, server_rank=0))
     """
     present = [launcher for launcher in LAUNCHERS if any(environ.get(name) for name in launcher.markers)]
@@ -110,16 +110,18 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
     return LaunchEnvironment(launcher="none", rank=0, size=1, local_rank=0, local_size=1)
 
 
-def _checked(told: LaunchEnvironment) -> LaunchEnvironment:
-    if told.size < 1 or (told.rank is not None and not 0 <= told.rank < told.size):
-        raise WorldError(f"{told.launcher} says rank {told.rank} of {told.size}; ranks go from 0 to the world size - 1")
-    local_rank, local_size = told.local_rank, told.local_size
-    if local_rank is not None and local_size is not None and not 0 <= local_rank < local_size <= told.size:
+def _checked(place: LaunchEnvironment) -> LaunchEnvironment:
+    if place.size < 1 or (place.rank is not None and not 0 <= place.rank < place.size):
         raise WorldError(
-            f"{told.launcher} says local rank {local_rank} of {local_size} on a host, in a world of {told.size}; "
+            f"{place.launcher} says rank {place.rank} of {place.size}; ranks go from 0 to the world size - 1"
+        )
+    local_rank, local_size = place.local_rank, place.local_size
+    if local_rank is not None and local_size is not None and not 0 <= local_rank < local_size <= place.size:
+        raise WorldError(
+            f"{place.launcher} says local rank {local_rank} of {local_size} on a host, in a world of {place.size}; "
             "local ranks go from 0 to the local size - 1, and a host has no more ranks than the world"
         )
-    return told
+    return place
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:
@@ -280,19 +282,21 @@ def _read_table(path: Path) -> tuple[RankTable, str]:
 
 
 # Innermost first.
-LAUNCHERS: tuple[Launcher, ...] = (
-    Launcher("torchrun", ("RANK", "WORLD_SIZE"), ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), _torchrun),
-    Launcher("msrun", ("MS_ROLE",), ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM"), _msrun),
-    Launcher("a rank table", ("RANK_TABLE_FILE",), ("RANK_TABLE_FILE", "RANK_ID"), _rank_table),
-    Launcher(
+LAUNCHERS: tuple[LauncherVariables, ...] = (
+    LauncherVariables(
+        "torchrun", ("RANK", "WORLD_SIZE"), ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"), _torchrun
+    ),
+    LauncherVariables("msrun", ("MS_ROLE",), ("MS_ROLE", "MS_SCHED_HOST", "MS_SCHED_PORT", "MS_WORKER_NUM"), _msrun),
+    LauncherVariables("a rank table", ("RANK_TABLE_FILE",), ("RANK_TABLE_FILE", "RANK_ID"), _rank_table),
+    LauncherVariables(
         "OpenMPI",
         ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
         tuple(f"OMPI_COMM_WORLD_{name}" for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")),
         _open_mpi,
     ),
-    Launcher("MPICH", ("PMI_RANK", "MPI_LOCALRANKID"), ("PMI_RANK", "PMI_SIZE"), _mpich),
+    LauncherVariables("MPICH", ("PMI_RANK", "MPI_LOCALRANKID"), ("PMI_RANK", "PMI_SIZE"), _mpich),
     # A batch script and the shell of an allocation are one process; only a step that srun started has a node list.
-    Launcher(
+    LauncherVariables(
         "Slurm",
         ("SLURM_STEP_NODELIST",),
         tuple(

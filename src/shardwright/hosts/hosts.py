@@ -48,7 +48,7 @@ class Host:
 
     @property
     def address(self) -> str:
-        """As it stands in a list of hosts: with its user, IPv6 in brackets.
+        """The host as it stands in a list: with its user, IPv6 in brackets.
 
         >>> Host("fd00::1", 2, "alice").address
         'alice@[fd00::1]'
@@ -80,12 +80,12 @@ class Hosts:
 
     @property
     def slots(self) -> int | None:
-        """Of all hosts together; None where a host's number is not known yet."""
+        """The slots of all hosts together; None where a host's number is not known yet."""
         counts = [host.slots for host in self]
         return None if None in counts else sum(count for count in counts if count is not None)
 
     def with_slots(self, ask: Callable[[Host], int]) -> Hosts:
-        """With ``ask(host)`` for every host whose slots nobody said; this host is not asked."""
+        """The hosts, with ``ask(host)`` slots for each whose number nobody said; this host is not asked."""
         return Hosts(
             tuple(
                 host
@@ -97,7 +97,7 @@ class Hosts:
 
     @classmethod
     def from_list(cls, text: str, source: str = "-H") -> Hosts:
-        """The words of ``-H``. Raises `UsageError`, which begins with ``source``.
+        """The hosts that the words of ``-H`` name. Raises `UsageError`, which begins with ``source``.
 
         >>> Hosts.from_list("alice@a:2,[::1]").hosts
         (Host(name='a', slots=2, user='alice', devices=()), Host(name='::1', slots=1, user=None, devices=()))
@@ -108,15 +108,15 @@ class Hosts:
 
     @classmethod
     def from_hostfile(cls, path: str | Path) -> Hosts:
-        """A hostfile of OpenMPI or DeepSpeed. Raises `UsageError`, which names the file and the line."""
-        found = list(parse_lines(read_text(Path(path), "the hostfile"), str(path)))
-        if not found:
+        """The hosts of a hostfile of OpenMPI or DeepSpeed. Raises `UsageError`, which names the file and the line."""
+        entries = list(parse_lines(read_text(Path(path), "the hostfile"), str(path)))
+        if not entries:
             raise UsageError(f"{path} names no host; expected lines like `{_LINE_FORM}`")
-        return _joined(found)
+        return _joined(entries)
 
     @classmethod
     def from_slurm(cls, nodelist: str, tasks_per_node: str) -> Hosts:
-        """Slurm's variables. Raises `WorldError` where they cannot be read or have different lengths.
+        """The hosts of Slurm's variables. Raises `WorldError` where those cannot be read or have different lengths.
 
         >>> print(Hosts.from_slurm("gnode[10,20-21]", "4(x2),1"))
         3 hosts, 9 slots: gnode10:4, gnode20:4, gnode21:1
@@ -130,7 +130,7 @@ class Hosts:
         return cls(tuple(Host(name, slots) for name, slots in zip(names, tasks, strict=True)))
 
     def to_list(self) -> str:
-        """For ``-H``. Raises `UsageError` where slots are not known, which ``-H`` cannot say."""
+        """The hosts as ``-H`` takes them. Raises `UsageError` where slots are not known, which ``-H`` cannot say."""
         for host in self:
             if host.slots is None:
                 raise UsageError(f"-H cannot say that {host.address} has as many slots as CPUs; give it slots")
@@ -153,16 +153,16 @@ def _host_of_line(words: list[str], place: str) -> Host:
     user, name, rest = _split_address(words[0], place, _LINE_FORM)
     if rest:
         raise UsageError(f"{place}: got {words[0]!r}, expected `{_LINE_FORM}`: type `{words[0][: -len(rest)]} slots=N`")
-    given: dict[str, int] = {}
+    counts: dict[str, int] = {}
     for word in words[1:]:
         key, equals, value = word.partition("=")
         key = key.replace("-", "_")
-        if key not in ("slots", "max_slots") or not equals or key in given:
+        if key not in ("slots", "max_slots") or not equals or key in counts:
             raise UsageError(f"{place}: got {word!r} after {words[0]}, expected `{_LINE_FORM}`")
-        given[key] = _slots(value, place, f"`{_LINE_FORM}`")
-    slots = given.get("slots")
-    if "max_slots" in given and (slots is None or slots > given["max_slots"]):
-        raise UsageError(f"{place}: got max_slots={given['max_slots']}, expected it beside slots that are not more")
+        counts[key] = _slots(value, place, f"`{_LINE_FORM}`")
+    slots = counts.get("slots")
+    if "max_slots" in counts and (slots is None or slots > counts["max_slots"]):
+        raise UsageError(f"{place}: got max_slots={counts['max_slots']}, expected it beside slots that are not more")
     return Host(name, slots, user)
 
 
@@ -208,11 +208,11 @@ def _slots(text: str, place: str, form: str) -> int:
     return int(text)
 
 
-def _joined(found: Iterable[tuple[Host, str]]) -> Hosts:
+def _joined(entries: Iterable[tuple[Host, str]]) -> Hosts:
     """Each host once, with the sum of its slots, where it came first."""
     hosts: dict[str, Host] = {}
     places: dict[str, str] = {}
-    for host, place in found:
+    for host, place in entries:
         first = hosts.setdefault(host.name, host)
         earlier = places.setdefault(host.name, place)
         if first is host:
@@ -261,11 +261,11 @@ def _addresses(name: str) -> list[str]:
         return [str(ipaddress.ip_address(name))]
     except ValueError:
         pass
-    found: list[str] = []
+    addresses: list[str] = []
 
     def resolve() -> None:
         try:
-            found.extend(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
+            addresses.extend(str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM))
         except (OSError, UnicodeError):
             return
 
@@ -273,11 +273,11 @@ def _addresses(name: str) -> list[str]:
     thread = threading.Thread(target=resolve, daemon=True)
     thread.start()
     thread.join(_RESOLVE_TIMEOUT_S)
-    return list(found)
+    return list(addresses)
 
 
 def _is_own_address(address: str) -> bool:
-    """The kernel binds a socket to the addresses of this machine alone."""
+    """Whether an address is of this machine: the kernel binds a socket to no other."""
     parsed = ipaddress.ip_address(address)
     if parsed.is_unspecified or parsed.is_multicast:
         return False

@@ -1,4 +1,4 @@
-"""By which network interfaces the hosts of a job reach each other, found by trying.
+"""The network interfaces by which the hosts of a job reach each other, found by trying.
 
 The first host listens, every other one connects to each of its addresses, and an address that all of them reach is
 where the job meets. Who answers says a word that belongs to the job: addresses of bridges for containers exist on many
@@ -37,19 +37,19 @@ class Address:
 
 
 def own_addresses() -> list[Address]:
-    """Of every interface but the loopback: its IPv4 address, and those of IPv6 that are known outside of the link."""
-    found = []
+    """The addresses of all interfaces but the loopback: IPv4, and those of IPv6 that are known outside of the link."""
+    addresses = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found.append(Address(name, socket.inet_ntoa(answer[20:24]), _speed(name)))
+                addresses.append(Address(name, socket.inet_ntoa(answer[20:24]), _speed(name)))
     with contextlib.suppress(OSError):  # no IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
             if scope == _GLOBAL_SCOPE:
-                found.append(Address(name, str(ipaddress.IPv6Address(int(digits, 16))), _speed(name)))
-    return [address for address in found if not ipaddress.ip_address(address.address).is_loopback]
+                addresses.append(Address(name, str(ipaddress.IPv6Address(int(digits, 16))), _speed(name)))
+    return [address for address in addresses if not ipaddress.ip_address(address.address).is_loopback]
 
 
 def _speed(interface: str) -> int:
@@ -82,7 +82,7 @@ def infiniband_ports(sysfs: Path = Path("/sys")) -> list[str]:
 
 
 def listen() -> socket.socket:
-    """On every address, at a free port, without ever blocking."""
+    """A socket that listens on every address, at a free port, and never blocks."""
     both = socket.has_dualstack_ipv6()
     listening = socket.create_server(
         ("", 0), family=socket.AF_INET6 if both else socket.AF_INET, backlog=128, dualstack_ipv6=both
@@ -92,7 +92,7 @@ def listen() -> socket.socket:
 
 
 def answer(listening: socket.socket, word: str) -> None:
-    """Say the word to who has connected."""
+    """Say the word to whoever has connected."""
     with contextlib.suppress(OSError):
         connected, _ = listening.accept()
         with connected:
@@ -110,7 +110,7 @@ def reach(addresses: Sequence[str], port: int, word: str) -> dict[str, str]:
 
 
 def _reach(address: str, port: int, word: str) -> str | None:
-    """This end's address."""
+    """The address of this end of a connection, or None where the word was not heard at the other."""
     try:
         with socket.create_connection((address, port), timeout=_REACH_S) as connected:
             mine = str(connected.getsockname()[0])

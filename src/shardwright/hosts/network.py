@@ -1,4 +1,4 @@
-"""What the network devices of this host have counted: bytes, packets, errors and drops, read from sysfs.
+"""The counters of the network devices of this host: bytes, packets, errors and drops, read from sysfs.
 
 An InfiniBand port counts words of four bytes, in 64 bits or, where it is old, in 32; both start anew from zero when
 they are full. Packets over RDMA are seen by the port alone, not by the network device in front of it. Devices are those
@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-Kind = Literal["ethernet", "infiniband", "ip over infiniband", "loopback", "other"]
+DeviceKind = Literal["ethernet", "infiniband", "ip over infiniband", "loopback", "other"]
 SYSFS = Path("/sys")
 WORD_BYTES = 4
 
-_KINDS: dict[int, Kind] = {1: "ethernet", 32: "ip over infiniband", 772: "loopback"}  # linux/if_arp.h
+_KINDS: dict[int, DeviceKind] = {1: "ethernet", 32: "ip over infiniband", 772: "loopback"}  # linux/if_arp.h
 _ETHERNET_TROUBLES = {
     "rx_errors": "errors in",
     "tx_errors": "errors out",
@@ -46,7 +46,7 @@ class Device:
     """
 
     name: str
-    kind: Kind
+    kind: DeviceKind
     up: bool
     in_bytes: int
     out_bytes: int
@@ -104,8 +104,8 @@ def read_devices(sysfs: Path = SYSFS) -> Reading:
     time_s = time.monotonic()
     ports = {f"{port.parents[1].name}/{port.name}": port for port in sysfs.glob("class/infiniband/*/ports/*")}
     interfaces = {path.name: path for path in sysfs.glob("class/net/*") if (path / "statistics").is_dir()}
-    for found, read in ((ports, _read_port), (interfaces, _read_interface)):
-        for name, path in sorted(found.items()):
+    for paths, read in ((ports, _read_port), (interfaces, _read_interface)):
+        for name, path in sorted(paths.items()):
             try:
                 devices[name] = read(name, path)
             except (OSError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""A port for the ranks to meet at, that no second job on this host can be given while the first lives."""
+"""A port for the ranks to meet at, which no second job on this host can have while the first lives."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class PortLease:
     sockets: tuple[socket.socket, ...]
 
     def file_descriptors(self) -> list[int]:
-        """To be inherited by the supervisor, which outlives a launcher that is killed."""
-        return [held.fileno() for held in self.sockets]
+        """The sockets' numbers, for the supervisor to inherit, which outlives a launcher that is killed."""
+        return [each.fileno() for each in self.sockets]
 
     def close(self) -> None:
-        for held in self.sockets:
-            held.close()
+        for each in self.sockets:
+            each.close()
 
 
 def lease_port(port: int | None) -> PortLease:
     """``port``, or where None a free one outside the range from which the kernel hands out ports by itself.
 
-    Raises `UsageError` where the port given is taken, `LaunchError` where no port is free.
+    Raises `UsageError` where ``port`` is taken, `LaunchError` where no port is free.
     """
     if port is not None:
         try:
@@ -73,15 +73,15 @@ def _lease(port: int) -> PortLease:
 
 
 def _bind(port: int) -> socket.socket:
-    """Bound on every address, of both families where the host has both."""
+    """A TCP socket that is bound on every address, of both families where the host has both."""
     families = [socket.AF_INET6, socket.AF_INET] if socket.has_dualstack_ipv6() else [socket.AF_INET]
-    held = socket.socket(families[0])
+    bound = socket.socket(families[0])
     try:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if families[0] == socket.AF_INET6:
-            held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        held.bind(("", port))
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
+        bound.bind(("", port))
     except OSError:
-        held.close()
+        bound.close()
         raise
-    return held
+    return bound

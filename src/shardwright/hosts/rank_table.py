@@ -1,4 +1,4 @@
-"""Rank tables: a JSON file that gives every rank its server and its device there.
+"""A rank table: a JSON file that gives every rank its server and its device there, read, and written again.
 
 Version 1.0 and, with super pods, 1.2. Ids are read as strings and as whole numbers, and written as strings. What a
 table says beyond what is known here (ports, backup addresses) is kept when it is written again.
@@ -20,7 +20,7 @@ from shardwright.errors import UsageError
 from shardwright.hosts.hosts import Host, Hosts, is_host_name, read_text
 
 VERSIONS = ("1.0", "1.2")
-# What a process is told beside torchrun's variables, each for its rank.
+# The variables of a rank beside torchrun's.
 TABLE_VARIABLES = ("RANK_TABLE_FILE", "RANK_ID", "RANK_SIZE", "DEVICE_ID", "DEVICE_NUM")
 
 Others = tuple[tuple[str, Any], ...]
@@ -97,8 +97,8 @@ class RankTable:
     @property
     def placed(self) -> dict[int, tuple[Server, TableDevice]]:
         """Rank to its server and device, rank 0 first."""
-        found = {device.rank: (server, device) for server in self.servers for device in server.devices}
-        return dict(sorted(found.items()))
+        by_rank = {device.rank: (server, device) for server in self.servers for device in server.devices}
+        return dict(sorted(by_rank.items()))
 
     def __str__(self) -> str:
         servers = "one server" if len(self.servers) == 1 else f"{len(self.servers)} servers"
@@ -109,7 +109,7 @@ class RankTable:
         return "\n".join(lines)
 
     def to_json(self) -> str:
-        """As HCCL's own generator writes it: indented by four, without a line end after the last brace."""
+        """The file as HCCL's own generator writes it: indented by four, without a line end after the last brace."""
         value: dict[str, Any] = {
             "version": self.version,
             "server_count": str(len(self.servers)),
@@ -128,7 +128,7 @@ class RankTable:
 
     @classmethod
     def from_hosts(cls, hosts: Hosts) -> RankTable:
-        """Ranks in the order of the hosts; a host without devices has as many as slots, from 0 on.
+        """The table with ranks in the order of the hosts; a host without devices has as many as slots, from 0 on.
 
         Raises `UsageError` for a host whose slots nobody said.
         """
@@ -149,7 +149,7 @@ class RankTable:
 
 
 def read_rank_table(path: Path) -> RankTable:
-    """Raises `UsageError`, which names the file and the first thing that is wrong with it."""
+    """The table of a file. Raises `UsageError`, which names the file and the first thing that is wrong with it."""
     table, problems = parse_rank_table(read_text(path, "the rank table"))
     if problems:
         raise UsageError(f"{path} is no rank table: {problems[0]}{and_more(problems, path)}")
@@ -183,7 +183,7 @@ def _others(entry: dict[str, Any], *known: str) -> Others:
 
 
 class _Reader:
-    """Goes through the whole table and collects what is wrong."""
+    """Reads a whole table and collects everything that is wrong with it."""
 
     def __init__(self, strict: bool) -> None:
         self.strict = strict
@@ -209,10 +209,10 @@ class _Reader:
         return table
 
     def _read_whole(self, read: Callable[[Any, str], _T], value: Any, place: str) -> _T | None:
-        """None where a part of it could not be read."""
+        """What ``read`` makes of a value, None where a part of it could not be read."""
         before = len(self.problems)
-        found = read(value, place)
-        return found if len(self.problems) == before else None
+        part = read(value, place)
+        return part if len(self.problems) == before else None
 
     def _server(self, value: Any, place: str) -> Server:
         entry = self._entry(value, place)
@@ -263,9 +263,9 @@ class _Reader:
             self.problems.append(f"it has the ranks {_shown(ranks)}; expected each of 0 to {len(ranks) - 1} once")
         for server in servers:
             for device, times in _repeated(server.device_ids):
-                given = [d.rank for d in server.devices if d.device_id == device][:9]
+                owners = [d.rank for d in server.devices if d.device_id == device][:9]
                 self.problems.append(
-                    f"device {device} of {server.server_id} is given to {times} ranks: {', '.join(map(str, given))}"
+                    f"device {device} of {server.server_id} is given to {times} ranks: {', '.join(map(str, owners))}"
                 )
 
     def _check_super_pods(self, servers: tuple[Server, ...], pods: tuple[SuperPod, ...]) -> None:

@@ -25,7 +25,7 @@ def run_on_hosts(
     started: Callable[[], None],
     make_carrier: MakeCarrier,
 ) -> int:
-    """Returns the job's exit code; raises `UsageError` or `LaunchError` where nothing was started."""
+    """Run the job and return its exit code; raises `UsageError` or `LaunchError` where nothing was started."""
     return run_job(options.restarts, folder, RemoteAttempts(options, remote, make_carrier), started)
 
 
@@ -74,7 +74,7 @@ class RemoteAttempts:
         return carrier
 
     def _on_what_is_left(self, options: LaunchOptions, say: Say) -> SshCarrier:
-        """Without the hosts that cannot be used; those left may be lost in the meantime, too."""
+        """The carrier of the hosts that can be used; those left may be lost in the meantime, too."""
         left, lost = self.hosts.hosts, dict[str, list[str]]()
         while True:
             ranks = self._ranks_on(left)
@@ -100,7 +100,7 @@ class RemoteAttempts:
             return carrier
 
     def _ranks_on(self, hosts: tuple[Host, ...]) -> int:
-        """As many as at first if there is room for them; where they share slots, by the same measure."""
+        """The ranks on these hosts: as at first if there is room; where slots are shared, by the same measure."""
         slots, before = Hosts(hosts).slots or 0, self.hosts.slots or 1
         return max(min(self.ranks, slots), self.ranks * slots // before) if hosts else 0
 

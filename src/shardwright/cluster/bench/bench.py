@@ -21,8 +21,18 @@ from shardwright import __version__
 from shardwright.cluster.bench.data import DTYPES
 from shardwright.cluster.bench.operations import OPERATIONS, Buffers, Case, Operation
 from shardwright.cluster.bench.options import BenchOptions
+from shardwright.cluster.bench.output import (
+    BenchRow,
+    Half,
+    RankDevice,
+    ShownFlags,
+    Test,
+    closing,
+    opening,
+    row_line,
+    to_json,
+)
 from shardwright.cluster.bench.roofline import copy_rate, fastest_link, processor, roofline
-from shardwright.cluster.bench.table import Config, Device, Half, Row, Test, closing, opening, row_line, to_json
 from shardwright.world.agreement import agree, from_all_ranks
 from shardwright.world.world import World
 
@@ -92,7 +102,7 @@ class _Bench:
         self.options = options
         self.first_line = f"shardwright bench {__version__}, torch {torch.__version__}, {world.backend}"
         grows = options.factor > 1
-        self.config = Config(
+        self.config = ShownFlags(
             options.min_bytes, options.max_bytes, options.factor if grows else options.step_bytes, grows,
             options.warmup, options.iters, options.check,
         )  # fmt: skip
@@ -112,14 +122,14 @@ class _Bench:
             say(row_line(rows[-1]))
         return Test(operation.program, tuple(rows), self.roofline)
 
-    def _row(self, operation: Operation, size_bytes: int) -> Row:
+    def _row(self, operation: Operation, size_bytes: int) -> BenchRow:
         options, world = self.options, self.world
         dtype = DTYPES[options.dtype]
         count = operation.count(size_bytes, dtype.itemsize, world.size)
         case = Case(count, dtype, world.device, world.rank, world.size, options.reduction, options.root)
         size = operation.bytes(count, dtype.itemsize, world.size)
         out, inside = (self._half(operation, case, size, in_place) for in_place in (False, True))
-        return Row(
+        return BenchRow(
             size, count, options.dtype, operation.shown_reduction or options.reduction,
             options.root if operation.rooted else -1, out, inside,
         )  # fmt: skip
@@ -129,9 +139,9 @@ class _Bench:
         mine_s = self._time(operation, case, buffers)
         wrong = self._wrong(operation, case, buffers) if self.options.check else None
         everyone = from_all_ranks(_Timed(mine_s, wrong))
-        seconds = sum(found.seconds for found in everyone) / len(everyone)
+        seconds = sum(theirs.seconds for theirs in everyone) / len(everyone)
         algbw = size / seconds / 1e9
-        total = sum(found.wrong or 0 for found in everyone) if self.options.check else None
+        total = sum(theirs.wrong or 0 for theirs in everyone) if self.options.check else None
         return Half(seconds * 1e6, algbw, algbw * operation.factor(case.ranks), total)
 
     def _time(self, operation: Operation, case: Case, buffers: Buffers) -> float:
@@ -159,7 +169,7 @@ class _Bench:
         return most
 
 
-def _this_device(world: World) -> Device:
+def _this_device(world: World) -> RankDevice:
     """This rank, with its GPU or its processor."""
     bus: tuple[int, ...] = (0, 0, 0)
     number, name = world.local_rank, processor()
@@ -168,7 +178,7 @@ def _this_device(world: World) -> Device:
         # torch's stubs do not know them
         bus = tuple(getattr(facts, f"pci_{part}_id", 0) for part in ("domain", "bus", "device"))
         number, name = world.device.index, facts.name
-    return Device(world.rank, os.getpid(), socket.gethostname(), number, bus, name)
+    return RankDevice(world.rank, os.getpid(), socket.gethostname(), number, bus, name)
 
 
 def passed(tests: tuple[Test, ...]) -> bool:

@@ -27,8 +27,8 @@ def bench(collective: str | None, number: str | None, ranks: str | None, iters: 
     Raises:
         UsageError: where a word does not fit, or with what the ranks have to say.
     """
-    told = read_environment(os.environ)
-    launched = None if told.launcher == "none" else told.size
+    place = read_environment(os.environ)
+    launched = None if place.launcher == "none" else place.size
     start, count = ranks_and_iters(number, ranks, iters, launched)
     options = read_bench_options(collective, iters=count, **words)
     if options.profile is not None:
@@ -69,8 +69,8 @@ def _launch(options: BenchOptions, ranks: str | None) -> int:
         raise
     if code or not verdict.exists():
         return max(code, 2)
-    found = json.loads(verdict.read_text())
+    answer = json.loads(verdict.read_text())
     shutil.rmtree(folder)
-    if "error" in found:
-        raise UsageError(found["error"])
-    return 0 if found["passed"] else 1
+    if "error" in answer:
+        raise UsageError(answer["error"])
+    return 0 if answer["passed"] else 1

@@ -134,7 +134,7 @@ def _fill_parts(case: Case, buffers: Buffers) -> None:
 
 
 def _wrong_by_rank(case: Case, buffers: Buffers, part: int) -> int:
-    """Where part r of what arrived came from rank r, which sent its part ``part``."""
+    """The wrong elements where part r of what arrived came from rank r, which sent its part ``part``."""
     pieces = enumerate(buffers.received.view(case.ranks, case.count))
     return sum(count_wrong(piece, case.mine(rank), part) for rank, piece in pieces)
 
@@ -168,7 +168,7 @@ def _call_broadcast(case: Case, buffers: Buffers) -> None:
 
 
 def _call_sendrecv(case: Case, buffers: Buffers) -> None:
-    """To the right neighbour, from the left one."""
+    """Send to the right neighbour and receive from the left one."""
     if case.ranks == 1:
         buffers.received.copy_(_aside(buffers))
         return

@@ -24,8 +24,8 @@ def parse_size(text: str, flag: str) -> int:
     Raises:
         UsageError: for anything else, naming ``flag``.
     """
-    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGkmg]?)", text.strip())
-    size = int(float(found[1]) * _UNITS[found[2].upper()]) if found else 0
+    match = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([KMGkmg]?)", text.strip())
+    size = int(float(match[1]) * _UNITS[match[2].upper()]) if match else 0
     if size < 1:
         raise UsageError(f"{flag} {text} is no size; type bytes as 8, 1K, 1024M or 1G, from 1 on")
     return size

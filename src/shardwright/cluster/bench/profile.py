@@ -46,7 +46,7 @@ _FLOAT = 4
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredCollective:
     """The median seconds of one kind of collective at every size, in groups of ``ranks``."""
 
     where: Where
@@ -82,8 +82,8 @@ def measure_hardware(world: World, sizes: Sequence[int] = SIZES, rounds: int = R
         UsageError: in a world of one rank, or where hosts have different numbers of ranks.
     """
     links = tuple(
-        LinkCost(found.where, found.kind, found.ranks, fit(found.points), found.points)
-        for found in measure_links(world, sizes, rounds)
+        LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points)
+        for link in measure_links(world, sizes, rounds)
     )
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
     hosts = len(set(world.hosts))
@@ -110,7 +110,7 @@ def measure_links(
     kinds: Sequence[CollectiveKind] = KINDS,
     *,
     ranks: int | None = None,
-) -> list[Measured]:
+) -> list[MeasuredCollective]:
     """The medians at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
 
     In each round a size is timed once, or several times in succession where it is small, of which the median counts.
@@ -133,13 +133,13 @@ def measure_links(
     for groups in all_groups:
         groups.comm.close()
     medians = [_typical([theirs[index] for theirs in everyone]) for index in range(len(cells))]
-    found = []
+    links = []
     for groups in all_groups:
         for kind in kinds:
             mine = zip(cells, medians, strict=True)
             points = tuple((cell.size, s) for cell, s in mine if cell.groups is groups and cell.kind == kind)
-            found.append(Measured(groups.where, kind, groups.ranks, points))
-    return found
+            links.append(MeasuredCollective(groups.where, kind, groups.ranks, points))
+    return links
 
 
 def _times(size: int) -> int:
@@ -163,15 +163,15 @@ def _all_groups(world: World) -> list[_Groups]:
         raise UsageError("a profile needs 2 ranks or more to measure links between them; type -n 2")
     if hosts * local != world.size or any(len(set(block)) > 1 for block in blocks):
         raise UsageError(f"a profile needs as many ranks on every host, side by side; got {', '.join(world.hosts)}")
-    found = []
+    all_groups = []
     for ranks in range(2, local + 1):
         if local % ranks == 0 and (ranks == local or ranks & (ranks - 1) == 0):
-            found.append(_groups("inside", Mesh.of(rest=world.size // ranks, group=ranks), ("group",)))
+            all_groups.append(_groups("inside", Mesh.of(rest=world.size // ranks, group=ranks), ("group",)))
     if hosts > 1:
-        found.append(_groups("between", Mesh.of(hosts=hosts, local=local), ("hosts",)))
+        all_groups.append(_groups("between", Mesh.of(hosts=hosts, local=local), ("hosts",)))
         if local > 1:
-            found.append(_groups("between", Mesh.of(hosts=hosts, local=local), ("hosts", "local")))
-    return found
+            all_groups.append(_groups("between", Mesh.of(hosts=hosts, local=local), ("hosts", "local")))
+    return all_groups
 
 
 def _groups(where: Where, mesh: Mesh, axes: Axes) -> _Groups:
@@ -211,7 +211,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def _on_slowest(mine: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """Of every figure, where more is better, the least of all ranks."""
+    """The least of all ranks of every figure, of which more is better."""
     everyone = from_all_ranks(mine)
     return tuple((name, min(dict(theirs)[name] for theirs in everyone)) for name, _ in mine)
 
@@ -225,14 +225,14 @@ def _flops(device: torch.device) -> list[tuple[str, float]]:
     on_gpu = device.type == "cuda"
     n = 8192 if on_gpu else 1024
     dtypes = [torch.float32, torch.float64, torch.bfloat16] + [torch.float16] * on_gpu
-    found = []
+    by_dtype = []
     for dtype in dtypes:
         a, b = torch.ones(n, n, dtype=dtype, device=device), torch.ones(n, n, dtype=dtype, device=device)
         out = torch.empty_like(a)
         product = partial(torch.mm, a, b, out=out)
         times = [_timed(product, device) for _ in range(8)]
-        found.append((str(dtype).removeprefix("torch."), 2 * n**3 / statistics.median(times[3:])))
-    return found
+        by_dtype.append((str(dtype).removeprefix("torch."), 2 * n**3 / statistics.median(times[3:])))
+    return by_dtype
 
 
 def _launch_s(device: torch.device) -> float:

@@ -66,8 +66,8 @@ def monotone(times: Array) -> Array:
 def _least_squares(sizes: Array, times: Array, knots: list[int]) -> Array:
     """The times at the knots that leave the least squares of relative errors; they never fall."""
     hats = np.stack([np.interp(sizes, sizes[knots], row) for row in np.eye(len(knots))], axis=1)
-    found, *_ = np.linalg.lstsq(hats / times[:, None], np.ones(len(times)), rcond=None)
-    rising: Array = np.maximum.accumulate(np.maximum(found, times[0] / 2))
+    times_at_knots, *_ = np.linalg.lstsq(hats / times[:, None], np.ones(len(times)), rcond=None)
+    rising: Array = np.maximum.accumulate(np.maximum(times_at_knots, times[0] / 2))
     return rising
 
 

@@ -16,7 +16,7 @@ from shardwright.world.world import init
 
 
 def measure(options: BenchOptions) -> bool:
-    """Join the world, print what was asked for on rank 0, write the profile; whether all elements were right."""
+    """Join the world, print the results on rank 0, and write the profile; returns whether all elements were right."""
     world = init(options.backend)
     tests = run_bench(world, options, _print)
     if options.profile is not None:
@@ -36,14 +36,14 @@ def _print(text: str) -> None:
 
 
 def main(verdict: str, options: dict[str, Any]) -> None:
-    """Measure; what a user can mend is a verdict too, told once and not as a failure of ranks."""
+    """Measure; what a user can mend is a verdict too, said once and not as a failure of ranks."""
     options["collectives"] = tuple(options["collectives"])
     try:
-        found: dict[str, Any] = {"passed": measure(BenchOptions(**options))}
+        outcome: dict[str, Any] = {"passed": measure(BenchOptions(**options))}
     except ShardwrightError as error:
-        found = {"error": str(error)}
+        outcome = {"error": str(error)}
     if read_environment(os.environ).rank == 0:
-        Path(verdict).write_text(json.dumps(found))
+        Path(verdict).write_text(json.dumps(outcome))
 
 
 if __name__ == "__main__":

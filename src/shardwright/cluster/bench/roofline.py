@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from shardwright.backends.table import backends_by_device
-from shardwright.cluster.bench.table import Roofline
+from shardwright.cluster.bench.output import Roofline
 
 _COPY_BYTES = 64 * 2**20
 _COPIES = 5
@@ -42,7 +42,7 @@ def fastest_link(backend: str, system: Path = Path("/sys")) -> tuple[str, float]
 
 
 def _ethernet(system: Path) -> list[tuple[str, float]]:
-    found = []
+    links = []
     for interface in sorted((system / "class/net").glob("*")):
         try:
             megabits = int((interface / "speed").read_text())
@@ -50,12 +50,12 @@ def _ethernet(system: Path) -> list[tuple[str, float]]:
         except (OSError, ValueError):  # a loopback, or a virtual device that does not tell
             continue
         if up and megabits > 0:
-            found.append((interface.name, megabits * 1e6 / 8))
-    return found
+            links.append((interface.name, megabits * 1e6 / 8))
+    return links
 
 
 def _infiniband(system: Path) -> list[tuple[str, float]]:
-    found = []
+    links = []
     for port in sorted((system / "class/infiniband").glob("*/ports/*")):
         try:
             gigabits = float((port / "rate").read_text().split()[0])
@@ -63,8 +63,8 @@ def _infiniband(system: Path) -> list[tuple[str, float]]:
         except (OSError, ValueError, IndexError):
             continue
         if active:
-            found.append((f"{port.parents[1].name} port {port.name}", gigabits * 1e9 / 8))
-    return found
+            links.append((f"{port.parents[1].name} port {port.name}", gigabits * 1e9 / 8))
+    return links
 
 
 def roofline(hosts: int, copy_rates: list[float], links: list[tuple[str, float] | None]) -> Roofline:

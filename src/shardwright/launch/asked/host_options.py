@@ -48,7 +48,7 @@ class PerHost:
 
     @classmethod
     def read(cls, option: str, words: Sequence[str], hosts: Hosts) -> PerHost:
-        """Raises `UsageError` for a host that the job has not, and for what is said twice.
+        """The word of each host. Raises `UsageError` for a host that the job has not, and for what is said twice.
 
         >>> PerHost.read("--wdir", ["/w", "a=/v"], Hosts.from_list("a,b")).on("a")
         '/v'

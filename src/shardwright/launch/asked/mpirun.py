@@ -57,7 +57,7 @@ def find_mpirun(environment: Mapping[str, str]) -> str:
 
 
 def mpirun_command(mpirun: str, ranks: int, mca: Sequence[tuple[str, str]], root: bool) -> tuple[str, ...]:
-    """Its command line up to the program: as many slots on this host as ranks, and no rank bound to a core.
+    """The command line of mpirun up to the program: as many slots on this host as ranks, and no rank bound to a core.
 
     Bound ranks would hold the threads of torch to one core each; where ranks outnumber the cores, two that wait for
     each other could be bound to the same one.

@@ -22,7 +22,7 @@ class RestartOptions:
 
     @classmethod
     def read(cls, max_restarts: int, elastic: bool, min_ranks: int | None) -> RestartOptions:
-        """Raises `UsageError` for words that contradict each other."""
+        """The restarts that are asked for. Raises `UsageError` for words that contradict each other."""
         if max_restarts < 0:
             raise UsageError(f"--max-restarts {max_restarts} is no number of restarts; type a whole number from 0 on")
         if elastic and max_restarts == 0:
@@ -41,7 +41,7 @@ class RestartOptions:
         return replace(self, count=self.count + 1)
 
     def check(self, ranks: int | None, *, by_table: bool = False, carrier: CarrierFacts = UNSAID) -> None:
-        """Raises `UsageError` where the job, of so many ranks where they are known, cannot become smaller."""
+        """Raise `UsageError` where the job, of so many ranks where they are known, cannot become smaller."""
         if self.elastic and by_table:
             raise UsageError(
                 "--elastic gives ranks other hosts, but a rank table says where each is; type -H HOST:SLOTS,... in "
@@ -61,4 +61,4 @@ class RestartOptions:
 
 
 ONCE = RestartOptions()
-"""The job ends where it fails."""
+"""The restarts of a job that ends where it fails: none."""

@@ -1,4 +1,4 @@
-"""Where the ranks dump their graphs: said in a script or on the command line of `launch`.
+"""Where the ranks dump their graphs, which a script or the command line of `launch` says.
 
 The command line reaches a script in one way only, its environment; `parallelize` looks there when its own argument
 does not say.
@@ -44,14 +44,14 @@ class SaveGraphs:
 
     @staticmethod
     def wanted(
-        given: str | PathLike[str] | tuple[str | PathLike[str], int] | None, environment: Mapping[str, str]
+        argument: str | PathLike[str] | tuple[str | PathLike[str], int] | None, environment: Mapping[str, str]
     ) -> SaveGraphs | None:
-        """What a script gave, a folder or (folder, level), or else what the command line left in the environment."""
-        if isinstance(given, tuple):
-            directory, level = given
+        """The ``argument`` of a script, a folder or (folder, level), or else what the command line left for it."""
+        if isinstance(argument, tuple):
+            directory, level = argument
             return SaveGraphs(fspath(directory), level)
-        if given is not None:
-            return SaveGraphs(fspath(given))
+        if argument is not None:
+            return SaveGraphs(fspath(argument))
         return SaveGraphs.parse(environment[VARIABLE]) if environment.get(VARIABLE) else None
 
     def __str__(self) -> str:

@@ -1,4 +1,4 @@
-"""What the ranks of a job find in their environment: torchrun's variables, and what nobody else has set."""
+"""The environment of the ranks of a job: torchrun's variables, defaults, and what is left of the launcher's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def rank_variables(
 
 
 def default_environment(cpus: int, local_ranks: int) -> dict[str, str]:
-    """Where nobody sets them."""
+    """The variables that ranks have where nobody sets them."""
     return {
         "OMP_NUM_THREADS": str(max(1, cpus // local_ranks)),
         "PYTHONUNBUFFERED": "1",  # a line is in the log when it was printed, even if the rank is killed after it

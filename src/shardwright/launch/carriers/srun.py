@@ -39,7 +39,7 @@ _NO_SUCH_NODE = ("node configuration is not available", "Invalid node name", "no
 
 
 class SrunCarrier(SshCarrier):
-    """The nodes of the allocation in which the launcher runs."""
+    """Reaches the nodes of the allocation in which the launcher runs, each by a step of its own."""
 
     client, package = "srun", "slurm-client"
 

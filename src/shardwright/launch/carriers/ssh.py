@@ -52,7 +52,7 @@ _SSH = (
 
 
 class SshCarrier(Carrier):
-    """The hosts of ``options.remote``."""
+    """Reaches the hosts of a job by ssh, and this one without."""
 
     client, package = "ssh", "openssh-client"
 
@@ -75,7 +75,10 @@ class SshCarrier(Carrier):
     # --- what is checked before anything starts
 
     def prepare(self) -> None:
-        """Connect, check, place the ranks. Raises `LaunchError` with all that is in the way, `UsageError` for -n."""
+        """Connect to the hosts, check them and place the ranks.
+
+        Raises `LaunchError` with all that is in the way, `UsageError` for -n.
+        """
         hosts = self._hosts_needed()
         with ThreadPoolExecutor(32) as pool:  # a name that nobody knows can take seconds
             self._here = dict(zip(hosts, pool.map(self.is_here, hosts), strict=True))
@@ -114,11 +117,11 @@ class SshCarrier(Carrier):
         return self.remote.python.on(host.name) or sys.executable
 
     def client_environment(self) -> dict[str, str] | None:
-        """Of ssh itself; None for that of the launcher."""
+        """The environment of ssh itself; None for that of the launcher."""
         return None
 
     def shared_environment(self) -> dict[str, str]:
-        """Of the launcher, what ranks on all hosts get beside what -x says."""
+        """The launcher's variables that ranks on all hosts get beside what -x says."""
         return portable_environment(os.environ)
 
     def why_silent(self, connection: AgentConnection) -> str:
@@ -153,7 +156,7 @@ class SshCarrier(Carrier):
         return pack(sources())
 
     def _hosts_needed(self) -> Hosts:
-        """Those that have ranks, as far as that is known before anybody is asked."""
+        """The hosts that have ranks, as far as that is known before anybody is asked."""
         if self.remote.table is not None:
             self.placement = Placement.by_table(self.remote.table)
         elif self.remote.hosts.slots is not None:
@@ -180,7 +183,7 @@ class SshCarrier(Carrier):
         return [c for c in self.connections if c.has(answer) and c.exit_code is None]
 
     def _wait(self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float) -> None:
-        """Until each host that still can has answered, or the time is over; that of a host to which much is sent
+        """Wait until each host that still can has answered, or the time is over; that of a host to which much is sent
         begins anew whenever it is heard."""
         began_s = time.monotonic()
         asked = [c for c in self.connections if answer is Hello or c.has(Hello)]
@@ -196,7 +199,7 @@ class SshCarrier(Carrier):
                 key.data()
 
     def _order_check(self, connection: AgentConnection, word: str) -> None:
-        """After what is staged, if anything is."""
+        """Send the order to check, after what is staged, if anything is."""
         order = self._check_order(connection, word)
         if (stage := self.remote.stage) is None:
             connection.send(order)
@@ -294,12 +297,12 @@ class SshCarrier(Carrier):
         ]  # fmt: skip
 
     def _environment_on(self, connection: AgentConnection) -> dict[str, str]:
-        """What is given to the ranks of a host, beside what a login has there."""
+        """The variables that the ranks of a host get, beside what a login has there."""
         own = self.remote.variables.get(connection.name, {})
         return {**self.shared_environment(), **self.options.environment, **own}
 
     def _host_environment(self, connection: AgentConnection) -> dict[str, str]:
-        """What nobody has set, and what only this host has."""
+        """The variables that nobody has set, and those that only this host has."""
         hello, checked = connection.answer(Hello), connection.answer(Checked)
         defaults = default_environment(hello.cpus, len(connection.ranks))
         if name := self.interfaces.get(connection.name):
@@ -310,8 +313,8 @@ class SshCarrier(Carrier):
             defaults["NCCL_IB_HCA"] = f"={','.join(checked.infiniband)}"
         if connection.host.devices and hello.gpus:
             defaults["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, connection.host.devices))
-        given = self._environment_on(connection)
-        return {name: value for name, value in defaults.items() if name not in given}
+        chosen = self._environment_on(connection)
+        return {name: value for name, value in defaults.items() if name not in chosen}
 
     def _rank_variables(self, index: int, run_id: str, scratch: str) -> dict[int, dict[str, str]]:
         assert self.placement is not None
@@ -340,7 +343,7 @@ _OWN_PREFIXES = ("SSH_", "XDG_")
 
 
 def portable_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Of the launcher, what ranks on other hosts get."""
+    """The variables of the launcher that ranks on other hosts get."""
     return {
         name: value
         for name, value in inherited_environment(environment).items()

@@ -77,14 +77,14 @@ def compare(checked: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     if not checked:
         return problems
     (first, reference), *others = checked.items()
-    for name, found in others:
-        if found["python"].split(".")[:2] != reference["python"].split(".")[:2]:
+    for name, versions in others:
+        if versions["python"].split(".")[:2] != reference["python"].split(".")[:2]:
             problems[name].append(
-                f"Python {found['python']} there, but {reference['python']} on {first}; type --python PATH with the "
+                f"Python {versions['python']} there, but {reference['python']} on {first}; type --python PATH with the "
                 "same version on each host"
             )
         for package in ("torch", "shardwright"):
-            mine, theirs = found[package], reference[package]
+            mine, theirs = versions[package], reference[package]
             if mine is not None and theirs is not None and mine != theirs:
                 problems[name].append(
                     f"{package} {mine} there, but {theirs} on {first}; install one version: "

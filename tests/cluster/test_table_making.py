@@ -9,8 +9,8 @@ from click.testing import CliRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import shardwright.cluster.table_making as ranktable
 from shardwright.cli import cli
+from shardwright.cluster import table_making
 from shardwright.errors import ShardwrightError
 from shardwright.hosts.hosts import Host, Hosts
 from shardwright.hosts.rank_table import RankTable, parse_rank_table, read_rank_table
@@ -27,7 +27,7 @@ ADDRESSES = "".join(
 def folder(tmp_path, monkeypatch):
     """A host without devices, whatever this one has."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(ranktable, "ADDRESS_FILE", tmp_path / "etc_hccn.conf")
+    monkeypatch.setattr(table_making, "ADDRESS_FILE", tmp_path / "etc_hccn.conf")
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     (tmp_path / "hccn.conf").write_text(ADDRESSES)
     return tmp_path

@@ -21,7 +21,7 @@ class Half:
 
 
 @dataclass(frozen=True)
-class Row:
+class BenchRow:
     """A size in bytes with its count of elements, measured out of place and in place; ``root`` is -1 where unused."""
 
     size: int
@@ -38,7 +38,7 @@ class Row:
 
 
 @dataclass(frozen=True)
-class Device:
+class RankDevice:
     """A rank as the list of devices shows it; ``bus`` is the PCI domain, bus and device."""
 
     rank: int
@@ -58,7 +58,7 @@ class Roofline:
 
 
 @dataclass(frozen=True)
-class Config:
+class ShownFlags:
     """What nccl-tests repeats of its flags."""
 
     min_bytes: int
@@ -77,7 +77,7 @@ class Test:
     __test__ = False  # for pytest, which collects classes of this name
 
     program: str
-    rows: tuple[Row, ...]
+    rows: tuple[BenchRow, ...]
     roofline: Roofline
 
     @property
@@ -86,8 +86,8 @@ class Test:
 
     @property
     def average_busbw(self) -> float:
-        found = [half.busbw for row in self.rows for half in row.halves]
-        return sum(found) / len(found) if found else 0.0
+        bandwidths = [half.busbw for row in self.rows for half in row.halves]
+        return sum(bandwidths) / len(bandwidths) if bandwidths else 0.0
 
     @property
     def best_busbw(self) -> float:
@@ -109,7 +109,7 @@ def number(value: float, width: int) -> str:
     return f"{value:{width}.{1 if width >= 7 else 0}e}"
 
 
-def opening(first_line: str, program: str, config: Config, devices: Sequence[Device]) -> list[str]:
+def opening(first_line: str, program: str, config: ShownFlags, devices: Sequence[RankDevice]) -> list[str]:
     """The lines before the rows."""
     unit = "factor" if config.grows_by_factor else "bytes"
     lines = [
@@ -140,7 +140,7 @@ def opening(first_line: str, program: str, config: Config, devices: Sequence[Dev
     ]
 
 
-def row_line(row: Row) -> str:
+def row_line(row: BenchRow) -> str:
     """One row."""
     text = f"{row.size:12d}  {row.count:12d}  {row.dtype:>8}  {row.reduction:>6}  {row.root:6d}"
     for half in row.halves:
@@ -170,7 +170,9 @@ def roofline_line(test: Test) -> str:
     return f"# {'Roofline':<20} : best {best:.3g} of {roof.limit:.3g} GB/s ({best / roof.limit:.0%}); {roof.reason}"
 
 
-def to_json(first_line: str, backend: str, config: Config, devices: Sequence[Device], tests: Sequence[Test]) -> Any:
+def to_json(
+    first_line: str, backend: str, config: ShownFlags, devices: Sequence[RankDevice], tests: Sequence[Test]
+) -> Any:
     """All that the tables say, with the keys of nccl-tests' JSON for each test."""
     step = {"step_factor" if config.grows_by_factor else "step_bytes": config.step}
     return {
@@ -197,11 +199,11 @@ def _test_json(test: Test) -> Any:
     }
 
 
-def _row_json(row: Row) -> Any:
-    def half(found: Half) -> Any:
-        return {"time": found.time_us, "alg_bw": found.algbw, "bus_bw": found.busbw, "nwrong": found.wrong}
+def _row_json(row: BenchRow) -> Any:
+    def values(half: Half) -> Any:
+        return {"time": half.time_us, "alg_bw": half.algbw, "bus_bw": half.busbw, "nwrong": half.wrong}
 
     return {
         "size": row.size, "count": row.count, "type": row.dtype, "redop": row.reduction, "root": row.root,
-        "out_of_place": half(row.out_of_place), "in_place": half(row.in_place),
+        "out_of_place": values(row.out_of_place), "in_place": values(row.in_place),
     }  # fmt: skip
