@@ -19,7 +19,7 @@ from ranks import run_ranks
 from shardwright.cli import cli
 from shardwright.cluster.traffic import Looks, show
 from shardwright.errors import UsageError
-from shardwright.hosts.network import Device, carriers, moved, read_devices
+from shardwright.hosts.network import Device, counted_once, moved, read_devices
 from sysfs import Tree, write
 from veth import ADDRESSES, DEVICE, enter, namespaces
 
@@ -80,7 +80,7 @@ def test_what_a_port_and_a_network_device_are(tree):
     assert (port.up, port.speed, port.network_device) == (True, "100 Gb/sec (4X EDR)", "ib0")
     assert not devices["mlx5_0/2"].up
     assert (devices["eth0"].speed, devices["eth0"].mtu, devices["bond0"].parts) == ("25 Gb/s", 1500, ("eth0",))
-    assert [d.name for d in carriers(read_devices(tree.root))] == ["mlx5_0/1", "mlx5_0/2", "eth0"]
+    assert [d.name for d in counted_once(read_devices(tree.root))] == ["mlx5_0/1", "mlx5_0/2", "eth0"]
 
 
 def test_without_names_all_that_are_up_and_with_a_device_all_its_ports(tree):

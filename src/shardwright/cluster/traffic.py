@@ -13,7 +13,7 @@ from rich.live import Live
 from rich.table import Table
 
 from shardwright.errors import UsageError
-from shardwright.hosts.network import SYSFS, Device, Moved, Reading, moved, read_devices
+from shardwright.hosts.network import SYSFS, Device, Moved, NetworkReading, moved, read_devices
 from shardwright.report.text import size_text
 
 _LONGEST_S = 24 * 3600.0
@@ -83,7 +83,7 @@ class Looks:
         return rows
 
 
-def choose(reading: Reading, names: Sequence[str], sysfs: Path = SYSFS) -> list[str]:
+def choose(reading: NetworkReading, names: Sequence[str], sysfs: Path = SYSFS) -> list[str]:
     """The devices that ``names`` mean: ``eth0``, a port ``mlx5_0/1`` or all ports of ``mlx5_0``; without any, all that
     are up but the loopback and what has no carrier of its own.
 
@@ -108,7 +108,7 @@ def choose(reading: Reading, names: Sequence[str], sysfs: Path = SYSFS) -> list[
     return list(dict.fromkeys(wanted))
 
 
-def describe(reading: Reading, names: Sequence[str]) -> list[str]:
+def describe(reading: NetworkReading, names: Sequence[str]) -> list[str]:
     """What these devices are, a line for each."""
     lines = []
     for device in (reading.devices[name] for name in names):

@@ -66,7 +66,7 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Reading:
+class NetworkReading:
     """All devices at one time: ``time_s`` is of the monotonic clock. ``unreadable`` says why a device is not there."""
 
     time_s: float
@@ -97,7 +97,7 @@ class Moved:
         )
 
 
-def read_devices(sysfs: Path = SYSFS) -> Reading:
+def read_devices(sysfs: Path = SYSFS) -> NetworkReading:
     """Read every device; a tree without any gives none."""
     devices: dict[str, Device] = {}
     unreadable: dict[str, str] = {}
@@ -110,7 +110,7 @@ def read_devices(sysfs: Path = SYSFS) -> Reading:
                 devices[name] = read(name, path)
             except (OSError, ValueError) as error:
                 unreadable[name] = f"{type(error).__name__}: {error}"
-    return Reading(time_s, devices, unreadable)
+    return NetworkReading(time_s, devices, unreadable)
 
 
 def moved(before: Device, after: Device, seconds: float) -> Moved:
@@ -144,7 +144,7 @@ def moved(before: Device, after: Device, seconds: float) -> Moved:
     )
 
 
-def carriers(reading: Reading) -> list[Device]:
+def counted_once(reading: NetworkReading) -> list[Device]:
     """The devices that together carry what leaves and enters the host, each byte once.
 
     Left out are the loopback, devices made of others (bonds, bridges, VLANs), and network devices in front of an

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.backends.table import Backend, backend_moving
-from shardwright.hosts.network import SYSFS, Device, Moved, Reading, carriers, moved, read_devices
+from shardwright.hosts.network import SYSFS, Device, Moved, NetworkReading, counted_once, moved, read_devices
 from shardwright.report.text import size_text
 from shardwright.run.execute import Execution, Pass
 from shardwright.run.model import ParallelModel
@@ -67,7 +67,7 @@ class TrafficWatch:
 
     def __init__(self, parallel: ParallelModel, world: World, sysfs: Path = SYSFS) -> None:
         self._parallel, self._world, self._sysfs = parallel, world, sysfs
-        self._before: Reading | None = None
+        self._before: NetworkReading | None = None
         self._places: list[str] = []
         self._runs_before: list[tuple[Execution, Counter[Pass]]] = []
         if world.size > 1:
@@ -87,7 +87,7 @@ class TrafficWatch:
             for line in traffic_lines(everyone, self._predicted(backend), backend):
                 print(line, flush=True)
 
-    def _measure(self, before: Reading) -> HostTraffic:
+    def _measure(self, before: NetworkReading) -> HostTraffic:
         between, within = measure(before, read_devices(self._sysfs))
         nccl = chosen_network(os.environ) if _backend(self._world).names_network else None
         return HostTraffic(self._names()[self._world.rank], between, within, nccl)
@@ -115,7 +115,7 @@ class TrafficWatch:
         return flows
 
 
-def measure(before: Reading, after: Reading) -> tuple[tuple[DeviceTraffic, ...], tuple[DeviceTraffic, ...]]:
+def measure(before: NetworkReading, after: NetworkReading) -> tuple[tuple[DeviceTraffic, ...], tuple[DeviceTraffic, ...]]:
     """What the devices moved that carry bytes to and from the host, and what the loopback did."""
     seconds = after.time_s - before.time_s
     loopbacks = [device for device in after.devices.values() if device.kind == "loopback"]
@@ -124,7 +124,7 @@ def measure(before: Reading, after: Reading) -> tuple[tuple[DeviceTraffic, ...],
         known = [device for device in devices if device.name in before.devices]
         return tuple(DeviceTraffic(device, moved(before.devices[device.name], device, seconds)) for device in known)
 
-    return measured(carriers(after)), measured(loopbacks)
+    return measured(counted_once(after)), measured(loopbacks)
 
 
 def traffic_lines(hosts: Sequence[HostTraffic], predicted: Flows | None, backend: Backend) -> list[str]:

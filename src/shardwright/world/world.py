@@ -24,7 +24,7 @@ from shardwright.hosts.environment import (
     TcpMeeting,
     read_environment,
 )
-from shardwright.launch.asked.mpirun import BACKEND_VARIABLE
+from shardwright.launch.asked.variables import BACKEND_VARIABLE
 from shardwright.pulse import own_pulse
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.devices import gpu_index, host_names

@@ -13,8 +13,6 @@ from pathlib import Path
 
 from shardwright.errors import LaunchError, UsageError
 
-# What `shardwright launch --backend` says to sw.init(), where that is not given a backend.
-BACKEND_VARIABLE = "SHARDWRIGHT_BACKEND"
 INSTALL = "pip install 'shardwright[mpi]'"
 
 

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from shardwright.errors import UsageError
 from shardwright.launch.asked.carrier_facts import CarrierFacts, carrier_of_backend
-from shardwright.launch.asked.mpirun import BACKEND_VARIABLE
 from shardwright.pulse import PULSE_VARIABLE
 
+# What `shardwright launch --backend` says to sw.init(), where a script names no backend there.
+BACKEND_VARIABLE = "SHARDWRIGHT_BACKEND"
 # What the launcher itself decides for each rank: not to be set with -x.
 RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
