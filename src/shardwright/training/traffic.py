@@ -115,7 +115,9 @@ class TrafficWatch:
         return flows
 
 
-def measure(before: NetworkReading, after: NetworkReading) -> tuple[tuple[DeviceTraffic, ...], tuple[DeviceTraffic, ...]]:
+def measure(
+    before: NetworkReading, after: NetworkReading
+) -> tuple[tuple[DeviceTraffic, ...], tuple[DeviceTraffic, ...]]:
     """What the devices moved that carry bytes to and from the host, and what the loopback did."""
     seconds = after.time_s - before.time_s
     loopbacks = [device for device in after.devices.values() if device.kind == "loopback"]

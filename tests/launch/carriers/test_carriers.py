@@ -1,5 +1,8 @@
 """The two halves of the table of carriers agree, and every part of the program that asks about a carrier asks them."""
 
+import subprocess
+import sys
+
 import click
 import pytest
 
@@ -29,6 +32,8 @@ def test_the_command_line_offers_the_carriers_of_the_table():
 
 def test_the_hosts_decide_where_no_carrier_is_named():
     assert carrier_facts(None) is UNSAID
+    with pytest.raises(UsageError, match="--via smtp is no carrier; choose one of local, ssh, mpirun, srun, torchrun"):
+        carrier_facts("smtp")
     assert (UNSAID.settled(on_hosts=True).name, UNSAID.settled(on_hosts=False).name) == ("ssh", "local")
     assert all(row.settled(on_hosts) is row for row in CARRIERS.values() for on_hosts in (True, False))
     assert LaunchOptions(Program("program", ("true",)), 1).carrier.name == "local"
@@ -52,3 +57,30 @@ def test_torchruns_that_are_only_printed_look_for_no_hangs(launching):
     ended = launching.run("-n", "2", "--via", "torchrun", "--stall-timeout", "5", "--", "true")
     assert (ended.code, ended.stdout) == (2, "")
     assert "torchrun looks for no hangs; --stall-timeout needs --run, or another --via" in ended.stderr
+
+
+ADDED = """
+    import sys
+    from shardwright.launch.asked import carrier_facts
+    from shardwright.launch.asked.options import read_options
+    from shardwright.launch.asked.request import LaunchRequest
+    from shardwright.launch.carriers.local import LocalCarrier
+    from shardwright.launch.start import STARTS, CarrierStart, launch
+
+    class CountingCarrier(LocalCarrier):
+        def start(self, *words):
+            print(f"{self.ranks} ranks", flush=True)
+            return super().start(*words)
+
+    carrier_facts.CARRIERS["counting"] = carrier_facts.CarrierFacts(name="counting", here=True)
+    STARTS["counting"] = CarrierStart(here=CountingCarrier)
+    words = {"kind": "program", "arguments": ["sh", "-c", "echo $RANK"], "ranks": "2", "via": "counting"}
+    sys.exit(launch(read_options(LaunchRequest(**words))))
+"""
+
+
+def test_two_rows_and_a_class_are_a_new_carrier(launching):
+    command = [sys.executable, launching.write("added.py", ADDED)]
+    done = subprocess.run(command, cwd=launching.folder, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2 ranks\n0\n"), done.stderr
+    assert [launching.log(rank) for rank in range(2)] == ["0\n", "1\n"]

@@ -75,7 +75,9 @@ UNSAID = CarrierFacts(name="ssh where there are other hosts, else local", here=T
 
 
 def carrier_facts(via: str | None) -> CarrierFacts:
-    """The row of ``--via``, `UNSAID` without it."""
+    """The row of ``--via``, `UNSAID` without it. Raises `UsageError` for a name that no row has."""
+    if via is not None and via not in CARRIERS:
+        raise UsageError(f"--via {via} is no carrier; choose one of {', '.join(CARRIERS)}")
     return UNSAID if via is None else CARRIERS[via]
 
 
