@@ -11,7 +11,7 @@ from shardwright.errors import LoweringError, WorldError
 from shardwright.mesh.collectives import apply_step
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.processes import ProcessCommunicator
+from shardwright.mesh.processes import ProcessCommunicator, communicator_over
 from shardwright.mesh.redistribute import redistribute
 from shardwright.mesh.simulate import simulate
 
@@ -32,6 +32,8 @@ def routes(mesh):
 
 def take_every_step(comm):
     """Values and gradients of every route, as lists, and the kinds of step that were taken."""
+    names = comm.mesh.names
+    comm.prepare([axes for count in range(len(names) + 1) for axes in itertools.combinations(names, count)])
     shape = (7, 5)
     found, kinds = [], set()
     for dtype, (src, dst, gradient_partial) in itertools.product(DTYPES, routes(comm.mesh)):
@@ -53,8 +55,7 @@ def take_every_step(comm):
 
 def on_processes(mesh):
     dist.init_process_group("gloo")
-    comm = ProcessCommunicator(mesh)
-    comm.prepare([axes for count in range(len(mesh.axes) + 1) for axes in itertools.combinations(mesh.names, count)])
+    comm = communicator_over(mesh)
     try:
         return take_every_step(comm)
     finally:

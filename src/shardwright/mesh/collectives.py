@@ -11,7 +11,7 @@ the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -31,7 +31,8 @@ class Communicator(Protocol):
     """What a rank talks to the others through.
 
     A collective is among the ranks that differ on ``axes`` only. Lists hold one tensor for each of them, in rank
-    order, all of one shape; tensors are contiguous.
+    order, all of one shape; tensors are contiguous. `shardwright.mesh.processes.communicator_over` makes those of real
+    ranks.
     """
 
     @property
@@ -39,6 +40,12 @@ class Communicator(Protocol):
 
     @property
     def rank(self) -> int: ...
+
+    def prepare(self, axes_sets: Iterable[Axes]) -> None:
+        """Make ready to communicate over these sets of axes. All ranks call it together, with the same sets."""
+
+    def close(self) -> None:
+        """Give back what `prepare` took. All ranks call it, after the last collective."""
 
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         """The sum over the members, in place; returns its argument."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from shardwright.backends.gloo_threads import calm_receivers
 from shardwright.backends.table import backend_moving
 from shardwright.errors import LoweringError, WorldError
-from shardwright.mesh.collectives import Axes
+from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
 
@@ -20,6 +20,15 @@ def _world() -> dist.ProcessGroup:
     world = dist.group.WORLD
     assert world is not None
     return world
+
+
+def communicator_over(mesh: Mesh) -> Communicator:
+    """What this rank talks to the others through, who are laid out as ``mesh``.
+
+    Raises:
+        WorldError: where the world has another size than the mesh.
+    """
+    return ProcessCommunicator(mesh)
 
 
 class ProcessCommunicator:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeVar
@@ -57,6 +57,12 @@ class SimulatedCommunicator:
         self.rank = rank
         self.collectives: list[Collective] = []
         self._wait = wait
+
+    def prepare(self, axes_sets: Iterable[Axes]) -> None:
+        """Do nothing: simulated ranks are ready for all sets of axes."""
+
+    def close(self) -> None:
+        """Do nothing: simulated ranks hold nothing."""
 
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         return tensor.copy_(self._call("all_reduce", [tensor], axes)[0])

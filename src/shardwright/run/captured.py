@@ -20,7 +20,7 @@ from shardwright.graph.capture import flatten_batch
 from shardwright.graph.step import Kind
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.collectives import all_gather
-from shardwright.mesh.processes import ProcessCommunicator
+from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
 from shardwright.run.buckets import GradientReduction
@@ -73,7 +73,7 @@ class Parallel(ParallelModel):
         agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
-        self._communicator = ProcessCommunicator(self.plan.mesh)
+        self._communicator = communicator_over(self.plan.mesh)
         self._state = ModelState(model, self.plan, seed, world.device)
         self._programs = Programs(
             planner, self.plan, self._state.storage, self._communicator, self._reduction, world, options.save_graphs

@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwright.graph.step import Kind
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
+from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import Layout
-from shardwright.mesh.processes import ProcessCommunicator
 from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
 from shardwright.run.buckets import GradientReduction
@@ -34,7 +34,7 @@ class PreparedProgram:
     shapes: tuple[tuple[int, ...], ...]
     input_layouts: tuple[Layout, ...]
 
-    def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: ProcessCommunicator) -> list[Tensor]:
+    def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: Communicator) -> list[Tensor]:
         """This rank's part of every input, as the plan lays it out."""
         return local_inputs(tensors, self.shapes, self.input_layouts, rows, communicator)
 
@@ -52,7 +52,7 @@ class Programs:
         planner: Planner,
         first: Plan,
         storage: Mapping[str, Layout],
-        communicator: ProcessCommunicator,
+        communicator: Communicator,
         reduction: GradientReduction,
         world: World,
         dumps: SaveGraphs | None,

@@ -17,11 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
-from shardwright.mesh.collectives import all_gather
+from shardwright.mesh.collectives import Communicator, all_gather
 from shardwright.mesh.dtensor import device_mesh, to_placements
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.processes import ProcessCommunicator
 from shardwright.mesh.redistribute import redistribute
 from shardwright.plan.plan import Plan
 from shardwright.run.buckets import GradientReduction
@@ -150,11 +149,11 @@ class ModelState:
             for name, value in zip(capture.mutations, new, strict=True):
                 self._buffer(capture.values[name].label).copy_(value)
 
-    def whole(self, communicator: ProcessCommunicator) -> dict[str, Tensor]:
+    def whole(self, communicator: Communicator) -> dict[str, Tensor]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""
         return {name: self._gathered(name, tensor, communicator) for name, tensor in self._module.state_dict().items()}
 
-    def _gathered(self, name: str, tensor: Tensor, communicator: ProcessCommunicator) -> Tensor:
+    def _gathered(self, name: str, tensor: Tensor, communicator: Communicator) -> Tensor:
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         shape, replicated = tuple(tensor.shape), Layout.replicated(tensor.ndim)

@@ -1,6 +1,6 @@
 """Measures a machine for the planner: what collectives take on every link, and how fast a device computes.
 
-A collective is timed as programs run it, through `ProcessCommunicator`, after a barrier, on the slowest rank. Where
+A collective is timed as programs run it, through a `Communicator`, after a barrier, on the slowest rank. Where
 groups are smaller than the world all groups communicate at once, as they do along an axis of a mesh. Sizes and kinds
 take turns in an order that is drawn anew in each round, so that a slow minute of the machine falls on all of them; the
 median over the rounds counts. Devices are measured while all ranks compute.
@@ -23,9 +23,9 @@ from torch import Tensor
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.cluster.bench.roofline import copy_rate, processor
 from shardwright.errors import UsageError
-from shardwright.mesh.collectives import Axes
+from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.processes import ProcessCommunicator
+from shardwright.mesh.processes import communicator_over
 from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.plan.hardware import Hardware, LinkCost, Where
 from shardwright.world.agreement import from_all_ranks
@@ -61,7 +61,7 @@ class _Groups:
 
     where: Where
     ranks: int
-    comm: ProcessCommunicator
+    comm: Communicator
     axes: Axes
 
 
@@ -175,7 +175,7 @@ def _all_groups(world: World) -> list[_Groups]:
 
 
 def _groups(where: Where, mesh: Mesh, axes: Axes) -> _Groups:
-    comm = ProcessCommunicator(mesh)
+    comm = communicator_over(mesh)
     comm.prepare([axes])
     return _Groups(where, mesh.extent(axes), comm, axes)
 
