@@ -18,7 +18,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 
-Kind = dist.ReduceOp
+ReduceKind = dist.ReduceOp
 
 LARGEST_COUNT = 2**31 - 1  # MPI counts in C ints
 # Reductions go block by block. MPI holds a copy of what it reduces; one of 4 MiB stays in the cache and in the heap,
@@ -34,13 +34,13 @@ _INTEGERS = {
 _FLOATS = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
 _COMPLEX = {torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX}
 
-_SUMS = {Kind.SUM: MPI.SUM, Kind.AVG: MPI.SUM, Kind.PRODUCT: MPI.PROD}
-_ARITHMETIC = _SUMS | {Kind.MAX: MPI.MAX, Kind.MIN: MPI.MIN}
-_BITWISE = {Kind.BAND: MPI.BAND, Kind.BOR: MPI.BOR, Kind.BXOR: MPI.BXOR}
+_SUMS = {ReduceKind.SUM: MPI.SUM, ReduceKind.AVG: MPI.SUM, ReduceKind.PRODUCT: MPI.PROD}
+_ARITHMETIC = _SUMS | {ReduceKind.MAX: MPI.MAX, ReduceKind.MIN: MPI.MIN}
+_BITWISE = {ReduceKind.BAND: MPI.BAND, ReduceKind.BOR: MPI.BOR, ReduceKind.BXOR: MPI.BXOR}
 # Of two truths the sum and the larger are "or", the product and the smaller are "and", as for NCCL.
 _LOGICAL = {
-    Kind.SUM: MPI.LOR, Kind.MAX: MPI.LOR, Kind.BOR: MPI.LOR, Kind.BXOR: MPI.LXOR,
-    Kind.PRODUCT: MPI.LAND, Kind.MIN: MPI.LAND, Kind.BAND: MPI.LAND,
+    ReduceKind.SUM: MPI.LOR, ReduceKind.MAX: MPI.LOR, ReduceKind.BOR: MPI.LOR, ReduceKind.BXOR: MPI.LXOR,
+    ReduceKind.PRODUCT: MPI.LAND, ReduceKind.MIN: MPI.LAND, ReduceKind.BAND: MPI.LAND,
 }  # fmt: skip
 
 
@@ -64,7 +64,10 @@ class Reduction:
         elif dtype in _FLOATS:
             datatype, ops = _FLOATS[dtype], _ARITHMETIC
         elif dtype in _INTEGERS:
-            datatype, ops = _INTEGERS[dtype], {k: op for k, op in (_ARITHMETIC | _BITWISE).items() if k != Kind.AVG}
+            datatype, ops = (
+                _INTEGERS[dtype],
+                {k: op for k, op in (_ARITHMETIC | _BITWISE).items() if k != ReduceKind.AVG},
+            )
         elif dtype == torch.bool:
             datatype, ops = MPI.C_BOOL, _LOGICAL
         elif dtype in _COMPLEX:
@@ -81,7 +84,7 @@ class Reduction:
         return _BLOCK_BYTES // self.datatype.Get_size()
 
     def finish(self, summed: Tensor) -> None:
-        if self.kind == Kind.AVG:
+        if self.kind == ReduceKind.AVG:
             summed.div_(self.size)
 
 

@@ -39,7 +39,7 @@ from shardwright.errors import UsageError
 from shardwright.world.agreement import from_rank_zero, together
 from shardwright.world.ranks import ranks_by_messages
 
-Where = str | os.PathLike[str]
+CheckpointPath = str | os.PathLike[str]
 Best = tuple[str, int, Literal["min", "max"]]
 
 _PLAIN = (".pth", ".pt", ".bin", ".safetensors")
@@ -71,7 +71,7 @@ class Checkpoints:
 
     def __init__(
         self,
-        directory: Where,
+        directory: CheckpointPath,
         *,
         latest_k: int | None = None,
         top_k: Best | None = None,
@@ -127,7 +127,7 @@ _running: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Checkpoints]] = WeakKeyD
 
 
 def save(
-    directory: Where,
+    directory: CheckpointPath,
     parallel: Any,
     optimizer: Optimizer | None = None,
     loader: Stateful | None = None,
@@ -184,7 +184,7 @@ def save(
     return found[1].save(run, step=step, epoch=epoch, metrics=metrics, extra=extra, config=config)
 
 
-def newest(directory: Where) -> str | None:
+def newest(directory: CheckpointPath) -> str | None:
     """The name of the newest complete checkpoint in a directory, None where there is none; the same on every rank."""
     return from_rank_zero(ranks_by_messages(TO_LOAD), lambda: latest(open_folder(directory)))
 
@@ -200,7 +200,7 @@ def wait(parallel: Any) -> None:
 
 
 def load(
-    directory: Where,
+    directory: CheckpointPath,
     parallel: Any,
     optimizer: Optimizer | None = None,
     loader: Stateful | None = None,
@@ -251,7 +251,7 @@ def load(
     )  # fmt: skip
 
 
-def _load_plain(file: Where, run: Run, strict: bool, rename: Rename | None) -> Loaded:
+def _load_plain(file: CheckpointPath, run: Run, strict: bool, rename: Rename | None) -> Loaded:
     """A plain state dict, which has a model and nothing else."""
     others = [name for name in ("optimizer", "loader", "scheduler", "scaler", "ema") if getattr(run, name) is not None]
     if others:

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.checkpoint.api import Best, Checkpoints, Where
+from shardwright.checkpoint.api import Best, CheckpointPath, Checkpoints
 from shardwright.checkpoint.whole_run.run_state import Run
 from shardwright.errors import UsageError
 from shardwright.torch_private import job_store
@@ -43,7 +43,7 @@ class ModelCheckpoint(Callback):
 
     def __init__(
         self,
-        directory: Where,
+        directory: CheckpointPath,
         *,
         every_epochs: int | None = None,
         every_steps: int | None = None,
@@ -93,7 +93,7 @@ class ModelCheckpoint(Callback):
 
         self._appointments = appointments(job_store(), fit, world.rank, world.size, tick)
 
-    def resumed(self, run: RunView, where: Where, name: str) -> None:
+    def resumed(self, run: RunView, where: CheckpointPath, name: str) -> None:
         """The run goes on from the checkpoint ``name``, so that there is no need to write it again."""
         own = os.path.abspath(self.directory)
         if where == "auto" or os.path.abspath(where) in (own, os.path.join(own, name)):

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch.utils.data import SequentialSampler
 
-from shardwright.checkpoint.api import Loaded, Where, load
+from shardwright.checkpoint.api import CheckpointPath, Loaded, load
 from shardwright.checkpoint.loading.match import Rename
 from shardwright.checkpoint.loading.source import TO_LOAD, checkpoints
 from shardwright.checkpoint.storage.folders import last_part, open_folder
@@ -65,7 +65,7 @@ class Continuation:
         return islice(iter(loader), run.batches, None)
 
 
-def resume(run: RunView, where: Where, strict: bool, rename: Rename | None) -> Loaded | None:
+def resume(run: RunView, where: CheckpointPath, strict: bool, rename: Rename | None) -> Loaded | None:
     """Put a checkpoint into the things of ``run``; None where there is none and ``where`` is "auto"."""
     ema = averaging(run)
     if ema is not None:
@@ -108,14 +108,14 @@ def _newest(run: RunView, strict: bool, rename: Rename | None) -> Loaded | None:
     return None
 
 
-def _names(directory: Where) -> tuple[list[str], list[str]]:
+def _names(directory: CheckpointPath) -> tuple[list[str], list[str]]:
     """The checkpoints of the directory, oldest first, and the folders that should be some but have no good manifest."""
     folder = open_folder(directory)
     good = list(checkpoints(folder))
     return good, [name for name in folder.folders() if name.startswith("step-") and name not in good]
 
 
-def _load(run: RunView, where: Where, strict: bool, rename: Rename | None) -> Loaded:
+def _load(run: RunView, where: CheckpointPath, strict: bool, rename: Rename | None) -> Loaded:
     into = run_of(run)
     loaded = load(
         where, into.model, into.optimizer, scheduler=into.scheduler, scaler=into.scaler, ema=into.ema, strict=strict,

@@ -33,7 +33,7 @@ SLAB_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class Loaded:
+class LoadedState:
     """What came of a load: ``values`` is what was wanted and no tensor, ``manifest`` that of the checkpoint."""
 
     values: Mapping[Path, Any]
@@ -49,15 +49,15 @@ def load(
     strict: bool = True,
     rename: Rename | None = None,
     threads: int | None = None,
-) -> Loaded:
+) -> LoadedState:
     """Fill the tensors of ``wanted`` in place from a checkpoint, each DTensor with this rank's part of it.
 
     ``wanted`` maps paths to tensors, DTensors or `Piece`\\ s, whose memory is filled, or to anything else: then what
-    the checkpoint has there is returned in `Loaded.values`, a tensor whole. No rank waits for another; every rank
+    the checkpoint has there is returned in `LoadedState.values`, a tensor whole. No rank waits for another; every rank
     calls it with the same names. ``rank`` is this process's own where not given. ``rename`` says how the parameters
     of the checkpoint are called here, ``{"encoder.*": "backbone.*"}`` or a function of a name.
 
-    With ``strict=False`` what fits is loaded, into other dtypes too, and `Loaded.match` names the rest.
+    With ``strict=False`` what fits is loaded, into other dtypes too, and `LoadedState.match` names the rest.
 
     Extra memory: per thread (two on local files, eight on remote ones) a slab of 16 MiB and two blocks of 256 KiB.
 
@@ -86,7 +86,7 @@ def load(
         if isinstance(entry, ValueEntry):
             values[path] = source.value(entry)
     _run(source, jobs, threads or source.folder.threads)
-    return Loaded(values, found, source.manifest)
+    return LoadedState(values, found, source.manifest)
 
 
 def read_box(source: Source, entry: TensorEntry, box: Box) -> Tensor:
