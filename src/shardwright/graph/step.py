@@ -13,7 +13,7 @@ from shardwright.graph.pins import apply_pins
 from shardwright.graph.rewrite import rewrite
 from shardwright.graph.trace import LossFunction
 
-Kind = Literal["training", "evaluation", "predict"]
+StepKind = Literal["training", "evaluation", "predict"]
 
 
 def captured_step(
@@ -21,7 +21,7 @@ def captured_step(
     loss_fn: LossFunction,
     batch: Any,
     pins: Mapping[str, Any],
-    kind: Kind = "training",
+    kind: StepKind = "training",
     batch_norm: Literal["global", "per-replica"] = "global",
 ) -> Capture:
     """The graph of a step, rewritten and pinned. Raises as `capture` and `apply_pins` do."""

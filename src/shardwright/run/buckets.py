@@ -18,7 +18,7 @@ from shardwright.mesh.collectives import Axes, Communicator
 
 
 class GradientReduction:
-    """Called by local programs as ``reduce_gradients(comm, ("dp",), weight=weight, bias=bias)``.
+    """Local programs call this as ``reduce_gradients(comm, ("dp",), weight=weight, bias=bias)``.
 
     While `deferred`, gradients are kept here instead, unreduced, and join the next reduction of their parameters.
     """
@@ -39,8 +39,9 @@ class GradientReduction:
         return self._deferring
 
     def join(self, key: str, parameter: Tensor) -> Tensor:
-        """``parameter``, whose backward adds what is kept of its gradient, where no bucket of the program does: the
-        last batch of an accumulation may have a plan under which the gradient is whole on every rank.
+        """``parameter``, whose backward adds what is kept of its gradient, where no bucket of the program does.
+
+        The last batch of an accumulation may have a plan under which the gradient is whole on every rank.
         """
         if self._deferring or key not in self._kept:
             return parameter

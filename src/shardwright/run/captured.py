@@ -17,7 +17,7 @@ from torch import Tensor
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
 from shardwright.graph.capture import flatten_batch
-from shardwright.graph.step import Kind
+from shardwright.graph.step import StepKind
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.collectives import all_gather
 from shardwright.mesh.processes import communicator_over
@@ -98,7 +98,7 @@ class Parallel(ParallelModel):
         return loss if spec is None else (loss, spec.unflatten([tensor.detach() for tensor in aux]))
 
     def _tell_pulse(self, training: bool) -> None:
-        """All batches of an accumulation are one step."""
+        """Say that a step begins; all batches of an accumulation are one step."""
         if training and self._between_steps:
             self._pulse.begin_step()
         else:
@@ -154,7 +154,7 @@ class Parallel(ParallelModel):
         self._closed = True
         self._communicator.close()
 
-    def _ready(self, kind: Kind, batch: Any) -> tuple[PreparedProgram, list[Tensor]]:
+    def _ready(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, list[Tensor]]:
         """The program for the batch, and this rank's part of its inputs."""
         self._refuse_closed()
         tensors = [tensor.to(self.world.device) for tensor in flatten_batch(batch)]

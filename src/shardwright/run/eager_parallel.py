@@ -25,14 +25,14 @@ from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
 from shardwright.world.world import World, current_world
 
-Mode = Literal["data", "single"]
+EagerMode = Literal["data", "single"]
 
 
 def parallelize_eagerly(
     model: nn.Module,
     loss_fn: LossFn,
     sample_batch: Any,
-    mode: Mode = "data",
+    mode: EagerMode = "data",
     gradients: Reduction = "mean",
     batch: BatchKind | None = None,
 ) -> EagerParallel:
@@ -81,7 +81,7 @@ class EagerParallel(ParallelModel):
         return self._step(part, global_size)
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        """Refused: the parts that the ranks hold of an output are known only where the model was captured."""
+        """Raise `UsageError`: which parts the ranks hold of an output is known only where the model was captured."""
         raise UsageError(
             f"predict() needs a model that was captured, and this {type(self.module).__name__} runs by "
             "DistributedDataParallel; mend what the EagerFallback warning named, or call parallel.module(...) yourself"
@@ -107,31 +107,31 @@ class EagerParallel(ParallelModel):
         return self._step.accumulate()
 
     def replay(self, batch: Any) -> None:
-        """Nothing to tell: there is no graph."""
+        """None, since a model that was not captured has no graph."""
 
     def executions(self) -> list[Execution]:
-        """No programs: torch runs the model as it is."""
+        """No programs, since torch runs the model as it is."""
         return []
 
     def close(self) -> None:
-        """Nothing to give back: it communicates in the default process group."""
+        """Do nothing: it communicates in the default process group, which stays."""
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the model, which is whole on every rank."""
         return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
 
     def random_state(self) -> None:
-        """Nothing of its own: random numbers come from torch's generators."""
+        """None, since random numbers come from torch's generators."""
 
     def load_random_state(self, state: Mapping[str, int]) -> None:
-        """Nothing to set: random numbers come from torch's generators."""
+        """Do nothing: random numbers come from torch's generators, which checkpoints keep for every rank."""
 
 
 @dataclass(frozen=True)
 class _Splitter:
     """Finds this rank's part of a batch, on its device, and the size of the global batch where this rank knows it."""
 
-    mode: Mode
+    mode: EagerMode
     kind: BatchKind | None
     world: World
 

@@ -51,7 +51,7 @@ def metric_means(aux: Any, samples: int) -> dict[str, float]:
 
 
 def metric_means_over_ranks(aux: Any, samples: int) -> dict[str, float]:
-    """The same from the metrics of this rank's part of ``samples`` samples (None if empty); all ranks call it."""
+    """The means over all ranks' parts, of which this one has ``samples`` samples (no metrics if it is empty)."""
     everyone = from_all_ranks((dict(_totals(aux, samples)), samples))
     whole = sum(count for _, count in everyone)
     names = next((list(metrics) for metrics, count in everyone if count), [])

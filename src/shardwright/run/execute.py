@@ -23,8 +23,8 @@ from shardwright.run.buckets import GradientReduction
 from shardwright.run.sites import Sites
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
-# A forward alone, one whose backward reduces the gradients, and one whose backward leaves them to a later one.
 Pass = Literal["forward", "reduced", "deferred"]
+"""A forward alone, one whose backward reduces the gradients, or one whose backward leaves them to a later one."""
 
 _STEPS = ("all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter")
 # What the source of a program may name.
@@ -52,7 +52,7 @@ class StepArguments:
     step: int
 
     def leaves(self) -> tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]:
-        """All tensors, kind by kind."""
+        """All tensors that the program is called with, kind by kind."""
         return self.parameters, self.buffers, self.inputs, self.constants
 
     def keys(self) -> Callable[[int], int]:
@@ -88,7 +88,7 @@ class Execution:
             self._reduce = sites.watched(reduction)
 
     def __call__(self, arguments: StepArguments) -> Outputs:
-        """Run the forward."""
+        """Run the forward, and count how it was run."""
         with_gradients: Pass = "deferred" if self._reduction.deferring else "reduced"
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
         return self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)

@@ -1,4 +1,4 @@
-"""From what a rank is given of a batch to what the plan wants it to hold."""
+"""Which rows of a batch a rank has, and how it comes to hold those that the plan wants it to hold."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Rows:
-    """Which rows of the global batch a rank was given: ``mine`` of ``total``; ``all_ranks`` where every rank knows.
+    """Which rows of the global batch a rank has: ``mine`` of ``total``; ``all_ranks`` where every rank knows.
 
     A Batch of a loader leaves ``all_ranks`` None: the ranges then are those of an even cut, or must be asked for.
     """
@@ -36,23 +36,23 @@ class Rows:
 
 
 def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) -> Rows:
-    """Which rows this rank was given; exchanges sizes where plain tensors are each rank's own part.
+    """Which rows this rank has; it exchanges sizes where plain tensors are each rank's own part.
 
     Raises:
         UsageError: where plain tensors come without saying whether they are the whole batch or a part of it.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
-    given = next((t.shape[0] for t in tensors if t.ndim), 0)
+    height = next((t.shape[0] for t in tensors if t.ndim), 0)
     if isinstance(batch, Batch):
-        return Rows((batch.start, batch.stop), batch.global_size, ((0, given),) if size == 1 else None)
+        return Rows((batch.start, batch.stop), batch.global_size, ((0, height),) if size == 1 else None)
     if size == 1 or kind == "global":
-        return Rows((0, given), given, ((0, given),) * size)
+        return Rows((0, height), height, ((0, height),) * size)
     if kind != "local":
         raise UsageError(
             "the batch is made of plain tensors: say batch='local' (each rank passes its own part) or batch='global' "
             "(each rank passes the same whole), or take batches from sw.loader"
         )
-    counts = from_all_ranks(given)
+    counts = from_all_ranks(height)
     ends = [sum(counts[: rank + 1]) for rank in range(size)]
     ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
     return Rows(ranges[dist.get_rank()], ends[-1], ranges)
@@ -60,8 +60,8 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) ->
 
 def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
     """The shapes of the global batch: the first dim counts rows in every tensor that has as many as the first one."""
-    given = rows.mine[1] - rows.mine[0]
-    return tuple((rows.total, *t.shape[1:]) if t.ndim and t.shape[0] == given else tuple(t.shape) for t in tensors)
+    height = rows.mine[1] - rows.mine[0]
+    return tuple((rows.total, *t.shape[1:]) if t.ndim and t.shape[0] == height else tuple(t.shape) for t in tensors)
 
 
 def local_inputs(
@@ -69,20 +69,20 @@ def local_inputs(
 ) -> list[Tensor]:
     """This rank's part of every input, as the plan lays it out; rows are exchanged only where ranks lack some."""
     ranges = rows.all_ranks or _ranges(rows, shapes, layouts, comm)
-    found = []
+    parts = []
     for tensor, shape, layout in zip(tensors, shapes, layouts, strict=True):
         wanted = [layout.local_slice(shape, comm.mesh, rank) for rank in range(comm.mesh.size)]
         part = wanted[comm.rank]
         if not shape or shape[0] != rows.total:
-            found.append(tensor[part])
+            parts.append(tensor[part])
         elif all(
             have[0] <= want[0].start and want[0].stop <= have[1] for have, want in zip(ranges, wanted, strict=True)
         ):
             start = ranges[comm.rank][0]
-            found.append(tensor[(slice(part[0].start - start, part[0].stop - start), *part[1:])])
+            parts.append(tensor[(slice(part[0].start - start, part[0].stop - start), *part[1:])])
         else:
-            found.append(_everything(tensor, ranges, comm)[part])
-    return found
+            parts.append(_everything(tensor, ranges, comm)[part])
+    return parts
 
 
 def _ranges(rows: Rows, shapes: Sequence[Shape], layouts: Sequence[Layout], comm: Communicator) -> tuple[Range, ...]:

@@ -1,4 +1,4 @@
-"""What `sw.parallelize` returns, whichever way the model runs: everything that trains, saves or verifies asks for this.
+"""What `sw.parallelize` returns, whichever way the model runs: nothing that trains or saves asks which way.
 
 `run.captured.Parallel` runs the programs of a plan, `run.eager_parallel.EagerParallel` torch's DistributedDataParallel.
 """
@@ -95,7 +95,7 @@ class ParallelModel(ABC):
         return self.module.parameters()
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The same with their names in the model."""
+        """The parameters as this rank stores them, with their names in the model."""
         return self.module.named_parameters()
 
     def buffers(self) -> Iterator[Tensor]:
@@ -127,10 +127,10 @@ class ParallelModel(ABC):
         """Draw from here on what the one that gave ``state`` would draw; every rank calls it with the same."""
 
     def train(self, mode: bool = True) -> Self:
-        """Training mode, as `torch.nn.Module.train`."""
+        """Put the model into training mode, as `torch.nn.Module.train` does."""
         self.module.train(mode)
         return self
 
     def eval(self) -> Self:
-        """Evaluation mode, as `torch.nn.Module.eval`."""
+        """Put the model into evaluation mode, as `torch.nn.Module.eval` does."""
         return self.train(False)

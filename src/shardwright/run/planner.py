@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from shardwright.errors import PlanError
 from shardwright.graph.ir import Capture
-from shardwright.graph.step import Kind, captured_step
+from shardwright.graph.step import StepKind, captured_step
 from shardwright.graph.trace import LossFunction
 from shardwright.mesh.layout import Layout
 from shardwright.plan.hardware import Hardware, for_device
@@ -54,7 +54,7 @@ class Planner:
 
         return from_rank_zero(ranks_by_collectives("making the plan"), make)
 
-    def later_plan(self, first: Plan, storage: Mapping[str, Layout], kind: Kind, batch: Any, rows: Rows) -> Plan:
+    def later_plan(self, first: Plan, storage: Mapping[str, Layout], kind: StepKind, batch: Any, rows: Rows) -> Plan:
         """The plan of another step of the same model, whose parameters are stored as the first plan says.
 
         Args:
@@ -81,7 +81,7 @@ class Planner:
             axes=first.mesh,
         )
 
-    def _capture(self, kind: Kind, batch: Any, rows: Rows) -> Capture:
+    def _capture(self, kind: StepKind, batch: Any, rows: Rows) -> Capture:
         """The graph for the whole of the batch of which this rank has a part."""
         leaves, spec = tree_flatten(batch)
         shapes = iter(global_shapes([leaf for _, leaf in leaves if isinstance(leaf, Tensor)], rows))

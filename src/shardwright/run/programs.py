@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.graph.step import Kind
+from shardwright.graph.step import StepKind
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
 from shardwright.mesh.collectives import Communicator
@@ -70,7 +70,7 @@ class Programs:
         """Make the program of the first plan."""
         self._prepare(self._key("training", sample_batch, rows), self._first)
 
-    def of(self, kind: Kind, batch: Any, rows: Rows) -> PreparedProgram:
+    def of(self, kind: StepKind, batch: Any, rows: Rows) -> PreparedProgram:
         """The program for a step of this kind on the global batch of which ``batch`` is this rank's part."""
         key = self._key(kind, batch, rows)
         if key not in self._by_key:
@@ -81,7 +81,7 @@ class Programs:
         """The programs that were made so far, each with a count of its runs."""
         return [prepared.execution for prepared in self._by_key.values()]
 
-    def _key(self, kind: Kind, batch: Any, rows: Rows) -> str:
+    def _key(self, kind: StepKind, batch: Any, rows: Rows) -> str:
         """What a program depends on beside the model: equal on every rank without talking."""
         leaves, spec = tree_flatten(batch)
         tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]

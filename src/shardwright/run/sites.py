@@ -24,7 +24,7 @@ _NO_LABELS = (NOWHERE, NOWHERE)
 
 
 class Sites:
-    """Of ``program``, whose source was compiled to the function with ``code``."""
+    """Tells the pulse what each collective of ``program`` is for; ``code`` is what its source was compiled to."""
 
     def __init__(self, program: LocalProgram, code: CodeType, pulse: Pulse) -> None:
         self._code, self._pulse = code, pulse
@@ -41,7 +41,7 @@ class Sites:
         pulse, code = self._pulse, self._code
         hooks = {backward: _hook(pulse, backward) for _, backward in self._labels.values()}
 
-        def told(*args: Any, **kwargs: Any) -> Any:
+        def watched_function(*args: Any, **kwargs: Any) -> Any:
             frame = sys._getframe(1)
             if frame.f_code is not code:
                 return function(*args, **kwargs)
@@ -53,7 +53,7 @@ class Sites:
                 first.grad_fn.register_prehook(hooks[backward])
             return result
 
-        return told
+        return watched_function
 
     def watched_members(self, module: ModuleType) -> SimpleNamespace:
         """The functions of ``module``, watched where they communicate."""
@@ -122,6 +122,6 @@ def _user(program: LocalProgram, at: int) -> str:
 
 
 def _name(node: Node) -> str:
-    """As "linear of layers.3.mlp"."""
+    """The operator with where it stands, as "linear of layers.3.mlp"."""
     parts = node.op.split(".")
     return f"{parts[1] if len(parts) > 1 else node.op} of {node.scope or 'the loss function'}"

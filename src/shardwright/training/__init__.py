@@ -1,1 +1,1 @@
-"""The trainer and its callbacks, its checkpoints, and what it tells."""
+"""The training loop: its callbacks, its checkpoints, and what it says of the network at the end."""

@@ -74,7 +74,7 @@ class Appointments:
             return what
 
     def close(self) -> None:
-        """No more points. A rank that has a wish now learns that this one has passed its last."""
+        """Say that no more points come, so that a rank with a wish learns that this one has passed its last."""
         self._closed.set()
         self._thread.join()
         if self._store is not None and not self._open:

@@ -127,7 +127,7 @@ class ModelCheckpoint(Callback):
         preemption, self._preemption = self._preemption, None
         if preemption is not None:
             preemption.close()
-            if preemption.asked and self._finished:  # too late to save anything more: end as we were told
+            if preemption.asked and self._finished:  # too late to save anything more: end as TERM would have
                 os.kill(os.getpid(), signal.SIGTERM)
         if self._checkpoints is not None:
             self._checkpoints.close()

@@ -18,18 +18,18 @@ Flows = Mapping[tuple[str, str], float]
 def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[Collective]:
     """Every collective that the program ran, with its count. A bucket is one all-reduce of all its gradients."""
     forwards, backwards = runs.get("forward", 0), runs.get("reduced", 0) + runs.get("deferred", 0)
-    found: Counter[Collective] = Counter()
+    counts: Counter[Collective] = Counter()
     for instruction in program.instructions:
         collectives = instruction.collectives(program.mesh)
         if instruction.kind == "bucket":
             joined = [collective for _, _, collective in collectives]
             if joined:
                 whole = Collective("all_reduce", joined[0].axes, sum(c.bytes for c in joined))
-                found[whole] += runs.get("reduced", 0)
+                counts[whole] += runs.get("reduced", 0)
             continue
         for _, direction, collective in collectives:
-            found[collective] += backwards + (forwards if direction == "forward" else 0)
-    return +found
+            counts[collective] += backwards + (forwards if direction == "forward" else 0)
+    return +counts
 
 
 def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequence[str], backend: Backend) -> Flows:

@@ -1,9 +1,9 @@
 """TERM during a training run: the scheduler wants the machine back and leaves a grace period in which to save.
 
-A rank that is told to end does not end at once: it asks all ranks for an appointment (`run.appointment`), at which they
-save together and leave. Where the launcher has marked the job as failed, a rank has died, and the others could wait for
-it for ever: then they leave at once. That must work while the main thread is blocked in a collective, where Python runs
-no handler; so the signal wakes a thread.
+A rank that is told to end does not end at once: it asks all ranks for an appointment (`training.appointment`), at which
+they save together and leave. Where the launcher has marked the job as failed, a rank has died, and the others could
+wait for it for ever: then they leave at once. That must work while the main thread is blocked in a collective, where
+Python runs no handler; so the signal wakes a thread.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Preemption:
         self.asked = True
 
     def close(self) -> None:
-        """From the thread that made it, when no other waits any more."""
+        """Let TERM end the process again; called from the thread that made this, when no other waits any more."""
         if self.installed:
             if self._wakes:
                 signal.set_wakeup_fd(-1)

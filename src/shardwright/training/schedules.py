@@ -19,7 +19,7 @@ Curve = Callable[[int], float]
 
 
 def constant_schedule(optimizer: Optimizer, *, warmup_steps: int = 0) -> LambdaLR:
-    """The optimizer's rate throughout."""
+    """The optimizer's own rate throughout, after the warm-up."""
     return _after_warmup(optimizer, warmup_steps, lambda step: 1.0)
 
 
@@ -56,7 +56,7 @@ def _steps_after_warmup(steps: int, warmup_steps: int) -> int:
 
 
 def _after_warmup(optimizer: Optimizer, warmup_steps: int, curve: Curve) -> LambdaLR:
-    """``curve`` counts from 0 at the end of the warm-up."""
+    """A linear warm-up, then ``curve``, which counts from 0 at the end of the warm-up."""
     if warmup_steps < 0:
         raise UsageError(f"expected warmup_steps of at least 0, got {warmup_steps}")
     return LambdaLR(

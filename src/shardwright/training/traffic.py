@@ -63,7 +63,7 @@ class HostTraffic:
 
 
 class TrafficWatch:
-    """Made on all ranks together before the first step; all call `end` after the last."""
+    """Measures a run: all ranks make one together before the first step, and call `end` after the last."""
 
     def __init__(self, parallel: ParallelModel, world: World, sysfs: Path = SYSFS) -> None:
         self._parallel, self._world, self._sysfs = parallel, world, sysfs
@@ -81,10 +81,10 @@ class TrafficWatch:
             return
         from_all_ranks(None)  # nobody reads while another still sends
         mine = None if self._before is None else self._measure(self._before)
-        everyone = [found for found in from_all_ranks(mine) if found is not None]
+        hosts = [host for host in from_all_ranks(mine) if host is not None]
         if self._world.rank == 0:
             backend = _backend(self._world)
-            for line in traffic_lines(everyone, self._predicted(backend), backend):
+            for line in traffic_lines(hosts, self._predicted(backend), backend):
                 print(line, flush=True)
 
     def _measure(self, before: NetworkReading) -> HostTraffic:
