@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from shardwright.errors import CaptureError
-from shardwright.graph.ir import Capture, Node, Operand
+from shardwright.graph.ir import Capture, Node
+from shardwright.rules.notation import Operand
 
 
 def check(capture: Capture) -> Capture:

@@ -16,9 +16,10 @@ from torch.fx.node import map_arg
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError, StrategyError
-from shardwright.graph.ir import Capture, Kind, Node, Operand, Pin, Slices, Value
+from shardwright.graph.ir import Capture, Node, Pin, Slices, Value, ValueKind
 from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.graph.trace import NO_GRADIENT, SOURCE, Trace
+from shardwright.rules.notation import Operand
 from shardwright.rules.row import Identity, Row
 from shardwright.rules.table import row_of
 
@@ -104,7 +105,7 @@ class _Converter:
             else:
                 raise CaptureError(f"the model closes over {spec.target}, a {spec.kind.name.lower()}, not a tensor")
 
-    def _add_state(self, kind: Kind, named: Any) -> None:
+    def _add_state(self, kind: ValueKind, named: Any) -> None:
         first: dict[int, str] = {}
         for label, tensor in named:
             if first.setdefault(id(tensor), label) != label:
@@ -112,7 +113,9 @@ class _Converter:
             else:
                 self.of_label[label] = self._add_value(label, kind, label, tensor, self.train and tensor.requires_grad)
 
-    def _add_value(self, stem: str, kind: Kind, label: str | None, tensor: torch.Tensor, needs_gradient: bool) -> str:
+    def _add_value(
+        self, stem: str, kind: ValueKind, label: str | None, tensor: torch.Tensor, needs_gradient: bool
+    ) -> str:
         name = self._unused(stem)
         shape = tuple(int(size) for size in tensor.shape)
         self.values[name] = Value(name, kind, name if label is None else label, shape, tensor.dtype, needs_gradient)

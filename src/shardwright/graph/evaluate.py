@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from shardwright.graph.ir import Capture, Node, Operand
+from shardwright.graph.ir import Capture, Node
 from shardwright.graph.operators import resolve, takes_device
+from shardwright.rules.notation import Operand
 
 
 def evaluate(

@@ -10,9 +10,9 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.rules.notation import Operand as Operand
+from shardwright.rules.notation import Operand
 
-Kind = Literal["parameter", "buffer", "input", "constant", "result"]
+ValueKind = Literal["parameter", "buffer", "input", "constant", "result"]
 Slices = tuple[int, ...]
 
 
@@ -25,7 +25,7 @@ class Value:
     """
 
     name: str
-    kind: Kind
+    kind: ValueKind
     label: str
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -83,7 +83,7 @@ class Capture:
     tied: Mapping[str, str]  # second name of a tied parameter or buffer -> its first name
     key: str  # what the capture depends on beside the graph: training mode, autocast
 
-    def of_kind(self, kind: Kind) -> tuple[Value, ...]:
+    def of_kind(self, kind: ValueKind) -> tuple[Value, ...]:
         """The values of one kind, in order."""
         return tuple(value for value in self.values.values() if value.kind == kind)
 

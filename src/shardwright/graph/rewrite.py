@@ -16,7 +16,8 @@ from typing import Any, Literal
 import torch
 
 from shardwright.graph.check import check
-from shardwright.graph.ir import Capture, Node, Operand, Value
+from shardwright.graph.ir import Capture, Node, Value
+from shardwright.rules.notation import Operand
 from shardwright.rules.operator import named_arguments
 from shardwright.rules.table import Column, column
 from shardwright.torch_private import schema_parameters

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph import refusals, regions, sources
-from shardwright.graph.ir import Operand
+from shardwright.rules.notation import Operand
 
 LossFunction = Callable[[Any, Any], Any]
 SOURCE = "shardwright_source"  # keys of the annotations that every traced operator carries

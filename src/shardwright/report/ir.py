@@ -15,12 +15,13 @@ from typing import Any
 
 import torch
 
-from shardwright.graph.ir import Node, Operand, Value
+from shardwright.graph.ir import Node, Value
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.redistribute import Collective, Step
 from shardwright.plan.plan import Plan
+from shardwright.rules.notation import Operand
 
 
 def save_graphs(where: SaveGraphs, plan: Plan, program: LocalProgram, number: int = 1) -> Path:
