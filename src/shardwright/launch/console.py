@@ -72,7 +72,7 @@ class _WriterThread:
                 return
 
 
-class _Line:
+class _UnfinishedLine:
     """The unfinished line of one stream of one rank, where lines of several ranks share the console."""
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Console:
         self._writers = {"stdout": _WriterThread(1), "stderr": _WriterThread(2)}
         self._one_screen = os.path.sameopenfile(1, 2) or (os.isatty(1) and os.isatty(2))
         self._inside_line = {"stdout": False, "stderr": False}
-        self._lines: dict[tuple[int, str], _Line] = {}
+        self._lines: dict[tuple[int, str], _UnfinishedLine] = {}
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         if rank not in self.shown:
@@ -96,7 +96,7 @@ class Console:
         if len(self.shown) == 1:
             self._put(stream, data)
             return
-        line = self._lines.setdefault((rank, stream), _Line())
+        line = self._lines.setdefault((rank, stream), _UnfinishedLine())
         if not line.text:
             line.since_s = time.monotonic()
         line.text += data.replace(b"\r\n", b"\n").replace(b"\r", b"\n")  # a progress bar becomes lines

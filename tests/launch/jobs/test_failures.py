@@ -239,7 +239,7 @@ def interruptible(launching, ignore):
 def wait_for_ranks(launching, ranks):
     for rank in range(ranks):
         wait_until(lambda r=rank: (launching.folder / f"log_output/1/rank.{r}/stdout").exists(), 20, "the log exists")
-        wait_until(lambda r=rank: "up" in launching.log(r), 20, f"rank {rank} runs")
+        wait_until(lambda r=rank: "up\n" in launching.log(r), 20, f"rank {rank} runs")
 
 
 def test_ctrl_c_once_lets_ranks_end_by_themselves(launching):

@@ -60,11 +60,10 @@ from shardwright.launch.host.protocol import (
     SupervisorGone,
 )
 from shardwright.launch.host.stage import StagedFiles, remove_folder
-from shardwright.launch.host.stream import Decoder, encode
+from shardwright.launch.host.stream import Decoder, encode, take_stdio
 from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.kept_logs import KeptLogs
 from shardwright.launch.supervisor import preflight
-from shardwright.launch.supervisor.supervisor import take_stdio
 
 _CHUNK_BYTES = 1 << 18
 _BACKLOG_BYTES = 1 << 21

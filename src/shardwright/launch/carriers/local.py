@@ -32,7 +32,7 @@ _BOOT = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
 sys.path.append({root!r})
-from shardwright.launch.supervisor.supervisor import main
+from shardwright.launch.supervisor.main import main
 del sys.path[-1]
 main()
 """

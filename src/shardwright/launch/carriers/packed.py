@@ -41,7 +41,7 @@ SUPERVISOR_BOOT = """
 import sys
 if not sys.flags.safe_path: del sys.path[0]
 sys.path.insert(0, "/proc/self/fd/{packed}")
-from shardwright.launch.supervisor.supervisor import main
+from shardwright.launch.supervisor.main import main
 del sys.path[0]
 main()
 """

@@ -1,4 +1,4 @@
-"""The process above the ranks of one host: starts them, relays what they write, reports how they end, ends them.
+"""The process above the ranks of one host: relays what they write, reports how they end, ends them.
 
 It decides nothing: it follows the orders of its launcher (`protocol`), and where those end it kills everything, so that
 a launcher killed with SIGKILL leaves no process behind. It runs in a session of its own, away from the terminal's
@@ -9,28 +9,15 @@ kills the ranks, and the launcher finds by their mark what they had started.
 from __future__ import annotations
 
 import os
-import select
 import selectors
 import signal
-import sys
 import time
-import traceback
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from shardwright.hosts.gpus import count_gpus
 from shardwright.launch.hangs.stacks import Target
-from shardwright.launch.host.processes import (
-    become_subreaper,
-    descendants,
-    die_with_parent,
-    kill_all,
-    name_of,
-    out_of_memory_kills,
-    send_signal,
-)
+from shardwright.launch.host.processes import descendants, kill_all, name_of, out_of_memory_kills, send_signal
 from shardwright.launch.host.protocol import (
-    ORDERS,
     STREAMS,
     AskErrors,
     AskStacks,
@@ -55,23 +42,8 @@ from shardwright.launch.host.stage import remove_folder
 from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.failure import read_error_file
-from shardwright.launch.supervisor import zygote
-from shardwright.launch.supervisor.binding import bind
 from shardwright.launch.supervisor.progress import Progress
-from shardwright.launch.supervisor.rank_start import (
-    UNKILLABLE_S,
-    RankProcess,
-    become_rank,
-    check_open_files,
-    error_file,
-    execute,
-    forget_this_package,
-    not_started,
-    open_pulses,
-    start_rank,
-    why_no_torch,
-)
-from shardwright.pulse import PULSE_VARIABLE, answer_with_stacks
+from shardwright.launch.supervisor.rank_start import UNKILLABLE_S, RankProcess
 
 _CHUNK_BYTES = 1 << 16
 _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the ranks' pipes are left alone
@@ -335,74 +307,3 @@ class Supervisor:
 
 def _error_of(process: RankProcess) -> tuple[str, float] | None:
     return read_error_file(process.error_file) if process.error_file is not None else None
-
-
-def take_stdio() -> tuple[int, int]:
-    """The launcher's pipes, moved to where neither an import nor a rank meets them."""
-    orders, events = os.dup(0), os.dup(1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.close(nothing)
-    os.dup2(2, 1)  # an import that prints would garble the stream of events
-    return orders, events
-
-
-def _read_start(orders: int, decoder: Decoder[Start | Order]) -> Start:
-    """Ends this process where the launcher ended before the kernel was asked to tell of that."""
-    poll = select.poll()
-    poll.register(orders, 0)
-    while data := os.read(orders, _CHUNK_BYTES):
-        for order in decoder.feed(data):
-            if poll.poll(0):
-                os._exit(1)
-            assert isinstance(order, Start), f"{order} came before a start"
-            return order
-    os._exit(1)
-
-
-def main() -> None:
-    """Supervise what the launcher orders on standard input; in a forked rank, run its program and return."""
-    die_with_parent(signal.SIGKILL)  # as long as there is no rank that needs somebody to end it
-    become_subreaper()
-    decoder: Decoder[Start | Order] = Decoder(Start, *ORDERS)
-    orders, events = take_stdio()
-    start = _read_start(orders, decoder)
-    pulses = open_pulses(start, events)
-    if start.carrier:
-        from shardwright.launch.supervisor.carried import supervise
-
-        supervise(start, orders, events, decoder, pulses)
-    preload = start.preload and zygote.can_preload(start.program)
-    if preload:
-        try:
-            zygote.preload()
-        except BaseException:
-            not_started(events, why_no_torch(traceback.format_exc()))
-    die_with_parent(0)
-    ranks: dict[int, RankProcess] = {}
-    private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values())]
-    supervisor = os.getpid()
-    check_open_files(len(start.ranks), events)
-    for rank, variables in start.ranks.items():
-        try:
-            process, pipes = start_rank(private)
-        except OSError as error:
-            not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
-        if process.pid == 0:
-            become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
-            if start.bind:
-                bind(variables, count_gpus(os.environ))
-            if not preload:
-                execute(start.program.command_line())
-            if PULSE_VARIABLE in variables:
-                answer_with_stacks(variables[PULSE_VARIABLE])
-            if start.packed:
-                forget_this_package()
-            return zygote.run(start.program)
-        for fd in pipes.values():
-            os.close(fd)
-        process.error_file = error_file(variables)
-        process.pulse = pulses.get(rank)
-        ranks[rank] = process
-    Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch, start.stall_s).run()
-    sys.exit(0)

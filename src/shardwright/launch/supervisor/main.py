@@ -1,0 +1,94 @@
+"""The beginning of a supervisor: from its first order to ranks that run, or to a rank that is one of them."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import traceback
+
+from shardwright.hosts.gpus import count_gpus
+from shardwright.launch.host.processes import become_subreaper, die_with_parent
+from shardwright.launch.host.protocol import ORDERS, Order, Start
+from shardwright.launch.host.stream import Decoder, take_stdio
+from shardwright.launch.supervisor import zygote
+from shardwright.launch.supervisor.binding import bind
+from shardwright.launch.supervisor.rank_start import (
+    RankProcess,
+    become_rank,
+    check_open_files,
+    error_file,
+    execute,
+    forget_this_package,
+    not_started,
+    open_pulses,
+    start_rank,
+    why_no_torch,
+)
+from shardwright.launch.supervisor.supervisor import Supervisor
+from shardwright.pulse import PULSE_VARIABLE, answer_with_stacks
+
+_CHUNK_BYTES = 1 << 16
+
+
+def _read_start(orders: int, decoder: Decoder[Start | Order]) -> Start:
+    """Ends this process where the launcher ended before the kernel was asked to tell of that."""
+    poll = select.poll()
+    poll.register(orders, 0)
+    while data := os.read(orders, _CHUNK_BYTES):
+        for order in decoder.feed(data):
+            if poll.poll(0):
+                os._exit(1)
+            assert isinstance(order, Start), f"{order} came before a start"
+            return order
+    os._exit(1)
+
+
+def main() -> None:
+    """Supervise what the launcher orders on standard input; in a forked rank, run its program and return."""
+    die_with_parent(signal.SIGKILL)  # as long as there is no rank that needs somebody to end it
+    become_subreaper()
+    decoder: Decoder[Start | Order] = Decoder(Start, *ORDERS)
+    orders, events = take_stdio()
+    start = _read_start(orders, decoder)
+    pulses = open_pulses(start, events)
+    if start.carrier:
+        # From a zip file this would be compiled each time, and few jobs need it.
+        from shardwright.launch.supervisor.carried import supervise
+
+        supervise(start, orders, events, decoder, pulses)
+    preload = start.preload and zygote.can_preload(start.program)
+    if preload:
+        try:
+            zygote.preload()
+        except BaseException:
+            not_started(events, why_no_torch(traceback.format_exc()))
+    die_with_parent(0)
+    ranks: dict[int, RankProcess] = {}
+    private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values())]
+    supervisor = os.getpid()
+    check_open_files(len(start.ranks), events)
+    for rank, variables in start.ranks.items():
+        try:
+            process, pipes = start_rank(private)
+        except OSError as error:
+            not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
+        if process.pid == 0:
+            become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
+            if start.bind:
+                bind(variables, count_gpus(os.environ))
+            if not preload:
+                execute(start.program.command_line())
+            if PULSE_VARIABLE in variables:
+                answer_with_stacks(variables[PULSE_VARIABLE])
+            if start.packed:
+                forget_this_package()
+            return zygote.run(start.program)
+        for fd in pipes.values():
+            os.close(fd)
+        process.error_file = error_file(variables)
+        process.pulse = pulses.get(rank)
+        ranks[rank] = process
+    Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch, start.stall_s).run()
+    sys.exit(0)
