@@ -16,7 +16,9 @@ from shardwright.launch.kept.run_report import EndedAttempt, RunReport
 
 @dataclass(frozen=True)
 class Attempt:
-    """``options`` tell how many ranks there are; ``past`` are the attempts at the same job that have failed.
+    """What one attempt at a job owns.
+
+    ``options`` tell how many ranks there are; ``past`` are the attempts at the same job that have failed.
 
     ``run_id`` marks its processes; ``began_s`` is in seconds since the epoch.
     """
@@ -35,13 +37,13 @@ class Attempt:
         return cls(options, folder, console, JobState.of_this_process(command, options.ranks), run_id=_run_id(folder))
 
     def next(self, options: LaunchOptions, past: tuple[EndedAttempt, ...]) -> Attempt:
-        """The one after it, with the options as they are known then."""
+        """The attempt after this one, with the options as they are known then."""
         state = replace(self.state, restarts=len(past))
         return Attempt(options, self.folder, self.console, state, past, _run_id(self.folder))
 
     @property
     def first_line(self) -> str:
-        """What the logs of a restart begin with."""
+        """The line with which the logs of a restart begin, empty for the first attempt."""
         if not self.past:
             return ""
         moment = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self.began_s))
@@ -82,7 +84,7 @@ class AttemptEnd:
         return EndedAttempt(began_s, self.ended_s, hosts, ranks, self.outcome.exit_code, self.outcome.cause)
 
     def finish(self, status: str, exit_code: int) -> None:
-        """No attempt comes after this one: the job's last state and its report are written."""
+        """Write the job's last state and its report, since no attempt comes after this one."""
         folder, console = self.attempt.folder, self.attempt.console
         state = self.attempt.state.ended(status, exit_code)
         try:

@@ -18,7 +18,10 @@ _FRAGMENT_AGE_S = 0.5
 
 
 class _WriterThread:
-    """One file descriptor and the thread that writes to it."""
+    """One file descriptor and the thread that writes to it.
+
+    A thread waits, since the descriptor is shared with other programs, for which it must go on blocking.
+    """
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -61,7 +64,7 @@ class _WriterThread:
                 self._written_bytes += written
 
     def close(self, patience_s: float) -> None:
-        """Until all is written, or for ``patience_s`` nothing could be."""
+        """Wait until all is written, or until for ``patience_s`` nothing could be."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -81,7 +84,7 @@ class _UnfinishedLine:
 
 
 class Console:
-    """The ranks in ``shown`` on standard output and error, with a prefix where there are several."""
+    """What the ranks in ``shown`` write goes to standard output and error, with a prefix where there are several."""
 
     def __init__(self, shown: frozenset[int]) -> None:
         self.shown = shown
@@ -123,7 +126,7 @@ class Console:
         return min(waiting, default=None)
 
     def say(self, text: str) -> None:
-        """A line of the launcher's own, and what belongs to it."""
+        """Show a line of the launcher's own, and the lines that belong to it."""
         start = b"\n" if self._inside_line["stderr"] or (self._one_screen and self._inside_line["stdout"]) else b""
         lines = "\n  ".join(text.splitlines())
         self._put("stderr", start + f"shardwright: {lines}\n".encode(errors="surrogateescape"))

@@ -62,13 +62,13 @@ def _wait(job: JobRecord, timeout_s: float) -> bool:
 
 
 def _end_what_is_left(job: JobRecord, say: Callable[[str], None]) -> int:
-    """Of a job whose launcher is gone. Supervisors and agents end without it, by the end of its stream or by lease."""
+    """End a job whose launcher is gone. Supervisors and agents end without it, by the end of its stream or by lease."""
     killed: set[int] = set()
 
     def left() -> set[int]:
-        found = {pid for mark in job.marks for pid in marked(mark)}
-        killed.update(found)
-        return found
+        pids = {pid for mark in job.marks for pid in marked(mark)}
+        killed.update(pids)
+        return pids
 
     living = kill_all(left, _LEFT_S)
     say(f"the launcher of job {job.name} is gone; {len(killed)} processes of it were left on this host and are killed")

@@ -63,7 +63,7 @@ from shardwright.launch.supervisor.progress import decode_observations
 
 
 class Launcher:
-    """``started`` is called once all ranks have started. The carrier is closed by who made it."""
+    """One attempt at a job. ``started`` is called once all ranks have started; the carrier is closed by who made it."""
 
     def __init__(self, attempt: Attempt, carrier: Carrier, started: Callable[[], None]) -> None:
         self.attempt, self.carrier, self.started = attempt, carrier, started
@@ -77,7 +77,7 @@ class Launcher:
         self.selector = selectors.DefaultSelector()
 
     def run(self) -> AttemptEnd:
-        """Raises `LaunchError` where nothing could be started."""
+        """Run the attempt to its end. Raises `LaunchError` where nothing could be started."""
         with self._catch_signals():
             self._start()
             try:
@@ -121,7 +121,7 @@ class Launcher:
         self.selector.close()
 
     def _note(self, write: Callable[[], None]) -> None:
-        """Write of the job. A disk that has become full since it began is no reason not to begin again."""
+        """Write what is known of the job. A disk that has become full since is no reason not to begin again."""
         try:
             write()
         except OSError as error:
@@ -130,7 +130,7 @@ class Launcher:
             self.say(f"what is known of this restart cannot be written: {error}")
 
     def _host(self, rank: int) -> str:
-        """Its name, where there are several."""
+        """The name of a rank's host, empty where there is one host alone."""
         return self.connections.hosts.get(rank, "")
 
     def _on(self, connection: Connection) -> str:
@@ -149,7 +149,7 @@ class Launcher:
 
     @contextlib.contextmanager
     def _catch_signals(self) -> Iterator[None]:
-        """Signals wake the loop."""
+        """While this lasts, signals end nothing: they wake the loop, which takes them."""
         with woken_by(dict.fromkeys((*ENDING_SIGNALS, *PASSED_SIGNALS, KILL_NOW), lambda *_: None)) as read:
             self.selector.register(read, selectors.EVENT_READ, lambda: self._take_signals(read))
             yield
@@ -233,13 +233,13 @@ class Launcher:
                 self._ended(connection, event)
 
     def _started(self, rank: int) -> None:
-        if self.judge.all_started(rank):
+        if self.judge.rank_started(rank):
             self.all_started_s = time.monotonic()
             self.stall.moved()
             self.started()
 
     def _tell(self, connection: Connection, event: Stopped | Continued | Left) -> None:
-        """What a person wants to know as long as nothing has begun to end the job."""
+        """Say what a person wants to know as long as nothing has begun to end the job."""
         if self.judge.ending:
             return
         match event:
@@ -278,7 +278,7 @@ class Launcher:
             self.say(f"processes that do not end even when killed: {', '.join(self.unkillable)}")
 
     def _lost(self, connection: Connection) -> None:
-        """Without its last word."""
+        """A host is lost: it has not said its last word, and never will."""
         lost_s = time.time()
         if connection.silent_too_long and connection.lease_s is not None:
             lost_s -= connection.lease_s  # when it was last heard
@@ -332,7 +332,7 @@ class Launcher:
         self._fail(cause, odd[0] if len(odd) == 1 else None, details)
 
     def _fail(self, cause: RankEnd, rank: int | None, details: list[str]) -> None:
-        """The job ends: ``rank`` is what failed.json blames, ``details`` are told after the headline."""
+        """End the job: ``rank`` is what failed.json blames, ``details`` are told after the headline."""
         text = self.judge.headline(cause)
         failure: Mapping[str, object] = {"rank": rank, "cause": text, "time_s": cause.time_s}
         try:

@@ -46,7 +46,8 @@ What it says is about a restart. Raises `UsageError` or `LaunchError` where the 
 
 
 def run_job(restarts: RestartOptions, folder: JobFolder, prepare: Prepare, started: Callable[[], None]) -> int:
-    """The exit code of the last attempt. ``started`` is called once all ranks of the first one have started.
+    """Run the job and return the exit code of its last attempt. ``started`` is called once all ranks of the first one
+    have started.
 
     Raises `UsageError` or `LaunchError` where no rank ever ran; then the folder is removed.
     """
@@ -90,7 +91,7 @@ class _Attempts:
         self.console.say(text)
 
     def _attempt(self) -> int:
-        """One, with `last` set if there is to be another."""
+        """Make one attempt and return its exit code; `last` is set if there is to be another."""
         before = self.last
         try:
             options, carrier = self.prepare(self.restarts, self._say)
@@ -129,7 +130,10 @@ class _Attempts:
         return Attempt.first(options, self.folder, self.console)
 
     def _record(self, attempt: Attempt, carrier: Carrier) -> None:
-        """For `shardwright ps`. What killed launchers have left there is cleared away, whether or not anybody asks."""
+        """Write what `shardwright ps` shows.
+
+        What killed launchers have left there is cleared away, whether or not anybody asks.
+        """
         with contextlib.suppress(UsageError):
             known_jobs()
         state, options = attempt.state, attempt.options
@@ -150,7 +154,7 @@ class _Attempts:
         self.record = record
 
     def _give_up(self, before: AttemptEnd, error: Exception) -> int:
-        """The job failed, and cannot begin again."""
+        """End a job that has failed and cannot begin again; return its exit code."""
         self._say(f"the job cannot be restarted: {error}")
         self.last = None
         before.finish(FAILED, before.outcome.exit_code)
@@ -186,7 +190,9 @@ class _Attempts:
 
 @contextlib.contextmanager
 def ended_by_signals() -> Iterator[Wait]:
-    """While nothing runs that would need a grace; those signals that are for ranks are lost. Yields how to wait."""
+    """While this lasts, nothing runs that would need a grace: a signal that ends jobs raises `SystemExit`, and one that
+    is for ranks is lost. Yields a function that waits for so many seconds.
+    """
 
     def end(signum: int, _: FrameType | None) -> None:
         raise SystemExit(128 + (signal.SIGTERM if signum == KILL_NOW else signum))

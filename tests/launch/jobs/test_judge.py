@@ -20,7 +20,7 @@ def failure(rank, code, time_s, ahead_s, tail=b""):
 def running(ranks=2, hosts=None):
     """An attempt of which all ranks have started."""
     judge = Judge(ranks, hosts=hosts)
-    assert [judge.all_started(rank) for rank in range(ranks)] == [False] * (ranks - 1) + [True]
+    assert [judge.rank_started(rank) for rank in range(ranks)] == [False] * (ranks - 1) + [True]
     return judge
 
 
@@ -138,7 +138,7 @@ def test_a_host_that_is_lost_while_the_job_ends_is_told_where_there_are_several(
 
 def test_a_host_that_is_lost_before_its_ranks_started_has_not_started():
     judge = Judge(2, hosts=HOSTS)
-    judge.all_started(0)
+    judge.rank_started(0)
     assert judge.lost(RankEnd(-1, 1, 50.0, host="host1", loss="gone"), [1]) == "not started"
     judge.not_started = "host1: gone while it imported torch"
     assert judge.outcome() == Outcome(FAILED, 1, "host1: gone while it imported torch")

@@ -74,7 +74,10 @@ _TELL_STAGING_S = 1.0
 
 
 class Agent:
-    """``packed`` is the file descriptor of the zip file with this package."""
+    """What stands on a host between launcher and supervisor.
+
+    ``packed`` is the descriptor of the zip file of this package.
+    """
 
     def __init__(self, packed: int, orders: int, events: int) -> None:
         self.packed, self.orders = packed, orders
@@ -108,7 +111,7 @@ class Agent:
                 self.abandoned()
 
     def abandoned(self, code: int = 0) -> NoReturn:
-        """The launcher is gone: nobody is left to tell. A supervisor without orders kills everything, too."""
+        """Kill everything and end: the launcher is gone. A supervisor without orders kills everything, too."""
         if self.supervisor is not None:
             self.supervisor.hang_up()
         self._kill_everything()
@@ -207,7 +210,7 @@ class Agent:
             self.tell(NotStarted(f"the supervisor of the ranks cannot be started: {error}"))
 
     def _end(self, order: End | Kill) -> None:
-        """The mark of a failed job is there before a rank is told to end, and a stopped supervisor goes on."""
+        """Mark the job as failed before a rank is told to end, and have a stopped supervisor go on."""
         if isinstance(order, End) and order.failure is not None:
             with contextlib.suppress(OSError):
                 (self.scratch / "failed.json").write_text(json.dumps(order.failure))
@@ -218,7 +221,7 @@ class Agent:
     # --- from the supervisor
 
     def _read_while_taken(self) -> None:
-        """Whether the supervisor is read now: not while the line is full, as long as there is patience for that."""
+        """Read the supervisor, but not while the line is full, as long as there is patience for that."""
         if self.supervisor is not None:
             self.supervisor.read_if(not self.line.holds_up(self.writer.waiting_bytes))
 
@@ -232,7 +235,7 @@ class Agent:
         self.tell(event)
 
     def _relay_kept(self, kept: KeptLogs, event: Event) -> bool:
-        """Whether the launcher is to have the event."""
+        """Keep what an event brings. Returns whether the launcher is to have the event."""
         match event:
             case Output(rank, stream, data):
                 return kept.write(rank, stream, data)
@@ -263,7 +266,7 @@ class _Line:
         self.lost: dict[tuple[int, str], int] = {}
 
     def holds_up(self, backlog_bytes: int) -> bool:
-        """From when the line is full until it is half empty, unless that takes too long."""
+        """Whether ranks have to wait: from when the line is full until it is half empty, unless that takes too long."""
         now_s = time.monotonic()
         if self.full_since_s is None:
             if backlog_bytes >= _BACKLOG_BYTES and now_s >= self.lossy_until_s:
@@ -349,7 +352,7 @@ class _SupervisorProcess:
 
 
 def main(packed: int) -> NoReturn:
-    """The end of the first program that came over the line."""
+    """Be the agent: this is the end of the first program that came over the line."""
     become_subreaper()
     orders, events = take_stdio()
     agent = Agent(packed, orders, events)

@@ -46,7 +46,9 @@ A = TypeVar("A", bound=Answer)
 
 
 class AgentConnection(Connection):
-    """The process is ssh (or srun, with an ``environment`` of its own), or the agent itself, on this host."""
+    """The line to an agent. The process is ssh (or srun, with an ``environment`` of its own), or the agent itself, on
+    this host.
+    """
 
     def __init__(
         self, host: Host, command: Sequence[str], sent: tuple[bytes, bytes], lease_s: float,
@@ -95,7 +97,8 @@ class AgentConnection(Connection):
         return answer
 
     def send_stream(self, pieces: Iterator[bytes]) -> None:
-        """Encoded messages, taken one by one as the other end takes them; where they fail, ``stream_error`` says why.
+        """Send encoded messages, which are taken one by one as the other end takes them; where they fail,
+        ``stream_error`` says why.
 
         Until then nothing else goes between them but beats.
         """
@@ -125,7 +128,7 @@ class AgentConnection(Connection):
                 self._selector.unregister(self.errors)
 
     def tick(self) -> float | None:
-        """A beat, where it is time for one."""
+        """Send a beat, if it is time for one."""
         assert self.lease_s is not None
         now_s = time.monotonic()
         if now_s >= self._beat_at_s:
@@ -170,10 +173,10 @@ class AgentConnection(Connection):
         return 0.0 if self._gone_code is not None else 1.25 * self.lease_s + 0.5
 
     def wake(self) -> None:
-        """The agent does it with every order to end."""
+        """Do nothing: the agent wakes its supervisor with every order to end."""
 
     def abandon(self) -> None:
-        """With the connection the agent loses its orders, and kills everything."""
+        """Cut the line: the agent loses its orders with it, and kills everything."""
         self.process.kill()
 
     def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
@@ -194,7 +197,7 @@ class AgentConnection(Connection):
         return [line for line in lines if line and _NO_BINDING not in line]
 
     def wait(self) -> int:
-        """For the end of the process, after that of its stream; what it said last is read."""
+        """Wait for the end of the process and read what it said last. Returns its exit code."""
         try:
             code = self.process.wait(_CLOSE_S)
         except subprocess.TimeoutExpired:

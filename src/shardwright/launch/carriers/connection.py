@@ -26,7 +26,9 @@ _CHUNK_BYTES = 1 << 20
 
 
 class Connection(ABC):
-    """``process`` is what was started here: a supervisor, or what leads to one. Nothing here ever blocks.
+    """The line to the supervisor of one host, on which nothing ever blocks.
+
+    ``process`` is what was started here: a supervisor, or what leads to one.
 
     ``ranks`` are those of the host, ``name`` is the host's where there are several. ``clock_ahead_s`` is what the
     host's clock has beyond ours. ``lease_s`` is the longest silence before the host counts as lost, None for ever.
@@ -47,7 +49,7 @@ class Connection(ABC):
         os.set_blocking(self.events, False)
 
     def attach(self, selector: selectors.BaseSelector, on_events: Callable[[], None]) -> None:
-        """From now on the selector's keys carry what is to be called."""
+        """Have the selector watch the line: its keys carry what is to be called."""
         self._selector = selector
         selector.register(self.events, selectors.EVENT_READ, on_events)
         self._writer.attach(selector)
@@ -76,7 +78,7 @@ class Connection(ABC):
         """The events for the launcher in what has come."""
 
     def detach(self) -> None:
-        """Out of the selector."""
+        """Take the line out of the selector."""
         if self._selector is not None:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(self.events)
@@ -88,7 +90,7 @@ class Connection(ABC):
         return self._selector is not None
 
     def tick(self) -> float | None:
-        """What is due by the clock; returns the seconds until something is again, None for never."""
+        """Do what is due by the clock. Returns the seconds until something is due again, None for never."""
         return None
 
     @property
@@ -102,7 +104,7 @@ class Connection(ABC):
 
     @abstractmethod
     def wake(self) -> None:
-        """A supervisor that somebody stopped continues, so that it can follow an order."""
+        """Let a supervisor that somebody stopped continue, so that it can follow an order."""
 
     @abstractmethod
     def abandon(self) -> None:
@@ -110,18 +112,18 @@ class Connection(ABC):
 
     @abstractmethod
     def why_lost(self, run_id: str, not_ours: set[int]) -> tuple[int, str]:
-        """After the end of the stream without a last word, or a silence: an exit code, and what happened in words.
+        """Why the stream ended without a last word, or fell silent: an exit code, and what happened in words.
 
         What can be reached of the job there is killed first; ``not_ours`` are processes below us that are not.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """With its orders at an end, what still lives at the other end kills what it has and ends; waits for it."""
+        """End the orders, so that what still lives at the other end kills what it has and ends, and wait for it."""
 
 
 class Connections:
-    """Those of one attempt. ``hosts`` names the host of each rank, where there are several."""
+    """All lines of one attempt. ``hosts`` names the host of each rank, where there are several."""
 
     def __init__(self, connections: Sequence[Connection] = ()) -> None:
         self.all = connections
@@ -130,7 +132,7 @@ class Connections:
 
     @property
     def living(self) -> list[Connection]:
-        """Those from which more is to come."""
+        """The lines on which more is to come."""
         return [connection for connection in self.all if not connection.over]
 
     @property
@@ -151,7 +153,7 @@ class Connections:
             connection.send(order)
 
     def end(self, order: End | Kill) -> None:
-        """Also where somebody has stopped the supervisors."""
+        """Give an order that supervisors follow also where somebody has stopped them."""
         self.order(order)
         for connection in self.living:
             connection.wake()
@@ -162,7 +164,7 @@ class Connections:
             connection.abandon()
 
     def expect_nothing(self) -> None:
-        """From none of them anything more is to come."""
+        """Count all lines as over: nothing more is to come on any of them."""
         for connection in self.all:
             connection.over = True
 
@@ -184,24 +186,25 @@ class Carrier(ABC):
     @property
     @abstractmethod
     def ranks(self) -> int:
-        """Of all hosts together."""
+        """How many ranks there are on all hosts together."""
 
     @abstractmethod
     def start(
         self, run_id: str, folder: JobFolder, begin: str = "", shown: Collection[int] = ()
     ) -> Sequence[Connection]:
-        """Where logs are written on their hosts, ``begin`` is their first line after a restart, and ``shown`` are the
-        ranks whose output is to come here all the same.
+        """Start the ranks: returns connections, of hosts in the order of their ranks, to supervisors that have their
+        order.
 
-        Connections, of hosts in the order of their ranks, whose supervisors have been told what to start.
+        Where logs are written on their hosts, ``begin`` is their first line after a restart, and ``shown`` are the
+        ranks whose output is to come here all the same.
 
         Raises `OSError` or `LaunchError` where they cannot be.
         """
 
     @abstractmethod
     def describe_hosts(self) -> list[dict[str, Any]]:
-        """For ``run.json``: a value per host, without anything of an environment."""
+        """What ``run.json`` says of each host, without anything of an environment."""
 
     @abstractmethod
     def close(self) -> None:
-        """The end of all connections, and of whatever lives at their other ends."""
+        """End all connections, and whatever lives at their other ends."""

@@ -18,7 +18,7 @@ from shardwright.launch.hangs.stacks import Frame, Observation, Stack
 from shardwright.launch.kept.failure import signal_name
 
 # A rank that is "waiting" is in something that others must come to; "known" is any other place that has a name.
-Kind = Literal["waiting", "known", "stopped", "kernel", "unknown"]
+PlaceKind = Literal["waiting", "known", "stopped", "kernel", "unknown"]
 
 _BUSY = 0.5  # of a processor
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<frozen |^<string>$")
@@ -29,9 +29,12 @@ _WRAPPERS = frozenset({"wrapper", "_wrapper", "inner", "_call_impl", "_wrapped_c
 
 @dataclass(frozen=True)
 class Place:
-    """``text`` reads after "rank 3 is"; ranks with the same text are together. ``where`` is the same without a stop."""
+    """Where a rank is: ``text`` reads after "rank 3 is"; ranks with the same text are together.
 
-    kind: Kind
+    ``where`` is the same without a stop.
+    """
+
+    kind: PlaceKind
     text: str
     where: str
 
@@ -51,7 +54,9 @@ def place_of(seen: Observation) -> Place:
 
 
 def _where(seen: Observation) -> tuple[str, bool]:
-    """With "in", empty where nothing is known; and whether it waits there for others."""
+    """The place in words that begin with "in", empty where nothing is known; and whether the rank waits there for
+    others.
+    """
     idle = seen.busy < _BUSY
     pulse = seen.pulse
     step = f" of step {pulse.steps}" if pulse is not None and pulse.steps else ""
@@ -65,13 +70,13 @@ def _where(seen: Observation) -> tuple[str, bool]:
 
 
 def _of_stacks(stacks: tuple[Stack, ...], step: str, idle: bool) -> tuple[str, bool] | None:
-    """From the main thread; where that waits for the backward, from another that is in a collective."""
-    found = [_of_stack(stack, step, idle) for stack in stacks if stack]
-    if not found:
+    """The place of the main thread; where that waits for the backward, of another thread that is in a collective."""
+    places = [_of_stack(stack, step, idle) for stack in stacks if stack]
+    if not places:
         return None
     if _is_backward(stacks[0]):
-        return next((place for place in found[1:] if place[1]), found[0])
-    return found[0]
+        return next((place for place in places[1:] if place[1]), places[0])
+    return places[0]
 
 
 def _of_stack(stack: Stack, step: str, idle: bool) -> tuple[str, bool]:
@@ -94,7 +99,7 @@ def _of_stack(stack: Stack, step: str, idle: bool) -> tuple[str, bool]:
 
 
 def _functions(frames: list[Frame], belongs: Callable[[Frame], bool]) -> Iterator[str]:
-    """Their names, those of wrappers left out; the last is what was called from outside."""
+    """The names of functions, those of wrappers left out; the last is what was called from outside."""
     return (frame.function for frame in frames if belongs(frame) and frame.function not in _WRAPPERS)
 
 
@@ -111,6 +116,6 @@ def _is_program(frame: Frame) -> bool:
 
 
 def _short(frame: Frame) -> str:
-    """As "train.py:12 in load"."""
+    """A frame in the words "train.py:12 in load"."""
     name = frame.file.rpartition("/")[2]
     return f"{name}:{frame.line}" + (f" in {frame.function}" if frame.function != "<module>" else "")

@@ -49,7 +49,7 @@ Stack = tuple[Frame, ...]  # innermost first
 
 @dataclass(frozen=True)
 class Target:
-    """A rank of this host. ``stopped_by`` is the signal that stopped it, 0 if none has."""
+    """A rank of this host that is to be looked at. ``stopped_by`` is the signal that stopped it, 0 if none has."""
 
     pid: int
     pulse: PulseFile | None = None
@@ -89,19 +89,19 @@ class Observation:
 
 
 def observe(targets: Mapping[int, Target]) -> list[Observation]:
-    """Takes up to `_PY_SPY_S` + `_ANSWER_S` seconds and a little."""
+    """Look where the ranks are, which takes up to `_PY_SPY_S` + `_ANSWER_S` seconds and a little."""
     began_s = time.monotonic()
     pids = {rank: _python_of(target) for rank, target in targets.items()}
     before = {rank: state_and_cpu_s(pid) for rank, pid in pids.items()}
-    found = {rank: _facts(rank, pids[rank], target) for rank, target in targets.items()}
-    found = _with_py_spy(found)
+    observations = {rank: _facts(rank, pids[rank], target) for rank, target in targets.items()}
+    observations = _with_py_spy(observations)
     time.sleep(max(0.0, began_s + _WINDOW_S - time.monotonic()))
     for rank, pid in pids.items():
         now, then = state_and_cpu_s(pid), before[rank]
         if now and then:
             busy = (now[1] - then[1]) / (time.monotonic() - began_s)
-            found[rank] = replace(found[rank], busy=round(busy, 2))
-    return list(_with_faulthandler(found, targets).values())
+            observations[rank] = replace(observations[rank], busy=round(busy, 2))
+    return list(_with_faulthandler(observations, targets).values())
 
 
 def _python_of(target: Target) -> int:
@@ -142,14 +142,14 @@ def _proc(pid: int, name: str) -> str:
 # --- py-spy
 
 
-def _with_py_spy(found: dict[int, Observation]) -> dict[int, Observation]:
-    """The stacks of those whose py-spy may read. The first that may not be read is the last that is tried."""
+def _with_py_spy(observations: dict[int, Observation]) -> dict[int, Observation]:
+    """The same with the stacks that py-spy may read. The first that may not be read is the last that is tried."""
     beside = Path(sys.executable).with_name("py-spy")
     program = shutil.which("py-spy") or (str(beside) if beside.is_file() else None)
     if program is None:
-        return found
-    result, until_s = dict(found), time.monotonic() + _PY_SPY_S
-    for rank, seen in found.items():
+        return observations
+    result, until_s = dict(observations), time.monotonic() + _PY_SPY_S
+    for rank, seen in observations.items():
         command = [program, "dump", "--nonblocking", "--json", "--pid", str(seen.pid)]
         left_s = until_s - time.monotonic()
         if not seen.state or left_s <= 0:
@@ -183,11 +183,14 @@ def read_py_spy(said: bytes, pid: int) -> tuple[Stack, ...]:
 # --- faulthandler
 
 
-def _with_faulthandler(found: dict[int, Observation], targets: Mapping[int, Target]) -> dict[int, Observation]:
-    """All are asked at once. A stopped process would answer when it continues, and is not asked."""
+def _with_faulthandler(observations: dict[int, Observation], targets: Mapping[int, Target]) -> dict[int, Observation]:
+    """The same with the stacks that ranks write themselves.
+
+    All are asked at once; a stopped process would answer when it continues, and is not asked.
+    """
     asked: dict[int, PulseFile] = {}
-    result = dict(found)
-    for rank, seen in found.items():
+    result = dict(observations)
+    for rank, seen in observations.items():
         pulse = targets[rank].pulse
         if seen.stacks or seen.no_stacks:
             continue
@@ -204,12 +207,14 @@ def _with_faulthandler(found: dict[int, Observation], targets: Mapping[int, Targ
     for rank, pulse in asked.items():
         stacks = read_faulthandler(pulse.take_stacks(_STACKS_BYTES))
         why = "" if stacks else f"it did not answer {STACK_SIGNAL.name} within {_ANSWER_S:g} s"
-        result[rank] = replace(found[rank], stacks=stacks, stacks_by="faulthandler" if stacks else "", no_stacks=why)
+        result[rank] = replace(
+            observations[rank], stacks=stacks, stacks_by="faulthandler" if stacks else "", no_stacks=why
+        )
     return result
 
 
 def _handles(pid: int) -> bool:
-    """Whether the signal is caught. It may not be by what the process has become since."""
+    """Whether a process catches the signal. What it has become since its fork may not."""
     for line in _proc_lines(pid, "status"):
         if line.startswith("SigCgt:"):
             return bool(int(line.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
@@ -224,7 +229,7 @@ def _proc_lines(pid: int, name: str) -> list[str]:
 
 
 def _wait_for_answers(asked: Mapping[int, PulseFile]) -> None:
-    """Until each has written, and nothing more for a moment, or the time is over."""
+    """Wait until each has written, and then nothing more for a moment, or the time is over."""
     until_s = time.monotonic() + _ANSWER_S
     sizes: dict[int, int] = {}
     while time.monotonic() < until_s:

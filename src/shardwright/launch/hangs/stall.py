@@ -18,7 +18,7 @@ _SHARE = 0.75  # of the timeout: supervisors look at the pulses of their ranks e
 
 
 class StallWatch:
-    """``timeout_s`` is None where nobody asked for it."""
+    """Tells when all ranks have been quiet for ``timeout_s``, which is None where nobody asked for that."""
 
     def __init__(self, timeout_s: float | None) -> None:
         self.timeout_s = timeout_s
@@ -37,7 +37,7 @@ class StallWatch:
         return sorted(self._waits or ())
 
     def wait_s(self) -> float | None:
-        """Until it is time to ask, or to do without an answer."""
+        """How long it is until it is time to ask, or to do without an answer; None for never."""
         if self.timeout_s is None or self._moved_s is None:
             return None
         until_s = self._moved_s + self.timeout_s if self._waits is None else self._until_s
@@ -47,7 +47,7 @@ class StallWatch:
         return self._waits is None and self.wait_s() == 0
 
     def ask(self, hosts: Mapping[str, float | None]) -> None:
-        """Hosts with their leases."""
+        """Wait for the answers of these hosts, which have their leases and a while to give them."""
         self.observations = []
         self._waits = set(hosts)
         self._until_s = time.monotonic() + _ANSWER_S + max((lease_s or 0.0 for lease_s in hosts.values()), default=0.0)
@@ -62,7 +62,7 @@ class StallWatch:
         self._waits.discard(host)
 
     def is_stalled(self) -> bool:
-        """All have answered, or the time for that is over."""
+        """Whether all have answered, or the time for that is over."""
         return self._waits is not None and (not self._waits or self.wait_s() == 0)
 
     def hang(self, returned: tuple[int, ...], hosts: Mapping[int, str]) -> Hang:

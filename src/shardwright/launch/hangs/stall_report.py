@@ -45,7 +45,7 @@ def group_lines(hang: Hang) -> list[str]:
 
 
 def write_report(hang: Hang, folder: Path) -> Path:
-    """The whole of it, into the first free ``stall-N.txt``. Raises `OSError`."""
+    """Write the whole report into the first free ``stall-N.txt``. Raises `OSError`."""
     number = 1
     while True:
         path = folder / f"stall-{number}.txt"

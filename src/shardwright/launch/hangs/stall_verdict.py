@@ -16,8 +16,8 @@ Ranks = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Hang:
-    """What was found of a whole job. ``returned`` are ranks that ended with 0 before; ``hosts`` names the host of each
-    rank, where there are several; ``silent`` are the hosts that have not told where their ranks are.
+    """Where all ranks of a job were while it hung. ``returned`` are ranks that ended with 0 before; ``hosts`` names the
+    host of each rank, where there are several; ``silent`` are the hosts that have not told where their ranks are.
     """
 
     observations: tuple[Observation, ...]
@@ -34,13 +34,13 @@ class Hang:
     @property
     def groups(self) -> dict[str, Ranks]:
         """The ranks at each place, the largest group first."""
-        found: dict[str, Ranks] = {}
+        groups: dict[str, Ranks] = {}
         for rank, place in self.places.items():
-            found[place.text] = (*found.get(place.text, ()), rank)
-        return dict(sorted(found.items(), key=lambda group: -len(group[1])))
+            groups[place.text] = (*groups.get(place.text, ()), rank)
+        return dict(sorted(groups.items(), key=lambda group: -len(group[1])))
 
     def on_host(self, ranks: Collection[int]) -> str:
-        """Where they are all on one host of several."""
+        """The words " on HOST" where the ranks are all on one host of several, else nothing."""
         names = {(self.hosts or {}).get(rank, "") for rank in ranks}
         return f" on {names.pop()}" if len(names) == 1 and "" not in names else ""
 
@@ -106,7 +106,9 @@ class Hang:
         return f"{self._is(front)} and {have} passed or skipped what others wait in: {self._is(behind)}", front
 
     def _ahead(self, odd: Ranks, most: Ranks) -> int:
-        """1 where all of them are further in the program, -1 where none is as far, else 0."""
+        """Which ranks are further: 1 where all of the odd ones are further in the program, -1 where none is as far,
+        else 0.
+        """
         here = [done for rank in odd if (done := self._done(rank)) is not None]
         there = [done for rank in most if (done := self._done(rank)) is not None]
         if len(here) < len(odd) or len(there) < len(most):

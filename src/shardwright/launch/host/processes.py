@@ -52,24 +52,24 @@ def descendants(root: int, without: Collection[int] = ()) -> set[int]:
     for pid in all_processes():
         if (fields := _stat(pid)) and fields[0] not in "ZX":
             children.setdefault(int(fields[1]), []).append(pid)
-    found: set[int] = set()
+    tree: set[int] = set()
     frontier = [root]
     while frontier:
         below = [pid for pid in children.get(frontier.pop(), []) if pid not in without]
-        found.update(below)
+        tree.update(below)
         frontier += below
-    return found
+    return tree
 
 
 def marked(job_id: str) -> set[int]:
     """Every living process whose environment names the job, except the caller."""
     mark = f"{JOB_VARIABLE}={job_id}".encode()
-    found = set()
+    pids = set()
     for pid in all_processes():
         with contextlib.suppress(OSError):
             if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                found.add(pid)
-    return {pid for pid in found if (fields := _stat(pid)) and fields[0] not in "ZX"}
+                pids.add(pid)
+    return {pid for pid in pids if (fields := _stat(pid)) and fields[0] not in "ZX"}
 
 
 def start_ticks(pid: int) -> int | None:
@@ -79,7 +79,7 @@ def start_ticks(pid: int) -> int | None:
 
 
 def state_and_cpu_s(pid: int) -> tuple[str, float] | None:
-    """Its state by the kernel's letter, and the processor time of all its threads. None if gone."""
+    """The state of a process by the kernel's letter, and the processor time of all its threads. None if it is gone."""
     fields = _stat(pid)
     return (fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")) if fields else None
 
@@ -91,7 +91,7 @@ def name_of(pid: int) -> str:
 
 
 def send_signal(pid: int, signum: int) -> None:
-    """As os.kill, and no matter if the process is gone."""
+    """Do as os.kill does; it is no error if the process is gone."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, signum)
 

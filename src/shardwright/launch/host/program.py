@@ -20,7 +20,7 @@ _RANK_COMMANDS = ("train",)  # our own commands that ranks run
 
 @dataclass(frozen=True)
 class Program:
-    """``arguments[0]`` is the script's path, the module's name or the program; the rest is handed to it."""
+    """What ranks run: ``arguments[0]`` is a script's path, a module's name or a program; the rest is handed to it."""
 
     kind: Kind
     arguments: tuple[str, ...]
@@ -62,10 +62,10 @@ def _command(arguments: Sequence[str], environment: Mapping[str, str]) -> Progra
         return None
     if name in _RANK_COMMANDS:
         return Program("module", ("shardwright", *arguments))
-    found = shutil.which(name, path=environment.get("PATH")) or shutil.which(name, path=os.path.dirname(sys.executable))
-    if found is None:
+    path = shutil.which(name, path=environment.get("PATH")) or shutil.which(name, path=os.path.dirname(sys.executable))
+    if path is None:
         return None
-    return Program("script" if _runs_here(found, environment) else "program", (found, *arguments[1:]))
+    return Program("script" if _runs_here(path, environment) else "program", (path, *arguments[1:]))
 
 
 def _runs_here(path: str, environment: Mapping[str, str]) -> bool:
@@ -114,7 +114,10 @@ def _nearest_scripts(path: Path) -> list[str]:
 
 
 def _check_module(name: str, environment: Mapping[str, str]) -> None:
-    """Only the top package is looked up: finding more would import it, and with it perhaps torch."""
+    """Raises `UsageError` where there is no such module.
+
+    Only the top package is looked up: finding more would import it, and with it perhaps torch.
+    """
     if name.endswith(".py"):
         raise UsageError(f"-m takes a module's name, not a file; type {name} without -m, or -m {name[:-3]}")
     top = name.partition(".")[0]

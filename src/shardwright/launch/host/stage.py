@@ -28,7 +28,7 @@ _ROOM_BYTES = 1 << 24  # that the job itself needs beside what is staged
 
 @dataclass(frozen=True)
 class StagedEntry:
-    """``path`` on the hosts, ``source`` here."""
+    """A file, folder or link that is staged: it lies at ``source`` here, and is to be at ``path`` on the hosts."""
 
     path: str
     source: str
@@ -40,7 +40,10 @@ class StagedEntry:
 
 @dataclass(frozen=True)
 class Stage:
-    """All that is staged, folders before what is in them. ``keep``: the folder stays when the job has ended."""
+    """All that is staged, where folders come before what is in them.
+
+    ``keep``: the folder stays when the job has ended.
+    """
 
     entries: tuple[StagedEntry, ...]
     keep: bool = False
@@ -51,7 +54,7 @@ class Stage:
 
     @classmethod
     def read(cls, paths: Sequence[str], keep: bool, without: Path) -> Stage | None:
-        """None for no paths. ``without``, where the logs are, is left out.
+        """What the paths of the command line name, None for no paths. ``without``, where the logs are, is left out.
 
         Raises `UsageError` for what is not there, cannot be read, cannot be copied, or has the place of another.
         """
@@ -59,18 +62,21 @@ class Stage:
             if keep:
                 raise UsageError("--keep-stage is for what --stage copies; type --stage PATH too")
             return None
-        found: dict[str, StagedEntry] = {}
+        by_path: dict[str, StagedEntry] = {}
         for path in paths:
             place = _place(path)
             for entry in _walk(os.path.realpath(path), place, os.path.realpath(without), f"--stage {path}"):
-                other = found.setdefault(entry.path, entry)
+                other = by_path.setdefault(entry.path, entry)
                 if other.source != entry.source and not other.kind == entry.kind == "folder":
                     raise UsageError(f"--stage {path}: {entry.source} and {other.source} would both be {entry.path}")
-        entries = [*found.values(), *_parents(found)]
+        entries = [*by_path.values(), *_parents(by_path)]
         return cls(tuple(sorted(entries, key=lambda entry: Path(entry.path).parts)), keep)
 
     def orders(self) -> Iterator[bytes]:
-        """For the line, in pieces. What is read is what there is then; a file that has vanished raises `OSError`."""
+        """The orders for an agent, in pieces.
+
+        Files are read as the pieces are taken; one that has vanished raises `OSError`.
+        """
         yield encode(StageBegin(self.size_bytes, len(self.entries), self.keep))
         for entry in self.entries:
             order = StageEntry(entry.path, entry.kind, entry.mode, entry.time_s)
@@ -86,7 +92,7 @@ class Stage:
 
 
 def _place(path: str) -> str:
-    """Where it goes, in the folder on the hosts."""
+    """Where a path of the command line goes, in the folder on the hosts."""
     normal = os.path.normpath(path)
     if os.path.isabs(normal) or normal.startswith(os.pardir):
         return os.path.basename(os.path.realpath(path) if normal.endswith(os.pardir) else normal)
@@ -95,37 +101,37 @@ def _place(path: str) -> str:
 
 def _walk(source: str, place: str, without: str, words: str) -> Iterator[StagedEntry]:
     try:
-        told = os.lstat(source)
-        if stat.S_ISDIR(told.st_mode):
+        status = os.lstat(source)
+        if stat.S_ISDIR(status.st_mode):
             if place:
-                yield StagedEntry(place, source, "folder", stat.S_IMODE(told.st_mode) & 0o777, told.st_mtime)
+                yield StagedEntry(place, source, "folder", stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime)
             for name in sorted(os.listdir(source)):
                 below = os.path.join(source, name)
                 if below != without:
                     yield from _walk(below, os.path.join(place, name), without, words)
-        elif stat.S_ISREG(told.st_mode):
+        elif stat.S_ISREG(status.st_mode):
             if not os.access(source, os.R_OK):
                 raise PermissionError(13, "Permission denied", source)
-            mode = stat.S_IMODE(told.st_mode) & 0o777
-            yield StagedEntry(place, source, "file", mode, told.st_mtime, told.st_size)
-        elif stat.S_ISLNK(told.st_mode):
-            yield StagedEntry(place, source, "link", 0o777, told.st_mtime)
+            mode = stat.S_IMODE(status.st_mode) & 0o777
+            yield StagedEntry(place, source, "file", mode, status.st_mtime, status.st_size)
+        elif stat.S_ISLNK(status.st_mode):
+            yield StagedEntry(place, source, "link", 0o777, status.st_mtime)
         else:
             raise UsageError(f"{words}: {source} is no file, folder or link; name what is to be copied more closely")
     except OSError as error:
         raise UsageError(f"{words}: {error.filename or source} cannot be read: {error.strerror}") from None
 
 
-def _parents(found: Mapping[str, StagedEntry]) -> Iterator[StagedEntry]:
-    """The folders above what is staged alone, as they are here."""
-    above = {str(parent) for path in found for parent in Path(path).parents} - {os.curdir} - found.keys()
+def _parents(staged: Mapping[str, StagedEntry]) -> Iterator[StagedEntry]:
+    """Folders that are not staged themselves, but have in them what is, as they are here."""
+    above = {str(parent) for path in staged for parent in Path(path).parents} - {os.curdir} - staged.keys()
     for path in above:
-        told = os.stat(path)
-        yield StagedEntry(path, os.path.realpath(path), "folder", stat.S_IMODE(told.st_mode) & 0o777, told.st_mtime)
+        status = os.stat(path)
+        yield StagedEntry(path, os.path.realpath(path), "folder", stat.S_IMODE(status.st_mode) & 0o777, status.st_mtime)
 
 
 class StagedFiles:
-    """On a host: what has come of it, and in ``problems`` why it cannot be used. Raises nothing."""
+    """What has come to a host, and in ``problems`` why it cannot be used. Raises nothing."""
 
     def __init__(self, order: StageBegin, scratch: Path) -> None:
         self.keep = order.keep
@@ -178,7 +184,10 @@ class StagedFiles:
             self._time_s = order.time_s
 
     def finish(self) -> None:
-        """Everything has come. A folder may be one that nobody may write to, once it has what is in it."""
+        """Give the folders their modes, once everything has come.
+
+        A folder may be one that nobody may write to, once it has what is in it.
+        """
         try:
             self._close_file()
             for path, mode in reversed(self._folders):
@@ -200,7 +209,7 @@ class StagedFiles:
 
 
 def remove_folder(path: Path) -> None:
-    """Also where somebody has taken away the right to write to what is in it. Never raises."""
+    """Remove a folder, also where somebody has taken away the right to write to what is in it. Never raises."""
     for folder, names, _ in os.walk(path):
         for name in names:
             below = os.path.join(folder, name)

@@ -45,7 +45,10 @@ class Decoder(Generic[M]):
         self._line: dict[str, Any] | None = None
 
     def feed(self, data: bytes) -> Iterator[M]:
-        """Raises `ValueError` for a message that is none of the classes, or has other fields."""
+        """The messages that are whole with these bytes.
+
+        Raises `ValueError` for a message that is none of the classes, or has other fields.
+        """
         self._buffer += data
         while True:
             if self._line is None:

@@ -10,9 +10,9 @@ _CHUNK_BYTES = 1 << 18
 
 
 class Writer:
-    """What is written to a descriptor whose other end may stand still: as much of it as is taken, the rest later.
+    """Bytes for a descriptor whose other end may stand still: as much is written as it takes, the rest later.
 
-    It is written from the loop of a selector, of which the keys carry what is to be called. ``gone`` is called where
+    They are written from the loop of a selector, of which the keys carry what is to be called. ``gone`` is called where
     the other end is no more; what waits for it is then forgotten. ``more`` gives what follows once nothing waits.
     """
 
@@ -63,7 +63,7 @@ class Writer:
         self._watch()
 
     def _watch(self) -> None:
-        """Be in the selector as long as something waits."""
+        """Stay in the selector as long as something waits, and no longer."""
         if self._selector is None or self._registered == bool(self._backlog):
             return
         if self._backlog:

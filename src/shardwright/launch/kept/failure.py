@@ -39,12 +39,12 @@ class RankEnd:
 
     @property
     def exit_code(self) -> int:
-        """As a shell has it: 128 + N for signal N."""
+        """The exit code as a shell has it: 128 + N for signal N."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def is_echo(self) -> bool:
-        """Nothing is known of it but the loss of a peer."""
+        """Whether nothing is known of the failure but the loss of a peer."""
         if self.loss is not None:
             return False
         return _LOST_PEER.search(b"\n".join(self.last_lines()) + (self.error or "").encode()) is not None
@@ -57,7 +57,7 @@ class RankEnd:
         return lines[-TRACEBACK_LINES:] if start >= 0 else lines[-5:]
 
     def cause(self) -> str:
-        """One line, without the rank."""
+        """The cause of the failure in one line, without the rank."""
         if self.out_of_memory:
             return "killed by the kernel for lack of memory (SIGKILL); give the ranks less to hold, or the host more"
         if self.code < 0:
@@ -96,7 +96,7 @@ def first_failure(ends: Iterable[RankEnd]) -> RankEnd:
 
 
 def describe_ranks(ranks: Iterable[int]) -> str:
-    """``rank 3``, ``ranks 0-2, 5``."""
+    """Ranks in words: ``rank 3``, ``ranks 0-2, 5``."""
     numbers = sorted(ranks)
     spans: list[list[int]] = []
     for number in numbers:

@@ -28,7 +28,8 @@ _TOP = Path("/tmp")  # whatever TMPDIR is in the shell that asks
 
 @dataclass(frozen=True)
 class JobRecord:
-    """``folder`` has the logs; ``marks`` are what processes of the job carry; times in seconds since the epoch.
+    """What is known of a job: ``folder`` has the logs; ``marks`` are what processes of the job carry; times in seconds
+    since the epoch.
 
     ``lease_s`` is None for a job on its launcher's host alone, ``lost_s`` when its launcher was first found gone.
     """
@@ -54,12 +55,12 @@ class JobRecord:
 
     @property
     def told_path(self) -> Path:
-        """There once the job was told to end."""
+        """A file that is there once the job was told to end."""
         return self.path.with_suffix(".stop")
 
     @property
     def lives(self) -> bool:
-        """Whether its launcher does."""
+        """Whether the job's launcher lives."""
         return self.start_ticks is not None and start_ticks(self.pid) == self.start_ticks
 
     @property
@@ -68,7 +69,7 @@ class JobRecord:
         return 0.0 if self.lease_s is None else 1.25 * self.lease_s + 0.5
 
     def write(self) -> None:
-        """Raises `OSError`."""
+        """Write the record. Raises `OSError`."""
         make_private(jobs_folder())
         replace_file(self.path, asdict(self))
 
@@ -83,19 +84,19 @@ def jobs_folder() -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """``folder`` and the one above it, which nobody else may have made. Raises `OSError`."""
+    """Make ``folder`` and the one above it for this user alone. Raises `OSError` where somebody else has made them."""
     for path in (folder.parent, folder):
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        status = path.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
             raise PermissionError(f"{path} is not a folder of this user; somebody else has made it")
-    if stat.S_IMODE(found.st_mode) != 0o700:
+    if stat.S_IMODE(status.st_mode) != 0o700:
         folder.chmod(0o700)
 
 
 def known_jobs() -> list[JobRecord]:
-    """Those of this host, the oldest first. What was lost long ago is removed.
+    """The jobs of this host, the oldest first. What was lost long ago is removed.
 
     Raises `UsageError` where the folder is not this user's alone.
     """
@@ -124,7 +125,7 @@ def _read(path: Path) -> JobRecord | None:
 
 
 def _seen(record: JobRecord) -> JobRecord | None:
-    """As it is now."""
+    """The record as the job is now; None for one that was lost long ago, which is removed."""
     if record.lives:
         return replace(record, state=STOPPING) if record.told_path.exists() else record
     now_s = time.time()
@@ -142,8 +143,8 @@ def _seen(record: JobRecord) -> JobRecord | None:
 def find_job(word: str) -> JobRecord:
     """The job of that name, or with its logs in that folder. Raises `UsageError` that lists the jobs there are."""
     known = known_jobs()
-    found = [r for r in known if r.name == word or (os.sep in word and os.path.realpath(word) == r.folder)]
-    living = [record for record in found if record.lives] or found
+    matching = [r for r in known if r.name == word or (os.sep in word and os.path.realpath(word) == r.folder)]
+    living = [record for record in matching if record.lives] or matching
     if len(living) == 1:
         return living[0]
     if living:

@@ -57,8 +57,8 @@ class Judge:
 
     # --- what happens
 
-    def all_started(self, rank: int) -> bool:
-        """Whether with this rank all have started."""
+    def rank_started(self, rank: int) -> bool:
+        """A rank has started. Returns whether all have started with it."""
         self.started.add(rank)
         return len(self.started) == self.ranks
 
@@ -129,7 +129,7 @@ class Judge:
         return cause
 
     def blame(self, cause: RankEnd) -> None:
-        """This is the cause, and the ranks are told to end."""
+        """Make this the cause: from now on the ranks are told to end."""
         self.cause, self.ending = cause, True
         self._settle_at_s = None
 

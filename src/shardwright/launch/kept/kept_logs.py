@@ -29,7 +29,7 @@ class KeptLogs:
                 self._files[rank, stream] = LogFile(str(folder / f"rank.{rank}" / stream), begin)
 
     def write(self, rank: int, stream: str, data: bytes) -> bool:
-        """Whether the launcher is to see it, too."""
+        """Write what a rank has written. Returns whether the launcher is to see it, too."""
         self._files[rank, stream].write(data)
         if stream == "stderr" and (tail := self._tails.get(rank)) is not None:
             tail += data
@@ -37,11 +37,11 @@ class KeptLogs:
         return rank in self.shown
 
     def take_tail(self, rank: int) -> bytes:
-        """What the launcher has not seen of the end of its stderr."""
+        """What the launcher has not seen of the end of a rank's stderr."""
         return bytes(self._tails.pop(rank, b""))
 
     def close(self) -> list[LogLost]:
-        """What was lost, for the launcher."""
+        """Close the files. Returns what was lost, for the launcher."""
         losses = []
         for (rank, stream), file in self._files.items():
             reason = file.close()

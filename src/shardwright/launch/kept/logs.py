@@ -98,7 +98,7 @@ class RankLogs:
             self._say(f"{file.path} cannot be written: {reason}. The ranks go on; what is lost is counted")
 
     def lose(self, rank: int, stream: str, count: int, reason: str) -> None:
-        """Bytes of a rank that did not reach this host."""
+        """Count bytes of a rank that did not reach this host."""
         file = self._files.get((rank, stream))
         if file is not None:
             file.lose(count, reason)

@@ -43,7 +43,7 @@ def share(cores: Sequence[int], local_rank: int, ranks: int) -> list[int]:
 
 
 def in_order(cores: set[int]) -> list[int]:
-    """Neighbours first: the threads of one core side by side, and the cores of one package."""
+    """The cores with neighbours side by side: the threads of one core side by side, and the cores of one package."""
     return sorted(cores, key=lambda core: (_number(core, "physical_package_id"), _number(core, "core_id"), core))
 
 

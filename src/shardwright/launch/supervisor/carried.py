@@ -89,7 +89,7 @@ class CarriedSupervisor(Supervisor):
                     self._tell(report)
 
     def _mpirun_ended(self, code: int) -> None:
-        """What mpirun said, the help of MPI with it, is told. Ranks not heard of were killed with their carriers."""
+        """Tell what mpirun said, the help of MPI with it. Ranks not heard of were killed with their carriers."""
         self._take_reports()
         lost = [rank for rank, process in self.ranks.items() if not process.ended]
         if said := os.pread(self.said, _SAID_BYTES, 0).decode(errors="replace").strip():
@@ -171,7 +171,10 @@ def _start(command: list[str], said: int) -> int:
 
 
 def _wait_for_ranks(ranks: int, mpirun: int, reports: Reports, orders: int, events: int, said: int) -> dict[int, int]:
-    """The process id of each rank. Where mpirun ends before it has started them, what it said goes to the launcher."""
+    """Wait for the process id of each rank.
+
+    Where mpirun ends before it has started them, what it said goes to the launcher.
+    """
     ended = os.pidfd_open(mpirun)
     poll = select.poll()
     for fd in (reports.fd, ended):

@@ -33,7 +33,9 @@ _CHUNK_BYTES = 1 << 16
 
 
 def _read_start(orders: int, decoder: Decoder[Start | Order]) -> Start:
-    """Ends this process where the launcher ended before the kernel was asked to tell of that."""
+    """The launcher's first order. Ends this process where the launcher ended before the kernel was asked to tell of
+    that.
+    """
     poll = select.poll()
     poll.register(orders, 0)
     while data := os.read(orders, _CHUNK_BYTES):

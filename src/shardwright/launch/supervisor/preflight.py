@@ -35,7 +35,8 @@ def introduce(scratch: Path) -> Hello:
 def check(
     order: Check, environment: Mapping[str, str], scratch: Path
 ) -> tuple[Checked, PortLease | None, socket.socket | None]:
-    """The answer; on the first host also the port where the ranks meet, and a socket on which others try to reach it.
+    """Look what is in the way. Returns the answer; on the first host also the port where the ranks meet, and a socket
+    on which others try to reach it.
 
     Changes into the working directory, which the order must have.
     """
@@ -68,9 +69,9 @@ def check(
 
 
 def version(name: str, folders: list[str]) -> str | None:
-    """Of an installed package, without importing it. None where there is none."""
-    found = next(iter(importlib.metadata.distributions(name=name, path=folders)), None)
-    return found.version if found is not None else None
+    """The version of an installed package, which is not imported. None where there is none."""
+    distribution = next(iter(importlib.metadata.distributions(name=name, path=folders)), None)
+    return distribution.version if distribution is not None else None
 
 
 def _check_folder(wdir: str) -> list[str]:

@@ -19,7 +19,9 @@ _LARGEST_ANSWER_BYTES = 1 << 22
 
 
 class Progress:
-    """``stall_s`` is after how long a silence somebody will ask. ``wake`` ends the wait of the supervisor's loop."""
+    """Whether ranks get on. ``stall_s`` is after how long a silence somebody will ask; ``wake`` ends the wait of the
+    supervisor's loop.
+    """
 
     def __init__(self, stall_s: float, pulses: Mapping[int, PulseFile], wake: Callable[[], object]) -> None:
         self.interval_s = min(1.0, stall_s / 8)
@@ -36,7 +38,7 @@ class Progress:
         self._moved_s = time.monotonic()
 
     def look(self) -> bool:
-        """At the pulses, if it is time to. True if one has moved since the last look."""
+        """Look at the pulses, if it is time to. Returns whether one has moved since the last look."""
         now_s = time.monotonic()
         if now_s < self._looked_s + self.interval_s:
             return False
@@ -48,7 +50,7 @@ class Progress:
         return moved
 
     def ask(self, targets: Mapping[int, Target]) -> None:
-        """Begin to find out where the ranks are; takes seconds, and the supervisor goes on meanwhile."""
+        """Begin to find out where the ranks are, which takes seconds in which the supervisor goes on."""
         if self._asked is None or not self._asked.is_alive():
             self._quiet_s = time.monotonic() - self._moved_s
             self._asked = threading.Thread(target=self._observe, args=(dict(targets),), daemon=True)
@@ -59,16 +61,18 @@ class Progress:
         self._wake()
 
     def take_answer(self) -> tuple[float, bytes] | None:
-        """Once it is there: for how long it had been quiet when somebody asked, and what was found."""
+        """The answer, once it is there: for how long it had been quiet when somebody asked, and the observations."""
         answer, self._answer = self._answer, None
         return None if answer is None else (self._quiet_s, answer)
 
 
-def encode_observations(found: list[Observation]) -> bytes:
-    """As a payload; where that would be too large, of each rank the main thread alone."""
-    data = json.dumps([seen.to_message() for seen in found]).encode()
+def encode_observations(observations: list[Observation]) -> bytes:
+    """The observations as bytes; where those would be too many, of each rank the main thread alone."""
+    data = json.dumps([seen.to_message() for seen in observations]).encode()
     if len(data) > _LARGEST_ANSWER_BYTES:
-        data = json.dumps([replace(seen, stacks=seen.stacks[:1], below=()).to_message() for seen in found]).encode()
+        data = json.dumps(
+            [replace(seen, stacks=seen.stacks[:1], below=()).to_message() for seen in observations]
+        ).encode()
     return data
 
 

@@ -40,7 +40,7 @@ def error_file(variables: Mapping[str, str]) -> Path | None:
 
 
 def become_rank(parent: int, variables: dict[str, str], pipes: dict[str, int], private: list[int]) -> None:
-    """In the forked child: nothing of the supervisor remains but what it imported."""
+    """Lay down, in the forked child, all that is of the supervisor but what it imported."""
     die_with_parent(signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -56,7 +56,7 @@ def become_rank(parent: int, variables: dict[str, str], pipes: dict[str, int], p
 
 
 def forget_this_package() -> None:
-    """What came over the line serves to start a rank. Its program imports what is installed on this host."""
+    """Have the rank's program import what is installed on this host: what came over the line serves to start it."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "shardwright"]:
         del sys.modules[name]
 
@@ -87,7 +87,7 @@ def why_no_torch(message: str) -> str:
 
 
 def open_pulses(start: Start, events: int) -> dict[int, PulseFile]:
-    """For each rank, which is told where to find its own; none where nobody waits for them."""
+    """A pulse for each rank, which is told where to find its own; none where nobody waits for them."""
     pulses: dict[int, PulseFile] = {}
     if start.stall_s is None:
         return pulses
@@ -101,7 +101,9 @@ def open_pulses(start: Start, events: int) -> dict[int, PulseFile]:
 
 
 def check_open_files(ranks: int, events: int) -> None:
-    """That as many may be open as it takes: without, not even the end of ranks that have started could be watched."""
+    """Refuse to start where not as many may be open as it takes: then not even the end of ranks that have started could
+    be watched.
+    """
     taken = 2 * ranks + _SPARE_FILES
     held: list[int] = []
     try:
@@ -121,7 +123,7 @@ def check_open_files(ranks: int, events: int) -> None:
 
 
 def start_rank(private: list[int]) -> tuple[RankProcess, dict[str, int]]:
-    """Fork. The pid is 0 in the child, to which the writing ends of the pipes belong."""
+    """Fork a rank. The pid is 0 in the child, to which the writing ends of the pipes belong."""
     ours, theirs = {}, {}
     for stream in STREAMS:
         ours[stream], theirs[stream] = os.pipe()

@@ -77,7 +77,7 @@ class _MemoryKills:
             self.sampled_s = time.monotonic()
 
     def recent(self) -> bool:
-        """Since the older sample, of which the age is between one and two intervals."""
+        """Whether there was one since the older sample, of which the age is between one and two intervals."""
         return out_of_memory_kills() > self.older
 
 
@@ -111,7 +111,7 @@ class Supervisor:
         self._follow(b"")  # orders that came together with the start
 
     def run(self) -> None:
-        """Until every rank and everything below it has ended, and the launcher has heard of it."""
+        """Supervise until every rank and everything below it has ended, and the launcher has heard of it."""
         while not self._reap():
             self._read_while_heard()
             tick_s = _MEMORY_KILL_AGE_S if self.lease_s is None else min(_MEMORY_KILL_AGE_S, self.lease_s / 4)
@@ -172,7 +172,7 @@ class Supervisor:
             self._tell(Stacks(quiet_s, observations))
 
     def _abandoned(self) -> None:
-        """The launcher is gone: nobody is left to tell."""
+        """Kill everything and end: the launcher is gone, and nobody is left to tell."""
         kill_all(lambda: descendants(os.getpid()), UNKILLABLE_S)
         if self.scratch is not None:
             remove_folder(Path(self.scratch))
@@ -181,7 +181,10 @@ class Supervisor:
     # --- what the ranks write
 
     def _read_while_heard(self) -> None:
-        """Ranks wait only where the launcher itself stands still, so that this process's memory stays bounded."""
+        """Read what ranks write as long as the launcher takes it.
+
+        They wait only where that stands still, so that this process's memory stays bounded.
+        """
         wanted = self.writer.waiting_bytes < _BACKLOG_BYTES
         if wanted == self.reading:
             return
@@ -194,7 +197,7 @@ class Supervisor:
         self.reading = wanted
 
     def _relay(self, rank: int, stream: str) -> bool:
-        """One chunk, passed on. False if there was none."""
+        """Pass one chunk on. Returns whether there was one."""
         pipes = self.ranks[rank].pipes
         if stream not in pipes:
             return False
@@ -213,7 +216,7 @@ class Supervisor:
         return False
 
     def _drain(self, rank: int) -> None:
-        """What a rank left in its pipes; as much as they hold at most, since its children may go on writing."""
+        """Pass on what a rank left in its pipes: as much as they hold at most, since its children may go on writing."""
         for stream in STREAMS:
             for _ in range(32):
                 if not self._relay(rank, stream):
@@ -222,7 +225,7 @@ class Supervisor:
     # --- how the ranks end
 
     def _reap(self) -> bool:
-        """Report every change of state. True when no child is left, adopted ones included."""
+        """Report every change of state. Returns whether no child is left, adopted ones included."""
         by_pid = {process.pid: rank for rank, process in self.ranks.items() if not process.ended}
         while True:
             try:

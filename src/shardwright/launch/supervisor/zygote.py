@@ -33,7 +33,9 @@ def preload() -> None:
 
 
 def can_preload(program: Program) -> bool:
-    """A directory or an archive with a ``__main__`` is left to the interpreter, and so is what is not Python."""
+    """Whether ranks of the program can be forked: a directory or an archive with a ``__main__`` is left to the
+    interpreter, and so is what is not Python.
+    """
     if program.kind == "script":
         return os.path.isfile(program.arguments[0]) and not _is_archive(program.arguments[0])
     return program.kind == "module"
@@ -65,7 +67,7 @@ def run(program: Program) -> None:
 
 
 def _reseed() -> None:
-    """Forks would share what numpy drew from the system; Python's own generator reseeds itself."""
+    """Seed numpy anew: forks would share what it drew from the system. Python's own generator reseeds itself."""
     if numpy_random := sys.modules.get("numpy.random"):
         numpy_random.seed()
 
@@ -101,7 +103,7 @@ def _module(name: str, namespace: dict[str, Any]) -> CodeType:
 
 
 def _hide_our_frames(error: BaseException) -> None:
-    """The interpreter reports the exception and ends as it always does; the traceback begins with the script."""
+    """Have the traceback begin with the script; the interpreter reports the exception and ends as it always does."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename in (__file__, "<frozen importlib.util>"):
         frames = frames.tb_next
@@ -115,7 +117,9 @@ def _hide_our_frames(error: BaseException) -> None:
 
 
 def _write_error_file(error: Exception, happened_s: float) -> None:
-    """In torchelastic's format, unless the script wrote it itself: the launcher orders failures by its time."""
+    """Write the error down in torchelastic's format, unless the script wrote it itself: the launcher orders failures by
+    its time.
+    """
     message = {
         "message": f"{type(error).__name__}: {error}",
         "extraInfo": {
