@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shardwright.launch.asked.host_options import HostRequest
 from shardwright.launch.asked.restart_options import ONCE, RestartOptions
-from shardwright.launch.host.program import Kind
+from shardwright.launch.host.program import ProgramKind
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,7 +20,7 @@ class LaunchRequest:
     """
 
     arguments: Sequence[str]
-    kind: Kind = "script"
+    kind: ProgramKind = "script"
     ranks: str | None = None
     preload: bool = True
     variables: Sequence[str] = ()

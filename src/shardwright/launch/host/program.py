@@ -14,7 +14,7 @@ from typing import Literal
 
 from shardwright.errors import UsageError
 
-Kind = Literal["script", "module", "program"]
+ProgramKind = Literal["script", "module", "program"]
 _RANK_COMMANDS = ("train",)  # our own commands that ranks run
 
 
@@ -22,7 +22,7 @@ _RANK_COMMANDS = ("train",)  # our own commands that ranks run
 class Program:
     """What ranks run: ``arguments[0]`` is a script's path, a module's name or a program; the rest is handed to it."""
 
-    kind: Kind
+    kind: ProgramKind
     arguments: tuple[str, ...]
 
     def command_line(self) -> list[str]:
@@ -32,7 +32,7 @@ class Program:
         return [sys.executable, *(["-m"] if self.kind == "module" else []), *self.arguments]
 
 
-def check_program(kind: Kind, arguments: Sequence[str], environment: Mapping[str, str]) -> Program:
+def check_program(kind: ProgramKind, arguments: Sequence[str], environment: Mapping[str, str]) -> Program:
     """The program, if it can be found with ``environment``'s PATH and PYTHONPATH.
 
     A bare name that is no file here is one of our own commands for ranks (``train``), or else a program on the PATH.
