@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 COMMAND = str(Path(sys.executable).with_name("shardwright"))
 _MARK = "SHARDWRIGHT_TEST"
 
@@ -111,3 +113,34 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except OSError:
         return False
+
+
+class MemoryGroup:
+    """A control group with a limit, where this user may make one; else the test is skipped."""
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+
+    def __enter__(self) -> Path:
+        for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
+            self.path = Path(root) / f"shardwright-test-{os.getpid()}"
+            try:
+                self.path.mkdir()
+            except OSError:
+                continue
+            try:
+                (self.path / limit).write_text(str(self.limit_bytes))
+                return self.path
+            except OSError:
+                self.path.rmdir()
+        pytest.skip("this user may not make a control group with a memory limit")
+
+    def __exit__(self, *_: object) -> None:
+        wait_until(self._removed, 5, "the control group is empty")
+
+    def _removed(self) -> bool:
+        try:
+            self.path.rmdir()
+        except OSError:
+            return False
+        return True

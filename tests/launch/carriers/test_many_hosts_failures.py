@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import wait_until
+from launching import MemoryGroup, wait_until
 from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, UP, failed, wait_until_alone
 
 pytestmark = pytest.mark.slow
@@ -288,8 +288,6 @@ def test_a_hangup_does_not_end_a_job_under_nohup(job):
 
 
 def test_an_out_of_memory_kill_is_told(job):
-    from test_failures import memory_group
-
     script = job.write(
         "train.py",
         UP
@@ -301,7 +299,7 @@ def test_an_out_of_memory_kill_is_told(job):
     time.sleep(100)
     """,
     )
-    with memory_group(64 << 20) as group:
+    with MemoryGroup(64 << 20) as group:
         launcher = job.start(*BOTH, *PYTHON, script)
         job.wait_for_ranks(2)
         [pid] = [pid for pid, command in job.on_host("host2").items() if "train.py" in command]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import is_alive, wait_until
+from launching import MemoryGroup, is_alive, wait_until
 
 PYTHON = ["--", sys.executable]
 WAIT = """
@@ -96,41 +96,10 @@ def test_out_of_memory_kill_is_told_from_another_kill(launching):
     import time; time.sleep(30)
     """,
     )
-    with memory_group(64 << 20) as group:
+    with MemoryGroup(64 << 20) as group:
         ended = launching.run("-n", "2", *PYTHON, script, str(group))
     assert ended.code == 137
     assert "rank 1 failed first: killed by the kernel for lack of memory" in ended.stderr
-
-
-class memory_group:
-    """A control group with a limit, where this user may make one."""
-
-    def __init__(self, limit_bytes):
-        self.limit_bytes = limit_bytes
-
-    def __enter__(self):
-        for root, limit in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
-            self.path = Path(root) / f"shardwright-test-{os.getpid()}"
-            try:
-                self.path.mkdir()
-            except OSError:
-                continue
-            try:
-                (self.path / limit).write_text(str(self.limit_bytes))
-                return self.path
-            except OSError:
-                self.path.rmdir()
-        pytest.skip("this user may not make a control group with a memory limit")
-
-    def __exit__(self, *_):
-        wait_until(self._removed, 5, "the control group is empty")
-
-    def _removed(self):
-        try:
-            self.path.rmdir()
-        except OSError:
-            return False
-        return True
 
 
 def test_a_rank_that_ignores_term_is_killed_after_the_grace(launching):
