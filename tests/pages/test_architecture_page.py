@@ -1,0 +1,34 @@
+"""The page about architecture names every room, in their order, and values that they define."""
+
+import ast
+import re
+from functools import cache
+
+from pages import DOCS
+from shardwright import package
+
+TABLE = re.findall(r"^\| `([\w/]+)` \| (.*?) \| (.*?) ?\|$", (DOCS / "architecture.md").read_text(), re.MULTILINE)
+
+
+@cache
+def classes(room):
+    """The classes that a room defines, at any depth: whether each is frozen, by name."""
+    found = {}
+    for source in package.sources(room).values():
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.ClassDef):
+                found[node.name] = any("frozen=True" in ast.unparse(decorator) for decorator in node.decorator_list)
+    return found
+
+
+def test_every_room_has_its_sentence():
+    assert tuple(room for room, _, _ in TABLE if "/" not in room) == package.ROOMS
+    inner = {p.parent.relative_to(package.FOLDER).as_posix() for p in package.FOLDER.glob("*/*/__init__.py")}
+    assert inner - {"zoo/models"} == {room for room, _, _ in TABLE if "/" in room}
+    assert all(sentence.endswith(".") for _, sentence, _ in TABLE)
+
+
+def test_the_values_are_frozen_and_of_their_rooms():
+    for room, _, values in TABLE:
+        for value in re.findall(r"`(\w+)`", values):
+            assert classes(room.split("/")[0]).get(value), f"{room} defines no frozen {value}"
