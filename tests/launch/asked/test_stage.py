@@ -7,8 +7,9 @@ import pytest
 
 from shardwright.errors import UsageError
 from shardwright.launch.host.agent_protocol import StageBegin, StageEntry, StageMore
+from shardwright.launch.host.folders import remove_folder
 from shardwright.launch.host.protocol import KeptAt
-from shardwright.launch.host.stage import Stage, StagedFiles, remove_folder
+from shardwright.launch.host.stage import Stage, StagedFiles
 from shardwright.launch.host.stream import Decoder
 from shardwright.launch.kept.kept_logs import KeptLogs
 

@@ -42,6 +42,7 @@ from shardwright.launch.host.agent_protocol import (
     StageMore,
     Staging,
 )
+from shardwright.launch.host.folders import remove_folder
 from shardwright.launch.host.processes import JOB_VARIABLE, become_subreaper, descendants, kill_all, marked
 from shardwright.launch.host.protocol import (
     EVENTS,
@@ -59,7 +60,7 @@ from shardwright.launch.host.protocol import (
     StderrTail,
     SupervisorGone,
 )
-from shardwright.launch.host.stage import StagedFiles, remove_folder
+from shardwright.launch.host.stage import StagedFiles
 from shardwright.launch.host.stream import Decoder, encode, take_stdio
 from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.kept_logs import KeptLogs

@@ -10,7 +10,6 @@ name. Modes and times are kept, and links are, but for those that the command li
 from __future__ import annotations
 
 import os
-import shutil
 import stat
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -206,16 +205,6 @@ class StagedFiles:
     def _give_up(self, error: OSError) -> None:
         what = error.filename or self.folder
         self.problems.append(f"what is staged cannot be written to {what} there: {error.strerror}; make room for it")
-
-
-def remove_folder(path: Path) -> None:
-    """Remove a folder, also where somebody has taken away the right to write to what is in it. Never raises."""
-    for folder, names, _ in os.walk(path):
-        for name in names:
-            below = os.path.join(folder, name)
-            if not os.path.islink(below) and not os.access(below, os.W_OK | os.X_OK):
-                os.chmod(below, 0o700)
-    shutil.rmtree(path, ignore_errors=True)
 
 
 def _size(count: int) -> str:

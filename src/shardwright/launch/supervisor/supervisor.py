@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from shardwright.launch.hangs.stacks import Target
+from shardwright.launch.host.folders import remove_folder
 from shardwright.launch.host.processes import descendants, kill_all, name_of, out_of_memory_kills, send_signal
 from shardwright.launch.host.protocol import (
     STREAMS,
@@ -38,7 +39,6 @@ from shardwright.launch.host.protocol import (
     Started,
     Stopped,
 )
-from shardwright.launch.host.stage import remove_folder
 from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.failure import read_error_file
