@@ -21,10 +21,10 @@ from shardwright.plan.hardware import (
     LinkCost,
     Segment,
     for_device,
+    link_along,
     read_hardware,
     shipped,
     shipped_names,
-    where_along,
 )
 from shardwright.world.gradients import BUCKET_BYTES
 
@@ -164,13 +164,13 @@ def test_other_numbers_of_ranks_take_the_next_smaller_one():
 
 def test_where_the_groups_of_an_axis_stand():
     mesh = Mesh.of(pp=2, dp=3, tp=4)
-    found = {axis: [where_along(mesh, [axis], n) for n in (1, 4, 6, 12, 24)] for axis in mesh.names}
+    found = {axis: [link_along(mesh, [axis], n) for n in (1, 4, 6, 12, 24)] for axis in mesh.names}
     inside, between = "inside", "between"
     assert found["tp"] == [between, inside, between, inside, inside]
     assert found["dp"] == [between, between, between, inside, inside]
     assert found["pp"] == [between, between, between, between, inside]
-    assert where_along(mesh, ["pp", "tp"], None) == inside
-    assert where_along(Mesh.of(dp=1, tp=4), ["dp", "tp"], 4) == inside
+    assert link_along(mesh, ["pp", "tp"], None) == inside
+    assert link_along(Mesh.of(dp=1, tp=4), ["dp", "tp"], 4) == inside
 
 
 @pytest.mark.parametrize(

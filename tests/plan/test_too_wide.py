@@ -7,6 +7,7 @@ from shardwright.errors import PlanError, UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import make
 from shardwright.plan.exact import TooWide
+from shardwright.plan.searches import SEARCHES
 from shardwright.zoo import TwoMatmuls
 from whole import plan_of, run, same
 
@@ -43,7 +44,7 @@ def test_fewer_axes_serve(plan, method):
     wide = plan(3, search=method).mesh
     assert len(plan(2, search=method).mesh.axes) == 2
     assert str(plan(1, search=method).mesh) == "d.0=8"
-    assert len(wide.axes) == make.MOST_AXES[method]
+    assert len(wide.axes) == SEARCHES[method].most_axes
 
 
 def test_axes_that_were_given_are_kept(plan):

@@ -8,9 +8,10 @@ from typing import Any
 import click
 
 from shardwright.cli.group import cli
+from shardwright.plan.searches import MODES, SEARCHES
 
-_MODES = click.Choice(["single", "data", "semi-auto", "auto"])
-_SEARCHES = click.Choice(["propagation", "exact"])
+_MODES = click.Choice(list(MODES))
+_SEARCHES = click.Choice(list(SEARCHES))
 
 
 @cli.command()

@@ -1,10 +1,12 @@
 """What a search minimises: seconds per step, or bytes moved.
 
-    cost(plan) = sum over operators of operator(node, strategy) + sum over transfers of transfer(value, steps)
+    cost(plan) = sum over operators of operator(node, strategy)
+               + sum over transfers of transfer(value, steps)
+               + sum over leaves of    leaf(value, layout)
 
 Seconds: an operator takes the larger of its share of flops and of bytes, at least the launch floor, three times with
 its backward; a collective takes what the hardware's curve says for its kind, its bytes, its number of ranks and its
-link (`Hardware.collective_s`). Overlap is not counted.
+link (`Hardware.collective_s`). Overlap is not counted. To hold a leaf costs neither seconds nor bytes moved.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ import torch
 
 from shardwright.graph.facts import bytes_moved, flops
 from shardwright.graph.ir import Node, Value
+from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step
-from shardwright.plan.hardware import Hardware, Where, where_along
+from shardwright.plan.hardware import Hardware, LinkKind, link_along
 from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 
@@ -28,13 +31,16 @@ BACKWARD = 2  # a backward costs about two forwards
 
 
 class Objective(Protocol):
-    """A cost that is a sum over operators and transfers."""
+    """A cost that is a sum over operators, transfers and leaves."""
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """What running ``node`` under a strategy costs, forward and backward, without its transfers."""
 
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         """What bringing a value to a target costs, forward and backward."""
+
+    def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
+        """What holding a parameter, buffer, input or constant in a layout costs."""
 
 
 def operator_collectives(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> list[Collective]:
@@ -64,6 +70,9 @@ class Bytes:
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         return self._sum(transfer_collectives(value, steps, mesh), mesh)
 
+    def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
+        return 0.0
+
     def _sum(self, collectives: list[Collective], mesh: Mesh) -> float:
         return sum(c.sent_bytes(mesh) + self.per_collective for c in collectives)
 
@@ -87,6 +96,9 @@ class Seconds:
         joined = value.kind == "parameter" and [step.kind for step in steps] == ["enter"]
         return self._sum(transfer_collectives(value, steps, mesh), mesh, shared=joined)
 
+    def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
+        return 0.0
+
     def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
         return sum(self._collective_s(c, mesh, shared) for c in collectives)
 
@@ -103,14 +115,16 @@ class Seconds:
 
 
 @lru_cache(maxsize=1 << 12)  # a search asks a million times
-def _road(mesh: Mesh, axes: tuple[str, ...], ranks_per_host: int | None) -> tuple[int, Where | None, tuple[Link, ...]]:
+def _road(
+    mesh: Mesh, axes: tuple[str, ...], ranks_per_host: int | None
+) -> tuple[int, LinkKind | None, tuple[Link, ...]]:
     """The number of ranks along ``axes``, the hardware's link for them, and the links that the axes bring themselves.
 
     The hardware's is None where every axis brings its own; among several links the slowest counts.
     """
     along = [axis for axis in mesh.axes if axis.name in axes and axis.size > 1]
     given = tuple(axis.link for axis in along if axis.link is not None)
-    where = where_along(mesh, axes, ranks_per_host) if len(given) < len(along) else None
+    where = link_along(mesh, axes, ranks_per_host) if len(given) < len(along) else None
     return mesh.extent(axes), where, given
 
 

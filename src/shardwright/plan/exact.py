@@ -1,6 +1,6 @@
 """The exact minimum of a sum of tables over discrete variables, by variable elimination.
 
-    minimise   sum over factors f of  table_f[x at the variables of f]      over all assignments x
+    minimise   sum over tables t of  t[x at the variables of t]     over all assignments x
 
 Eliminating a variable adds up the tables that mention it, minimises over it, and leaves one table over its
 neighbours (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972). The next variable is always the one whose
@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from shardwright.errors import PlanError
 
-Table = npt.NDArray[np.float64]
+Costs = npt.NDArray[np.float64]
 
 
 class TooWide(PlanError):
@@ -27,14 +27,14 @@ class TooWide(PlanError):
 
 
 @dataclass(frozen=True)
-class Factor:
-    """A table of costs with one dim per variable of ``scope``; infinity forbids a combination."""
+class Table:
+    """What the choices of a few variables cost together: one dim per variable of ``scope``; infinity forbids."""
 
     scope: tuple[int, ...]
-    table: Table
+    costs: Costs
 
 
-def minimise(domains: Sequence[int], factors: Sequence[Factor], limit: int = 40_000_000) -> tuple[float, list[int]]:
+def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = 40_000_000) -> tuple[float, list[int]]:
     """The minimum and an assignment that attains it; among equals, the first value of a variable is preferred.
 
     Args:
@@ -46,24 +46,24 @@ def minimise(domains: Sequence[int], factors: Sequence[Factor], limit: int = 40_
         TooWide: where a table would be larger than ``limit``.
     """
     # A variable of one value widens no table, so that nothing would keep the dims of tables below numpy's limit of 64.
-    factors = [_without_singles(factor, domains) for factor in factors]
-    pending = {variable: [f for f in factors if variable in f.scope] for variable in range(len(domains))}
-    total = sum(float(f.table) for f in factors if not f.scope)
+    tables = [_without_singles(table, domains) for table in tables]
+    pending = {variable: [t for t in tables if variable in t.scope] for variable in range(len(domains))}
+    total = sum(float(t.costs) for t in tables if not t.scope)
     decisions: list[tuple[int, tuple[int, ...], npt.NDArray[np.intp]]] = []
     while pending:
         variable = min(pending, key=lambda v: _width(v, pending[v], domains))
         if _width(variable, pending[variable], domains) > limit:
             raise TooWide(f"the search would need a table of {_width(variable, pending[variable], domains):,} entries")
         touching = pending.pop(variable)
-        scope = tuple(sorted({v for f in touching for v in f.scope} - {variable}))
+        scope = tuple(sorted({v for t in touching for v in t.scope} - {variable}))
         joined = _join(touching, (*scope, variable), domains)
         best = joined.argmin(axis=-1)
         decisions.append((variable, scope, best))
-        message = Factor(scope, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0])
+        message = Table(scope, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0])
         if not scope:
-            total += float(message.table)
+            total += float(message.costs)
         for neighbour in scope:
-            pending[neighbour] = [f for f in pending[neighbour] if variable not in f.scope] + [message]
+            pending[neighbour] = [t for t in pending[neighbour] if variable not in t.scope] + [message]
     if not math.isfinite(total):
         raise PlanError("no assignment is possible: every combination is forbidden")
     chosen: dict[int, int] = {}
@@ -72,20 +72,20 @@ def minimise(domains: Sequence[int], factors: Sequence[Factor], limit: int = 40_
     return total, [chosen[v] for v in range(len(domains))]
 
 
-def _without_singles(factor: Factor, domains: Sequence[int]) -> Factor:
+def _without_singles(table: Table, domains: Sequence[int]) -> Table:
     """The same costs over the variables that have a choice."""
-    scope = tuple(v for v in factor.scope if domains[v] != 1)
-    return Factor(scope, factor.table.reshape([domains[v] for v in scope]))
+    scope = tuple(v for v in table.scope if domains[v] != 1)
+    return Table(scope, table.costs.reshape([domains[v] for v in scope]))
 
 
-def _width(variable: int, touching: list[Factor], domains: Sequence[int]) -> int:
-    return math.prod(domains[v] for v in {variable, *(v for f in touching for v in f.scope)})
+def _width(variable: int, touching: list[Table], domains: Sequence[int]) -> int:
+    return math.prod(domains[v] for v in {variable, *(v for t in touching for v in t.scope)})
 
 
-def _join(factors: list[Factor], scope: tuple[int, ...], domains: Sequence[int]) -> Table:
+def _join(tables: list[Table], scope: tuple[int, ...], domains: Sequence[int]) -> Costs:
     """The sum of the tables, over all variables of ``scope``."""
     joined = np.zeros([domains[v] for v in scope])
-    for factor in factors:
-        order = [factor.scope.index(v) for v in scope if v in factor.scope]
-        joined += factor.table.transpose(order).reshape([domains[v] if v in factor.scope else 1 for v in scope])
+    for table in tables:
+        order = [table.scope.index(v) for v in scope if v in table.scope]
+        joined += table.costs.transpose(order).reshape([domains[v] if v in table.scope else 1 for v in scope])
     return joined

@@ -31,7 +31,7 @@ from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.whole_file import write_whole
 from shardwright.world.gradients import BUCKET_BYTES
 
-Where = Literal["inside", "between"]
+LinkKind = Literal["inside", "between"]
 FORMAT = "shardwright hardware profile"
 VERSION = 1
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
@@ -92,7 +92,7 @@ class Curve:
 class LinkCost:
     """What one kind of collective takes among ``ranks`` ranks; ``points`` are the (bytes, seconds) it was fitted to."""
 
-    where: Where
+    where: LinkKind
     collective: CollectiveKind
     ranks: int
     curve: Curve
@@ -133,20 +133,20 @@ class Hardware:
         """The speed of products in ``dtype``; a dtype that the profile does not know counts as float32."""
         return self._flops.get(str(dtype).removeprefix("torch."), self._flops["float32"])
 
-    def collective_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: Where) -> float:
+    def collective_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind) -> float:
         """The seconds of a collective on a buffer of ``size_bytes``."""
         curve, scale, extra_s = self._choose(kind, ranks, where)
         return curve.seconds(size_bytes * scale) + extra_s
 
-    def shared_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: Where) -> float:
+    def shared_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind) -> float:
         """The share that ``size_bytes`` have in the time of a collective that moves many such values at once."""
         return self.collective_s(kind, BUCKET_BYTES, ranks, where) * size_bytes / BUCKET_BYTES
 
     @cached_property
-    def _chosen(self) -> dict[tuple[CollectiveKind, int, Where], tuple[Curve, float, float]]:
+    def _chosen(self) -> dict[tuple[CollectiveKind, int, LinkKind], tuple[Curve, float, float]]:
         return {}
 
-    def _choose(self, kind: CollectiveKind, ranks: int, where: Where) -> tuple[Curve, float, float]:
+    def _choose(self, kind: CollectiveKind, ranks: int, where: LinkKind) -> tuple[Curve, float, float]:
         """The curve that fits best, what to scale the bytes by, and the seconds to add.
 
         A number of ranks that was not measured takes the next smaller one, or the smallest: as many bytes sent per
@@ -164,7 +164,7 @@ class Hardware:
             self._chosen[key] = curve, scale, extra_s
         return self._chosen[key]
 
-    def _no_link(self, where: Where) -> str:
+    def _no_link(self, where: LinkKind) -> str:
         known = ", ".join(sorted({link.where for link in self.links})) or "no links"
         between = "; run `shardwright bench --save-profile` over several hosts" if where == "between" else ""
         return f"the hardware profile {self.name} knows {known}, but a group of this mesh is {where} hosts{between}"
@@ -255,9 +255,9 @@ def _from_fields(found: Mapping[str, Any]) -> Hardware:
 
 def _link(found: Any) -> LinkCost:
     where, kind, ranks = _field(found, "where", str), _field(found, "collective", str), _field(found, "ranks", int)
-    if where not in get_args(Where) or kind not in _KINDS or ranks < 2:
+    if where not in get_args(LinkKind) or kind not in _KINDS or ranks < 2:
         raise UsageError(
-            f"a link is {where} hosts with {kind} among {ranks} ranks; expected {' or '.join(get_args(Where))}, one "
+            f"a link is {where} hosts with {kind} among {ranks} ranks; expected {' or '.join(get_args(LinkKind))}, one "
             f"of {', '.join(_KINDS)}, and 2 ranks or more"
         )
     segments = tuple(
@@ -283,11 +283,11 @@ def _positive(found: Any, name: str) -> float:
     return value
 
 
-def where_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int | None) -> Where:
+def link_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int | None) -> LinkKind:
     """Whether the groups along ``axes`` stay inside a host; see the top of this file.
 
     >>> mesh = Mesh.of(dp=2, tp=8)
-    >>> where_along(mesh, ["tp"], 8), where_along(mesh, ["dp"], 8), where_along(mesh, ["dp"], 16)
+    >>> link_along(mesh, ["tp"], 8), link_along(mesh, ["dp"], 8), link_along(mesh, ["dp"], 16)
     ('inside', 'between', 'inside')
     """
     if ranks_per_host is None:

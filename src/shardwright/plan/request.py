@@ -13,11 +13,9 @@ from shardwright.errors import UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.hardware import Hardware, for_device
+from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 
-Mode = Literal["single", "data", "semi-auto", "auto"]
 Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
-MODES: tuple[Mode, ...] = ("single", "data", "semi-auto", "auto")
-SEARCHES = {"single": "none", "data": "none", "semi-auto": "propagation", "auto": "exact"}
 
 
 @dataclass(frozen=True)
@@ -26,7 +24,7 @@ class PlanRequest:
 
     Args:
         mesh: the devices; axes are split further where strategies need it.
-        search: "propagation" or "exact"; by default the usual one of the mode.
+        search: by default the usual one of the mode.
         inputs: "split": each rank is given its rows of the batch; "whole": all of it; or slices per dim by input name.
         hardware: what plans are priced by, where the search counts seconds.
         storage: layouts that parameters have already, by value name; they are then not free.
@@ -38,7 +36,7 @@ class PlanRequest:
 
     mesh: Mesh
     mode: Mode = "auto"
-    search: str | None = None
+    search: SearchName | None = None
     inputs: Inputs = "split"
     hardware: Hardware = field(default_factory=partial(for_device, "cpu"))
     storage: Mapping[str, Layout] = field(default_factory=dict)
@@ -47,10 +45,16 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.mode not in MODES:
             raise UsageError(f"unknown mode {self.mode!r}; the modes are {', '.join(MODES)}")
-        if self.search not in (None, "propagation", "exact"):
-            raise UsageError(f"unknown search {self.search!r}; the searches are propagation, exact")
+        if self.search is not None and self.search not in SEARCHES:
+            raise UsageError(f"unknown search {self.search!r}; the searches are {', '.join(SEARCHES)}")
         if problem := inputs_problem(self.inputs):
             raise UsageError(problem)
+
+    @property
+    def searched(self) -> SearchName | None:
+        """The search that decides: the one asked for or the mode's usual one, none where the mode searches nothing."""
+        usual = MODES[self.mode].search
+        return usual and (self.search or usual)
 
     @property
     def digest(self) -> str:

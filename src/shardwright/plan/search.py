@@ -6,6 +6,7 @@ consumers a *shared target*: the redistribution that those consumers have in com
     minimise   sum over operators n:            operator(n, s_n)
              + sum over values v, consumers c:  transfer(layout of v, target of c), unless that is v's shared target
              + sum over values v:               transfer(layout of v, shared target of v)
+             + sum over leaves l:               leaf(layout of l)
 
 The first two lines alone would charge the gradient reduction of a transformer's hidden state three times, for q, k
 and v. A value that would share two different targets is charged too much for the second: the objective is then an
@@ -20,7 +21,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwright.errors import PlanError
 from shardwright.graph.ir import Node, Value
@@ -28,7 +28,7 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import possible, redistribute
 from shardwright.plan.cost import Objective
-from shardwright.plan.exact import Factor, minimise
+from shardwright.plan.exact import Costs, Table, minimise
 from shardwright.plan.plan import Target, target_of
 from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
@@ -64,7 +64,7 @@ def search(space: Space, objective: Objective) -> Choice:
         PlanError: where the search would be too large, or nothing is possible.
     """
     problem = _Problem(space, objective)
-    cost, picked = minimise(problem.domains, problem.factors)
+    cost, picked = minimise(problem.domains, problem.tables)
     return Choice(
         {name: space.strategies[name][picked[i]] for name, i in problem.node_variables.items()},
         {name: space.leaves[name][picked[i]] for name, i in problem.leaf_variables.items()},
@@ -84,10 +84,10 @@ class _Problem:
     def __init__(self, space: Space, objective: Objective) -> None:
         self.space = space
         self.objective = objective
-        self.factors: list[Factor] = []
+        self.tables: list[Table] = []
         self.domains: list[int] = []
-        self.known: dict[Hashable, dict[tuple[Layout, Target], float]] = {}
-        self.tables: dict[Hashable, npt.NDArray[np.float64]] = {}
+        self.known: dict[Hashable, dict[tuple[Layout, Target], float]] = {}  # by the facts that a transfer's cost reads
+        self.transfers: dict[Hashable, Costs] = {}  # whole arrays of the same, which identical layers share
         graph = space.graph
         self.node_variables = {
             node.name: self._variable(len(space.strategies[node.name])) for node in graph.capture.nodes
@@ -95,7 +95,10 @@ class _Problem:
         self.leaf_variables = {name: self._variable(len(layouts)) for name, layouts in space.leaves.items()}
         for node in graph.capture.nodes:
             costs = [objective.operator(graph, node, s, space.mesh) for s in space.strategies[node.name]]
-            self.factors.append(Factor((self.node_variables[node.name],), np.array(costs)))
+            self.tables.append(Table((self.node_variables[node.name],), np.array(costs)))
+        for name, layouts in space.leaves.items():
+            costs = [objective.leaf(graph.capture.values[name], layout, space.mesh) for layout in layouts]
+            self.tables.append(Table((self.leaf_variables[name],), np.array(costs)))
         for value in graph.capture.values:
             self._add_transfers(value)
 
@@ -122,16 +125,16 @@ class _Problem:
         if shared:
             hub = self._variable(len(shared) + 1)  # the last choice: nothing is shared
             table = np.concatenate([costs[rows][:, shared], np.zeros((len(rows), 1))], axis=1)
-            self.factors.append(Factor((producer, hub), table))
+            self.tables.append(Table((producer, hub), table))
         for consumer in consumers:
             columns = np.array([column[target] for target in consumer.targets])
             table = costs[rows][:, columns]
             if not shared:
-                self.factors.append(Factor((producer, consumer.variable), table))
+                self.tables.append(Table((producer, consumer.variable), table))
             else:
                 free = np.array([[s == c for s in [*shared, -1]] for c in columns])  # consumer x hub
                 cube = np.where(free[None], 0.0, table[:, :, None])
-                self.factors.append(Factor((producer, consumer.variable, hub), cube))
+                self.tables.append(Table((producer, consumer.variable, hub), cube))
 
     def _add_output(self, value: str, producer: int, layouts: Sequence[Layout]) -> None:
         """A value that leaves the program is brought to its layout; a gradient comes back to the loss alone."""
@@ -140,7 +143,7 @@ class _Problem:
         if value != capture.loss:
             facts = replace(facts, needs_gradient=False)
         costs = self._costs(facts, tuple(layouts), (Target(self.space.outputs[value]),))
-        self.factors.append(Factor((producer,), costs[:, 0]))
+        self.tables.append(Table((producer,), costs[:, 0]))
 
     def _produced(self, value: str) -> tuple[int, list[Layout]]:
         """The variable that decides how a value is made or stored, and the layout under each of its choices."""
@@ -169,17 +172,17 @@ class _Problem:
         space = self.space
         return [target_of(space.graph, node, index, s, space.mesh) for s in space.strategies[node.name]]
 
-    def _costs(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> npt.NDArray[np.float64]:
+    def _costs(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
         """What it costs to bring a value from each layout to each target. Values of equal facts share their tables."""
         alike = (facts.shape, facts.dtype, facts.needs_gradient, facts.kind == "parameter")
-        table = self.tables.get((alike, layouts, targets))
+        table = self.transfers.get((alike, layouts, targets))
         if table is None:
             known = self.known.setdefault(alike, {})
             for pair in itertools.product(layouts, targets):
                 if pair not in known:
                     known[pair] = self._cost(facts, *pair)
             table = np.array([[known[layout, target] for target in targets] for layout in layouts])
-            self.tables[alike, layouts, targets] = table
+            self.transfers[alike, layouts, targets] = table
         return table
 
     def _cost(self, facts: Value, layout: Layout, target: Target) -> float:
@@ -189,7 +192,7 @@ class _Problem:
         return self.objective.transfer(facts, steps, self.space.mesh)
 
     def _shareable(
-        self, consumers: Sequence[_Consumer], costs: npt.NDArray[np.float64], column: Mapping[Target, int], rows: int
+        self, consumers: Sequence[_Consumer], costs: Costs, column: Mapping[Target, int], rows: int
     ) -> list[int]:
         """The columns of targets that at least two consumers may demand and that may cost something."""
         demanded = [column[target] for consumer in consumers for target in set(consumer.targets)]

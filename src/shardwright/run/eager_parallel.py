@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,7 @@ from shardwright.data.loading.batch import Batch
 from shardwright.data.loading.samples import count_samples, map_tensors
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
+from shardwright.plan.searches import Mode
 from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.evaluation import Evaluation, metric_means_over_ranks
@@ -25,14 +26,12 @@ from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
 from shardwright.world.world import World, current_world
 
-EagerMode = Literal["data", "single"]
-
 
 def parallelize_eagerly(
     model: nn.Module,
     loss_fn: LossFn,
     sample_batch: Any,
-    mode: EagerMode = "data",
+    mode: Mode = "data",
     gradients: Reduction = "mean",
     batch: BatchKind | None = None,
 ) -> EagerParallel:
@@ -131,7 +130,7 @@ class EagerParallel(ParallelModel):
 class _Splitter:
     """Finds this rank's part of a batch, on its device, and the size of the global batch where this rank knows it."""
 
-    mode: EagerMode
+    mode: Mode
     kind: BatchKind | None
     world: World
 

@@ -16,7 +16,8 @@ from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.hardware import Hardware, read_hardware
 from shardwright.plan.plan import Plan
-from shardwright.plan.request import SEARCHES, Inputs, Mode, PlanRequest, inputs_problem
+from shardwright.plan.request import Inputs, PlanRequest, inputs_problem
+from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.eager_parallel import parallelize_eagerly
 from shardwright.run.inputs import BatchKind, mesh_for
@@ -38,7 +39,7 @@ def parallelize(
     sample_batch: Any,
     mode: Mode = "auto",
     *,
-    search: str | None = None,
+    search: SearchName | None = None,
     mesh: Mesh | str | None = None,
     plan: Plan | str | None = None,
     pins: Mapping[str, Any] | None = None,
@@ -101,7 +102,7 @@ def parallelize(
     try:
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps), world, plan)
     except CaptureError as error:
-        if mode not in ("data", "single") or (batch_norm == "global" and _has_batch_norm(model)):
+        if MODES[mode].captured or (batch_norm == "global" and _has_batch_norm(model)):
             raise
         if world.rank == 0:
             warnings.warn(EagerFallback(f"running by DistributedDataParallel, since {error}"), stacklevel=2)
@@ -109,10 +110,9 @@ def parallelize(
 
 
 def _problem(mode: str, search: str | None, gradients: str, batch_norm: str, batch: str | None) -> str | None:
-    searches = ("propagation", "exact")
     for name, value, choices in (
-        ("mode", mode, tuple(SEARCHES)),
-        ("search", search, (None, *searches)),
+        ("mode", mode, tuple(MODES)),
+        ("search", search, (None, *SEARCHES)),
         ("gradients", gradients, get_args(Gradients)),
         ("batch_norm", batch_norm, ("global", "per-replica")),
         ("batch", batch, (None, *get_args(BatchKind))),

@@ -76,7 +76,7 @@ class Planner:
             self.request,
             mesh=first.named,
             mode=first.mode,  # type: ignore[arg-type]  # a plan's mode is one of the modes
-            search=None if first.search == "none" else first.search,
+            search=None if first.search == "none" else first.search,  # type: ignore[arg-type]  # nor is its search another
             storage={v.name: storage[v.label] for v in capture.of_kind("parameter") if v.label in storage},
             axes=first.mesh,
         )

@@ -15,8 +15,9 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.hardware import read_hardware
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
-from shardwright.plan.request import Mode, PlanRequest
+from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
+from shardwright.plan.searches import Mode, SearchName
 from shardwright.verification.build import BuildFunction, Built
 
 
@@ -39,7 +40,7 @@ def plan_file(
     devices: int | None = None,
     mesh: str | None = None,
     mode: Mode = "auto",
-    search: str | None = None,
+    search: SearchName | None = None,
     inputs: Literal["split", "whole"] = "split",
     hardware: str = "cpu",
     load: str | None = None,

@@ -28,8 +28,9 @@ from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
-from shardwright.plan.request import Inputs, Mode, PlanRequest
+from shardwright.plan.request import Inputs, PlanRequest
 from shardwright.plan.ruled import RuledGraph
+from shardwright.plan.searches import Mode, SearchName
 from shardwright.run.inputs import mesh_for
 from shardwright.run.parallel import parallelize
 from shardwright.run.planner import hardware_of
@@ -58,7 +59,7 @@ def verify(
     steps: int = 3,
     mode: Mode = "auto",
     mesh: Mesh | str | None = None,
-    search: str | None = None,
+    search: SearchName | None = None,
     pins: Mapping[str, Any] | None = None,
     inputs: Inputs = "split",
     dtypes: Sequence[str] = ("float64", "float32"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from shardwright.plan.request import Mode
+from shardwright.plan.searches import Mode, SearchName
 from shardwright.world.gradients import Reduction
 from shardwright.world.precision import Precision
 from shardwright.zoo.ranges import at_least, between, more_than
@@ -32,7 +32,7 @@ class ParallelOptions:
     """What `sw.parallelize` takes; ``pins`` maps patterns of module paths to strategies."""
 
     mode: Mode = "data"
-    search: Literal["propagation", "exact"] | None = None
+    search: SearchName | None = None
     mesh: str | None = None
     plan: str | None = None
     pins: dict[str, Any] = field(default_factory=dict)

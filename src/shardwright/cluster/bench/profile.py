@@ -27,7 +27,7 @@ from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
 from shardwright.mesh.redistribute import CollectiveKind
-from shardwright.plan.hardware import Hardware, LinkCost, Where
+from shardwright.plan.hardware import Hardware, LinkCost, LinkKind
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import World
 
@@ -49,7 +49,7 @@ _FLOAT = 4
 class MeasuredCollective:
     """The median seconds of one kind of collective at every size, in groups of ``ranks``."""
 
-    where: Where
+    where: LinkKind
     kind: CollectiveKind
     ranks: int
     points: tuple[tuple[int, float], ...]
@@ -59,7 +59,7 @@ class MeasuredCollective:
 class _Groups:
     """Groups that cover the world: those along ``axes`` of the communicator's mesh."""
 
-    where: Where
+    where: LinkKind
     ranks: int
     comm: Communicator
     axes: Axes
@@ -174,7 +174,7 @@ def _all_groups(world: World) -> list[_Groups]:
     return all_groups
 
 
-def _groups(where: Where, mesh: Mesh, axes: Axes) -> _Groups:
+def _groups(where: LinkKind, mesh: Mesh, axes: Axes) -> _Groups:
     comm = communicator_over(mesh)
     comm.prepare([axes])
     return _Groups(where, mesh.extent(axes), comm, axes)

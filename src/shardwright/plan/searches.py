@@ -1,0 +1,93 @@
+"""The modes and the searches: what `parallelize`, the command line and configurations choose from.
+
+A search is one row: what it minimises, and over which choices. To add one, name it in `SearchName` and give it a row;
+what it needs beside, a cost or a choice of strategies, is a file of its own. This file imports no torch, for which
+``shardwright --help`` would have to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from shardwright.mesh.mesh import Mesh
+from shardwright.rules.notation import OpRule, Strategy
+
+if TYPE_CHECKING:
+    from shardwright.plan.cost import Objective
+    from shardwright.plan.hardware import Hardware
+
+SearchName = Literal["propagation", "exact"]
+Mode = Literal["single", "data", "semi-auto", "auto"]
+
+
+@dataclass(frozen=True)
+class Search:
+    """One way to decide what is not pinned.
+
+    Args:
+        objective: what is minimised on given hardware.
+        keeps: whether a strategy of an operator is among the choices.
+        most_axes: on how many axes it plans at most, unless pins need more. Strategies grow with the power of the
+            axes: 216 for a linear layer on three, where the least seconds over all of them cost half a minute.
+    """
+
+    objective: Callable[[Hardware], Objective]
+    keeps: Callable[[Strategy, OpRule, Mesh], bool]
+    most_axes: int
+
+
+@dataclass(frozen=True)
+class ModeRow:
+    """How much the planner decides.
+
+    Args:
+        search: the usual search; None where nothing is searched, and every operator follows the split of the batch.
+        splits: whether there is anything to split at all.
+        captured: whether the model must be captured; where not, torch's DistributedDataParallel can do as much.
+    """
+
+    search: SearchName | None
+    splits: bool = True
+    captured: bool = True
+
+
+def _uses_every_axis(strategy: Strategy, rule: OpRule, mesh: Mesh) -> bool:
+    """Whether no axis is left that some factor would admit."""
+    for axis in set(mesh.names) - strategy.used:
+        for i in rule.splittable:
+            if rule.factors[i].size % mesh.extent([*strategy.axes[i], axis]) == 0:
+                return False
+    return True
+
+
+def _everything(strategy: Strategy, rule: OpRule, mesh: Mesh) -> bool:
+    return True
+
+
+def _bytes(hardware: Hardware) -> Objective:
+    from shardwright.plan.cost import Bytes  # imports torch
+
+    return Bytes()
+
+
+def _seconds(hardware: Hardware) -> Objective:
+    from shardwright.plan.cost import Seconds  # imports torch
+
+    return Seconds(hardware)
+
+
+SEARCHES: Mapping[SearchName, Search] = {
+    # The fewest bytes over choices that leave no device idle: as pins demand, and fast.
+    "propagation": Search(_bytes, _uses_every_axis, most_axes=3),
+    # The least seconds over all choices.
+    "exact": Search(_seconds, _everything, most_axes=2),
+}
+
+MODES: Mapping[Mode, ModeRow] = {
+    "single": ModeRow(None, splits=False, captured=False),
+    "data": ModeRow(None, captured=False),
+    "semi-auto": ModeRow("propagation"),
+    "auto": ModeRow("exact"),
+}
