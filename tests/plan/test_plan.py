@@ -1,6 +1,7 @@
 """A plan as JSON: it comes back equal, and refuses every graph but its own and every text that is none."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,14 @@ from torch import nn
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.graph.rewrite import rewrite
+from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Axis, Link, Mesh
+from shardwright.plan.cost import Bytes
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
+from shardwright.plan.search import Space, search
 
 MESH = Mesh((Axis("dp", 2, Link(1e-4, 1e9)), Axis("tp", 3)))
 
@@ -154,3 +158,27 @@ def test_the_same_decisions_serve_other_sizes_and_dtypes_but_no_other_graph(plan
     assert served.capture is other.capture
     with pytest.raises(PlanError, match=r"made for \d+ operators, the model has \d+; plan again"):
         plan.for_capture(graph_of(net(layers=3)).capture)
+
+
+def test_an_objective_that_prices_leaves_decides_how_parameters_are_stored(graph):
+    """Where bytes held cost more than any that move, every parameter is split as far as some operator takes it."""
+
+    class Held(Bytes):
+        def leaf(self, value, layout, mesh):
+            return 1e9 * math.prod(layout.local_shape(value.shape, mesh, 0))
+
+    def stored(objective):
+        mesh = Mesh.of(d=2)
+        strategies = {n.name: tuple(graph.rules[n.name].strategies(mesh)) for n in graph.capture.nodes}
+        leaves = {
+            v.name: [Layout.replicated(len(v.shape)), *(Layout.split(len(v.shape), {0: "d"}) for _ in v.shape[:1])]
+            if v.kind == "parameter"
+            else [Layout.replicated(len(v.shape))]
+            for v in graph.capture.values.values()
+            if v.kind != "result"
+        }
+        found = search(Space(graph, mesh, strategies, leaves, {}), objective)
+        return {found.leaves[v.name].split_axes != () for v in graph.capture.of_kind("parameter")}
+
+    assert stored(Held()) == {True}
+    assert stored(Bytes()) == {False}

@@ -19,7 +19,8 @@ from shardwright.lower.check import check
 from shardwright.lower.local import Axes, Call, RandomKey, Site, localise
 from shardwright.lower.passes import join_buckets
 from shardwright.lower.program import Instruction, LocalProgram
-from shardwright.plan.plan import Plan, Transfer
+from shardwright.plan.decisions import Transfer
+from shardwright.plan.plan import Plan
 from shardwright.rules.notation import Operand
 from shardwright.torch_private import returns_list
 

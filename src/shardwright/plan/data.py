@@ -10,7 +10,7 @@ from shardwright.graph.ir import Node
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import redistribute
-from shardwright.plan.plan import target_of
+from shardwright.plan.decisions import target_of
 from shardwright.plan.ruled import RuledGraph
 from shardwright.plan.search import Choice
 from shardwright.rules.notation import OpRule, Strategy

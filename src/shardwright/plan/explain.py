@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from shardwright.plan.plan import Plan, Priced
+from shardwright.plan.decisions import Decisions, Priced
 
 
-def explain(plan: Plan) -> str:
+def explain(plan: Decisions) -> str:
     """Three tables: what every operator does, every collective, and what each module holds and moves."""
     unlisted = plan.graph.unlisted
     finer = f" cut into {plan.mesh}" if len(plan.mesh.axes) > len(plan.named.axes) else ""
@@ -28,7 +28,7 @@ def explain(plan: Plan) -> str:
     return "\n\n".join(parts)
 
 
-def _operators(plan: Plan) -> str:
+def _operators(plan: Decisions) -> str:
     rows = [("operator", "in strategy", "out strategy", "partial", "module", "source")]
     for node in plan.capture.nodes:
         partial = "·".join(plan.layout(node.results[0]).partial) if node.results else ""
@@ -39,7 +39,7 @@ def _operators(plan: Plan) -> str:
     return _table(rows)
 
 
-def _collectives(plan: Plan) -> str:
+def _collectives(plan: Decisions) -> str:
     rows = [("collective", "direction", "axes", "ranks of rank 0", "of", "sent")]
     found = list(plan.collectives())
     for priced in found:
@@ -49,7 +49,7 @@ def _collectives(plan: Plan) -> str:
     return _table(rows) if found else "no collectives"
 
 
-def _modules(plan: Plan) -> str:
+def _modules(plan: Decisions) -> str:
     """Per module: parameters on one device, bytes sent per step."""
     held: dict[str, float] = {}
     for value in plan.capture.of_kind("parameter"):

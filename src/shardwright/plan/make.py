@@ -14,9 +14,10 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.data import data_parallel
+from shardwright.plan.decisions import target_of
 from shardwright.plan.exact import TooWide
 from shardwright.plan.pins import pinned_strategies
-from shardwright.plan.plan import Plan, target_of
+from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
 from shardwright.plan.search import Choice, Space, search

@@ -28,8 +28,8 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import possible, redistribute
 from shardwright.plan.cost import Objective
+from shardwright.plan.decisions import Target, target_of
 from shardwright.plan.exact import Costs, Table, minimise
-from shardwright.plan.plan import Target, target_of
 from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 
@@ -121,6 +121,8 @@ class _Problem:
         row = {layout: i for i, layout in enumerate(kinds)}
         rows = np.array([row[layout] for layout in layouts])
         column = {target: i for i, target in enumerate(targets)}
+        # Consumers cannot see which target another demands. A variable between them, the hub, settles which target is
+        # paid for once; who demands that one pays nothing, every other pays for itself.
         shared = self._shareable(consumers, costs, column, len(layouts))
         if shared:
             hub = self._variable(len(shared) + 1)  # the last choice: nothing is shared

@@ -17,6 +17,7 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
+from shardwright.world.gradients import BUCKET_BYTES
 
 
 def cache_directory() -> Path:
@@ -27,8 +28,8 @@ def cache_directory() -> Path:
 
 @cache
 def planner_digest() -> str:
-    """A hash of everything that decides a plan: the sources of the planner, and the version of torch."""
-    text = hashlib.sha256(torch.__version__.encode())
+    """A hash of everything that decides a plan: the sources of the planner, torch's version, the size of a bucket."""
+    text = hashlib.sha256(f"{torch.__version__} {BUCKET_BYTES}".encode())
     for name, source in package.sources("mesh", "rules", "graph", "plan").items():
         text.update(name.encode() + source)
     return text.hexdigest()[:32]

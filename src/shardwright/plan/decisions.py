@@ -1,0 +1,173 @@
+"""The decisions of a plan, and what follows from them.
+
+Decided are the strategy of every operator and the layouts of the leaves (parameters, buffers, inputs, constants) and of
+the outputs. Everything else follows: `Decisions.layout` of a result from the rule of its operator, and `transfers`, the
+redistributions, from the layouts on both ends of an edge. The costs that a search minimises and the program that runs
+are both derived from `transfers`, so that nothing is priced that is not run, and nothing run that is not priced.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from shardwright.graph.ir import Capture, Node
+from shardwright.mesh.layout import Layout, Split
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.redistribute import Collective, Step, redistribute
+from shardwright.plan.ruled import RuledGraph
+from shardwright.rules.notation import Strategy
+
+
+@dataclass(frozen=True)
+class Target:
+    """What a consumer needs of a value: a layout, and the axes over which the gradient that it returns is partial."""
+
+    layout: Layout
+    gradient_partial: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A value on its way to one target, shared by every consumer with that target.
+
+    ``consumers`` are (node name, operand index), or ("", i) for the i-th output of the graph. ``gradient`` says whether
+    one comes back: not to a value that has none, nor from an output other than the loss.
+    """
+
+    value: str
+    target: Target
+    steps: tuple[Step, ...]
+    consumers: tuple[tuple[str, int], ...]
+    gradient: bool
+
+
+@dataclass(frozen=True)
+class Priced:
+    """One collective of the plan: where it comes from, in which direction of the step, and what it moves."""
+
+    cause: str  # the label of the value or the name of the operator
+    scope: str
+    direction: str  # "forward" or "backward"
+    collective: Collective
+    bytes: float  # sent by each device
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """Who computes what. ``mesh`` is the atomic mesh; ``named`` the mesh as the user wrote it.
+
+    ``leaves`` and ``outputs`` map value names to layouts; ``strategies`` maps node names to strategies. An output
+    appears in ``outputs`` with the layout in which it leaves the program (the loss, auxiliary outputs, new buffers).
+    """
+
+    graph: RuledGraph = field(repr=False)
+    mesh: Mesh
+    named: Mesh
+    mode: str
+    search: str
+    strategies: Mapping[str, Strategy]
+    leaves: Mapping[str, Layout]
+    outputs: Mapping[str, Layout]
+
+    @property
+    def capture(self) -> Capture:
+        return self.graph.capture
+
+    def layout(self, value: str) -> Layout:
+        """How a value is laid out where it is made (or stored)."""
+        if value in self.leaves:
+            return self.leaves[value]
+        node, index = self.graph.producers[value]
+        layout = self.graph.rules[node.name].result_layout(index, self.strategies[node.name], self.mesh)
+        return layout.normalised(self.capture.values[value].shape, self.mesh)
+
+    def batch_rows(self, rank: int, rows: int) -> tuple[int, int]:
+        """The rows [start, stop) of a global batch of ``rows`` that ``rank`` is to be given."""
+        split = next((self.leaves[v.name].dims[0] for v in self.capture.of_kind("input") if v.shape), Split())
+        return split.bounds(rows, self.mesh, self.mesh.coordinates(rank))
+
+    def target(self, node: Node, index: int) -> Target:
+        """What operand ``index`` of ``node`` must be before the node can run on local parts."""
+        return target_of(self.graph, node, index, self.strategies[node.name], self.mesh)
+
+    @cached_property
+    def transfers(self) -> tuple[Transfer, ...]:
+        """Every edge of the graph, one per value and target, in order of execution; many have no steps.
+
+        Raises:
+            PlanError: where no sequence of collectives leads from one layout to the other.
+        """
+        found: dict[tuple[str, Target], list[tuple[str, int]]] = {}
+        for node in self.capture.nodes:
+            for index, value in enumerate(node.operands):
+                found.setdefault((value, self.target(node, index)), []).append((node.name, index))
+        for i, (value, layout) in enumerate(self.outputs.items()):
+            found.setdefault((value, Target(layout)), []).append(("", i))
+        return tuple(
+            Transfer(value, target, self._steps(value, target), tuple(uses), self._gradient(value, uses))
+            for (value, target), uses in found.items()
+        )
+
+    def _gradient(self, value: str, uses: Sequence[tuple[str, int]]) -> bool:
+        differentiated = value == self.capture.loss or any(node for node, _ in uses)
+        return differentiated and self.capture.values[value].needs_gradient
+
+    def _steps(self, value: str, target: Target) -> tuple[Step, ...]:
+        shape = self.capture.values[value].shape
+        return redistribute(self.layout(value), target.layout, target.gradient_partial, shape, self.mesh)
+
+    def collectives(self) -> Iterator[Priced]:
+        """Every collective of one step, before the gradients of replicated parameters are joined into buckets."""
+        for transfer in self.transfers:
+            yield from self._transfer_collectives(transfer)
+        for node in self.capture.nodes:
+            directions = self.graph.collectives_inside(node, self.strategies[node.name], self.mesh)
+            for direction, collectives in zip(("forward", "backward"), directions, strict=True):
+                for c in collectives:
+                    yield Priced(node.name, node.scope, direction, c, c.sent_bytes(self.mesh))
+
+    def _transfer_collectives(self, transfer: Transfer) -> Iterator[Priced]:
+        value = self.capture.values[transfer.value]
+        producer = self.graph.producers.get(transfer.value)
+        scope = producer[0].scope if producer else ""
+        for step in transfer.steps:
+            forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
+            if forward:
+                yield Priced(value.label, scope, "forward", forward, forward.sent_bytes(self.mesh))
+            if backward and transfer.gradient:
+                yield Priced(value.label, scope, "backward", backward, backward.sent_bytes(self.mesh))
+
+    def moved_bytes(self) -> float:
+        """Bytes that each device sends in one step, forward, backward and gradients."""
+        return sum(priced.bytes for priced in self.collectives())
+
+    def held_bytes(self, kind: str = "parameter") -> int:
+        """Bytes of the leaves of one kind that rank 0 holds, which no rank exceeds."""
+        total = 0
+        for value in self.capture.values.values():
+            if value.kind == kind:
+                shape = self.leaves[value.name].local_shape(value.shape, self.mesh, 0)
+                total += value.dtype.itemsize * math.prod(shape)
+        return total
+
+    def in_strategy(self, node: Node) -> tuple[tuple[int, ...], ...]:
+        """The number of slices per dim of every operand, as users write it in `shard`."""
+        rule, strategy = self.graph.rules[node.name], self.strategies[node.name]
+        return tuple(rule.operand_layout(i, strategy).slices(self.mesh) for i in range(len(node.operands)))
+
+    def out_strategy(self, node: Node) -> tuple[tuple[int, ...], ...]:
+        """The number of slices per dim of every result."""
+        rule, strategy = self.graph.rules[node.name], self.strategies[node.name]
+        return tuple(rule.result_layout(i, strategy, self.mesh).slices(self.mesh) for i in range(len(node.results)))
+
+
+def target_of(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mesh: Mesh) -> Target:
+    """What operand ``index`` of ``node`` must be under a strategy, units normalised."""
+    rule = graph.rules[node.name]
+    value = graph.capture.values[node.operands[index]]
+    layout = rule.operand_layout(index, strategy).normalised(value.shape, mesh)
+    partial = rule.operand_gradient_partial(index, strategy, mesh) if value.needs_gradient else ()
+    return Target(layout, partial)
