@@ -24,9 +24,8 @@ def test_every_name_has_a_row():
 
 @pytest.mark.parametrize("command", [plan, verify], ids=["plan", "verify"])
 def test_the_command_line_offers_the_rows(command):
-    offered = {
-        option.name: tuple(option.type.choices) for option in command.params if option.name in ("mode", "search")
-    }
+    options = [option for option in command.params if option.name in ("mode", "search")]
+    offered = {option.name: tuple(option.type.choices) for option in options}
     assert offered == {"mode": tuple(MODES), "search": tuple(SEARCHES)}
 
 
