@@ -55,7 +55,7 @@ def test_what_the_page_adds_is_there(tmp_path, monkeypatch):
         change(source, file, where, text)
     (tmp_path / "extending.md").write_text(CHANGE.sub("", PAGE))
     monkeypatch.setenv("PYTHONPATH", str(source))
-    assert run_blocks(tmp_path / "extending.md", reader).count("bash") == 4
+    assert run_blocks(tmp_path / "extending.md", reader).count("bash") == 5
 
 
 def test_the_page_names_the_files_that_each_part_touches():
