@@ -27,7 +27,7 @@ NET = """
         return model, loss_fn, (torch.randn(16, 8), torch.randint(0, 4, (16,)))
 """
 DEFECT = """
-    from shardwright.run.buckets import GradientReduction
+    from shardwright.run.programs.buckets import GradientReduction
     GradientReduction.reduce = lambda self, keys, gradients, comm, axes: list(gradients)
 """
 

@@ -12,7 +12,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
-from shardwright.run import plan_cache
+from shardwright.run.programs import plan_cache
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ from shardwright.mesh.simulate import SimulatedCommunicator
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
 from shardwright.pulse import PULSE_VARIABLE, PulseFile
-from shardwright.run.sites import labels
+from shardwright.run.programs.sites import labels
 from whole import run, same
 
 

@@ -18,8 +18,8 @@ from shardwright.mesh.simulate import simulate
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
-from shardwright.run.buckets import GradientReduction
-from shardwright.run.execute import Execution, StepArguments
+from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.execute import Execution, StepArguments
 
 
 def plan_of(

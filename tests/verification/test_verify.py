@@ -14,7 +14,7 @@ from shardwright.data.loading.batch import Batch
 from shardwright.errors import PlanError, UsageError
 from shardwright.lower import local, randomness
 from shardwright.mesh import collectives
-from shardwright.run.buckets import GradientReduction
+from shardwright.run.programs.buckets import GradientReduction
 from shardwright.verification.verify import ONE_DEVICE, PLAIN, _difference, verify
 
 

@@ -12,7 +12,7 @@ from shardwright.graph.check import check
 from shardwright.graph.convert import convert
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import module_pins, pin_module
-from shardwright.graph.trace import LossFunction, capture_device, trace
+from shardwright.graph.tracing.trace import LossFunction, capture_device, trace
 
 
 def capture(

@@ -18,7 +18,7 @@ from shardwright import torch_private
 from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.ir import Capture, Node, Pin, Slices, Value, ValueKind
 from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
-from shardwright.graph.trace import NO_GRADIENT, SOURCE, Trace
+from shardwright.graph.tracing.trace import NO_GRADIENT, SOURCE, Trace
 from shardwright.rules.notation import Operand
 from shardwright.rules.row import Identity, Row
 from shardwright.rules.table import row_of

@@ -18,8 +18,8 @@ import torch
 
 from shardwright import torch_private
 from shardwright.errors import StrategyError
-from shardwright.graph import sources
 from shardwright.graph.ir import Capture, Node, Pin, Slices
+from shardwright.graph.tracing import sources
 from shardwright.rules.table import row_of
 
 Strategies = tuple[Slices | None, ...]

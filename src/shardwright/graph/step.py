@@ -11,7 +11,7 @@ from shardwright.graph.capture import capture
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import apply_pins
 from shardwright.graph.rewrite import rewrite
-from shardwright.graph.trace import LossFunction
+from shardwright.graph.tracing.trace import LossFunction
 
 StepKind = Literal["training", "evaluation", "predict"]
 

@@ -23,14 +23,14 @@ from shardwright.mesh.collectives import all_gather
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
-from shardwright.run.buckets import GradientReduction
 from shardwright.run.evaluation import Evaluation, metric_means
-from shardwright.run.execute import Execution, Outputs
-from shardwright.run.inputs import BatchKind, rows_of
 from shardwright.run.model import ParallelModel, Replay
-from shardwright.run.planner import Planner
-from shardwright.run.programs import PreparedProgram, Programs
-from shardwright.run.storage import ModelState, agree_on_weights, refuse_meta
+from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.execute import Execution, Outputs
+from shardwright.run.programs.inputs import BatchKind, rows_of
+from shardwright.run.programs.planner import Planner
+from shardwright.run.programs.programs import PreparedProgram, Programs
+from shardwright.run.programs.storage import ModelState, agree_on_weights, refuse_meta
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_collectives
 from shardwright.world.world import World

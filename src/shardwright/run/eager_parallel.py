@@ -19,9 +19,9 @@ from shardwright.plan.searches import Mode
 from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.evaluation import Evaluation, metric_means_over_ranks
-from shardwright.run.execute import Execution
-from shardwright.run.inputs import BatchKind
 from shardwright.run.model import ParallelModel
+from shardwright.run.programs.execute import Execution
+from shardwright.run.programs.inputs import BatchKind
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
 from shardwright.world.world import World, current_world

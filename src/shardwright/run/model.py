@@ -18,7 +18,7 @@ from shardwright.graph.ir import Capture
 from shardwright.lower.program import LocalProgram
 from shardwright.plan.plan import Plan
 from shardwright.run.evaluation import Evaluation
-from shardwright.run.execute import Execution
+from shardwright.run.programs.execute import Execution
 
 
 @dataclass(frozen=True, eq=False)

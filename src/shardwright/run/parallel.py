@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from shardwright.errors import CaptureError, UsageError
-from shardwright.graph.trace import LossFunction
+from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.hardware import Hardware, read_hardware
@@ -20,9 +20,9 @@ from shardwright.plan.request import Inputs, PlanRequest, inputs_problem
 from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.eager_parallel import parallelize_eagerly
-from shardwright.run.inputs import BatchKind, mesh_for
 from shardwright.run.model import ParallelModel
-from shardwright.run.planner import Planner, hardware_of
+from shardwright.run.programs.inputs import BatchKind, mesh_for
+from shardwright.run.programs.planner import Planner, hardware_of
 from shardwright.world.agreement import agree
 from shardwright.world.world import current_world
 

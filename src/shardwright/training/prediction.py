@@ -9,7 +9,7 @@ from shardwright.backends.table import Backend
 from shardwright.lower.program import LocalProgram
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective
-from shardwright.run.execute import Pass
+from shardwright.run.programs.execute import Pass
 
 Flows = Mapping[tuple[str, str], float]
 """(from host, to host) -> bytes; from a host to itself are the bytes between its own ranks."""

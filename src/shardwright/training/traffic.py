@@ -17,8 +17,8 @@ from pathlib import Path
 from shardwright.backends.table import Backend, backend_moving
 from shardwright.hosts.network import SYSFS, Device, Moved, NetworkReading, counted_once, moved, read_devices
 from shardwright.report.text import size_text
-from shardwright.run.execute import Execution, Pass
 from shardwright.run.model import ParallelModel
+from shardwright.run.programs.execute import Execution, Pass
 from shardwright.training.nccl_network import chosen_network, over_sockets
 from shardwright.training.prediction import Flows, collectives_of, flows_between
 from shardwright.world.agreement import from_all_ranks

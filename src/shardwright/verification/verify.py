@@ -22,7 +22,7 @@ from shardwright.data.loading.batch import Batch
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.ir import Node
 from shardwright.graph.step import captured_step
-from shardwright.graph.trace import LossFunction
+from shardwright.graph.tracing.trace import LossFunction
 from shardwright.lower.local import RandomKey, Site, localise
 from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.mesh import Mesh
@@ -31,10 +31,10 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.request import Inputs, PlanRequest
 from shardwright.plan.ruled import RuledGraph
 from shardwright.plan.searches import Mode, SearchName
-from shardwright.run.inputs import mesh_for
 from shardwright.run.parallel import parallelize
-from shardwright.run.planner import hardware_of
-from shardwright.run.storage import agree_on_weights, local_part, refuse_meta
+from shardwright.run.programs.inputs import mesh_for
+from shardwright.run.programs.planner import hardware_of
+from shardwright.run.programs.storage import agree_on_weights, local_part, refuse_meta
 from shardwright.torch_private import tree_map
 from shardwright.verification.build import as_batches
 from shardwright.verification.result import Deviation, Verification

@@ -23,8 +23,8 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import redistribute
 from shardwright.plan.plan import Plan
-from shardwright.run.buckets import GradientReduction
-from shardwright.run.execute import StepArguments
+from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.execute import StepArguments
 from shardwright.world.ranks import alone
 
 

@@ -9,7 +9,7 @@ import torch
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
-from shardwright.graph import sources
+from shardwright.graph.tracing import sources
 
 _BRANCHES = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
 _NUMBERS = {"item", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__"}

@@ -17,10 +17,10 @@ from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
-from shardwright.run.buckets import GradientReduction
-from shardwright.run.execute import Execution
-from shardwright.run.inputs import Rows, global_shapes, local_inputs
-from shardwright.run.planner import Planner
+from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.execute import Execution
+from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs
+from shardwright.run.programs.planner import Planner
 from shardwright.torch_private import tree_flatten
 from shardwright.world.world import World
 

@@ -19,8 +19,8 @@ from shardwright.lower.randomness import mixed
 from shardwright.mesh import collectives
 from shardwright.mesh.collectives import Communicator
 from shardwright.pulse import own_pulse
-from shardwright.run.buckets import GradientReduction
-from shardwright.run.sites import Sites
+from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.sites import Sites
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
 Pass = Literal["forward", "reduced", "deferred"]

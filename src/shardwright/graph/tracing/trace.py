@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
-from shardwright.graph import refusals, regions, sources
+from shardwright.graph.tracing import refusals, regions, sources
 from shardwright.rules.notation import Operand
 
 LossFunction = Callable[[Any, Any], Any]

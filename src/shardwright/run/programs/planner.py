@@ -12,15 +12,15 @@ from torch import Tensor, nn
 from shardwright.errors import PlanError
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import StepKind, captured_step
-from shardwright.graph.trace import LossFunction
+from shardwright.graph.tracing.trace import LossFunction
 from shardwright.mesh.layout import Layout
 from shardwright.plan.hardware import Hardware, for_device
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
-from shardwright.run.inputs import Rows, global_shapes
-from shardwright.run.plan_cache import remembered
+from shardwright.run.programs.inputs import Rows, global_shapes
+from shardwright.run.programs.plan_cache import remembered
 from shardwright.torch_private import tree_flatten, tree_unflatten
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_collectives

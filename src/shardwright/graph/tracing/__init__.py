@@ -1,0 +1,1 @@
+"""From Python to an exported program: what is traced, what is refused, which line it comes from."""
