@@ -1,8 +1,8 @@
 # Needs only Python 3.11+ (3.11 or 3.12 tested) and make. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# Two tests at a time, each worker half of the files; the one that is done first takes over what the other has left.
-TOGETHER := -n 2 --dist worksteal
+# Three tests at a time keep two cores busy, since tests wait too; who is done first takes over what others have left.
+TOGETHER := -n 3 --dist worksteal
 
 .PHONY: help setup demo test test-fast test-all lint clean
 

@@ -1,9 +1,10 @@
 """From the command to the end of the first all-reduce: ``shardwright launch`` beside ``torchrun``.
 
-    python benchmarks/launch.py [--ranks 2,4,8] [--repeats 5]
+    python benchmarks/launch.py [--ranks 2,4,8] [--repeats 5] [--before ../other/src]
 
 The two take turns (A B A B ...), so that both see the same load; the row gives the medians and the median of the
-pairs' ratios. The clock starts before the launcher's process does and stops on rank 0 when the all-reduce is done.
+pairs' ratios. With ``--before`` the other is ``shardwright launch`` of another checkout's sources. The clock starts
+before the launcher's process does and stops on rank 0 when the all-reduce is done.
 """
 
 from __future__ import annotations
@@ -32,11 +33,14 @@ dist.destroy_process_group()
 BIN = Path(sys.executable).parent
 
 
-def measure_s(command: list[str], folder: Path) -> float:
-    """Seconds from here to what the script wrote down."""
+OURS = Path(__file__).parents[1] / "src"
+
+
+def measure_s(command: list[str], source: Path, folder: Path) -> float:
+    """Seconds from here to what the script wrote down. Shardwright is imported from ``source``."""
     answer = folder / "answer"
     answer.unlink(missing_ok=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(source)}
     start_s = time.time()
     result = subprocess.run(
         [*command, str(folder / "first.py"), str(answer)], cwd=folder, env=environment, capture_output=True, text=True
@@ -46,13 +50,14 @@ def measure_s(command: list[str], folder: Path) -> float:
     return float(answer.read_text()) - start_s
 
 
-def compare(ranks: int, repeats: int, folder: Path) -> str:
+def compare(ranks: int, repeats: int, before: Path | None, folder: Path) -> str:
     """A row of the table, after one run of each that warms the disk's cache."""
     ours = [str(BIN / "shardwright"), "launch", "-n", str(ranks)]
-    theirs = [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
-    for command in (ours, theirs):
-        measure_s(command, folder)
-    pairs = [(measure_s(ours, folder), measure_s(theirs, folder)) for _ in range(repeats)]
+    torchrun = [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={ranks}"]
+    ways = [(ours, OURS), (ours, before) if before else (torchrun, OURS)]
+    for way in ways:
+        measure_s(*way, folder)
+    pairs = [tuple(measure_s(*way, folder) for way in ways) for _ in range(repeats)]
     ours_s, theirs_s = (statistics.median(column) for column in zip(*pairs, strict=True))
     ratios = sorted(a / b for a, b in pairs)
     return (
@@ -65,14 +70,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4,8")
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--before", type=Path, help="the src folder of another checkout")
     options = parser.parse_args()
-    print("| ranks | shardwright, s | torchrun, s | ratio | lowest to highest |")
+    print(f"| ranks | shardwright, s | {'before' if options.before else 'torchrun'}, s | ratio | lowest to highest |")
     print("| --- | --- | --- | --- | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "first.py").write_text(SCRIPT)
         for ranks in map(int, options.ranks.split(",")):
-            print(compare(ranks, options.repeats, folder), flush=True)
+            print(compare(ranks, options.repeats, options.before and options.before.absolute(), folder), flush=True)
 
 
 if __name__ == "__main__":

@@ -26,12 +26,14 @@ __all__ = [
     "empty_like_on",
     "fake_mode",
     "has_no_value",
+    "has_post_hooks",
     "higher_order_name",
     "is_fake",
     "is_operator",
     "job_store",
     "new_group_of_members",
     "quiet_exporter",
+    "read_whole_numbers",
     "returns_list",
     "schema_parameters",
     "tree_flatten",
@@ -211,6 +213,33 @@ def dcp_storage_info(file: str, start: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo  # half a second, and needed by saves alone
 
     return _StorageInfo(file, start, length)
+
+
+def has_post_hooks(parameter: torch.Tensor) -> bool:
+    """Whether `register_post_accumulate_grad_hook` was called: only the attribute tells."""
+    return bool(parameter._post_accumulate_grad_hooks)
+
+
+@lru_cache(maxsize=1)
+def read_whole_numbers() -> None:
+    """Let ``float(x)`` and ``x.item()`` of a DTensor give the number that it stands for, on all ranks together.
+
+    Torch reads what this rank holds, so that the norm of a split gradient is the norm of a part. There is no public way
+    to say how an operator runs on DTensors.
+    """
+    from torch.distributed.tensor import DTensor  # a tenth of a second, and needed where parameters are split alone
+
+    def whole(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        tensor = args[0]
+        local = tensor.to_local()
+        if all(placement.is_replicate() for placement in tensor.placements):
+            return local.item()
+        if local.dtype == torch.bool:  # any() of the parts
+            counted = DTensor.from_local(local.int(), tensor.device_mesh, tensor.placements)
+            return bool(counted.full_tensor().item())
+        return tensor.full_tensor().item()
+
+    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = whole  # type: ignore[assignment]
 
 
 @lru_cache(maxsize=4096)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from shardwright.graph.check import check
 from shardwright.graph.convert import convert
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import module_pins, pin_module
+from shardwright.graph.tracing.frozen import frozen_tensors
+from shardwright.graph.tracing.outside import tensors
 from shardwright.graph.tracing.trace import LossFunction, capture_device, trace
 
 
@@ -39,6 +42,9 @@ def capture(
     traced = trace(model, loss_fn, values, spec, train=train)
     labels = [path or "batch" for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
     captured = convert(traced, labels, _key(model, leaves, train=train, predict=predict), train=train, predict=predict)
+    outside = frozen_tensors(captured.constants, tensors(traced.model, loss_fn))
+    captured = replace(captured, frozen=traced.reading.places, outside=outside)
+    traced.reading.warn()
     if train and not captured.values[captured.loss].needs_gradient:
         raise CaptureError(
             "the loss does not depend on any parameter that requires a gradient\n"

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from shardwright.graph.tracing.outside import Place
 from shardwright.rules.notation import Operand
 
 ValueKind = Literal["parameter", "buffer", "input", "constant", "result"]
@@ -70,7 +71,8 @@ class Capture:
 
     ``constants`` are tensors that the model closes over. ``mutations`` maps a buffer's value to the value that it must
     hold after the step. ``outputs`` are the loss, then the tensors of the auxiliary output in the order of
-    ``aux_spec`` (a pytree spec; None where the loss function returns the loss alone).
+    ``aux_spec`` (a pytree spec; None where the loss function returns the loss alone). ``frozen`` says where the plain
+    Python values stand that the step has read, ``outside`` where those constants stand that are no buffers, by name.
     """
 
     values: Mapping[str, Value]
@@ -82,6 +84,8 @@ class Capture:
     constants: Mapping[str, torch.Tensor] = field(repr=False)
     tied: Mapping[str, str]  # second name of a tied parameter or buffer -> its first name
     key: str  # what the capture depends on beside the graph: training mode, autocast
+    frozen: tuple[Place, ...] = ()
+    outside: Mapping[str, Place] = field(default_factory=dict)
 
     def of_kind(self, kind: ValueKind) -> tuple[Value, ...]:
         """The values of one kind, in order."""

@@ -30,6 +30,7 @@ from shardwright.run.programs.execute import Execution, Outputs
 from shardwright.run.programs.inputs import BatchKind, rows_of
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs
+from shardwright.run.programs.same_batch import SameBatch
 from shardwright.run.programs.storage import ModelState, agree_on_weights, refuse_meta
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_collectives
@@ -69,12 +70,13 @@ class Parallel(ParallelModel):
         self._closed = False
         self._pulse = own_pulse()
         self._between_steps = True
+        self._same_batch = SameBatch(world.device)
         seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
         agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         self._communicator = communicator_over(self.plan.mesh)
-        self._state = ModelState(model, self.plan, seed, world.device)
+        self._state = ModelState(model, planner.loss_fn, self.plan, seed, world.device)
         self._programs = Programs(
             planner, self.plan, self._state.storage, self._communicator, self._reduction, world, options.save_graphs
         )
@@ -158,6 +160,8 @@ class Parallel(ParallelModel):
         """The program for the batch, and this rank's part of its inputs."""
         self._refuse_closed()
         tensors = [tensor.to(self.world.device) for tensor in flatten_batch(batch)]
+        if self.options.batch == "global" and not isinstance(batch, Batch):
+            self._same_batch.check(tensors)
         rows = rows_of(batch, tensors, self.options.batch)
         prepared = self._programs.of(kind, batch, rows)
         return prepared, prepared.inputs(tensors, rows, self._communicator)

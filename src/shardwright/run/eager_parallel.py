@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardwright.plan.searches import Mode
 from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.evaluation import Evaluation, metric_means_over_ranks
+from shardwright.run.mean_check import problem_with_mean
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import BatchKind
@@ -210,6 +211,10 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
     problem = _problem_with_loss(loss)
     if problem:
         return _Trial(problem)
+    if splitter.mode == "data" and splitter.world.size > 1:
+        problem = problem_with_mean(model, lambda batch: _forward(model, loss_fn, batch, splitter.world.device), part)
+        if problem:
+            return _Trial(problem)
     reached = _reached(loss)
     used = tuple(name for name, parameter in parameters.items() if id(parameter) in reached)
     if not used:
@@ -224,7 +229,8 @@ def _forward(model: nn.Module, loss_fn: LossFn, part: Any, device: torch.device)
     model.to(device)
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        gradients = torch.enable_grad() if model.training else nullcontext()
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), gradients:
             return loss_fn(model, part)
     finally:
         with torch.no_grad():

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import re
 import warnings
 from collections.abc import Mapping
 from os import PathLike
+from types import CodeType
 from typing import Any, Literal, get_args
 
 from torch import nn
 
 from shardwright.errors import CaptureError, UsageError
+from shardwright.graph.tracing.outside import called_function
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
@@ -26,6 +30,7 @@ from shardwright.run.programs.planner import Planner, hardware_of
 from shardwright.world.agreement import agree
 from shardwright.world.world import current_world
 
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+|cuda:\d+")  # differs between ranks that mean the same
 Gradients = Literal["mean", "sum"]
 
 
@@ -95,7 +100,11 @@ def parallelize(
         problem = problem or str(error)
     shapes = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters()}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
-    agree("parallelize", {"the arguments": options, "the model's parameters": shapes}, problem)
+    agree(
+        "parallelize",
+        {"the arguments": options, "the model's parameters": shapes} | _code_of(model, loss_fn),
+        problem,
+    )
     devices = mesh_for(mesh, world.size)
     request = PlanRequest(devices, mode, search, inputs, hardware_of(world, known))
     planner = Planner(model, loss_fn, request, pins or {}, batch_norm)
@@ -105,7 +114,10 @@ def parallelize(
         if MODES[mode].captured or (batch_norm == "global" and _has_batch_norm(model)):
             raise
         if world.rank == 0:
-            warnings.warn(EagerFallback(f"running by DistributedDataParallel, since {error}"), stacklevel=2)
+            warnings.warn(
+                EagerFallback(f"running by DistributedDataParallel, which takes the loss for a mean, since {error}"),
+                stacklevel=2,
+            )
         return parallelize_eagerly(model, loss_fn, sample_batch, mode, gradients, batch)
 
 
@@ -120,6 +132,30 @@ def _problem(mode: str, search: str | None, gradients: str, batch_norm: str, bat
         if value not in choices:
             return f"{name}={value!r} is unknown; choose one of {', '.join(map(repr, choices))}"
     return None
+
+
+def _code_of(model: nn.Module, loss_fn: LossFunction) -> dict[str, Any]:
+    """What ranks must have alike of their code: the modules, each in a line, and the loss function."""
+    alike = {
+        f"module {name}" if name else "the model": _ADDRESS.sub("", f"{type(module).__name__}({module.extra_repr()})")
+        for name, module in model.named_modules()
+    }
+    function = called_function(loss_fn)
+    if function is not None:
+        alike["the loss function"] = f"{function.__qualname__}, code {_code_digest(function.__code__)}"
+    return {"the number of modules": len(alike)} | alike
+
+
+def _code_digest(code: CodeType) -> str:
+    """A hash of what a function does, without the names of files and the numbers of lines."""
+    consts = [_code_digest(c) if isinstance(c, CodeType) else repr(_ordered(c)) for c in code.co_consts]
+    text = f"{code.co_code.hex()} {code.co_names} {code.co_freevars} {consts}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _ordered(const: Any) -> Any:
+    """Sets print in an order that differs between processes."""
+    return sorted(map(repr, const)) if isinstance(const, frozenset) else const
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

@@ -15,7 +15,7 @@ from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.errors import TrainingError, UsageError
 from shardwright.report.text import loss_line
 from shardwright.run.evaluation import Evaluation
-from shardwright.run.programs.storage import local_part
+from shardwright.run.programs.splitting import local_part
 from shardwright.training.hooks import Callback, RunView
 from shardwright.training.nonfinite import first_non_finite
 

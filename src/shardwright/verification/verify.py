@@ -34,7 +34,8 @@ from shardwright.plan.searches import Mode, SearchName
 from shardwright.run.parallel import parallelize
 from shardwright.run.programs.inputs import mesh_for
 from shardwright.run.programs.planner import hardware_of
-from shardwright.run.programs.storage import agree_on_weights, local_part, refuse_meta
+from shardwright.run.programs.splitting import local_part
+from shardwright.run.programs.storage import agree_on_weights, refuse_meta
 from shardwright.torch_private import tree_map
 from shardwright.verification.build import as_batches
 from shardwright.verification.result import Deviation, Verification

@@ -43,6 +43,16 @@ def refuse_reading(name: str, args: Sequence[Any], where: str) -> None:
         )
 
 
+def refuse_hooks(name: str, where: str) -> None:
+    """Refuse hooks on tensors of the step, which a graph of the forward does not have."""
+    if name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):
+        raise CaptureError(
+            f"{name}() of a tensor is called while the model is captured, at {where}: the graph would forget it\n"
+            "Scale or clip what flows back by operators of the forward, or register hooks on the parameters of what "
+            "sw.parallelize returns."
+        )
+
+
 def refuse_closed_over(args: Sequence[Any], where: str) -> None:
     """Refuse parameters that are not the model's: a graph would hold them as constants."""
     for arg in args:

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph.tracing import refusals, regions, sources
+from shardwright.graph.tracing.frozen import Reading
 from shardwright.rules.notation import Operand
 
 LossFunction = Callable[[Any, Any], Any]
@@ -35,6 +36,7 @@ class Trace:
     model: torch.nn.Module  # the copy that was traced
     aux: Any  # what the loss function returned beside the loss, an Operand where a tensor stands
     returns_aux: bool
+    reading: Reading
 
 
 class _Annotate(TorchFunctionMode):
@@ -56,6 +58,7 @@ class _Annotate(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         refusals.refuse_hidden(hidden, where)
         refusals.refuse_reading(name, args, where)
+        refusals.refuse_hooks(name, where)
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
         try:
             with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: not torch.is_grad_enabled()}):
@@ -79,6 +82,7 @@ class _Call:
     loss_fn: LossFunction
     batch: Callable[[Sequence[Any]], Any]
     mode: _Annotate
+    reading: Reading
     aux: Any = None
     returns_aux: bool = False
 
@@ -93,7 +97,7 @@ class _Step(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         call = self.call
-        with call.mode:
+        with call.mode, call.reading.watch():
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
         found: list[torch.Tensor] = []
@@ -163,7 +167,7 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
     device = capture_device(model)
     mode = torch_private.fake_mode()
     copied = _copy_without_storage(model, device, mode)
-    if not train or not model.training:
+    if model.training != train:  # else single modules may be in another mode, which is kept
         copied.train(train)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     tensors = tuple(torch_private.empty_like_on(leaves[i], device, mode) for i in at)
@@ -174,7 +178,8 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
             filled[i] = tensor
         return torch_private.tree_unflatten(filled, spec)
 
-    call = _Call(_with_autocast(loss_fn, device), batch, _Annotate())
+    reading = Reading(model, copied, loss_fn)
+    call = _Call(_with_autocast(loss_fn, device), batch, _Annotate(), reading)
     with (
         warnings.catch_warnings(),
         torch_private.quiet_exporter(),
@@ -191,7 +196,7 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
             raise
         except Exception as error:
             raise refusals.explained(error, call.mode.failed) from error
-    return Trace(program, copied, call.aux, call.returns_aux)
+    return Trace(program, copied, call.aux, call.returns_aux, reading)
 
 
 def _with_autocast(loss_fn: LossFunction, device: torch.device) -> LossFunction:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,8 +22,12 @@ from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs
 from shardwright.run.programs.planner import Planner
+from shardwright.run.programs.remembered import Remembered
 from shardwright.torch_private import tree_flatten
 from shardwright.world.world import World
+
+MOST_PROGRAMS = 64
+MANY_VALUES = 3  # of something that a program depends on: a fourth is warned of
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class Programs:
         self._reduction = reduction
         self._world = world
         self._dumps = dumps
-        self._by_key: dict[str, PreparedProgram] = {}
+        self._made = 0
+        self._by_key: dict[str, list[tuple[Remembered, PreparedProgram]]] = {}
 
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
@@ -73,13 +79,16 @@ class Programs:
     def of(self, kind: StepKind, batch: Any, rows: Rows) -> PreparedProgram:
         """The program for a step of this kind on the global batch of which ``batch`` is this rank's part."""
         key = self._key(kind, batch, rows)
-        if key not in self._by_key:
-            self._prepare(key, self._planner.later_plan(self._first, self._storage, kind, batch, rows))
-        return self._by_key[key]
+        known = self._by_key.pop(key, [])
+        self._by_key[key] = known  # at the end: the first one is the one that was not used for longest
+        for remembered, prepared in known:
+            if remembered.holds():
+                return prepared
+        return self._prepare(key, self._planner.later_plan(self._first, self._storage, kind, batch, rows))
 
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
-        return [prepared.execution for prepared in self._by_key.values()]
+        return [prepared.execution for known in self._by_key.values() for _, prepared in known]
 
     def _key(self, kind: StepKind, batch: Any, rows: Rows) -> str:
         """What a program depends on beside the model: equal on every rank without talking."""
@@ -89,17 +98,43 @@ class Programs:
         device = self._world.device.type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         dtypes = [str(tensor.dtype) for tensor in tensors]
-        return json.dumps([kind, global_shapes(tensors, rows), dtypes, others, str(spec), autocast])
+        trained = "".join("1" if p.requires_grad else "0" for p in self._planner.module.parameters())
+        return json.dumps([kind, global_shapes(tensors, rows), dtypes, others, str(spec), autocast, trained])
 
-    def _prepare(self, key: str, plan: Plan) -> None:
+    def _prepare(self, key: str, plan: Plan) -> PreparedProgram:
+        module, loss_fn = self._planner.module, self._planner.loss_fn
+        remembered = Remembered(plan.capture, module, loss_fn)
+        remembered.agree()
+        known = self._by_key.setdefault(key, [])
+        self._make_room(known)
+        self._warn_of_many(known, remembered)
         program = lower(plan, self._world.rank)
         if self._dumps:
-            save_graphs(self._dumps, plan, program, number=len(self._by_key) + 1)
+            save_graphs(self._dumps, plan, program, number=self._made + 1)
         axes = {collective.axes for _, _, collective in program.collectives()}
         axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
         self._communicator.prepare([*axes, plan.mesh.names])
         execution = Execution(program, self._communicator, self._world.device, self._reduction)
         inputs = plan.capture.of_kind("input")
-        self._by_key[key] = PreparedProgram(
+        prepared = PreparedProgram(
             plan, execution, tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
         )
+        known.append((remembered, prepared))
+        self._made += 1
+        return prepared
+
+    def _make_room(self, known: list[tuple[Remembered, PreparedProgram]]) -> None:
+        """Forget what was not used for longest, where there are too many programs."""
+        while len(self.executions()) >= MOST_PROGRAMS:
+            oldest = next(programs for programs in self._by_key.values() if programs)
+            oldest.pop(0)
+
+    def _warn_of_many(self, known: list[tuple[Remembered, PreparedProgram]], new: Remembered) -> None:
+        """Say which value makes programs that differ in nothing else."""
+        if len(known) == MANY_VALUES and self._world.rank == 0:
+            changed = ", ".join(map(str, new.differing(known[-1][0])))
+            warnings.warn(
+                f"the model is captured anew for each value of {changed}, {MANY_VALUES + 1} times so far; a value that "
+                "changes often belongs into the batch, as a tensor",
+                stacklevel=2,
+            )

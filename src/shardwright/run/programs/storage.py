@@ -1,30 +1,25 @@
-"""The state of a model that runs by programs: parameters as the plan stores them, buffers, random numbers.
-
-Either all parameters are plain tensors (none is split) or all are DTensors on the mesh of the plan: torch's foreach
-and fused optimizers, `clip_grad_norm_` and `GradScaler` refuse a mixture.
-"""
+"""The state of a model that runs by programs: parameters as the plan stores them, buffers, random numbers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from functools import cache, cached_property
+from collections.abc import Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
+from shardwright.graph.tracing.trace import LossFunction
 from shardwright.mesh.collectives import Communicator, all_gather
-from shardwright.mesh.dtensor import device_mesh, to_placements
 from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import redistribute
 from shardwright.plan.plan import Plan
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import StepArguments
+from shardwright.run.programs.splitting import local_part, split_parameters
 from shardwright.world.ranks import alone
 
 
@@ -47,70 +42,15 @@ def refuse_meta(model: nn.Module) -> None:
         )
 
 
-def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, device: torch.device) -> None:
-    """Replace every parameter of the model by a DTensor that holds this rank's part of it.
-
-    ``layouts`` maps the names of `Module.named_parameters` to layouts. Nothing happens where none splits: the
-    parameters then stay the plain tensors that they are. Other ranks' parts are freed.
-    """
-    if not any(layout.split_axes for layout in layouts.values()):
-        return
-    _watch_optimizers()
-    torch_mesh = device_mesh(mesh, device.type)
-    rank = dist.get_rank()
-    replaced: dict[int, nn.Parameter] = {}
-    owners = dict(model.named_modules(remove_duplicate=False))
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if id(parameter) not in replaced:
-            layout = layouts.get(name, Layout.replicated(parameter.ndim))
-            part = parameter.detach()[layout.local_slice(parameter.shape, mesh, rank)].clone()
-            stored = DTensor.from_local(
-                part, torch_mesh, to_placements(layout, mesh), shape=parameter.shape, stride=parameter.stride()
-            )
-            replaced[id(parameter)] = nn.Parameter(stored, requires_grad=parameter.requires_grad)
-        owner, _, attribute = name.rpartition(".")
-        setattr(owners[owner], attribute, replaced[id(parameter)])
-
-
-def local_part(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter, differentiably."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
-
-
-# Optimizers whose fused kernels torch cannot run on DTensors (no sharding rule in 2.13).
-_UNFUSABLE = (torch.optim.SGD, torch.optim.Adagrad)
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Let `_refuse_unfusable` look at every optimizer before its step; once per process."""
-    register_optimizer_step_pre_hook(_refuse_unfusable)
-
-
-def _refuse_unfusable(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    """Say before the step what torch's own error would not.
-
-    Raises:
-        UsageError: where a fused optimizer without a rule for DTensors is to update some.
-    """
-    if isinstance(optimizer, _UNFUSABLE):
-        for group in optimizer.param_groups:
-            if group.get("fused") and any(isinstance(parameter, DTensor) for parameter in group["params"]):
-                name = type(optimizer).__name__
-                raise UsageError(
-                    f"{name}(fused=True) cannot update parameters that are split between ranks: torch has no fused "
-                    f"{name} for DTensors; use {name}(..., foreach=True)"
-                )
-
-
 class ModelState:
     """The tensors of ``module``, whose parameters it splits as ``plan`` says, and what random numbers depend on.
 
     ``seed`` and ``step``, the training steps so far, fix the random numbers of a step, together with positions.
     """
 
-    def __init__(self, module: nn.Module, plan: Plan, seed: int, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, loss_fn: LossFunction, plan: Plan, seed: int, device: torch.device) -> None:
         self.seed, self.step = seed, 0
+        self._loss_fn = loss_fn
         self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
         """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
         self._module, self._plan, self._device = module, plan, device
@@ -140,8 +80,27 @@ class ModelState:
             reduction.join(value.name, local_part(self._parameters[value.label]))
             for value in capture.of_kind("parameter")
         ]
-        constants = [capture.constants[value.name].to(self._device) for value in capture.of_kind("constant")]
+        constants = [self._constant(capture, value.name) for value in capture.of_kind("constant")]
         return StepArguments(parameters, buffers, inputs, constants, self.seed, step)
+
+    def _constant(self, capture: Capture, name: str) -> Tensor:
+        """A tensor that the step reads beside its batch: where it still stands, what it holds now.
+
+        Raises:
+            UsageError: where something else stands there.
+        """
+        captured = capture.constants[name]
+        place = capture.outside.get(name)
+        if place is None:
+            return captured.to(self._device)
+        now = place.now(self._module, self._loss_fn)
+        if not isinstance(now, Tensor) or (now.shape, now.dtype) != (captured.shape, captured.dtype):
+            what = f"{now.dtype} {list(now.shape)}" if isinstance(now, Tensor) else f"{type(now).__name__}"
+            raise UsageError(
+                f"{place} was a tensor {captured.dtype} {list(captured.shape)} when the step was captured and is now "
+                f"{what}; change its values in place, or pass it in the batch"
+            )
+        return now.detach().to(self._device)
 
     def store_buffers(self, capture: Capture, new: Sequence[Tensor]) -> None:
         """Keep the buffers that a training step has made."""

@@ -1,0 +1,155 @@
+"""What a step reads of Python while it is captured: the graph holds it as it was, so that it is noted here.
+
+Plain values that are read are told to who keeps programs, which makes another where they have changed. What a graph
+cannot do, such as setting an attribute or drawing Python's random numbers, is warned of with its line.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwright.graph.tracing import sources
+from shardwright.graph.tracing.outside import MISSING, NOT_PLAIN, Place, plain, same, variables
+
+# Torch's own bookkeeping in every module; only the flag of training decides what a forward does.
+_OWN = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - {"training"}
+
+
+class FrozenWarning(UserWarning):
+    """The step does something in Python that a captured graph does not do again."""
+
+
+class Reading:
+    """Watches one capture. ``traced`` is the copy of ``model`` that runs."""
+
+    def __init__(self, model: nn.Module, traced: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        # By their dictionaries, which the exporter's stand-ins for modules share.
+        self._owners = {id(vars(module)): owner for owner, module in traced.named_modules()}
+        self._attributes: dict[Place, None] = {}
+        self._variables = [place for place, value in variables(model, loss_fn) if plain(value) is not NOT_PLAIN]
+        self._warnings: dict[str, None] = {}
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where the plain values stand that the graph may depend on."""
+        return (*self._attributes, *self._variables)
+
+    def warn(self) -> None:
+        """Say what the graph will not do."""
+        for text in self._warnings:
+            warnings.warn(FrozenWarning(text), stacklevel=2)
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """While the loss function runs. The generators of Python and NumPy are afterwards as they were before."""
+        with ExitStack() as stack:
+            stack.enter_context(self._attributes_watched())
+            stack.enter_context(self._random_watched(random, "random", random.getstate, random.setstate))
+            stack.enter_context(
+                self._random_watched(np.random, "numpy.random", np.random.get_state, np.random.set_state)
+            )
+            yield
+
+    @contextmanager
+    def _attributes_watched(self) -> Iterator[None]:
+        write = nn.Module.__setattr__
+
+        def reading(module: nn.Module, name: str) -> Any:
+            value = object.__getattribute__(module, name)
+            if name not in _OWN and not name.startswith("__"):
+                owner = self._owners.get(id(object.__getattribute__(module, "__dict__")))
+                computed = isinstance(getattr(type(module), name, None), property)
+                if owner is not None and not computed and plain(value) is not NOT_PLAIN:
+                    self._attributes.setdefault(Place("attribute", owner, name))
+            return value
+
+        def writing(module: nn.Module, name: str, value: Any) -> None:
+            owner = self._owners.get(id(vars(module)))
+            now = plain(value)
+            if owner is not None and name not in _OWN and now is not NOT_PLAIN:
+                before = vars(module).get(name, MISSING)
+                if not same(plain(before), now):
+                    self._note_write(Place("attribute", owner, name))
+            write(module, name, value)
+
+        nn.Module.__getattribute__ = reading  # type: ignore[method-assign, assignment]
+        nn.Module.__setattr__ = writing  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            del nn.Module.__getattribute__
+            nn.Module.__setattr__ = write  # type: ignore[method-assign]
+
+    def _note_write(self, place: Place) -> None:
+        self._note(
+            f"{place} is set while the model runs{_line()}: a captured model runs its graph, not this line, so the "
+            "value stays what it was; set it outside the loss function, or keep it in a buffer"
+        )
+
+    def _note(self, text: str) -> None:
+        self._warnings.setdefault(text)
+
+    @contextmanager
+    def _random_watched(
+        self, module: Any, name: str, state: Callable[[], Any], set_state: Callable[[Any], Any]
+    ) -> Iterator[None]:
+        """Notice draws from the generator that the functions of ``module`` share."""
+        before = state()
+        shared = getattr(module, "_inst", None) or module.mtrand._rand
+        names = [n for n, function in vars(module).items() if getattr(function, "__self__", None) is shared]
+        functions = {n: getattr(module, n) for n in names if "state" not in n}
+
+        def noticing(function: Callable[..., Any]) -> Callable[..., Any]:
+            def draw(*args: Any, **kwargs: Any) -> Any:
+                self._note_draw(name, _line())
+                return function(*args, **kwargs)
+
+            return draw
+
+        for n, function in functions.items():
+            setattr(module, n, noticing(function))
+        try:
+            yield
+        finally:
+            for n, function in functions.items():
+                setattr(module, n, function)
+            if not _equal_states(before, state()):
+                if not any(text.startswith(f"numbers of {name} ") for text in self._warnings):
+                    self._note_draw(name, "")
+                set_state(before)
+
+    def _note_draw(self, name: str, line: str) -> None:
+        self._note(
+            f"numbers of {name} are drawn while the model runs{line}: a captured model draws them once, at the capture;"
+            " draw with torch, whose random numbers are part of the graph, or outside the loss function and pass them "
+            "in the batch"
+        )
+
+
+def _line() -> str:
+    frame, _ = sources.users_frame(sys._getframe(2))
+    return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
+def _equal_states(a: Any, b: Any) -> bool:
+    if isinstance(a, (tuple, list)):
+        return len(a) == len(b) and all(map(_equal_states, a, b))
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)
+
+
+def frozen_tensors(
+    constants: Mapping[str, torch.Tensor], found: Iterator[tuple[Place, torch.Tensor]]
+) -> dict[str, Place]:
+    """Where the tensors stand that a graph holds as constants, by the names that the graph has for them."""
+    by_storage = {(t.data_ptr(), tuple(t.shape), t.stride()): place for place, t in found if t.numel()}
+    named = {name: by_storage.get((t.data_ptr(), tuple(t.shape), t.stride())) for name, t in constants.items()}
+    return {name: place for name, place in named.items() if place is not None}

@@ -1,0 +1,61 @@
+"""What Python values were when a program was made, and whether they still are: else it is not the program to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardwright.errors import UsageError
+from shardwright.graph.ir import Capture
+from shardwright.graph.tracing.outside import MISSING, Place, plain, same
+from shardwright.world.agreement import from_all_ranks
+
+
+class Remembered:
+    """The plain values that a captured step has read, as they are on this rank now."""
+
+    def __init__(self, capture: Capture, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        self._capture, self._module, self._loss_fn = capture, module, loss_fn
+        self._values = {place: self._now(place) for place in capture.frozen}
+
+    def holds(self) -> bool:
+        """Whether the values are what they were."""
+        return all(same(self._now(place), value) for place, value in self._values.items())
+
+    def differing(self, other: Remembered) -> list[Place]:
+        """The places where two programs remember different values."""
+        return [p for p, value in self._values.items() if not same(value, other._values.get(p, MISSING))]
+
+    def agree(self) -> None:
+        """Compare what the program holds of Python between all ranks, which call this together.
+
+        Raises:
+            UsageError: on every rank, where some rank has another value, or other numbers in a tensor, than rank 0.
+        """
+        shown = {str(place): f"{value!r}" for place, value in self._values.items()}
+        for place in self._capture.outside.values():
+            shown[str(place)] = _shown(place.now(self._module, self._loss_fn))
+        everyone = from_all_ranks(shown)
+        for rank, theirs in enumerate(everyone):
+            for name, value in everyone[0].items():
+                if theirs[name] != value:
+                    raise UsageError(
+                        f"ranks disagree about {name}, which the step reads: rank 0 has {value}, rank {rank} has "
+                        f"{theirs[name]}; every rank needs the same (call sw.set_seed before making what is random)"
+                    )
+
+    def _now(self, place: Place) -> Any:
+        value = place.now(self._module, self._loss_fn)
+        return value if value is MISSING else plain(value)
+
+
+def _shown(value: Any) -> str:
+    """A tensor by its shape and two sums, which differ where its numbers do."""
+    if not isinstance(value, torch.Tensor):
+        return f"{value!r}"
+    numbers = value.detach().double().flatten()
+    weighted = torch.arange(1, numbers.numel() + 1, dtype=torch.float64, device=numbers.device) * numbers
+    return f"a tensor of shape {list(value.shape)} with sum {numbers.sum():.12g} and weighted sum {weighted.sum():.12g}"
