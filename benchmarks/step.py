@@ -22,9 +22,7 @@ import sys, statistics, time
 import torch, torch.distributed as dist
 from torch.nn import functional as F
 import shardwright as sw
-from shardwright.zoo.gpt import GPT
-from shardwright.zoo.perceptron import Perceptron
-from shardwright.zoo.resnet import resnet18
+from shardwright.zoo import GPT, Perceptron, resnet18
 
 name, way, answer = sys.argv[1:]
 world = sw.init()

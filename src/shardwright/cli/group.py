@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+from importlib import import_module
+
 import click
 
 from shardwright import __version__
+
+
+class RowOf(click.Choice):  # type: ignore[type-arg]  # generic from click 8.4 on
+    """The name of a row of ``table`` in ``module``, imported only where the option is typed or its help is shown."""
+
+    def __init__(self, module: str, table: str) -> None:
+        self._module, self._table = module, table
+        self.case_sensitive = True
+
+    @cached_property
+    def choices(self) -> tuple[str, ...]:  # type: ignore[override]  # read when it is first asked for
+        return tuple(getattr(import_module(self._module), self._table))
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -9,9 +9,7 @@ from typing import Any
 
 import click
 
-from shardwright.backends.table import BACKENDS
-from shardwright.cli.group import cli
-from shardwright.launch.asked.carrier_facts import CARRIERS
+from shardwright.cli.group import RowOf, cli
 
 _WORDS = "shardwright.launch.words"
 
@@ -61,7 +59,7 @@ class _LaunchCommand(click.Command):
 )
 @click.option(
     "--via",
-    type=click.Choice(list(CARRIERS)),
+    type=RowOf("shardwright.launch.asked.carrier_facts", "CARRIERS"),
     help="Who starts the ranks; torchrun prints its command for each host.  "
     "[default: ssh where there are other hosts, else local]",
 )
@@ -104,7 +102,9 @@ class _LaunchCommand(click.Command):
 @click.option(
     "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
 )
-@click.option("--backend", type=click.Choice(list(BACKENDS)), help="For sw.init() where it is given none.")
+@click.option(
+    "--backend", type=RowOf("shardwright.backends.table", "BACKENDS"), help="For sw.init() where it is given none."
+)
 @click.option("--mca", "-mca", "mca", multiple=True, nargs=2, metavar="NAME VALUE", help="A setting for mpirun.")
 @click.option(
     "--bind-to",

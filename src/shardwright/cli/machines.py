@@ -7,7 +7,6 @@ from typing import Any
 
 import click
 
-from shardwright.backends.table import BACKENDS
 from shardwright.cli.group import cli
 
 
@@ -44,7 +43,7 @@ def traffic(devices: tuple[str, ...], every_s: float, count: int | None, as_json
 @click.option("-r", "root", default=0, show_default=True, metavar="RANK", help="Who broadcasts.")
 @click.option("-c", "check", default=1, show_default=True, metavar="N", help="Calls that are checked; 0 checks none.")
 @click.option("-g", "devices", default=1, show_default=True, metavar="1", help="Devices of a rank.")
-@click.option("--backend", metavar="NAME", help=f"{', '.join(BACKENDS)}; without it what sw.init() takes.")
+@click.option("--backend", metavar="NAME", help="As in sw.init(), which without it takes the usual one of the devices.")
 @click.option("--json", is_flag=True, help="Print JSON in place of the tables.")
 @click.option("--save-profile", "profile", metavar="FILE.json", help="Measure the machine for the planner too.")
 @click.argument("collective", required=False)

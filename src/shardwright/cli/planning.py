@@ -7,11 +7,10 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import cli
-from shardwright.plan.searches import MODES, SEARCHES
+from shardwright.cli.group import RowOf, cli
 
-_MODES = click.Choice(list(MODES))
-_SEARCHES = click.Choice(list(SEARCHES))
+_MODES = RowOf("shardwright.plan.searches", "MODES")
+_SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 
 
 @cli.command()

@@ -48,6 +48,13 @@ class Place:
         """What stands there on this rank now, or `MISSING`."""
         return follow(self._start(model, loss_fn), self.path)
 
+    def variables(self, model: nn.Module) -> dict[str, Any]:
+        """The dictionary in which the name stands, where it stands in one."""
+        if self.kind == "attribute":
+            module: nn.Module = follow(model, self.owner)
+            return vars(module)
+        return vars(sys.modules[self.owner]) if self.kind == "global" and self.owner in sys.modules else {}
+
     def _start(self, model: nn.Module, loss_fn: Callable[..., Any]) -> Any:
         if self.kind == "attribute":
             return getattr(follow(model, self.owner), self.name, MISSING)
