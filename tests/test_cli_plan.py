@@ -158,6 +158,7 @@ def test_verify_of_a_defect_ends_with_1_and_names_the_tensor():
     assert "float32" not in done.stdout
 
 
+@pytest.mark.slow
 def test_verify_tells_what_the_ranks_have_to_say_once():
     write("net.py", NET.replace("model(x), y)", "model(x), y).item()"))
     done = verify_command("net.py:build", "-n", "2")
@@ -167,6 +168,7 @@ def test_verify_tells_what_the_ranks_have_to_say_once():
     assert done.stdout == ""
 
 
+@pytest.mark.slow
 def test_verify_of_a_rank_that_crashes_ends_with_2_and_names_it():
     write("net.py", NET, "import os\nif os.environ['RANK'] == '1': os._exit(1)")
     done = verify_command("net.py:build", "-n", "2")

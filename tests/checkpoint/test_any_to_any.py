@@ -112,6 +112,7 @@ def go(folder, stops):
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_sample_of_ranks_and_modes(tmp_path):
     stops = [(4, ["grid"]), (3, ["data"]), (1, ["single"])]

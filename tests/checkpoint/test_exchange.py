@@ -111,6 +111,7 @@ def test_a_url_is_read_and_leaves_nothing(tmp_path):
         read_state("file:///nowhere/x.pth")
 
 
+@pytest.mark.slow
 def test_a_file_is_mapped_and_not_copied(tmp_path):
     """Of a file of 256 MiB each reader touches its own 16 MiB, with room of that size: seen in the process's memory."""
     torch.save({"w": torch.ones(1 << 26)}, tmp_path / "a.pth")
@@ -379,6 +380,7 @@ def test_a_folder_gets_the_configuration_of_the_run(tmp_path):
         same_states(read_state(tmp_path / name), dict(a_model().state_dict()))
 
 
+@pytest.mark.slow
 def test_a_merge_holds_no_more_than_a_slab(tmp_path):
     """The file of 256 MiB is written with less than half of that of memory."""
     big = torch.ones(1 << 14, 1 << 12)

@@ -84,6 +84,7 @@ def measured():
     return hardware.to_json(), report(hardware)
 
 
+@pytest.mark.slow
 def test_four_ranks_measure_pairs_and_all_four():
     found = run_ranks(4, measured, timeout=110)
     assert {text for text, _ in found} == {found[0][0]}  # every rank has the same

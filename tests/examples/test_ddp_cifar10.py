@@ -37,12 +37,14 @@ def runs(tmp_path_factory):
     return found
 
 
+@pytest.mark.slow
 def test_rank_0_saves_every_epoch(runs):
     for text, folder in runs.values():
         assert re.findall(r"^epoch (\d): loss \d", text, re.MULTILINE) == ["0", "1"]
         assert sorted(path.name for path in folder.glob("*.pth")) == ["epoch_0.pth", "epoch_1.pth"]
 
 
+@pytest.mark.slow
 def test_the_weights_are_those_that_torchrun_gives(runs):
     ours, theirs = (torch.load(runs[name][1] / "epoch_1.pth", weights_only=True) for name in LAUNCHERS)
     for name, tensor in ours.items():

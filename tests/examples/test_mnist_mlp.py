@@ -46,9 +46,8 @@ def run_on(ranks, tmp_path, *arguments):
     return run_ranks(ranks, run_example, arguments, str(tmp_path / f"log{ranks}"), timeout=110)[0]
 
 
-@pytest.mark.parametrize(
-    ("dtype", "tolerance"), [pytest.param("float32", 1e-5, marks=pytest.mark.slow), ("float64", 1e-12)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 1e-5), ("float64", 1e-12)])
 def test_eight_ranks_lose_as_one(digits, tmp_path, dtype, tolerance):
     arguments = ["--data", digits, "--dtype", dtype, "--steps", "50", "--log-every", "1"]
     one, eight = run_on(1, tmp_path, *arguments), run_on(8, tmp_path, *arguments)
@@ -82,9 +81,9 @@ LAUNCHERS = {
 }
 
 
-# The README has torchrun and mpirun start another script.
+# The README has the others start another script.
 @pytest.mark.parametrize(
-    "launcher", [pytest.param(n, marks=pytest.mark.slow if n in ("torchrun", "mpirun") else ()) for n in LAUNCHERS]
+    "launcher", [pytest.param(n, marks=pytest.mark.slow if n != "shardwright" else ()) for n in LAUNCHERS]
 )
 def test_the_same_file_runs_under_every_launcher(digits, tmp_path, launcher):
     checkpoint = tmp_path / "model.pt"

@@ -103,3 +103,27 @@ def test_lists_of_results_are_unpacked():
     reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch)
     plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", search="propagation")
     same(run(plan, model, batch), reference)
+
+
+@torch.library.custom_op("shardwright_tests::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+doubled.register_fake(torch.empty_like)
+doubled.register_autograd(lambda ctx, gradient: gradient * 2)
+
+
+def test_an_operator_of_somebody_elses_runs_whole():
+    torch.manual_seed(0)
+    model, batch = torch.nn.Linear(6, 12), (torch.randn(8, 6),)
+
+    def loss_fn(m, b):
+        return doubled(m(b[0])).square().mean()
+
+    reference = run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch)
+    plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", search="propagation")
+    assert [node.op for node in plan.graph.unlisted] == ["shardwright_tests.doubled.default"]
+    same(run(plan, model, batch), reference)
+    loss_fn(model, batch).backward()
+    torch.testing.assert_close(reference["gradient of weight"], model.weight.grad)

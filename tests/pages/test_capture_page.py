@@ -39,7 +39,9 @@ def outcome(start, example):
 
 
 def outcomes(folder, examples):
-    os.chdir(folder)
+    own = Path(folder) / os.environ["RANK"]  # ranks that share a file would quote each other's lines
+    own.mkdir()
+    os.chdir(own)
     warnings.simplefilter("ignore")  # that a model runs by DistributedDataParallel
     return [outcome(examples[0], example) for example in examples]
 

@@ -46,6 +46,7 @@ def change(source, file, where, text):
     path.write_text("".join([*lines[:start], *new, *lines[stop:]]))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_what_the_page_adds_is_there(tmp_path, monkeypatch):
     source, reader = tmp_path / "src", tmp_path / "reader"

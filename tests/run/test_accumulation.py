@@ -39,7 +39,10 @@ def gradients(network, mode, options):
 TENSOR = ("semi-auto", {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "tp=2"})
 
 
-@pytest.mark.parametrize(("ranks", "how"), [(3, ("data", {})), (2, TENSOR)], ids=["data", "tensor"])
+@pytest.mark.parametrize(
+    ("ranks", "how"),
+    [pytest.param(3, ("data", {}), id="data", marks=pytest.mark.slow), pytest.param(2, TENSOR, id="tensor")],
+)
 def test_the_last_batch_may_be_of_another_plan(ranks, how):
     [expected] = run_ranks(1, gradients, "perceptron", "single", {})
     for theirs in run_ranks(ranks, gradients, "perceptron", *how):

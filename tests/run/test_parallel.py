@@ -57,7 +57,9 @@ def one_step(kind, mode, options, rows):
 
 
 @pytest.mark.parametrize("rows", [pytest.param(16, marks=pytest.mark.slow), 7, pytest.param(3, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("kind", [pytest.param("global", marks=pytest.mark.slow), "loader", "local"])
+@pytest.mark.parametrize(
+    "kind", [*(pytest.param(kind, marks=pytest.mark.slow) for kind in ("global", "loader")), "local"]
+)
 @pytest.mark.parametrize(
     ("mode", "options"),
     [
@@ -295,6 +297,7 @@ def evaluated_under_a_given_plan(path):
     return parallel.eval()(batch_of(8, 1)).item()
 
 
+@pytest.mark.slow
 def test_what_comes_after_a_given_plan_is_planned_on_its_mesh(tmp_path):
     [expected] = run_ranks(1, evaluated_under_a_given_plan, "")
     assert run_ranks(4, evaluated_under_a_given_plan, str(tmp_path / "plan.json")) == pytest.approx(

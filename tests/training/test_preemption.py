@@ -167,6 +167,7 @@ def test_term_to_the_launcher_saves_and_the_run_that_goes_on_ends_as_one_that_wa
 
 
 @pytest.mark.timeout(200)
+@pytest.mark.slow
 def test_where_a_rank_dies_the_others_leave_at_once_without_saving(script, tmp_path):
     process = started(script, tmp_path / "run", "no")
     text = read_until(process, "epoch: 1 step: 3")

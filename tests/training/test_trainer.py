@@ -150,10 +150,8 @@ def test_several_ranks_train_as_one_device_by_hand(case, mode, trained):
         assert theirs[3] == pytest.approx(rate, rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [pytest.param(("data", {}), id="data", marks=pytest.mark.slow), pytest.param(TENSOR_TRANSFORMER, id="tensor")],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("how", [("data", {}), TENSOR_TRANSFORMER], ids=["data", "tensor"])
 def test_tied_weights_train_as_on_one_rank(how):
     arguments = ([6, 6], "all", True, {"accumulate": 2, "clip_norm": 0.1}, torch.float64)
     [one] = run_ranks(1, by_trainer, "transformer", "single", {}, *arguments)
@@ -182,7 +180,7 @@ def one_rank_in_lower_precision():
     return run_ranks(1, every_precision, "single")[0]
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [pytest.param("data", marks=pytest.mark.slow), "tensor"])
 def test_lower_precisions_train_as_on_one_rank(mode, one_rank_in_lower_precision):
     exact, *_ = by_hand("perceptron", THREE_STEPS, "all", False, dtype=torch.float32)
     for theirs in run_ranks(2, every_precision, mode):

@@ -40,7 +40,7 @@ def verified(name, rows, options):
     ("name", "ranks", "rows", "options"),
     [
         ("perceptron", 2, 24, {"mode": "data"}),
-        ("resnet", 3, 25, {"mode": "data"}),
+        pytest.param("resnet", 3, 25, {"mode": "data"}, marks=pytest.mark.slow),
         pytest.param("resnet", 4, 24, {"search": "propagation", "dtypes": ("float64",)}, marks=pytest.mark.slow),
         pytest.param("transformer", 2, 24, {"search": "propagation"}, marks=pytest.mark.slow),
         pytest.param(

@@ -47,6 +47,7 @@ def test_ranks_meet_and_reduce(size):
         assert hosts == (os.uname().nodename,) * size
 
 
+@pytest.mark.slow
 def test_eight_ranks_meet_in_tenths_of_a_second():
     run_ranks(8, join_and_reduce)  # the fork server is warm from here on
     took_s = []

@@ -122,6 +122,7 @@ def resumed(folders, output):
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.slow
 def test_shipped_configurations_go_on_from_the_middle_of_an_epoch(folders, tmp_path):
     for whole, rest, ended, at_end, text in run_ranks(2, resumed, folders, str(tmp_path), timeout=250)[0].values():
         assert len(whole) == 4
@@ -164,7 +165,7 @@ LAUNCHERS = {
 
 
 # The same environment and the same launcher as others here; the README has `train -n`.
-SLOW = {"torchrun", "mpirun", "launch a module", "launch a program", "launch a command", "train -n"}
+SLOW = {"torchrun", "mpirun", "launch a module", "launch a program", "launch a command", "train -n", "alone"}
 
 
 @pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAUNCHERS])

@@ -117,7 +117,8 @@ def render(call: Call, reads: tuple[str, ...]) -> str:
     """A call as Python source; ``reads`` are the variables that its operands stand for."""
     args = [_source(arg, reads) for arg in call.args]
     args += [f"{name}={_source(arg, reads, name)}" for name, arg in call.kwargs]
-    return f"{call.function.removeprefix('torch.ops.')}({', '.join(args)})"
+    known = call.function.startswith("torch.ops.aten.")  # "aten" is a name of the program's
+    return f"{call.function.removeprefix('torch.ops.') if known else call.function}({', '.join(args)})"
 
 
 def _source(arg: Any, reads: tuple[str, ...], name: str = "") -> str:

@@ -192,6 +192,7 @@ def losses(text):
     return [float(loss) for loss in re.findall(r"loss is (\S+)", text)]
 
 
+@pytest.mark.slow
 def test_the_quick_start_loses_on_two_hosts_as_on_one(job):
     quick_start(job, "host1:2,host2:2")
 
