@@ -12,7 +12,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 README = (ROOT / "README.md").read_text()
-LIMIT_S = 100
+LIMIT_S = 200
+pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 
 
 @dataclass(frozen=True)

@@ -15,11 +15,11 @@ from shardwright.world.ranks import alone
 
 FIRST = 3
 EVERY = 100
-"""Of the first batches, and of one in so many, the numbers are compared too; of all the shapes."""
+"""The first batches are compared, and then one in so many."""
 
 
 class SameBatch:
-    """Compares the batches that ranks pass, one collective of 16 bytes for each."""
+    """Compares some of the batches that ranks pass, by their shapes and checksums, in a collective of 16 bytes."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -34,9 +34,9 @@ class SameBatch:
         if alone():
             return
         self._seen += 1
-        shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors]
-        if self._seen <= FIRST or self._seen % EVERY == 0:
-            shown = [f"{text} with checksum {_checksum(t)}" for text, t in zip(shown, tensors, strict=True)]
+        if self._seen > FIRST and self._seen % EVERY:
+            return
+        shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with checksum {_checksum(t)}" for t in tensors]
         number = int.from_bytes(hashlib.sha256(str(shown).encode()).digest()[:7])
         bounds = torch.tensor([number, -number], device=self._device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
