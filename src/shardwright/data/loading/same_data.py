@@ -36,7 +36,7 @@ def fingerprint(dataset: Any) -> Fingerprint:
     indices = sorted({int(at) for at in np.linspace(0, size - 1, min(SAMPLED, size))})
     try:
         with _same_random_numbers():
-            return Fingerprint(size, tuple((index, _checksum(dataset[index])) for index in indices))
+            return Fingerprint(size, tuple((index, checksum(dataset[index])) for index in indices))
     except Exception as error:  # all ranks hear of it, so that none waits for this one
         return Fingerprint(size, failure=f"{type(error).__name__}: {error}")
 
@@ -58,7 +58,7 @@ def stream_fingerprint(samples: Callable[[], Iterator[Any]]) -> Fingerprint:
     """The checksums of the first `SAMPLED` samples, and how many of those there are."""
     try:
         with _same_random_numbers():
-            checksums = tuple(enumerate(map(_checksum, itertools.islice(samples(), SAMPLED))))
+            checksums = tuple(enumerate(map(checksum, itertools.islice(samples(), SAMPLED))))
             return Fingerprint(len(checksums), checksums)
     except Exception as error:  # all ranks hear of it, so that none waits for this one
         return Fingerprint(0, failure=f"{type(error).__name__}: {error}")
@@ -107,7 +107,8 @@ def _same_random_numbers() -> Iterator[None]:
         random.setstate(states[2])
 
 
-def _checksum(sample: Any) -> str:
+def checksum(sample: Any) -> str:
+    """A hash of all that a sample or a tensor holds, equal on ranks that hold the same."""
     digest = hashlib.sha256()
     for piece in _pieces(sample):
         digest.update(piece)

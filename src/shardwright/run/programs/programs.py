@@ -106,7 +106,7 @@ class Programs:
         remembered = Remembered(plan.capture, module, loss_fn)
         remembered.agree()
         known = self._by_key.setdefault(key, [])
-        self._make_room(known)
+        self._make_room()
         self._warn_of_many(known, remembered)
         program = lower(plan, self._world.rank)
         if self._dumps:
@@ -123,7 +123,7 @@ class Programs:
         self._made += 1
         return prepared
 
-    def _make_room(self, known: list[tuple[Remembered, PreparedProgram]]) -> None:
+    def _make_room(self) -> None:
         """Forget what was not used for longest, where there are too many programs."""
         while len(self.executions()) >= MOST_PROGRAMS:
             oldest = next(programs for programs in self._by_key.values() if programs)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.data.loading.same_data import checksum
 from shardwright.errors import UsageError
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.ranks import alone
@@ -36,7 +37,9 @@ class SameBatch:
         self._seen += 1
         if self._seen > FIRST and self._seen % EVERY:
             return
-        shown = [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with checksum {_checksum(t)}" for t in tensors]
+        shown = [
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with checksum {checksum(t)[:8]}" for t in tensors
+        ]
         number = int.from_bytes(hashlib.sha256(str(shown).encode()).digest()[:7])
         bounds = torch.tensor([number, -number], device=self._device)
         dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
@@ -48,8 +51,3 @@ class SameBatch:
             f"with batch='global' every rank passes the same whole batch, but rank 0 passed {everyone[0]} and rank "
             f"{other} {everyone[other]}; seed the ranks alike where batches are drawn, or pass parts with batch='local'"
         )
-
-
-def _checksum(tensor: Tensor) -> str:
-    data = tensor.detach().contiguous().cpu()
-    return hashlib.sha256(data.reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest()[:8]
