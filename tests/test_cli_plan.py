@@ -132,7 +132,7 @@ def test_what_does_not_fit_is_one_readable_message(edit, arguments, message, mon
 
 def verify_command(*arguments):
     return subprocess.run(
-        [COMMAND, "verify", *arguments], capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL
+        [COMMAND, "verify", *arguments], capture_output=True, text=True, timeout=180, stdin=subprocess.DEVNULL
     )
 
 
@@ -213,14 +213,17 @@ def test_a_file_finds_its_neighbours_and_its_classes():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 def test_the_page_about_verify_tells_the_truth(monkeypatch, capsys):
     page = PAGE.read_text()
-    write("net.py", page.split("```python\n")[1].split("```")[0])
+    write("net.py", *(block.split("```")[0] for block in page.split("```python\n")[1:]))
     commands = [line.split()[1:] for line in page.splitlines() if line.startswith("shardwright ")]
     commands.append(["plan", "net.py:build", "--load", "plan.json"])
-    assert [command[0] for command in commands] == ["verify", "plan", "verify", "plan"]
-    for command in commands[1::2]:
+    assert [command[0] for command in commands] == ["verify", "verify", "plan", "verify", "plan"]
+    for command in commands[2::2]:
         assert " ".join(command) in page
         assert shardwright(monkeypatch, capsys, *command)[0] == 0
-    done = verify_command(*commands[2][1:])
-    assert done.returncode == 0, done.stdout + done.stderr
+    for command, says in (commands[1], "the loop train on 4 ranks"), (commands[3], "3 steps of AdamW"):
+        done = verify_command(*command[1:])
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.startswith(says)

@@ -15,7 +15,8 @@ from shardwright.errors import PlanError, UsageError
 from shardwright.lower import local, randomness
 from shardwright.mesh import collectives
 from shardwright.run.programs.buckets import GradientReduction
-from shardwright.verification.verify import ONE_DEVICE, PLAIN, _difference, verify
+from shardwright.verification.compare import ONE_DEVICE, PLAIN, difference_of
+from shardwright.verification.verify import verify
 
 
 def built(name, rows=24):
@@ -295,5 +296,5 @@ def test_a_model_that_knows_one_dtype_is_verified_in_that():
 def test_differences_of_entries_that_are_not_finite():
     a = torch.tensor([1.0, math.inf, math.nan, math.inf, math.nan, -math.inf])
     b = torch.tensor([3.0, math.inf, math.nan, 1.0, 1.0, math.inf])
-    assert _difference(a, b).tolist() == [2.0, 0.0, 0.0, math.inf, math.inf, math.inf]
-    assert _difference(torch.tensor([True, False]), torch.tensor([True, True])).tolist() == [0.0, 1.0]
+    assert difference_of(a, b).tolist() == [2.0, 0.0, 0.0, math.inf, math.inf, math.inf]
+    assert difference_of(torch.tensor([True, False]), torch.tensor([True, True])).tolist() == [0.0, 1.0]

@@ -47,6 +47,7 @@ def plan(target: str, save: str | None, **options: Any) -> None:
 @click.option("--search", type=_SEARCHES, help="How the planner searches; without it the usual way of the mode.")
 @click.option("--plan", metavar="plan.json", help="Verify this plan, as `shardwright plan --save` wrote it.")
 @click.option("--steps", default=3, show_default=True, help="How many AdamW steps to compare.")
+@click.option("--loop", metavar="train", help="In place of AdamW, a generator of FILE.py: train(parallel, batches).")
 @click.option("--lr", default=1e-3, show_default=True, help="Their learning rate.")
 @click.option("--dtype", "dtypes", multiple=True, type=click.Choice(["float64", "float32"]), help="Without it, both.")
 @click.option("--seed", default=0, show_default=True, help="Set before build() is called.")
@@ -59,4 +60,4 @@ def verify(target: str, ranks: str | None, dtypes: tuple[str, ...], **options: A
     """
     from shardwright.verification.from_file import verify_file
 
-    sys.exit(verify_file(target, ranks, options | {"dtypes": dtypes or ("float64", "float32")}))
+    sys.exit(verify_file(target, ranks, options | {"dtypes": dtypes or None}))

@@ -73,12 +73,7 @@ class BuildFunction:
             UsageError: where the file cannot be loaded or has no such function. The returned function raises it where
                 ``build()`` raises or returns something else.
         """
-        module = _load(self.path)
-        function = getattr(module, self.name, None)
-        if not callable(function):
-            names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-            near = difflib.get_close_matches(self.name, names, n=3) or _functions(self.path)
-            raise UsageError(f"{self.path} has no function {self.name}; it has {', '.join(near) or 'none'}")
+        function = _function(_load(self.path), self.path, self.name)
 
         def build() -> Built:
             try:
@@ -90,6 +85,27 @@ class BuildFunction:
             return _checked(result, str(self))
 
         return build
+
+    def neighbour(self, name: str) -> Callable[..., Any]:
+        """Another function of the file that `load` has loaded.
+
+        Raises:
+            UsageError: where there is none.
+        """
+        return _function(sys.modules[_module_name(self.path)], self.path, name)
+
+
+def _function(module: ModuleType, path: Path, name: str) -> Callable[..., Any]:
+    function: Callable[..., Any] | None = getattr(module, name, None)
+    if not callable(function):
+        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        near = difflib.get_close_matches(name, names, n=3) or _functions(path)
+        raise UsageError(f"{path} has no function {name}; it has {', '.join(near) or 'none'}")
+    return function
+
+
+def _module_name(path: Path) -> str:
+    return f"shardwright_build_{path.stem}"
 
 
 def _functions(path: Path) -> list[str]:
@@ -103,7 +119,7 @@ def _functions(path: Path) -> list[str]:
 
 def _load(path: Path) -> ModuleType:
     """The file as a module, which finds its neighbours as a script does."""
-    name = f"shardwright_build_{path.stem}"
+    name = _module_name(path)
     spec = importlib.util.spec_from_file_location(name, path.absolute())
     if spec is None or spec.loader is None:
         raise UsageError(f"{path} is no Python file; expected one, as in FILE.py:build")

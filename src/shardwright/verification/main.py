@@ -9,6 +9,7 @@ from typing import Any
 
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.verification.build import BuildFunction, Built
+from shardwright.verification.loop import Loop
 from shardwright.verification.verify import verify
 from shardwright.world.agreement import agree
 from shardwright.world.seed import set_seed
@@ -20,8 +21,8 @@ def main(target: str, verdict_file: str, options: dict[str, Any]) -> None:
     world = init()
     try:
         set_seed(options.pop("seed"))
-        built = _build_everywhere(target)
-        result = verify(built.model, built.loss_fn, list(built.batches), pins=built.pins, **options)
+        built, loop = _build_everywhere(target, options.pop("loop", None))
+        result = verify(built.model, built.loss_fn, list(built.batches), pins=built.pins, loop=loop, **options)
         verdict: dict[str, Any] = {"ok": result.ok}
         if world.rank == 0:
             print(result, flush=True)
@@ -31,17 +32,22 @@ def main(target: str, verdict_file: str, options: dict[str, Any]) -> None:
         Path(verdict_file).write_text(json.dumps(verdict))
 
 
-def _build_everywhere(target: str) -> Built:
-    """What ``build()`` returns; where it fails on some rank, every rank says so, and none is left waiting."""
-    built, problem = None, None
+def _build_everywhere(target: str, loop: str | None) -> tuple[Built, Loop | None]:
+    """What ``build()`` returns, and a loop of its file by its name.
+
+    Where either fails on some rank, every rank says so, and none is left waiting.
+    """
+    built, train, problem = None, None, None
     try:
-        built = BuildFunction.parse(target).load()()
+        function = BuildFunction.parse(target)
+        built = function.load()()
+        train = function.neighbour(loop) if loop else None
     except ShardwrightError as error:
         problem = str(error)
     agree("verify", {}, problem)
     if built is None:
         raise UsageError(problem)
-    return built
+    return built, train
 
 
 if __name__ == "__main__":

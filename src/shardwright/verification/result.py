@@ -41,11 +41,13 @@ class Deviation:
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of `verify`. ``ok`` says whether every deviation is within its tolerance; it prints as a table."""
+    """The result of `verify`. ``ok`` says whether every deviation is within its tolerance; it prints as a table.
+
+    ``how`` says what was run: so many steps of AdamW, or a loop of the user's.
+    """
 
     plan: Plan
-    steps: int
-    lr: float
+    how: str
     deviations: tuple[Deviation, ...]
     notes: tuple[str, ...]
 
@@ -61,7 +63,7 @@ class Verification:
             numbers = f"{d.largest:.1e}", f"{d.tolerance:.0e}"
             rows.append((d.dtype, d.reference, d.kind, *numbers, verdict, d.where))
         lines = [
-            f"{_counted(self.steps, 'step')} of AdamW at {self.lr:g} on {_counted(plan.mesh.size, 'rank')}: "
+            f"{self.how} on {counted(plan.mesh.size, 'rank')}: "
             f"mode {plan.mode}, search {plan.search}, mesh {plan.named}",
             "",
             _table(rows),
@@ -73,7 +75,8 @@ class Verification:
         return "\n".join(lines)
 
 
-def _counted(number: int, noun: str) -> str:
+def counted(number: int, noun: str) -> str:
+    """``1 step``, ``3 steps``."""
     return f"{number} {noun}" + "s" * (number != 1)
 
 

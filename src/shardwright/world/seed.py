@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -29,3 +31,18 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
     if deterministic:
         # cuBLAS reads this when its first handle is made, and without it refuses to be deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@contextmanager
+def same_random_numbers() -> Iterator[None]:
+    """Draw the same on every rank and every time, with python, numpy and torch on the CPU; leave them as they were."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would touch the GPUs' as well
+    np.random.seed(0)
+    random.seed(0)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import pickle
-import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +15,7 @@ import torch
 
 from shardwright.errors import DataError
 from shardwright.world.agreement import from_all_ranks
+from shardwright.world.seed import same_random_numbers
 
 SAMPLED = 16
 
@@ -35,7 +34,7 @@ def fingerprint(dataset: Any) -> Fingerprint:
     size = len(dataset)
     indices = sorted({int(at) for at in np.linspace(0, size - 1, min(SAMPLED, size))})
     try:
-        with _same_random_numbers():
+        with same_random_numbers():
             return Fingerprint(size, tuple((index, checksum(dataset[index])) for index in indices))
     except Exception as error:  # all ranks hear of it, so that none waits for this one
         return Fingerprint(size, failure=f"{type(error).__name__}: {error}")
@@ -57,7 +56,7 @@ def check_same_stream(samples: Callable[[], Iterator[Any]]) -> None:
 def stream_fingerprint(samples: Callable[[], Iterator[Any]]) -> Fingerprint:
     """The checksums of the first `SAMPLED` samples, and how many of those there are."""
     try:
-        with _same_random_numbers():
+        with same_random_numbers():
             checksums = tuple(enumerate(map(checksum, itertools.islice(samples(), SAMPLED))))
             return Fingerprint(len(checksums), checksums)
     except Exception as error:  # all ranks hear of it, so that none waits for this one
@@ -90,21 +89,6 @@ def _difference(rank: int, seen: Fingerprint, majority: Fingerprint) -> str:
         return f"rank {rank} has {seen.size} samples where most ranks have {majority.size}"
     index = next(at for (at, a), (_, b) in zip(seen.checksums, majority.checksums, strict=True) if a != b)
     return f"rank {rank} has another sample at index {index} than most ranks"
-
-
-@contextlib.contextmanager
-def _same_random_numbers() -> Iterator[None]:
-    """Random transforms draw the same on every rank, and leave the generators as they were."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would touch the GPUs' as well
-    np.random.seed(0)
-    random.seed(0)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
 
 
 def checksum(sample: Any) -> str:

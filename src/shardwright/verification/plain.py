@@ -1,0 +1,68 @@
+"""A model as plain PyTorch runs it, behind the face of `ParallelModel`: the reference of a loop that is verified."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.data.loading.batch import Batch
+from shardwright.graph.capture import flatten_batch
+from shardwright.graph.tracing.trace import LossFunction
+from shardwright.run.evaluation import Evaluation, metric_means
+from shardwright.run.model import ParallelModel
+from shardwright.run.programs.execute import Execution
+from shardwright.run.programs.inputs import rows_of
+
+
+class PlainModel(ParallelModel):
+    """``model(batch)`` calls the loss function on the whole batch; nothing is captured, and no rank talks."""
+
+    plan = None
+
+    def __init__(self, module: nn.Module, loss_fn: LossFunction) -> None:
+        self.module = module
+        self._loss_fn = loss_fn
+
+    def __call__(self, batch: Any) -> Any:
+        return self._loss_fn(self.module, batch)
+
+    def predict(self, batch: Any, *, gather: bool = True) -> Any:
+        training = self.module.training
+        try:
+            with torch.no_grad():
+                return self._loss_fn(self.module.eval(), batch)[1]
+        finally:
+            self.module.train(training)
+
+    def accumulate(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def samples(self, batch: Any) -> int:
+        return batch.global_size if isinstance(batch, Batch) else rows_of(batch, flatten_batch(batch), "global").total
+
+    def evaluate(self, batch: Any) -> Evaluation:
+        samples, result = self.samples(batch), self(batch)
+        loss, aux = result if isinstance(result, tuple) else (result, None)
+        return Evaluation(float(loss), metric_means(aux, samples), samples)
+
+    def replay(self, batch: Any) -> None:
+        return None
+
+    def executions(self) -> list[Execution]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        return self.state_dict()
+
+    def random_state(self) -> None:
+        return None
+
+    def load_random_state(self, state: Mapping[str, int]) -> None:
+        pass
