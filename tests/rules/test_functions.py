@@ -26,5 +26,5 @@ def test_a_name_leads_back_to_the_class():
 
 @pytest.mark.parametrize("op", ["autograd.nowhere:Clip.apply", f"autograd.{__name__}:Outer.apply"])
 def test_a_name_of_nothing_is_refused(op):
-    with pytest.raises(CaptureError, match="has no torch.autograd.Function of the name"):
+    with pytest.raises(CaptureError, match="of the name"):
         function_of(op)
