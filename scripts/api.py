@@ -24,7 +24,7 @@ which `help(sw.parallelize)` shows, too. How the names work together is told in 
 """
 PARTS = {  # title -> the rooms of the package whose names stand there
     "The ranks": ("world",),
-    "A split training step": ("run", "graph", "verification"),
+    "A split training step": ("run", "graph", "rules", "verification"),
     "Data": ("data",),
     "The trainer": ("training",),
     "Checkpoints": ("checkpoint",),

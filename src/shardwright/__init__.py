@@ -43,6 +43,7 @@ _PUBLIC: dict[str, str] = {
     "parallelize": "shardwright.run.parallel",
     "polynomial_schedule": "shardwright.training.schedules",
     "reduce_gradients": "shardwright.world.gradients",
+    "register_rule": "shardwright.rules.register",
     "set_seed": "shardwright.world.seed",
     "shard": "shardwright.graph.pins",
     "step_schedule": "shardwright.training.schedules",

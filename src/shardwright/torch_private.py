@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._ops import HigherOrderOperator, OpOverload
+from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # the first: not listed
 from torch.utils import _pytree as pytree  # torch has no public pytree
@@ -32,10 +32,13 @@ __all__ = [
     "is_operator",
     "job_store",
     "new_group_of_members",
+    "overloads_of",
     "quiet_exporter",
     "read_whole_numbers",
     "returns_list",
     "schema_parameters",
+    "tensors_returned",
+    "tensors_taken",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -242,22 +245,52 @@ def read_whole_numbers() -> None:
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = whole  # type: ignore[assignment]
 
 
-@lru_cache(maxsize=4096)
-def returns_list(op: str) -> bool:
-    """Whether ``"aten.split.Tensor"`` returns a list of tensors, even of one: no public name tells."""
+def _operator(op: str) -> Any:
+    """What ``"aten.split.Tensor"`` or ``"aten.split"`` names, None where that is no operator."""
     found: Any = torch.ops
     for part in op.split("."):
         found = getattr(found, part, None)
+    return found
+
+
+@lru_cache(maxsize=4096)
+def returns_list(op: str) -> bool:
+    """Whether ``"aten.split.Tensor"`` returns a list of tensors, even of one: no public name tells."""
+    found = _operator(op)
     return found is not None and [str(value.type) for value in found._schema.returns] == ["List[Tensor]"]
+
+
+def overloads_of(op: str) -> tuple[str, ...]:
+    """The full names of the operators that ``"aten.split"`` or ``"aten.split.Tensor"`` stands for, none where torch
+    has none: the types that tell an operator from its overloads have no public names."""
+    found = _operator(op)
+    if isinstance(found, OpOverload):
+        return (op,)
+    packet: Any = found  # whose methods have no types
+    return tuple(f"{op}.{one}" for one in packet.overloads()) if isinstance(found, OpOverloadPacket) else ()
+
+
+def tensors_taken(op: str) -> int | None:
+    """How many tensors an operator takes, those that may be left out too; None where it takes lists of them."""
+    return _tensors(argument.type for argument in _operator(op)._schema.arguments)
+
+
+def tensors_returned(op: str) -> int | None:
+    """How many tensors an operator returns, None where it returns a list of them."""
+    return _tensors(value.type for value in _operator(op)._schema.returns)
+
+
+def _tensors(types: Iterable[Any]) -> int | None:
+    names = [str(type) for type in types]
+    if any("Tensor" in name and name.startswith("List") for name in names):
+        return None
+    return sum(name in ("Tensor", "Optional[Tensor]") for name in names)
 
 
 @lru_cache(maxsize=4096)
 def schema_parameters(op: str) -> tuple[Parameter, ...]:
     """The parameters of ``"aten.linear.default"``, in order: no public name leads to an operator's schema."""
-    found: Any = torch.ops
-    for part in op.split("."):
-        found = getattr(found, part)
     return tuple(
         Parameter(a.name, a.default_value, str(a.type) in ("Tensor", "Optional[Tensor]"))
-        for a in found._schema.arguments
+        for a in _operator(op)._schema.arguments
     )

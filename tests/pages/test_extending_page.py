@@ -56,7 +56,7 @@ def test_what_the_page_adds_is_there(tmp_path, monkeypatch):
         change(source, file, where, text)
     (tmp_path / "extending.md").write_text(CHANGE.sub("", PAGE))
     monkeypatch.setenv("PYTHONPATH", str(source))
-    assert run_blocks(tmp_path / "extending.md", reader).count("bash") == 5
+    assert run_blocks(tmp_path / "extending.md", reader).count("bash") == 6
 
 
 def test_the_page_names_the_files_that_each_part_touches():

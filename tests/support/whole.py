@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import copy
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -96,6 +97,37 @@ def whole(parts: list[tuple[Layout, Tensor]], mesh: Mesh) -> Tensor:
         result[at] = tensor
         filled[at] = True
     return result
+
+
+# How a model is split where nothing else is asked for: what is searched for, by mode.
+PLANS: Mapping[str, Mapping[str, Any]] = {
+    "data": {"mode": "data"},
+    "auto": {"mode": "auto"},
+    "propagation": {"mode": "auto", "search": "propagation"},
+}
+
+
+def plain(model: torch.nn.Module, loss_fn: Any, batch: Any) -> dict[str, Tensor]:
+    """Loss, gradients and buffers of one step of plain PyTorch, by the names that `run` gives them."""
+    model = copy.deepcopy(model)
+    result = loss_fn(model, batch)
+    loss = result[0] if isinstance(result, tuple) else result
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return found | {f"buffer {n}": b for n, b in model.named_buffers()}
+
+
+def like_plain(model: torch.nn.Module, loss_fn: Any, batch: Any, sizes: Sequence[int] = (2, 4)) -> list[Plan]:
+    """Hold the model against plain PyTorch on this many ranks under every plan of `PLANS`; the plans."""
+    expected = plain(model, loss_fn, batch)
+    captured = captured_step(model, loss_fn, batch, {})
+    plans = [make_plan(captured, PlanRequest(Mesh.of(d=n), **how)) for n in sizes for how in PLANS.values()]
+    for plan in plans:
+        found = {name: tensor for name, tensor in run(plan, model, batch).items() if not name.startswith("aux")}
+        missing = [name for name in expected if name.startswith("buffer") and name not in found]
+        same(found, {name: tensor for name, tensor in expected.items() if name not in missing})
+    return plans
 
 
 def same(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:

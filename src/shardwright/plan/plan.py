@@ -147,6 +147,10 @@ def _refuse_incomplete(plan: Plan) -> None:
     for kind, (found, needed) in decided.items():
         if found != needed:
             raise PlanError(f"the {kind} of the plan lack or add {', '.join(sorted(found ^ needed)[:5])}; plan again")
+    for node in plan.capture.nodes:
+        rule, axes = plan.graph.rules[node.name], plan.strategies[node.name].axes
+        if len(axes) != len(rule.factors) or not {i for i, cut in enumerate(axes) if cut} <= set(rule.splittable):
+            raise PlanError(f"the plan was made with another rule of {node.op} than {rule}; plan again")
     layouts = [*plan.leaves.values(), *plan.outputs.values()]
     splits = [split.axes for layout in layouts for split in layout.dims] + [layout.partial for layout in layouts]
     splits += [axes for strategy in plan.strategies.values() for axes in (*strategy.axes, strategy.partial)]

@@ -260,6 +260,8 @@ def _by_name(lines: Iterable[tuple[str, T]]) -> dict[str, T]:
 
 
 TABLE: Mapping[str, Row] = _by_name(_ROWS)
+REGISTERED: dict[str, Row] = {}
+"""What users say of operators that are not in the table, by full name: `register.register_rule` writes it."""
 _UNLISTED = Row()
 
 
@@ -271,7 +273,7 @@ def key_of(op: str) -> str | None:
 def row_of(op: str) -> Row:
     """The row of an operator, by its full name or without its overload; the defaults where it has none."""
     key = key_of(op)
-    return _UNLISTED if key is None else TABLE[key]
+    return REGISTERED.get(op, _UNLISTED) if key is None else TABLE[key]
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from shardwright.plan.hardware import Hardware, read_hardware
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import Inputs, PlanRequest, inputs_problem
 from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
+from shardwright.rules.register import registered_rules
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.eager_parallel import parallelize_eagerly
 from shardwright.run.model import ParallelModel
@@ -102,7 +103,9 @@ def parallelize(
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     agree(
         "parallelize",
-        {"the arguments": options, "the model's parameters": shapes} | _code_of(model, loss_fn),
+        {"the arguments": options, "the model's parameters": shapes}
+        | {"the rules of sw.register_rule": registered_rules()}
+        | _code_of(model, loss_fn),
         problem,
     )
     devices = mesh_for(mesh, world.size)

@@ -17,6 +17,7 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
+from shardwright.rules.register import registered_rules
 from shardwright.world.gradients import BUCKET_BYTES
 
 
@@ -35,6 +36,12 @@ def planner_digest() -> str:
     return text.hexdigest()[:32]
 
 
+def _rules_of_users(graph: RuledGraph) -> dict[str, str]:
+    """The rules of the graph's operators that do not stand in the planner's sources."""
+    operators = {node.op for node in graph.capture.nodes}
+    return {op: rule for op, rule in registered_rules().items() if op in operators}
+
+
 def remembered(
     graph: RuledGraph, request: PlanRequest, make: Callable[[Capture, PlanRequest], Plan] = make_plan
 ) -> Plan:
@@ -43,7 +50,7 @@ def remembered(
     A plan made by another planner is not met again. A file that cannot be read or written is ignored: the cache is
     never needed.
     """
-    text = f"{__version__} {planner_digest()} {graph.capture.digest} {request.digest}"
+    text = f"{__version__} {planner_digest()} {graph.capture.digest} {request.digest} {_rules_of_users(graph)}"
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.json"
     try:
