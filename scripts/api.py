@@ -62,9 +62,9 @@ def entry(name: str, value: Any) -> Iterator[str]:
 
 
 def members(name: str, kind: type, *, constructed: bool = True) -> Iterator[str]:
-    """A class: how it is made, what it is, and its public methods that have a docstring of their own."""
+    """A class: how it is made, what it is, and its public methods that have a docstring, inherited ones last."""
     yield from described(name, kind) if constructed else prose(inspect.getdoc(kind) or "")
-    for attribute, member in vars(kind).items():
+    for attribute, member in [each for part in parts(kind) for each in vars(part).items()]:
         function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
         if attribute.startswith("_") or not inspect.isfunction(function) or not function.__doc__:
             continue
@@ -72,6 +72,12 @@ def members(name: str, kind: type, *, constructed: bool = True) -> Iterator[str]
             yield from (f"`.{attribute}`: {' '.join(inspect.getdoc(function).split())}", "")  # type: ignore[union-attr]
         else:
             yield from described(f".{attribute}", function)
+
+
+def parts(kind: type) -> list[type]:
+    """The class, and those of ours that it continues and that have no entry of their own."""
+    public = [getattr(sw, name) for name in sw.__all__]
+    return [k for k in kind.__mro__ if k is kind or (k.__module__.startswith("shardwright.") and k not in public)]
 
 
 def described(name: str, value: Any) -> Iterator[str]:

@@ -31,6 +31,7 @@ __all__ = [
     "is_fake",
     "is_operator",
     "job_store",
+    "members",
     "new_group_of_members",
     "overloads_of",
     "quiet_exporter",
@@ -195,6 +196,12 @@ def job_store() -> Any:
     if not dist.is_available() or not dist.is_initialized():
         return None
     return distributed_c10d._get_default_store()
+
+
+def members(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Module | None], dict[str, torch.nn.Parameter | None]]:
+    """The dictionaries in which a module keeps its children and its parameters: hundreds of names are looked up in them
+    before every step, which by public names takes milliseconds."""
+    return module._modules, module._parameters
 
 
 def version(tensor: torch.Tensor) -> int:

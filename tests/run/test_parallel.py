@@ -110,7 +110,10 @@ def test_accumulation_clipping_sums_and_frozen_parameters(mode, options, gradien
         assert deviation(theirs, expected) < 1e-10
 
 
-OPTIMIZERS = list(itertools.product(["SGD", "AdamW"], [{"foreach": True}, {"foreach": False}, {"fused": True}]))
+OPTIMIZERS = [
+    *itertools.product(["SGD", "AdamW"], [{"foreach": True}, {"foreach": False}, {"fused": True}]),
+    *((kind, {}) for kind in ("Rprop", "Adafactor", "Muon", "NAdam")),
+]
 
 
 def optimized():
@@ -126,12 +129,19 @@ def optimized_by(kind, options, world):
     make, loss_fn, batch_of = NETWORKS["perceptron"]
     split = {"mesh": "tp=2", "pins": {"layers.0": ((1, 1), (2, 1), None)}} if world.size > 1 else {}
     parallel = sw.parallelize(make(), loss_fn, batch_of(8), "semi-auto", batch="global", **split)
-    optimizer = getattr(torch.optim, kind)(parallel.parameters(), lr=0.01, **options)
+    parameters = [p for p in parallel.parameters() if kind != "Muon" or p.ndim == 2]
+    optimizer = getattr(torch.optim, kind)(parameters, lr=0.01, **options)
     for seed in range(3):
-        optimizer.zero_grad()
-        parallel(batch_of(8, seed))[0].backward()
+        batch = batch_of(8, seed)
+
+        def closure(batch=batch):
+            optimizer.zero_grad()
+            loss, _ = parallel(batch)
+            loss.backward()
+            return loss
+
         try:
-            optimizer.step()
+            optimizer.step(closure)
         except ShardwrightError as error:
             return str(error)
     return {n: t.clone() for n, t in parallel.full_state_dict().items()}
@@ -144,6 +154,8 @@ def test_optimizers_update_split_parameters_as_whole_ones():
             if how == ("SGD", {"fused": True}):
                 assert theirs.startswith("SGD(fused=True) cannot update parameters that are split between ranks")
                 assert "foreach=True" in theirs
+            elif how == ("Rprop", {}):
+                assert theirs.startswith("Rprop cannot update parameters that are split between ranks: it writes by")
             else:
                 assert deviation(theirs, whole) < 1e-10, how
 

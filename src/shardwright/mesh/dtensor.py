@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.mesh import Axis, Mesh
 
 
 def to_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
@@ -72,6 +72,18 @@ def from_placements(placements: Sequence[Placement], ndim: int, mesh: Mesh) -> L
                 "those that have: Shard, Replicate, Partial('sum')"
             )
     return Layout.split(ndim, axes, partial)
+
+
+def layout_of(tensor: DTensor) -> tuple[Layout, Mesh]:
+    """How a DTensor is laid out, and on which mesh; axes without a name are called axis0, axis1, ...
+
+    Raises:
+        PlanError: as `from_placements` does.
+    """
+    devices = tensor.device_mesh
+    names = devices.mesh_dim_names or tuple(f"axis{i}" for i in range(devices.ndim))
+    mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, devices.shape, strict=True)))
+    return from_placements(tensor.placements, tensor.ndim, mesh), mesh
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh]]

@@ -65,7 +65,7 @@ class Parallel(ParallelModel):
         model = planner.module
         refuse_meta(model)
         model.to(world.device)
-        self.module, self.options, self.world = model, options, world
+        self.options, self.world = options, world
         self._reduction = GradientReduction()
         self._closed = False
         self._pulse = own_pulse()
@@ -77,6 +77,7 @@ class Parallel(ParallelModel):
         self.plan = planner.first_plan(sample_batch, rows, plan)
         self._communicator = communicator_over(self.plan.mesh)
         self._state = ModelState(model, planner.loss_fn, self.plan, seed, world.device)
+        super().__init__(model)
         self._programs = Programs(
             planner, self.plan, self._state.storage, self._communicator, self._reduction, world, options.save_graphs
         )
@@ -107,21 +108,15 @@ class Parallel(ParallelModel):
             self._pulse.beat()
         self._between_steps = not training or not self._reduction.deferring
 
-    def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        was_training = self.module.training
-        self.module.eval()
-        try:
-            with torch.no_grad():
-                prepared, inputs = self._ready("predict", batch)
-                _, aux, _ = self._run(prepared, inputs)
-                spec = prepared.plan.capture.aux_spec
-                if spec is None:
-                    raise UsageError(
-                        "predict() gives what the loss function returns beside the loss; return (loss, output)"
-                    )
-                return spec.unflatten(self._whole(prepared.plan, aux) if gather else aux)
-        finally:
-            self.module.train(was_training)
+    def _predicted(self, batch: Any, gather: bool) -> Any:
+        prepared, inputs = self._ready("predict", batch)
+        _, aux, _ = self._run(prepared, inputs)
+        spec = prepared.plan.capture.aux_spec
+        return spec.unflatten(self._whole(prepared.plan, aux) if gather else aux)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._reduction.forget()
 
     def accumulate(self) -> AbstractContextManager[None]:
         return self._reduction.deferred()
@@ -159,6 +154,7 @@ class Parallel(ParallelModel):
     def _ready(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, list[Tensor]]:
         """The program for the batch, and this rank's part of its inputs."""
         self._refuse_closed()
+        self._structure.refuse_changes()
         tensors = [tensor.to(self.world.device) for tensor in flatten_batch(batch)]
         if self.options.batch == "global" and not isinstance(batch, Batch):
             self._same_batch.check(tensors)

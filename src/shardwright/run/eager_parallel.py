@@ -66,7 +66,7 @@ class EagerParallel(ParallelModel):
     """
 
     def __init__(self, model: nn.Module, step: DataParallelStep, splitter: _Splitter) -> None:
-        self.module = model
+        super().__init__(model)
         self.plan = None
         self._step = step
         self._splitter = splitter
@@ -77,10 +77,11 @@ class EagerParallel(ParallelModel):
             self._pulse.begin_step()
         else:
             self._pulse.beat()
+        self._structure.refuse_changes()
         part, global_size = self._splitter.split(batch)
         return self._step(part, global_size)
 
-    def predict(self, batch: Any, *, gather: bool = True) -> Any:
+    def _predicted(self, batch: Any, gather: bool) -> Any:
         """Raise `UsageError`: which parts the ranks hold of an output is known only where the model was captured."""
         raise UsageError(
             f"predict() needs a model that was captured, and this {type(self.module).__name__} runs by "

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.data.loading.samples import count_samples, map_tensors
+from shardwright.run.like_module import evaluating
 
 _FACTOR = 64  # how many roundings apart two orders of adding may be
 
@@ -26,10 +27,8 @@ def problem_with_mean(model: nn.Module, loss_of: Callable[[Any], Any], batch: An
     if samples < 2:
         return None
     first = max(1, samples // 3)
-    modes = {module: module.training for module in model.modules()}
     try:
-        model.eval()
-        with torch.no_grad():
+        with evaluating(model), torch.no_grad():
             whole, again = _loss(loss_of, batch, seed=0), _loss(loss_of, batch, seed=1)
             parts = [
                 _loss(loss_of, map_tensors(lambda tensor: tensor[:first], batch), seed=0),
@@ -37,9 +36,6 @@ def problem_with_mean(model: nn.Module, loss_of: Callable[[Any], Any], batch: An
             ]
     except Exception:  # what fails here has worked in training mode, and will be used there alone
         return None
-    finally:
-        for module, training in modes.items():
-            module.training = training
     mean = (first * parts[0] + (samples - first) * parts[1]) / samples
     scale = max(abs(float(whole)), abs(float(mean)))
     tolerance = _FACTOR * torch.finfo(whole.dtype).eps * scale

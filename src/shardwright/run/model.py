@@ -5,20 +5,22 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from abc import abstractmethod
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 
-from shardwright.checkpoint.saving.asynchronous import wait_copied
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import LocalProgram
 from shardwright.plan.plan import Plan
 from shardwright.run.evaluation import Evaluation
+from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
+from shardwright.run.programs.structure import Structure
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,17 +32,19 @@ class Replay:
     values: Mapping[str, Any]
 
 
-class ParallelModel(ABC):
+class ParallelModel(LikeModule):
     """``parallel(batch)`` is the loss of the global batch, the same on every rank; its backward leaves gradients.
 
     Where the loss function returns ``(loss, aux)``, so does this. `close`, or the end of a ``with``, gives back process
     groups of its own.
     """
 
-    module: nn.Module
-    """The user's model."""
     plan: Plan | None
     """The plan for the shapes of the sample batch; None where the model runs by DistributedDataParallel."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._structure = Structure(module)
 
     # Running
 
@@ -48,12 +52,17 @@ class ParallelModel(ABC):
     def __call__(self, batch: Any) -> Any:
         """The loss of the global batch, or ``(loss, aux)``."""
 
-    @abstractmethod
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        """What the loss function returns beside the loss, in evaluation mode and without gradients.
+        """What ``predict_fn`` returns, or the loss function beside the loss, in evaluation mode and without gradients.
 
         Whole on every rank; with ``gather=False`` the rows of the batch that this rank was given.
         """
+        with evaluating(self.module), torch.no_grad():
+            return self._predicted(batch, gather)
+
+    @abstractmethod
+    def _predicted(self, batch: Any, gather: bool) -> Any:
+        """The outputs for a batch; the model is in evaluation mode."""
 
     @abstractmethod
     def accumulate(self) -> AbstractContextManager[None]:
@@ -88,28 +97,7 @@ class ParallelModel(ABC):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    # The state, as torch's modules and optimizers know it
-
-    def parameters(self) -> Iterator[nn.Parameter]:
-        """The parameters as this rank stores them: all plain tensors, or all DTensors."""
-        return self.module.parameters()
-
-    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters as this rank stores them, with their names in the model."""
-        return self.module.named_parameters()
-
-    def buffers(self) -> Iterator[Tensor]:
-        """The buffers, whole on every rank."""
-        return self.module.buffers()
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state of the model under its own names, parameters as they are stored."""
-        return dict(self.module.state_dict())
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take a state as `state_dict` gives it; every rank takes the same."""
-        wait_copied()
-        self.module.load_state_dict(state)
+    # The state
 
     @abstractmethod
     def full_state_dict(self) -> dict[str, Tensor]:
@@ -125,12 +113,3 @@ class ParallelModel(ABC):
     @abstractmethod
     def load_random_state(self, state: Mapping[str, int]) -> None:
         """Draw from here on what the one that gave ``state`` would draw; every rank calls it with the same."""
-
-    def train(self, mode: bool = True) -> Self:
-        """Put the model into training mode, as `torch.nn.Module.train` does."""
-        self.module.train(mode)
-        return self
-
-    def eval(self) -> Self:
-        """Put the model into evaluation mode, as `torch.nn.Module.eval` does."""
-        return self.train(False)

@@ -22,6 +22,7 @@ from shardwright.errors import UsageError
 from shardwright.pulse import own_pulse
 from shardwright.report.text import start_line, validation_line
 from shardwright.run.evaluation import Evaluation, together
+from shardwright.run.like_module import evaluating
 from shardwright.run.model import ParallelModel
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback, RunView
@@ -272,8 +273,7 @@ class Trainer:
             for callback in self.callbacks:
                 stack.enter_context(_call(callback, "evaluating", self._view()))
             stack.enter_context(torch.no_grad())
-            stack.callback(self.parallel.train, self.parallel.module.training)
-            self.parallel.eval()
+            stack.enter_context(evaluating(self.parallel.module))
             evaluation = together(self._evaluated(batch) for batch in loader)
         if evaluation is None:
             raise UsageError("there is nothing to evaluate: the loader gave no batch")

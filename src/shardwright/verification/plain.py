@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from shardwright.data.loading.batch import Batch
@@ -24,19 +23,14 @@ class PlainModel(ParallelModel):
     plan = None
 
     def __init__(self, module: nn.Module, loss_fn: LossFunction) -> None:
-        self.module = module
+        super().__init__(module)
         self._loss_fn = loss_fn
 
     def __call__(self, batch: Any) -> Any:
         return self._loss_fn(self.module, batch)
 
-    def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        training = self.module.training
-        try:
-            with torch.no_grad():
-                return self._loss_fn(self.module.eval(), batch)[1]
-        finally:
-            self.module.train(training)
+    def _predicted(self, batch: Any, gather: bool) -> Any:
+        return self._loss_fn(self.module, batch)[1]
 
     def accumulate(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.format.manifest import Box
-from shardwright.mesh.dtensor import from_placements
+from shardwright.mesh.dtensor import layout_of
 from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Axis, Mesh
+from shardwright.mesh.mesh import Mesh
 
 LARGEST_CHUNK_BYTES = 64 << 20
 """Larger boxes are written as several chunks, which spread over the ranks that hold them."""
@@ -47,9 +47,7 @@ class Piece:
         shape = tuple(tensor.shape)
         if not isinstance(tensor, DTensor):
             return Piece(path, shape, tensor.dtype, Layout.replicated(tensor.ndim), Mesh(()), tensor.detach())
-        names = tensor.device_mesh.mesh_dim_names or tuple(f"axis{i}" for i in range(tensor.device_mesh.ndim))
-        mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, tensor.device_mesh.shape, strict=True)))
-        layout = from_placements(tensor.placements, tensor.ndim, mesh)
+        layout, mesh = layout_of(tensor)
         with torch.no_grad():  # then the local part comes without a node of autograd
             local = tensor.to_local().detach()
         return Piece(path, shape, tensor.dtype, layout, mesh, local)

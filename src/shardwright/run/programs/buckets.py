@@ -57,6 +57,10 @@ class GradientReduction:
             gradient = gradient + kept
         return gradient
 
+    def forget(self) -> None:
+        """Drop what is kept."""
+        self._kept.clear()
+
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Backwards inside leave the gradients of these parameters unreduced, and their ``.grad`` as it was."""

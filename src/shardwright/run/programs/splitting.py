@@ -1,32 +1,27 @@
-"""Parameters as DTensors: how a model comes to hold this rank's parts, and what optimizers must know of it.
+"""Parameters as DTensors: how a model comes to hold this rank's parts.
 
 Either all parameters are plain tensors (none is split) or all are DTensors on the mesh of the plan: torch's foreach
 and fused optimizers, `clip_grad_norm_` and `GradScaler` refuse a mixture. A DTensor cannot take the place of a plain
-parameter inside the same Python object (`torch.utils.swap_tensors` refuses objects of different slots), so optimizers
-that were made before are given the new parameters before their first step.
+parameter inside the same Python object (`torch.utils.swap_tensors` refuses objects of different slots).
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
-from functools import cache
-from weakref import WeakKeyDictionary
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
-from shardwright.mesh.dtensor import device_mesh, to_placements
+from shardwright.mesh.dtensor import device_mesh, gathered, layout_of, to_placements
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-
-# Parameters that were replaced -> what they were replaced by.
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+from shardwright.run.programs.optimizers import note_successor, watch_optimizers
 
 
 def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, device: torch.device) -> None:
@@ -41,7 +36,7 @@ def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh
     if not any(layout.split_axes for layout in layouts.values()):
         return
     _refuse_hooks(model)
-    _watch_optimizers()
+    watch_optimizers()
     torch_private.read_whole_numbers()
     torch_mesh = device_mesh(mesh, device.type)
     rank = dist.get_rank()
@@ -55,9 +50,53 @@ def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh
                 part, torch_mesh, to_placements(layout, mesh), shape=parameter.shape, stride=parameter.stride()
             )
             replaced[id(parameter)] = nn.Parameter(stored, requires_grad=parameter.requires_grad)
-            _replaced[parameter] = replaced[id(parameter)]
+            note_successor(parameter, replaced[id(parameter)])
         owner, _, attribute = name.rpartition(".")
         setattr(owners[owner], attribute, replaced[id(parameter)])
+    for module in {model, *(owners[name.rpartition(".")[0]] for name, _ in model.named_parameters())}:
+        module.register_forward_pre_hook(_refuse_plain_inputs, with_kwargs=True)
+
+
+def _refuse_plain_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Say in place of torch what to call, where a module that is split is called by hand.
+
+    Raises:
+        UsageError: where plain tensors meet DTensors.
+    """
+    plain = any(isinstance(x, Tensor) and not isinstance(x, DTensor) for x in (*args, *kwargs.values()))
+    if plain and is_split(module):
+        raise UsageError(
+            f"this {type(module).__name__} holds this rank's parts of its parameters, which take no plain tensors; "
+            "call parallel(batch), or parallel.predict(batch) with sw.parallelize(..., predict_fn=...); other numbers, "
+            "as of an average, are loaded first: parallel.load_state_dict(average.module.state_dict())"
+        )
+
+
+def is_split(model: nn.Module) -> bool:
+    """Whether parameters are DTensors, of which this rank may hold a part."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def as_stored(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same state with every tensor laid out as the one of that name in the model; all ranks call it together."""
+    own = model.state_dict(keep_vars=True)
+    found = copy.copy(state) if isinstance(state, dict) else dict(state)  # a copy keeps what torch notes beside it
+    for name, value in state.items():
+        if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
+            found[name] = _laid_out(value, own[name])
+    return found
+
+
+def _laid_out(value: Tensor, own: Tensor) -> Tensor:
+    """``value`` as a DTensor where ``own`` is one, as a plain tensor where that is; torch tells where shapes differ."""
+    if not isinstance(own, DTensor):
+        return gathered(value)
+    alike = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (own.device_mesh, own.placements)
+    if alike or value.shape != own.shape:
+        return value
+    layout, mesh = layout_of(own)
+    part = gathered(value)[layout.local_slice(own.shape, mesh, dist.get_rank())].to(own.device)
+    return DTensor.from_local(part, own.device_mesh, own.placements, shape=own.shape, stride=own.stride())
 
 
 def local_part(parameter: Tensor) -> Tensor:
@@ -72,61 +111,3 @@ def _refuse_hooks(model: nn.Module) -> None:
             f"{hooked[0]} has a hook (register_hook), and the plan splits parameters, which makes new ones; register "
             "hooks after sw.parallelize, on the parameters of what it returns"
         )
-
-
-# Optimizers whose fused kernels torch cannot run on DTensors (no sharding rule in 2.13).
-_UNFUSABLE = (torch.optim.SGD, torch.optim.Adagrad)
-
-
-@cache
-def _watch_optimizers() -> None:
-    """Look at every optimizer before its step; once per process."""
-    register_optimizer_step_pre_hook(_before_step)
-
-
-_known: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # how many parameters were looked at
-
-
-def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    _give_successors(optimizer)
-    _refuse_unfusable(optimizer)
-
-
-def _give_successors(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made before its parameters were split update those that took their place.
-
-    Raises:
-        UsageError: where it has state already, which belongs to whole parameters.
-    """
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _known.get(optimizer) == count:
-        return
-    for group in optimizer.param_groups:
-        for at, parameter in enumerate(group["params"]):
-            successor = _replaced.get(parameter)  # type: ignore[no-untyped-call]
-            if successor is None:
-                continue
-            if optimizer.state.get(parameter):
-                raise UsageError(
-                    f"this {type(optimizer).__name__} has made steps with parameters that sw.parallelize has split "
-                    "since; make it after sw.parallelize, from the parameters of what that returns, and load its state "
-                    "with sw.checkpoint"
-                )
-            group["params"][at] = successor
-    _known[optimizer] = count
-
-
-def _refuse_unfusable(optimizer: torch.optim.Optimizer) -> None:
-    """Say before the step what torch's own error would not.
-
-    Raises:
-        UsageError: where a fused optimizer without a rule for DTensors is to update some.
-    """
-    if isinstance(optimizer, _UNFUSABLE):
-        for group in optimizer.param_groups:
-            if group.get("fused") and any(isinstance(parameter, DTensor) for parameter in group["params"]):
-                name = type(optimizer).__name__
-                raise UsageError(
-                    f"{name}(fused=True) cannot update parameters that are split between ranks: torch has no fused "
-                    f"{name} for DTensors; use {name}(..., foreach=True)"
-                )
