@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from shardwright.graph.capture import capture
@@ -14,6 +16,16 @@ from shardwright.graph.rewrite import rewrite
 from shardwright.graph.tracing.trace import LossFunction
 
 StepKind = Literal["training", "evaluation", "predict"]
+
+
+def outputs_alone(predict_fn: LossFunction) -> LossFunction:
+    """A loss function that returns what ``predict_fn(model, batch)`` does beside no loss, captured as "predict"."""
+
+    @functools.wraps(predict_fn, updated=())
+    def beside_no_loss(model: Any, batch: Any) -> Any:
+        return torch.zeros(()), predict_fn(model, batch)
+
+    return beside_no_loss
 
 
 def captured_step(

@@ -19,15 +19,14 @@ from shardwright.errors import UsageError
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.step import StepKind
 from shardwright.launch.asked.save_graphs import SaveGraphs
-from shardwright.mesh.collectives import all_gather
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
 from shardwright.run.evaluation import Evaluation, metric_means
 from shardwright.run.model import ParallelModel, Replay
 from shardwright.run.programs.buckets import GradientReduction
-from shardwright.run.programs.execute import Execution, Outputs
-from shardwright.run.programs.inputs import BatchKind, rows_of
+from shardwright.run.programs.execute import Execution, Outputs, StepArguments
+from shardwright.run.programs.inputs import BatchKind, Rows, rows_of
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs
 from shardwright.run.programs.same_batch import SameBatch
@@ -49,7 +48,8 @@ class Options:
 class Parallel(ParallelModel):
     """A model that was captured, which runs by the programs of its plans.
 
-    Of an auxiliary output each rank gets the rows of the batch that it was given; what has no such rows comes whole.
+    Of an auxiliary output each rank gets the rows of the batch that it was given, or with ``batch="global"`` those that
+    it computed; what has no such rows comes whole.
     """
 
     plan: Plan
@@ -76,7 +76,7 @@ class Parallel(ParallelModel):
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         self._communicator = communicator_over(self.plan.mesh)
-        self._state = ModelState(model, planner.loss_fn, self.plan, seed, world.device)
+        self._state = ModelState(model, self.plan, seed, world.device)
         super().__init__(model)
         self._programs = Programs(
             planner, self.plan, self._state.storage, self._communicator, self._reduction, world, options.save_graphs
@@ -89,7 +89,7 @@ class Parallel(ParallelModel):
         """The loss of the global batch; in training mode it also updates buffers and advances the random numbers."""
         training = self.module.training
         self._tell_pulse(training)
-        prepared, inputs = self._ready("training" if training else "evaluation", batch)
+        prepared, inputs, rows = self._ready("training" if training else "evaluation", batch)
         loss, aux, new_buffers = self._run(prepared, inputs)
         assert loss is not None
         if training:
@@ -97,8 +97,8 @@ class Parallel(ParallelModel):
             self._state.store_buffers(prepared.plan.capture, new_buffers)
             if self.options.gradients == "sum":
                 loss = _scaled_gradient(loss, self.world.size)
-        spec = prepared.plan.capture.aux_spec
-        return loss if spec is None else (loss, spec.unflatten([tensor.detach() for tensor in aux]))
+        alone = prepared.plan.capture.aux_spec is None
+        return loss if alone else (loss, prepared.outputs(aux, rows, self._communicator, whole=False))
 
     def _tell_pulse(self, training: bool) -> None:
         """Say that a step begins; all batches of an accumulation are one step."""
@@ -109,10 +109,9 @@ class Parallel(ParallelModel):
         self._between_steps = not training or not self._reduction.deferring
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
-        prepared, inputs = self._ready("predict", batch)
+        prepared, inputs, rows = self._ready("predict", batch)
         _, aux, _ = self._run(prepared, inputs)
-        spec = prepared.plan.capture.aux_spec
-        return spec.unflatten(self._whole(prepared.plan, aux) if gather else aux)
+        return prepared.outputs(aux, rows, self._communicator, whole=gather)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -132,12 +131,11 @@ class Parallel(ParallelModel):
         return Evaluation(float(loss), metric_means(aux, samples), samples)
 
     def replay(self, batch: Any) -> Replay:
-        prepared, inputs = self._ready("training", batch)
-        capture = prepared.plan.capture
-        arguments = self._state.arguments(capture, inputs, self._state.step - 1, self._reduction)
+        prepared, inputs, _ = self._ready("training", batch)
+        arguments = self._arguments(prepared, inputs, self._state.step - 1)
         with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
             values = prepared.execution.variables(arguments)
-        return Replay(capture, prepared.execution.program, values)
+        return Replay(prepared.plan.capture, prepared.execution.program, values)
 
     def executions(self) -> list[Execution]:
         return self._programs.executions()
@@ -151,8 +149,8 @@ class Parallel(ParallelModel):
         self._closed = True
         self._communicator.close()
 
-    def _ready(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, list[Tensor]]:
-        """The program for the batch, and this rank's part of its inputs."""
+    def _ready(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, list[Tensor], Rows]:
+        """The program for the batch, this rank's part of its inputs, and which rows this rank was given."""
         self._refuse_closed()
         self._structure.refuse_changes()
         tensors = [tensor.to(self.world.device) for tensor in flatten_batch(batch)]
@@ -160,23 +158,15 @@ class Parallel(ParallelModel):
             self._same_batch.check(tensors)
         rows = rows_of(batch, tensors, self.options.batch)
         prepared = self._programs.of(kind, batch, rows)
-        return prepared, prepared.inputs(tensors, rows, self._communicator)
+        return prepared, prepared.inputs(tensors, rows, self._communicator), rows
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
-        arguments = self._state.arguments(prepared.plan.capture, inputs, self._state.step, self._reduction)
+        arguments = self._arguments(prepared, inputs, self._state.step)
         with torch.autocast(self.world.device.type, enabled=False):  # the casts are operators of the graph
             return prepared.execution(arguments)
 
-    def _whole(self, plan: Plan, aux: Sequence[Tensor]) -> list[Tensor]:
-        """The rows of all ranks of every auxiliary output that is split by rows."""
-        whole = []
-        for name, tensor in zip(plan.capture.aux, aux, strict=True):
-            split = plan.outputs[name].dims[0] if plan.outputs[name].dims else None
-            if split:
-                size = plan.capture.values[name].shape[0]
-                tensor = all_gather(tensor, self._communicator, dim=0, axes=split.axes, size=size, adjoint="slice")
-            whole.append(tensor)
-        return whole
+    def _arguments(self, prepared: PreparedProgram, inputs: Sequence[Tensor], step: int) -> StepArguments:
+        return self._state.arguments(prepared.plan.capture, prepared.function, inputs, step, self._reduction)
 
     def _refuse_closed(self) -> None:
         if self._closed:

@@ -18,6 +18,7 @@ from shardwright.errors import UsageError
 from shardwright.plan.searches import Mode
 from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
+from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import Evaluation, metric_means_over_ranks
 from shardwright.run.mean_check import problem_with_mean
 from shardwright.run.model import ParallelModel
@@ -35,6 +36,7 @@ def parallelize_eagerly(
     mode: Mode = "data",
     gradients: Reduction = "mean",
     batch: BatchKind | None = None,
+    predict_fn: LossFn | None = None,
 ) -> EagerParallel:
     """`sw.parallelize` without a capture, for the modes "data" and "single", with the arguments that it knows.
 
@@ -56,7 +58,9 @@ def parallelize_eagerly(
         used=frozenset(trial.used),
         returns_aux=trial.returns_aux,
     )
-    return EagerParallel(model, step, splitter)
+    if predict_fn is None and trial.returns_aux:
+        predict_fn = lambda model, part: loss_fn(model, part)[1]  # noqa: E731
+    return EagerParallel(model, step, splitter, predict_fn)
 
 
 class EagerParallel(ParallelModel):
@@ -65,8 +69,13 @@ class EagerParallel(ParallelModel):
     Of what the loss function returns beside the loss, each rank gets that of its own part, None for an empty one.
     """
 
-    def __init__(self, model: nn.Module, step: DataParallelStep, splitter: _Splitter) -> None:
+    def __init__(
+        self, model: nn.Module, step: DataParallelStep, splitter: _Splitter, predict_fn: LossFn | None
+    ) -> None:
         super().__init__(model)
+        self._predict_fn = predict_fn
+        self._prediction = Prediction(self._predict_part, splitter.world.device)
+        self._trained = _trained(model)
         self.plan = None
         self._step = step
         self._splitter = splitter
@@ -77,16 +86,34 @@ class EagerParallel(ParallelModel):
             self._pulse.begin_step()
         else:
             self._pulse.beat()
-        self._structure.refuse_changes()
+        self._refuse_changes()
         part, global_size = self._splitter.split(batch)
         return self._step(part, global_size)
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
-        """Raise `UsageError`: which parts the ranks hold of an output is known only where the model was captured."""
-        raise UsageError(
-            f"predict() needs a model that was captured, and this {type(self.module).__name__} runs by "
-            "DistributedDataParallel; mend what the EagerFallback warning named, or call parallel.module(...) yourself"
-        )
+        if self._predict_fn is None:
+            raise UsageError(
+                "predict gives what the loss function returns beside the loss, and it returns the loss alone; return "
+                "(loss, outputs) from it, or pass sw.parallelize(..., predict_fn=function)"
+            )
+        part, global_size = self._splitter.split(batch)
+        count = count_samples(part)
+        if not gather or count == global_size:
+            return self._predict_part(part) if count else None
+        return self._prediction(part, count)
+
+    def _predict_part(self, part: Any) -> Any:
+        assert self._predict_fn is not None
+        return self._predict_fn(self.module, part)
+
+    def _refuse_changes(self) -> None:
+        self._structure.refuse_changes()
+        if _trained(self.module) != self._trained:
+            raise UsageError(
+                "requires_grad of a parameter was changed after sw.parallelize, and this model runs by "
+                "DistributedDataParallel, which reduces the gradients that it was made for; change it before, or "
+                "parallelize the model again"
+            )
 
     def samples(self, batch: Any) -> int:
         if isinstance(batch, Batch):
@@ -168,6 +195,10 @@ class _Splitter:
 
     def _move(self, batch: Any) -> Any:
         return map_tensors(lambda tensor: tensor.to(self.world.device, non_blocking=True), batch)
+
+
+def _trained(model: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in model.parameters()]
 
 
 def _plain(batch: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 from torch import nn
 
 from shardwright.errors import CaptureError, UsageError
+from shardwright.graph.step import outputs_alone
 from shardwright.graph.tracing.outside import called_function
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
@@ -53,6 +54,7 @@ def parallelize(
     batch_norm: Literal["global", "per-replica"] = "global",
     batch: BatchKind | None = None,
     inputs: Inputs = "split",
+    predict_fn: LossFunction | None = None,
     hardware: Hardware | str | PathLike[str] | None = None,
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
 ) -> ParallelModel:
@@ -75,6 +77,8 @@ def parallelize(
             rank passes its part, of any size; with "global" all pass the same whole batch.
         inputs: how batches come: each rank its rows ("split"), everything everywhere ("whole"), or slices per dim by
             name of the input.
+        predict_fn: ``predict_fn(model, batch) -> outputs``, what ``parallel.predict(batch)`` gives, also for batches of
+            another structure, as without labels; by default what the loss function returns beside the loss.
         hardware: what search="exact" prices plans by: the name of a shipped profile ("h100"), the path of one that
             ``shardwright bench --save-profile`` wrote, or its value; read on rank 0 alone, which plans for all. By
             default the shipped profile of the device.
@@ -105,12 +109,12 @@ def parallelize(
         "parallelize",
         {"the arguments": options, "the model's parameters": shapes}
         | {"the rules of sw.register_rule": registered_rules()}
-        | _code_of(model, loss_fn),
+        | _code_of(model, loss_fn, predict_fn),
         problem,
     )
     devices = mesh_for(mesh, world.size)
     request = PlanRequest(devices, mode, search, inputs, hardware_of(world, known))
-    planner = Planner(model, loss_fn, request, pins or {}, batch_norm)
+    planner = Planner(model, loss_fn, request, pins or {}, batch_norm, predict_fn and outputs_alone(predict_fn))
     try:
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps), world, plan)
     except CaptureError as error:
@@ -121,7 +125,7 @@ def parallelize(
                 EagerFallback(f"running by DistributedDataParallel, which takes the loss for a mean, since {error}"),
                 stacklevel=2,
             )
-        return parallelize_eagerly(model, loss_fn, sample_batch, mode, gradients, batch)
+        return parallelize_eagerly(model, loss_fn, sample_batch, mode, gradients, batch, predict_fn)
 
 
 def _problem(mode: str, search: str | None, gradients: str, batch_norm: str, batch: str | None) -> str | None:
@@ -137,15 +141,15 @@ def _problem(mode: str, search: str | None, gradients: str, batch_norm: str, bat
     return None
 
 
-def _code_of(model: nn.Module, loss_fn: LossFunction) -> dict[str, Any]:
-    """What ranks must have alike of their code: the modules, each in a line, and the loss function."""
+def _code_of(model: nn.Module, loss_fn: LossFunction, predict_fn: LossFunction | None) -> dict[str, Any]:
+    """What ranks must have alike of their code: the modules, each in a line, and the functions that call them."""
     alike = {
         f"module {name}" if name else "the model": _ADDRESS.sub("", f"{type(module).__name__}({module.extra_repr()})")
         for name, module in model.named_modules()
     }
-    function = called_function(loss_fn)
-    if function is not None:
-        alike["the loss function"] = f"{function.__qualname__}, code {_code_digest(function.__code__)}"
+    for what, called in (("the loss function", loss_fn), ("predict_fn", predict_fn)):
+        function = called_function(called) if called is not None else None
+        alike[what] = f"{function.__qualname__}, code {_code_digest(function.__code__)}" if function else repr(called)
     return {"the number of modules": len(alike)} | alike
 
 

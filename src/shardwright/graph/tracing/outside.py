@@ -119,6 +119,7 @@ def tensors(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Pla
 
 def called_function(callable_: Any) -> Any:
     """The Python function that runs when an object is called, None where there is none."""
+    callable_ = inspect.unwrap(callable_)
     while isinstance(callable_, functools.partial):
         callable_ = callable_.func
     if isinstance(callable_, nn.Module):

@@ -13,7 +13,7 @@ from torch import Tensor
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
-from shardwright.mesh.collectives import Communicator
+from shardwright.mesh.collectives import Communicator, all_gather
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.world.agreement import from_all_ranks
@@ -83,6 +83,22 @@ def local_inputs(
         else:
             parts.append(_everything(tensor, ranges, comm)[part])
     return parts
+
+
+def rows_of_output(
+    tensor: Tensor, shape: Shape, layout: Layout, rows: Rows, comm: Communicator, *, whole: bool
+) -> Tensor:
+    """An output whole, or its rows that this rank was given; rows are exchanged only where ranks lack some."""
+    if not shape or shape[0] != rows.total:
+        return tensor
+    split, mesh = layout.dims[0], comm.mesh
+    held = tuple(split.bounds(rows.total, mesh, mesh.coordinates(rank)) for rank in range(mesh.size))
+    given = rows.all_ranks or tuple(chunk_range(rows.total, mesh.size, rank) for rank in range(mesh.size))
+    if not whole and (held == given or set(given) == {(0, rows.total)}):
+        return tensor
+    if split:
+        tensor = all_gather(tensor, comm, dim=0, axes=split.axes, size=rows.total, adjoint="slice")
+    return tensor if whole else tensor[slice(*rows.mine)]
 
 
 def _ranges(rows: Rows, shapes: Sequence[Shape], layouts: Sequence[Layout], comm: Communicator) -> tuple[Range, ...]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from shardwright.errors import PlanError
+from shardwright.errors import CaptureError, PlanError
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import StepKind, captured_step
 from shardwright.graph.tracing.trace import LossFunction
@@ -29,13 +29,21 @@ from shardwright.world.world import World
 
 @dataclass(frozen=True)
 class Planner:
-    """A model with how it is captured and planned. All ranks ask for a plan together; rank 0's fields decide it."""
+    """A model with how it is captured and planned. All ranks ask for a plan together; rank 0's fields decide it.
+
+    ``predict_fn``, where there is one, gives outputs beside no loss, as `outputs_alone` makes it.
+    """
 
     module: nn.Module
     loss_fn: LossFunction
     request: PlanRequest
     pins: Mapping[str, Any]
     batch_norm: Literal["global", "per-replica"]
+    predict_fn: LossFunction | None = None
+
+    def function(self, kind: StepKind) -> LossFunction:
+        """What a step of this kind calls."""
+        return self.predict_fn if kind == "predict" and self.predict_fn is not None else self.loss_fn
 
     def first_plan(self, batch: Any, rows: Rows, decided: Plan | str | None = None) -> Plan:
         """The plan of a training step on the global batch of which ``batch`` is this rank's part.
@@ -62,7 +70,7 @@ class Planner:
         """
 
         def make() -> Plan:
-            capture = self._capture(kind, batch, rows)
+            capture = self._captured_later(kind, batch, rows)
             try:
                 return first.for_capture(capture)
             except PlanError:
@@ -72,14 +80,30 @@ class Planner:
 
     def _alongside(self, first: Plan, storage: Mapping[str, Layout], capture: Capture) -> PlanRequest:
         """The same request on the mesh and in the mode of the first plan, which may have been given."""
+        inputs = self.request.inputs
+        if capture.loss == "" and isinstance(inputs, Mapping):  # the batches of predictions may lack some
+            labels = {value.label for value in capture.of_kind("input")}
+            inputs = {label: slices for label, slices in inputs.items() if label in labels}
         return replace(
             self.request,
+            inputs=inputs,
             mesh=first.named,
             mode=first.mode,  # type: ignore[arg-type]  # a plan's mode is one of the modes
             search=None if first.search == "none" else first.search,  # type: ignore[arg-type]  # nor is its search another
             storage={v.name: storage[v.label] for v in capture.of_kind("parameter") if v.label in storage},
             axes=first.mesh,
         )
+
+    def _captured_later(self, kind: StepKind, batch: Any, rows: Rows) -> Capture:
+        try:
+            return self._capture(kind, batch, rows)
+        except CaptureError as error:
+            if kind != "predict" or self.predict_fn is not None:
+                raise
+            raise CaptureError(
+                f"{error}\nTo predict otherwise than the loss function does, such as without labels, pass "
+                "sw.parallelize(..., predict_fn=function), which is called as function(model, batch)."
+            ) from error
 
     def _capture(self, kind: StepKind, batch: Any, rows: Rows) -> Capture:
         """The graph for the whole of the batch of which this rank has a part."""
@@ -89,7 +113,9 @@ class Planner:
             torch.empty(next(shapes), dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
             for _, leaf in leaves
         ]
-        return captured_step(self.module, self.loss_fn, tree_unflatten(whole, spec), self.pins, kind, self.batch_norm)
+        return captured_step(
+            self.module, self.function(kind), tree_unflatten(whole, spec), self.pins, kind, self.batch_norm
+        )
 
 
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:

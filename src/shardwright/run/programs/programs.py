@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from shardwright.graph.step import StepKind
+from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
 from shardwright.mesh.collectives import Communicator
@@ -20,7 +21,7 @@ from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution
-from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs
+from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs, rows_of_output
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.remembered import Remembered
 from shardwright.torch_private import tree_flatten
@@ -36,12 +37,24 @@ class PreparedProgram:
 
     plan: Plan
     execution: Execution
+    function: LossFunction  # what was captured
     shapes: tuple[tuple[int, ...], ...]
     input_layouts: tuple[Layout, ...]
 
     def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: Communicator) -> list[Tensor]:
         """This rank's part of every input, as the plan lays it out."""
         return local_inputs(tensors, self.shapes, self.input_layouts, rows, communicator)
+
+    def outputs(self, aux: Sequence[Tensor], rows: Rows, communicator: Communicator, *, whole: bool) -> Any:
+        """What was returned beside the loss, whole, or of what has rows of the batch those that this rank was given.
+
+        With ``batch="global"``, where all ranks were given all rows, each keeps those that it has computed.
+        """
+        capture, found = self.plan.capture, []
+        for name, tensor in zip(capture.aux, aux, strict=True):
+            shape, layout = capture.values[name].shape, self.plan.outputs[name]
+            found.append(rows_of_output(tensor.detach(), shape, layout, rows, communicator, whole=whole))
+        return capture.aux_spec.unflatten(found)
 
 
 class Programs:
@@ -74,7 +87,7 @@ class Programs:
 
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
-        self._prepare(self._key("training", sample_batch, rows), self._first)
+        self._prepare("training", self._key("training", sample_batch, rows), self._first)
 
     def of(self, kind: StepKind, batch: Any, rows: Rows) -> PreparedProgram:
         """The program for a step of this kind on the global batch of which ``batch`` is this rank's part."""
@@ -84,7 +97,7 @@ class Programs:
         for remembered, prepared in known:
             if remembered.holds():
                 return prepared
-        return self._prepare(key, self._planner.later_plan(self._first, self._storage, kind, batch, rows))
+        return self._prepare(kind, key, self._planner.later_plan(self._first, self._storage, kind, batch, rows))
 
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
@@ -101,9 +114,9 @@ class Programs:
         trained = "".join("1" if p.requires_grad else "0" for p in self._planner.module.parameters())
         return json.dumps([kind, global_shapes(tensors, rows), dtypes, others, str(spec), autocast, trained])
 
-    def _prepare(self, key: str, plan: Plan) -> PreparedProgram:
-        module, loss_fn = self._planner.module, self._planner.loss_fn
-        remembered = Remembered(plan.capture, module, loss_fn)
+    def _prepare(self, kind: StepKind, key: str, plan: Plan) -> PreparedProgram:
+        function = self._planner.function(kind)
+        remembered = Remembered(plan.capture, self._planner.module, function)
         remembered.agree()
         known = self._by_key.setdefault(key, [])
         self._make_room()
@@ -117,7 +130,7 @@ class Programs:
         execution = Execution(program, self._communicator, self._world.device, self._reduction)
         inputs = plan.capture.of_kind("input")
         prepared = PreparedProgram(
-            plan, execution, tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
+            plan, execution, function, tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
         )
         known.append((remembered, prepared))
         self._made += 1

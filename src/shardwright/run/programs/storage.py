@@ -48,9 +48,8 @@ class ModelState:
     ``seed`` and ``step``, the training steps so far, fix the random numbers of a step, together with positions.
     """
 
-    def __init__(self, module: nn.Module, loss_fn: LossFunction, plan: Plan, seed: int, device: torch.device) -> None:
+    def __init__(self, module: nn.Module, plan: Plan, seed: int, device: torch.device) -> None:
         self.seed, self.step = seed, 0
-        self._loss_fn = loss_fn
         self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
         """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
         self._module, self._plan, self._device = module, plan, device
@@ -68,9 +67,14 @@ class ModelState:
         return tensor
 
     def arguments(
-        self, capture: Capture, inputs: Sequence[Tensor], step: int, reduction: GradientReduction
+        self,
+        capture: Capture,
+        function: LossFunction,
+        inputs: Sequence[Tensor],
+        step: int,
+        reduction: GradientReduction,
     ) -> StepArguments:
-        """What the program of ``capture`` is called with in training step ``step``."""
+        """What the program of ``capture``, which is that of ``function``, is called with in training step ``step``."""
         # Copies, since the backward may need what `store_buffers` overwrites.
         buffers = [
             self._buffer(v.label).clone() if v.name in capture.mutations else self._buffer(v.label)
@@ -80,10 +84,10 @@ class ModelState:
             reduction.join(value.name, local_part(self._parameters[value.label]))
             for value in capture.of_kind("parameter")
         ]
-        constants = [self._constant(capture, value.name) for value in capture.of_kind("constant")]
+        constants = [self._constant(capture, function, value.name) for value in capture.of_kind("constant")]
         return StepArguments(parameters, buffers, inputs, constants, self.seed, step)
 
-    def _constant(self, capture: Capture, name: str) -> Tensor:
+    def _constant(self, capture: Capture, function: LossFunction, name: str) -> Tensor:
         """A tensor that the step reads beside its batch: where it still stands, what it holds now.
 
         Raises:
@@ -93,7 +97,7 @@ class ModelState:
         place = capture.outside.get(name)
         if place is None:
             return captured.to(self._device)
-        now = place.now(self._module, self._loss_fn)
+        now = place.now(self._module, function)
         if not isinstance(now, Tensor) or (now.shape, now.dtype) != (captured.shape, captured.dtype):
             what = f"{now.dtype} {list(now.shape)}" if isinstance(now, Tensor) else f"{type(now).__name__}"
             raise UsageError(

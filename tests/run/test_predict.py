@@ -1,0 +1,91 @@
+"""Predictions by predict_fn, of batches without labels: captured and by DistributedDataParallel, as on one device."""
+
+import copy
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import shardwright as sw
+from models import Branching, Perceptron, classify, perceptron_batch
+from ranks import run_ranks
+from shardwright.errors import ShardwrightError
+
+PLANS = {"data": {"mode": "data"}, "split": {"mode": "auto", "search": "propagation"}, "eager": {"mode": "data"}}
+
+
+class Trained(nn.Module):
+    """Has a parameter that predictions return beside their rows, and another mode for training."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.drop, self.temperature = inner, nn.Dropout(0.5), nn.Parameter(torch.tensor([2.0, 3.0]))
+
+    def forward(self, x):
+        return self.drop(self.inner(x)) / self.temperature.sum()
+
+
+def predictions(plan, rows):
+    """What is predicted on this rank and by plain PyTorch, whole and this rank's part, and what is said."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore")
+    world = sw.init()
+    sw.set_seed(1)
+    model, factor = Trained(Branching() if plan == "eager" else Perceptron()), torch.tensor(1.0)
+    plain = copy.deepcopy(model).eval()
+
+    def best(model, batch):
+        logits = model(batch["x"]) * factor
+        return {"logits": logits, "classes": [logits.argmax(1) > 5], "temperature": model.temperature}
+
+    options = {"predict_fn": best, "batch": "local", **PLANS[plan]}
+    at = slice(world.rank, world.rank + 1 if world.rank < world.size - 1 else None)  # uneven on purpose
+    parallel = sw.parallelize(model, classify, tuple(t[at] for t in perceptron_batch(8)), **options)
+    x, _ = perceptron_batch(rows, seed=3)
+    found, expected = [], []
+    for value in (1.0, 3.0):
+        factor.fill_(value)
+        found += [parallel.predict({"x": x[at]}), parallel.predict({"x": x[at]}, gather=False)["logits"]]
+        with torch.no_grad():
+            whole = best(plain, {"x": x})
+        expected += [whole, whole["logits"][at]]
+    bad = said(lambda: parallel.predict(x[at]))
+    return found, expected, model.training, bad
+
+
+def said(do):
+    try:
+        return str(do())
+    except (ShardwrightError, TypeError, IndexError) as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(("ranks", "rows"), [(2, 7), pytest.param(3, 9, marks=pytest.mark.slow)])
+def test_predictions_of_batches_without_labels_are_those_of_one_device(plan, ranks, rows):
+    for found, expected, training, bad in run_ranks(ranks, predictions, plan, rows):
+        torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+        assert found[0]["logits"].shape == (rows, 12)
+        assert training
+        assert "test_predict.py" in bad or plan == "eager"
+
+
+def unpredictable(plan):
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    sw.init()
+    batch, inner = perceptron_batch(8), Branching() if plan == "eager" else Perceptron()
+    parallel = sw.parallelize(inner, lambda m, b: classify(m, b)[0], batch, batch="global", **PLANS[plan])
+    mean = sw.parallelize(inner, classify, batch, batch="global", predict_fn=lambda m, b: m(b).mean(), **PLANS[plan])
+    return said(lambda: parallel.predict(batch)), said(lambda: mean.predict(batch[0]))
+
+
+def test_predictions_that_nobody_knows_are_refused():
+    for nothing, mean in run_ranks(2, unpredictable, "eager"):
+        assert nothing.startswith("predict gives what the loss function returns beside the loss, and it returns the lo")
+        assert mean.startswith("ranks predict different tensors of shape [], which have no row for each sample")
+    [(nothing, mean)] = run_ranks(1, unpredictable, "data")
+    assert "To predict otherwise than the loss function does, such as without labels, pass sw.parallelize(" in nothing
+    assert float(mean.split("(")[1][:-1]) == pytest.approx(0, abs=1)
