@@ -36,7 +36,7 @@ def data_parallel(
         strategies[node.name] = strategy
         for i, name in enumerate(node.results):
             layouts[name] = rule.result_layout(i, strategy, mesh).normalised(capture.values[name].shape, mesh)
-    return Choice(strategies, chosen_leaves, math.nan)
+    return Choice(strategies, chosen_leaves)
 
 
 def _following(node: Node, rule: OpRule, layouts: Mapping[str, Layout]) -> Iterator[Strategy]:

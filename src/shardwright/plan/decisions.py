@@ -61,6 +61,8 @@ class Decisions:
 
     ``leaves`` and ``outputs`` map value names to layouts; ``strategies`` maps node names to strategies. An output
     appears in ``outputs`` with the layout in which it leaves the program (the loss, auxiliary outputs, new buffers).
+    ``cost`` is what the search minimised, at these decisions, and ``bound`` what no decisions are below, in the unit of
+    the search; None where nothing was searched, or for another graph.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -71,6 +73,8 @@ class Decisions:
     strategies: Mapping[str, Strategy]
     leaves: Mapping[str, Layout]
     outputs: Mapping[str, Layout]
+    cost: float | None = None
+    bound: float | None = None
 
     @property
     def capture(self) -> Capture:

@@ -10,6 +10,7 @@ linear in depth; where one would not, `TooWide` is raised instead of an answer t
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -47,13 +48,23 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = 40_00
     """
     # A variable of one value widens no table, so that nothing would keep the dims of tables below numpy's limit of 64.
     tables = [_without_singles(table, domains) for table in tables]
-    pending = {variable: [t for t in tables if variable in t.scope] for variable in range(len(domains))}
+    pending: dict[int, list[Table]] = {variable: [] for variable in range(len(domains))}
+    for table in tables:
+        for variable in table.scope:
+            pending[variable].append(table)
     total = sum(float(t.costs) for t in tables if not t.scope)
     decisions: list[tuple[int, tuple[int, ...], npt.NDArray[np.intp]]] = []
+    # By width; an entry whose width is no longer that of its variable is passed over.
+    widths = {variable: _width(variable, touching, domains) for variable, touching in pending.items()}
+    heap = [(width, variable) for variable, width in widths.items()]
+    heapq.heapify(heap)
     while pending:
-        variable = min(pending, key=lambda v: _width(v, pending[v], domains))
-        if _width(variable, pending[variable], domains) > limit:
-            raise TooWide(f"the search would need a table of {_width(variable, pending[variable], domains):,} entries")
+        width, variable = heapq.heappop(heap)
+        if widths.get(variable) != width:
+            continue
+        if width > limit:
+            raise TooWide(f"the search would need a table of {width:,} entries")
+        del widths[variable]
         touching = pending.pop(variable)
         scope = tuple(sorted({v for t in touching for v in t.scope} - {variable}))
         joined = _join(touching, (*scope, variable), domains)
@@ -64,6 +75,8 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = 40_00
             total += float(message.costs)
         for neighbour in scope:
             pending[neighbour] = [t for t in pending[neighbour] if variable not in t.scope] + [message]
+            widths[neighbour] = _width(neighbour, pending[neighbour], domains)
+            heapq.heappush(heap, (widths[neighbour], neighbour))
     if not math.isfinite(total):
         raise PlanError("no assignment is possible: every combination is forbidden")
     chosen: dict[int, int] = {}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from shardwright.plan.decisions import Decisions, Priced
+from shardwright.plan.searches import SEARCHES
 
 
 def explain(plan: Decisions) -> str:
@@ -21,11 +22,22 @@ def explain(plan: Decisions) -> str:
         _modules(plan),
         f"each device sends {_bytes(plan.moved_bytes())} per step ({_bytes(sent['forward'])} forward, "
         f"{_bytes(sent['backward'])} backward) and holds {_bytes(plan.held_bytes())} of parameters",
+        *_certificate(plan),
     ]
     if unlisted:
         names = ", ".join(sorted({node.op for node in unlisted}))
         parts.append(f"without a rule, run whole on every device: {names}")
     return "\n\n".join(parts)
+
+
+def _certificate(plan: Decisions) -> Iterator[str]:
+    """How far the plan is above what no plan is below, by the costs of its search."""
+    if plan.cost is None or plan.bound is None:
+        return
+    counted = {row.unit for name, row in SEARCHES.items() if name == plan.search}
+    cost, bound = (_bytes(x) if counted == {"B"} else f"{x * 1e3:.4g} ms" for x in (plan.cost, plan.bound))
+    gap = (plan.cost - plan.bound) / plan.cost if plan.cost else 0.0
+    yield f"by its search it costs {cost}; no plan on this mesh costs less than {bound} (gap {gap:.2%})"
 
 
 def _operators(plan: Decisions) -> str:

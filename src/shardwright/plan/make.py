@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from shardwright.errors import PlanError, StrategyError
-from shardwright.graph.ir import Capture, Node
+from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
@@ -54,7 +54,18 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
 
 def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, outputs: Mapping[str, Layout]) -> Plan:
     method = request.searched or "none"
-    return Plan(graph, mesh, request.mesh, request.mode, method, choice.strategies, choice.leaves, outputs)
+    return Plan(
+        graph,
+        mesh,
+        request.mesh,
+        request.mode,
+        method,
+        choice.strategies,
+        choice.leaves,
+        outputs,
+        choice.cost,
+        choice.bound,
+    )
 
 
 def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
@@ -91,14 +102,21 @@ def _space(graph: RuledGraph, mesh: Mesh, request: PlanRequest, row: Search) -> 
     """Everything that the search may choose on ``mesh``."""
     leaves = fixed_leaves(graph.capture, mesh, request.inputs, request.storage, every_rank=False)
     outputs = output_layouts(graph.capture, mesh, leaves)
-    strategies = {n.name: _choices(n, graph.rules[n.name], mesh, row) for n in graph.capture.nodes}
+    alike: dict[int, tuple[Strategy, ...]] = {}  # by rule, which operators that are alike share
+    strategies: dict[str, tuple[Strategy, ...]] = {}
+    for node in graph.capture.nodes:
+        rule = graph.rules[node.name]
+        if node.pin is not None:
+            strategies[node.name] = pinned_strategies(node, rule, mesh)
+        else:
+            if id(rule) not in alike:
+                alike[id(rule)] = _choices(rule, mesh, row)
+            strategies[node.name] = alike[id(rule)]
     return Space(graph, mesh, strategies, _with_parameters(graph, mesh, strategies, leaves), outputs)
 
 
-def _choices(node: Node, rule: OpRule, mesh: Mesh, row: Search) -> tuple[Strategy, ...]:
-    """The strategies that the search may choose for an operator."""
-    if node.pin is not None:
-        return pinned_strategies(node, rule, mesh)
+def _choices(rule: OpRule, mesh: Mesh, row: Search) -> tuple[Strategy, ...]:
+    """The strategies that the search may choose for an operator that is not pinned."""
     # Partial sums pass through what sums nothing itself; products that took them too would add a strategy per axis.
     partial = not any(factor.kind == "sum" for factor in rule.factors) or not rule.splittable
     return tuple(s for s in rule.strategies(mesh, partial=partial) if row.keeps(s, rule, mesh))

@@ -46,7 +46,7 @@ class Plan(Decisions):
             used = {f.name for f, axes in zip(before.factors, self.strategies[node.name].axes, strict=True) if axes}
             if [f.name for f in before.factors] != [f.name for f in after.factors] or not used <= allowed:
                 raise PlanError(f"the strategy of {node.name} is impossible at the sizes {after}")
-        return replace(self, graph=graph)
+        return replace(self, graph=graph, cost=None, bound=None)
 
     def to_json(self) -> str:
         """The plan as JSON text; `Plan.from_json` reads it back for the same graph."""
@@ -54,6 +54,8 @@ class Plan(Decisions):
             "format": FORMAT,
             "mode": self.mode,
             "search": self.search,
+            "cost": self.cost,
+            "bound": self.bound,
             "named_mesh": _mesh_to_json(self.named),
             "mesh": _mesh_to_json(self.mesh),
             "graph": _fingerprint(self.capture),
@@ -90,6 +92,8 @@ class Plan(Decisions):
                 },
                 {name: _layout_from_json(layout) for name, layout in document["leaves"].items()},
                 {name: _layout_from_json(layout) for name, layout in document["outputs"].items()},
+                document.get("cost"),
+                document.get("bound"),
             )
             _refuse_incomplete(plan)
         except PlanError:

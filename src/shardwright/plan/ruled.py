@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -23,7 +23,7 @@ class Use:
 
 @dataclass(frozen=True)
 class RuledGraph:
-    """A capture and, by node name, its rules bound to its shapes."""
+    """A capture and, by node name, its rules bound to its shapes; operators that are alike share one."""
 
     capture: Capture
     rules: Mapping[str, OpRule]
@@ -31,11 +31,15 @@ class RuledGraph:
     @staticmethod
     def of(capture: Capture) -> RuledGraph:
         """Look up the rule of every operator."""
-        rules = {}
+        rules: dict[str, OpRule] = {}
+        alike: dict[Hashable, OpRule] = {}
         for node in capture.nodes:
-            operands = [capture.values[name].shape for name in node.operands]
-            results = [capture.values[name].shape for name in node.results]
-            rules[node.name] = rule_of(node.op, node.args, dict(node.kwargs), operands, results)
+            operands = tuple(capture.values[name].shape for name in node.operands)
+            results = tuple(capture.values[name].shape for name in node.results)
+            key = node.op, node.args, node.kwargs, operands, results
+            if key not in alike:
+                alike[key] = rule_of(node.op, node.args, dict(node.kwargs), operands, results)
+            rules[node.name] = alike[key]
         return RuledGraph(capture, rules)
 
     def needs_gradient(self, node: Node) -> bool:

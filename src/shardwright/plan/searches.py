@@ -28,12 +28,14 @@ class Search:
 
     Args:
         objective: what is minimised on given hardware.
+        unit: in what that is counted, seconds or bytes.
         keeps: whether a strategy of an operator is among the choices.
         most_axes: on how many axes it plans at most, unless pins need more. Strategies grow with the power of the
             axes: 216 for a linear layer on three, where the least seconds over all of them cost half a minute.
     """
 
     objective: Callable[[Hardware], Objective]
+    unit: Literal["s", "B"]
     keeps: Callable[[Strategy, OpRule, Mesh], bool]
     most_axes: int
 
@@ -80,9 +82,9 @@ def _seconds(hardware: Hardware) -> Objective:
 
 SEARCHES: Mapping[SearchName, Search] = {
     # The fewest bytes over choices that leave no device idle: as pins demand, and fast.
-    "propagation": Search(_bytes, _uses_every_axis, most_axes=3),
+    "propagation": Search(_bytes, "B", _uses_every_axis, most_axes=3),
     # The least seconds over all choices.
-    "exact": Search(_seconds, _everything, most_axes=2),
+    "exact": Search(_seconds, "s", _everything, most_axes=2),
 }
 
 MODES: Mapping[Mode, ModeRow] = {
