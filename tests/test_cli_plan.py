@@ -65,9 +65,11 @@ def test_a_plan_is_shown_saved_and_loaded(monkeypatch, capsys):
     assert code == 0
     assert "plan: mode data, search none, mesh ranks=8, 8 devices" in shown
     assert "linear" in shown
-    assert "net.py:7" in shown
     assert "time: building " in shown
     assert "with storage" not in shown
+    full = shardwright(monkeypatch, capsys, "plan", "net.py:build", "--devices", "8", "--mode", "data", "--full")[1]
+    assert "net.py:7" in full
+    assert len(full.splitlines()) > len(shown.splitlines())
     code, loaded, _ = shardwright(monkeypatch, capsys, "plan", "net.py:build", "--load", "plan.json")
     assert code == 0
     assert loaded.split("time:")[0] == shown.split("time:")[0]

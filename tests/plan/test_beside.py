@@ -2,9 +2,8 @@
 
 import pytest
 import torch
-from torch import nn
-from torch.nn import functional as F
 
+from decoder import Decoder, batch_of, loss_fn
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import search as searching
@@ -12,57 +11,6 @@ from shardwright.plan.hardware import read_hardware
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
 from whole import plan_of, run, same
-
-
-class Layer(nn.Module):
-    """Attention with rotary positions and few keys, and a gated perceptron, as Llama has them."""
-
-    def __init__(self, width, heads, keys, inner):
-        super().__init__()
-        self.heads, self.keys, self.size = heads, keys, width // heads
-        self.q, self.out = (nn.Linear(width, width, bias=False) for _ in range(2))
-        self.k, self.v = (nn.Linear(width, keys * self.size, bias=False) for _ in range(2))
-        self.gate, self.up = (nn.Linear(width, inner, bias=False) for _ in range(2))
-        self.down = nn.Linear(inner, width, bias=False)
-        self.before, self.after = nn.RMSNorm(width), nn.RMSNorm(width)
-
-    def forward(self, x, cos, sin, mask):
-        h = self.before(x)
-        q, k, v = (f(h).unflatten(-1, (-1, self.size)).transpose(1, 2) for f in (self.q, self.k, self.v))
-        q, k = (t * cos + torch.cat([-t.chunk(2, -1)[1], t.chunk(2, -1)[0]], -1) * sin for t in (q, k))
-        k, v = (t.repeat_interleave(self.heads // self.keys, 1) for t in (k, v))
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
-        h = self.after(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-class Decoder(nn.Module):
-    def __init__(self, layers=2, width=16, heads=4, keys=2, inner=32, words=24):
-        super().__init__()
-        self.words = nn.Embedding(words, width)
-        self.layers = nn.ModuleList(Layer(width, heads, keys, inner) for _ in range(layers))
-        self.head = nn.Linear(width, words, bias=False)
-        self.register_buffer("rates", 10.0 ** -torch.linspace(0, 1, width // heads // 2))
-
-    def forward(self, words, seen):
-        at = torch.arange(words.shape[1], device=words.device)
-        angle = (at[:, None] * self.rates).repeat(1, 2)
-        mask = (at[:, None] >= at)[None, None] & seen[:, None, None, :].bool()
-        x = self.words(words)
-        for layer in self.layers:
-            x = layer(x, angle.cos(), angle.sin(), mask)
-        return self.head(x)
-
-
-def loss_fn(model, batch):
-    words, seen, label = batch
-    return F.cross_entropy(model(words, seen).flatten(0, 1), label.flatten())
-
-
-def batch_of(rows, length, words=24):
-    seen = torch.ones(rows, length, dtype=torch.long)
-    seen[: rows // 2, length // 2 :] = 0
-    return torch.randint(0, words, (rows, length)), seen, torch.randint(0, words, (rows, length))
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,9 @@ _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 )  # fmt: skip
 @click.option("--save", metavar="plan.json", help="Write the plan, for sw.parallelize(plan=...).")
 @click.option("--load", metavar="plan.json", help="Check that this plan fits, and show it, in place of planning.")
+@click.option("--full", is_flag=True, help="Every operator and collective in place of one page.")
 @click.argument("target", metavar="FILE.py:build")
-def plan(target: str, save: str | None, **options: Any) -> None:
+def plan(target: str, save: str | None, full: bool, **options: Any) -> None:
     """Show who would compute what, without any of the devices.
 
     build is a function without arguments that returns (model, loss_fn, batch), batch being one global batch, and pins
@@ -37,7 +38,7 @@ def plan(target: str, save: str | None, **options: Any) -> None:
     planned = plan_file(target, **options)
     if save is not None:
         planned.plan.save(save)
-    click.echo(planned)
+    click.echo(planned.full() if full else planned)
 
 
 @cli.command()

@@ -100,9 +100,10 @@ class Seconds:
         return 0.0
 
     def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
-        return sum(self._collective_s(c, mesh, shared) for c in collectives)
+        return sum(self.collective_s(c, mesh, shared=shared) for c in collectives)
 
-    def _collective_s(self, collective: Collective, mesh: Mesh, shared: bool) -> float:
+    def collective_s(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
+        """Seconds of one collective; with ``shared`` it is part of a larger one and pays for its bytes alone."""
         ranks, where, given = _road(mesh, collective.axes, self.hardware.ranks_per_host)
         seconds = 0.0
         if where is not None:

@@ -126,14 +126,15 @@ class Decisions:
     def collectives(self) -> Iterator[Priced]:
         """Every collective of one step, before the gradients of replicated parameters are joined into buckets."""
         for transfer in self.transfers:
-            yield from self._transfer_collectives(transfer)
+            yield from self.transfer_collectives(transfer)
         for node in self.capture.nodes:
             directions = self.graph.collectives_inside(node, self.strategies[node.name], self.mesh)
             for direction, collectives in zip(("forward", "backward"), directions, strict=True):
                 for c in collectives:
                     yield Priced(node.name, node.scope, direction, c, c.sent_bytes(self.mesh))
 
-    def _transfer_collectives(self, transfer: Transfer) -> Iterator[Priced]:
+    def transfer_collectives(self, transfer: Transfer) -> Iterator[Priced]:
+        """What a transfer communicates, forward and backward."""
         value = self.capture.values[transfer.value]
         producer = self.graph.producers.get(transfer.value)
         scope = producer[0].scope if producer else ""

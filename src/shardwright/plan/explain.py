@@ -20,9 +20,9 @@ def explain(plan: Decisions) -> str:
         _operators(plan),
         _collectives(plan),
         _modules(plan),
-        f"each device sends {_bytes(plan.moved_bytes())} per step ({_bytes(sent['forward'])} forward, "
-        f"{_bytes(sent['backward'])} backward) and holds {_bytes(plan.held_bytes())} of parameters",
-        *_certificate(plan),
+        f"each device sends {in_bytes(plan.moved_bytes())} per step ({in_bytes(sent['forward'])} forward, "
+        f"{in_bytes(sent['backward'])} backward) and holds {in_bytes(plan.held_bytes())} of parameters",
+        *certificate(plan),
     ]
     if unlisted:
         names = ", ".join(sorted({node.op for node in unlisted}))
@@ -30,12 +30,12 @@ def explain(plan: Decisions) -> str:
     return "\n\n".join(parts)
 
 
-def _certificate(plan: Decisions) -> Iterator[str]:
+def certificate(plan: Decisions) -> Iterator[str]:
     """How far the plan is above what no plan is below, by the costs of its search."""
     if plan.cost is None or plan.bound is None:
         return
     counted = {row.unit for name, row in SEARCHES.items() if name == plan.search}
-    cost, bound = (_bytes(x) if counted == {"B"} else f"{x * 1e3:.4g} ms" for x in (plan.cost, plan.bound))
+    cost, bound = (in_bytes(x) if counted == {"B"} else f"{x * 1e3:.4g} ms" for x in (plan.cost, plan.bound))
     gap = (plan.cost - plan.bound) / plan.cost if plan.cost else 0.0
     yield f"by its search it costs {cost}; no plan on this mesh costs less than {bound} (gap {gap:.2%})"
 
@@ -45,10 +45,10 @@ def _operators(plan: Decisions) -> str:
     for node in plan.capture.nodes:
         partial = "·".join(plan.layout(node.results[0]).partial) if node.results else ""
         pinned = " (pinned)" if node.pin is not None else ""
-        strategies = _tuples(plan.in_strategy(node)), _tuples(plan.out_strategy(node))
+        strategies = in_tuples(plan.in_strategy(node)), in_tuples(plan.out_strategy(node))
         line = node.source.partition(" in ")[0]  # the dumps show what stands there
         rows.append((node.name + pinned, *strategies, partial, node.scope or "-", line))
-    return _table(rows)
+    return table(rows)
 
 
 def _collectives(plan: Decisions) -> str:
@@ -57,8 +57,8 @@ def _collectives(plan: Decisions) -> str:
     for priced in found:
         c = priced.collective
         ranks = _ranks(plan.mesh.group(0, c.axes))
-        rows.append((c.kind, priced.direction, "·".join(c.axes), ranks, priced.cause, _bytes(priced.bytes)))
-    return _table(rows) if found else "no collectives"
+        rows.append((c.kind, priced.direction, "·".join(c.axes), ranks, priced.cause, in_bytes(priced.bytes)))
+    return table(rows) if found else "no collectives"
 
 
 def _modules(plan: Decisions) -> str:
@@ -74,19 +74,21 @@ def _modules(plan: Decisions) -> str:
     sent: dict[str, float] = {}
     parameters = {value.label for value in plan.capture.of_kind("parameter")}
     for priced in plan.collectives():
-        module = _module_of(priced, parameters)
+        module = module_of(priced, parameters)
         sent[module] = sent.get(module, 0) + priced.bytes
     rows = [("module", "parameters held", "bytes sent")]
     for module in dict.fromkeys([*held, *sent]):
-        rows.append((module or "-", _bytes(held.get(module, 0)), _bytes(sent.get(module, 0))))
-    return _table(rows)
+        rows.append((module or "-", in_bytes(held.get(module, 0)), in_bytes(sent.get(module, 0))))
+    return table(rows)
 
 
-def _module_of(priced: Priced, parameters: set[str]) -> str:
+def module_of(priced: Priced, parameters: set[str]) -> str:
+    """The module that a collective belongs to: its parameter's, or where the value was made."""
     return priced.cause.rpartition(".")[0] if priced.cause in parameters else priced.scope
 
 
-def _tuples(strategies: Sequence[tuple[int, ...]]) -> str:
+def in_tuples(strategies: Sequence[tuple[int, ...]]) -> str:
+    """Slices per dim of several tensors: ``(2,4) (4,1)``."""
     return " ".join(str(strategy).replace(" ", "") for strategy in strategies) or "-"
 
 
@@ -95,7 +97,8 @@ def _ranks(ranks: Sequence[int], most: int = 8) -> str:
     return f"({shown})" if len(ranks) <= most else f"({shown}, ... {len(ranks)} in all)"
 
 
-def _bytes(number: float) -> str:
+def in_bytes(number: float) -> str:
+    """``596.1 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if number < 1000 or unit == "GB":
             break
@@ -103,7 +106,8 @@ def _bytes(number: float) -> str:
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
+def table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of cells in columns, the first one as a head."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

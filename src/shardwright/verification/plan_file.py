@@ -12,26 +12,35 @@ import torch
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.hardware import read_hardware
+from shardwright.plan.hardware import Hardware, read_hardware
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
 from shardwright.plan.searches import Mode, SearchName
+from shardwright.report.plan_page import plan_page
 from shardwright.verification.build import BuildFunction, Built
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A plan, how it came to be, and the seconds that each stage took."""
+    """A plan, whose prices it has, how it came to be, and the seconds that each stage took."""
 
     plan: Plan
+    hardware: Hardware
     notes: tuple[str, ...]
     seconds: Mapping[str, float]
 
     def __str__(self) -> str:
+        return self._with_notes(plan_page(self.plan, self.hardware))
+
+    def full(self) -> str:
+        """Every operator and every collective."""
+        return self._with_notes(str(self.plan))
+
+    def _with_notes(self, text: str) -> str:
         times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self.seconds.items())
-        return "\n\n".join([str(self.plan), "\n".join([*self.notes, f"time: {times}"])])
+        return "\n\n".join([text, "\n".join([*self.notes, f"time: {times}"])])
 
 
 def plan_file(
@@ -76,7 +85,7 @@ def plan_file(
     else:
         plan = _timed(seconds, "loading", lambda: Plan.load(load or "", graph))
         _refuse_other_size(plan, load or "", devices, mesh)
-    return PlannedFile(plan, notes, seconds)
+    return PlannedFile(plan, known, notes, seconds)
 
 
 def _timed(seconds: dict[str, float], stage: str, make: Callable[[], Any]) -> Any:
