@@ -278,13 +278,16 @@ def overloads_of(op: str) -> tuple[str, ...]:
 
 
 def tensors_taken(op: str) -> int | None:
-    """How many tensors an operator takes, those that may be left out too; None where it takes lists of them."""
-    return _tensors(argument.type for argument in _operator(op)._schema.arguments)
+    """How many tensors an operator takes, those that may be left out too; None where it takes lists of them, and for
+    what is no operator of torch's."""
+    found = _operator(op)
+    return None if found is None else _tensors(argument.type for argument in found._schema.arguments)
 
 
 def tensors_returned(op: str) -> int | None:
-    """How many tensors an operator returns, None where it returns a list of them."""
-    return _tensors(value.type for value in _operator(op)._schema.returns)
+    """How many tensors an operator returns; None as of `tensors_taken`."""
+    found = _operator(op)
+    return None if found is None else _tensors(value.type for value in found._schema.returns)
 
 
 def _tensors(types: Iterable[Any]) -> int | None:

@@ -6,14 +6,16 @@ from torch import nn
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.errors import ShardwrightError, StrategyError, UsageError
+from shardwright.errors import CaptureError, ShardwrightError, StrategyError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
-from shardwright.rules.table import REGISTERED
+from shardwright.rules.functions import name_of
+from shardwright.rules.notation import Operand
+from shardwright.rules.table import REGISTERED, rule_of
 from shardwright.run.programs import plan_cache
 from whole import like_plain, plan_of
 
@@ -119,6 +121,22 @@ def test_a_rule_stands_for_good():
     register_both()
     with pytest.raises(UsageError, match=r"has the rule '\* n, n -> \* n' already, got 'b n, n -> b n'"):
         sw.register_rule("registered_tests::scaled", "b n, n -> b n")
+
+
+class Clip(torch.autograd.Function):
+    """One that can be found by its name."""
+
+
+def test_a_function_with_a_backward_of_its_own_has_a_rule_by_its_name():
+    class Local(torch.autograd.Function):
+        """One that no other process finds."""
+
+    sw.register_rule(Clip, "~ * -> ~ *")
+    assert str(rule_of(name_of(Clip), (Operand(0),), {}, [(8, 4)], [(8, 4)])) == "~ *1 *0 -> ~ *1 *0"
+    with pytest.raises(UsageError, match="rule .* already"):
+        sw.register_rule(Clip, "* -> *")
+    with pytest.raises(CaptureError, match="Define it at the top level of a module"):
+        sw.register_rule(Local, "* -> *")
 
 
 def test_shapes_that_do_not_fit_the_rule_are_told():

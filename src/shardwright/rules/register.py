@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import torch
+
 from shardwright import torch_private
 from shardwright.errors import StrategyError, UsageError
-from shardwright.rules import random
+from shardwright.rules import functions, random
 from shardwright.rules.notation import Pattern, parse
 from shardwright.rules.row import Row
 from shardwright.rules.table import REGISTERED, TABLE, key_of
 
 
-def register_rule(op: str, rule: str) -> None:
+def register_rule(op: str | type, rule: str) -> None:
     """Say how an operator that has no rule may be split, so that ranks share its work; without one each runs it whole.
 
     Every rank calls this with the same, before `parallelize`, and so does what plans beforehand: best where the
@@ -20,12 +22,11 @@ def register_rule(op: str, rule: str) -> None:
 
     Args:
         op: an operator of any namespace of `torch.library`, ``"mylib::scale"`` or ``"mylib.scale"``, for all its
-            overloads or for one of them, ``"mylib::scale.default"``.
+            overloads or for one of them, ``"mylib::scale.default"``; or a subclass of `torch.autograd.Function`.
         rule: the dims of each tensor that the operator takes, then of each that it returns. Dims of one name are one
             loop of the computation. ``b`` may be split; ``n^`` may not; a part of ``k+`` gives a part of a sum; ``*``
             stands for any number of dims; ``.`` is a dim that is not split.
 
-    >>> import torch
     >>> @torch.library.custom_op("mylib::scale", mutates_args=())
     ... def scale(x: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
     ...     return x * factors
@@ -38,6 +39,7 @@ def register_rule(op: str, rule: str) -> None:
     Raises:
         UsageError: where there is no such operator, or it has a rule already.
         StrategyError: where the rule is none, or does not fit what the operator takes and returns.
+        CaptureError: for a `torch.autograd.Function` that does not stand at the top level of a module.
     """
     names = _overloads(op)
     for name in names:
@@ -51,11 +53,17 @@ def registered_rules() -> dict[str, str]:
     return {name: str(row.rule) for name, row in sorted(REGISTERED.items())}
 
 
-def _overloads(op: str) -> tuple[str, ...]:
+def _overloads(op: str | type) -> tuple[str, ...]:
     """The full names of the operators that a user means, ``mylib.scale.default``."""
+    if isinstance(op, type) and issubclass(op, torch.autograd.Function):
+        functions.function_of(functions.name_of(op))  # every rank must find the class by its name
+        return (functions.name_of(op),)
     name = op.replace("::", ".", 1) if isinstance(op, str) else ""
     if name.count(".") not in (1, 2):
-        raise UsageError(f"register_rule takes the name of an operator, as in 'mylib::scale', got {op!r}")
+        raise UsageError(
+            "register_rule takes the name of an operator, as in 'mylib::scale', or a subclass of "
+            f"torch.autograd.Function, got {op!r}"
+        )
     found = torch_private.overloads_of(name)
     if not found:
         raise UsageError(
