@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -76,11 +77,15 @@ Make = Callable[[Draw, str], Invocation]
 CASES: list[tuple[str, Make]] = []
 
 
+def _with_namespace(op: str) -> str:
+    return op.replace("::", ".") if "::" in op or "shardwright" in op else f"aten.{op}"
+
+
 def case(ops: str) -> Callable[[Make], Make]:
     """The function draws invocations of these operators, by their names without "aten."."""
 
     def register(make: Make) -> Make:
-        CASES.extend((op if "shardwright" in op else f"aten.{op}", make) for op in ops.split())
+        CASES.extend((_with_namespace(op), make) for op in ops.split())
         return make
 
     return register
@@ -319,6 +324,15 @@ def products_with_bias(d, op):
     return Invocation(op, (bias, d.x(*batch, m, k), d.x(*batch, k, n)), numbers)
 
 
+@case("shardwright.grouped_mm.default transformers::grouped_mm_fallback.default")
+def grouped_product(d, op):
+    if "transformers" in op:
+        pytest.importorskip("transformers.integrations.moe")  # defines the operator
+    rows, k, n, groups = d.size(), d.size(), d.size(), d.pick([1, 2, 3])
+    ends = torch.sort(d.integers(rows + 1, groups)).values
+    return Invocation(op, (d.x(rows, k), d.x(groups, k, n), ends))
+
+
 @case("outer.default")
 def outer(d, op):
     return Invocation(op, (d.x(d.size()), d.x(d.size())))
@@ -439,16 +453,24 @@ def reductions(d, op):
     return Invocation(op, (x, dims, d.pick([False, True])))
 
 
-@case("sort.stable")
+@case("sort.stable argsort.stable")
 def stable_sort(d, op):
     shape = d.shape(1, 3)
     return Invocation(op, (d.x(*shape),), {"stable": True, "dim": d.dim(shape)})
 
 
-@case("softmax.int log_softmax.int _softmax.default _log_softmax.default sort.default cumsum.default cumprod.default")
+@case(
+    "softmax.int log_softmax.int _softmax.default _log_softmax.default sort.default argsort.default "
+    "cumsum.default cumprod.default"
+)
 def along_a_dim(d, op):
     shape = d.shape(1, 3)
     return Invocation(op, (d.x(*shape), d.dim(shape), *([False] if "._" in op else [])))
+
+
+@case("histc.default")
+def histc(d, op):
+    return Invocation(op, (d.positive(*d.shape()).detach(), 3, *d.pick([(0, 1), (0, 1), (0, 0)])))
 
 
 @case("topk.default glu.default")
@@ -510,6 +532,15 @@ def cross_entropy_sum(d, op):
 def cross_entropy_count(d, op):
     _, target, weight = classes(d, spatial=d.pick([0, 1]))
     return Invocation(op, (target, *d.pick([(), (None, 1), (weight, 1)])))
+
+
+@case("shardwright.ctc_losses.default")
+def ctc_losses(d, op):
+    samples, steps, labels, symbols = d.size(), 7, d.pick([1, 2, 3]), d.pick([3, 4])
+    log_probs = d.x(steps, samples, symbols).detach().log_softmax(-1).requires_grad_()
+    targets = d.integers(symbols - 1, samples, labels) + 1
+    lengths = torch.full((samples,), steps) - d.integers(2, samples), d.integers(labels + 1, samples)
+    return Invocation(op, (log_probs, targets, *lengths, 0, d.pick([True, False])))
 
 
 @case("layer_norm.default native_layer_norm.default rms_norm.default _fused_rms_norm.default")

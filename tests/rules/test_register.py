@@ -97,7 +97,7 @@ def test_a_rule_binds_to_each_call():
     [
         ("registered_tests::nope", "b -> b", UsageError, "torch has no operator 'registered_tests::nope'; define it"),
         ("nowhere::scaled.other", "b -> b", UsageError, r"torch has no operator 'nowhere::scaled\.other'"),
-        ("scaled", "b -> b", UsageError, r"takes the name of an operator, as in 'mylib::scale', got 'scaled'"),
+        ("scaled", "b -> b", UsageError, r"takes the name of an operator, as in 'mylib::scale', .* got 'scaled'"),
         (3, "b -> b", UsageError, "got 3"),
         ("aten::relu", "b -> b", UsageError, r"aten\.relu\.default has a rule already, of Shardwright's own"),
         ("aten::normal.float_Tensor", "* -> *", StrategyError, "draws random numbers from each device's own"),
@@ -133,7 +133,7 @@ def test_a_function_with_a_backward_of_its_own_has_a_rule_by_its_name():
 
     sw.register_rule(Clip, "~ * -> ~ *")
     assert str(rule_of(name_of(Clip), (Operand(0),), {}, [(8, 4)], [(8, 4)])) == "~ *1 *0 -> ~ *1 *0"
-    with pytest.raises(UsageError, match="rule .* already"):
+    with pytest.raises(UsageError, match=r"rule .* already"):
         sw.register_rule(Clip, "* -> *")
     with pytest.raises(CaptureError, match="Define it at the top level of a module"):
         sw.register_rule(Local, "* -> *")

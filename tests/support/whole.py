@@ -118,7 +118,9 @@ def plain(model: torch.nn.Module, loss_fn: Any, batch: Any) -> dict[str, Tensor]
     return found | {f"buffer {n}": b for n, b in model.named_buffers()}
 
 
-def like_plain(model: torch.nn.Module, loss_fn: Any, batch: Any, sizes: Sequence[int] = (2, 4)) -> list[Plan]:
+def like_plain(
+    model: torch.nn.Module, loss_fn: Any, batch: Any, sizes: Sequence[int] = (2, 4), tolerance: float = 1e-10
+) -> list[Plan]:
     """Hold the model against plain PyTorch on this many ranks under every plan of `PLANS`; the plans."""
     expected = plain(model, loss_fn, batch)
     captured = captured_step(model, loss_fn, batch, {})
@@ -126,7 +128,7 @@ def like_plain(model: torch.nn.Module, loss_fn: Any, batch: Any, sizes: Sequence
     for plan in plans:
         found = {name: tensor for name, tensor in run(plan, model, batch).items() if not name.startswith("aux")}
         missing = [name for name in expected if name.startswith("buffer") and name not in found]
-        same(found, {name: tensor for name, tensor in expected.items() if name not in missing})
+        same(found, {name: tensor for name, tensor in expected.items() if name not in missing}, tolerance)
     return plans
 
 

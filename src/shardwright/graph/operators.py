@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.graph.tracing.written import ctc_losses, grouped_mm
 from shardwright.rules.table import Column, column
 
 
@@ -68,6 +69,8 @@ OPERATORS: Column[Callable[..., Any]] = column(
     ("shardwright.batch_norm_per_replica", batch_norm_per_replica),
     ("shardwright.cross_entropy_sum", cross_entropy_sum),
     ("shardwright.cross_entropy_count", cross_entropy_count),
+    ("shardwright.ctc_losses", ctc_losses),
+    ("shardwright.grouped_mm", grouped_mm),
 )
 
 

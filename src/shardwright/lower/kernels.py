@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
+from shardwright.graph.tracing import written
 from shardwright.lower import randomness
 from shardwright.mesh.collectives import Axes, Communicator
 
@@ -89,6 +90,11 @@ def convolution_bias_elsewhere(op: str, x: Tensor, weight: Tensor, bias: Tensor,
     """The convolution ``op`` without its bias: one addend of a sum over ranks, to which another rank adds the bias."""
     result = getattr(torch.ops.aten, op)(x, weight, None, *settings)
     return added_elsewhere(result, bias, (len(bias), *[1] * (weight.ndim - 2)))
+
+
+def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor, first: int, last: int) -> Tensor:
+    """What `written.grouped_mm` gives of rows, for those from ``first`` to ``last``; ``ends`` counts them all."""
+    return written.grouped_mm(x, matrices, ends.clamp(first, last) - first)
 
 
 def copy(x: Tensor, source: Tensor) -> Tensor:

@@ -195,6 +195,12 @@ def _convolution(site: Site) -> Call:
     return Call("kernels.convolution_bias_elsewhere", (site.name, *tensors, *settings))
 
 
+def _grouped_mm(site: Site) -> Call:
+    """Groups end elsewhere in a part of the rows."""
+    rows = site.operand_slice(0)[0]
+    return Call("kernels.grouped_mm", (Operand(0), Operand(1), Operand(2), rows.start, rows.stop))
+
+
 def _group_norm(site: Site) -> Call:
     x = site.local_operand_shape(0)
     name = "num_groups" if "num_groups" in site.arguments else "group"
@@ -306,6 +312,7 @@ LOCALISERS: Column[Localiser] = column(
     ("addmm baddbmm", _addmm),
     ("conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d convolution", _convolution),
     ("group_norm native_group_norm", _group_norm),
+    ("shardwright.grouped_mm transformers::grouped_mm_fallback", _grouped_mm),
     ("mean", _mean),
     ("copy", lambda site: Call("kernels.copy", (Operand(0), Operand(1)))),
     ("embedding", _embedding),

@@ -50,6 +50,12 @@ def resized(*names: str, linear: bool = False) -> Written:
     return write
 
 
+def counted(op: Operator) -> OpRule:
+    """histc(x, bins, min, max): counts are sums over the elements, where the bins do not depend on these."""
+    mark = "+" if op["min"] < op["max"] else "^"
+    return op.bind(f"*{mark} -> .")
+
+
 def pointwise_loss(op: Operator) -> OpRule:
     """A loss of every element, summed or not. A mean over a local count would be wrong: whole."""
     mark = {NONE: "", SUM: "+", MEAN: "^"}[op["reduction"]]

@@ -78,7 +78,7 @@ _whole = reductions.reduced("^")  # a reduction whose dims stay whole
 _POOLED = Saved((0,), (), (Beside("result", 0, itemsize=8),))  # where the largest element of each window stands
 
 
-# Operators of ATen by their names without "aten.", and their row.
+# Operators and their row: those of ATen by their names without "aten.", others with their namespace and "::".
 _ROWS: tuple[tuple[str, Row], ...] = (
     # elementwise
     ("relu tanh sigmoid exp exp2 expm1 sqrt rsqrt reciprocal tan", Row("* -> *", RESULTS)),
@@ -142,6 +142,10 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("outer", Row("~ i, j -> ~ i j", OPERANDS)),
     ("einsum", Row(layers.einsum, OPERANDS)),
     ("cosine_similarity", Row(layers.cosine_similarity)),
+    (
+        "shardwright.grouped_mm transformers::grouped_mm_fallback",
+        Row("~ s k+, . k+ n, . -> ~ s n", _operands(0, 1), work.product),
+    ),
     ("linear", Row("~ * k+, n k+, ! n -> ~ * n", _operands(0, 1), work.product)),
     ("conv1d conv2d conv3d convolution", Row(layers.convolution(), _operands(0, 1), work.convolution)),
     (
@@ -157,7 +161,9 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("std_mean", Row(_whole, Saved((0,), (0,)))),
     ("linalg_vector_norm", Row(_whole)),
     ("softmax log_softmax _softmax _log_softmax", Row(reductions.along(), RESULTS)),
+    ("histc", Row(reductions.counted, NOTHING, differentiable=0)),
     ("sort", Row(reductions.along(), Saved(results=(1,)))),
+    ("argsort", Row(reductions.along(), NOTHING)),
     ("cumprod", Row(reductions.along())),
     ("cumsum", Row(reductions.along(linear=True), NOTHING)),
     ("topk", Row(reductions.resized("dim"), Saved(results=(1,)))),
@@ -172,6 +178,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
         "shardwright.cross_entropy_sum",
         Row(reductions.cross_entropy_sum, Saved((1, 2), (), (Beside("operand", 0),))),
     ),
+    ("shardwright.ctc_losses", Row("t^ b c^, b s^, b, b -> b")),
     ("shardwright.cross_entropy_count", Row(reductions.cross_entropy_count, NOTHING)),
     # layers
     ("layer_norm rms_norm", Row(layers.layer_norm, OPERANDS)),
@@ -252,7 +259,8 @@ def _by_name(lines: Iterable[tuple[str, T]]) -> dict[str, T]:
     named: dict[str, T] = {}
     for names, fact in lines:
         for name in names.split():
-            key = name if name.startswith("shardwright.") else f"aten.{name}"
+            own = name.startswith("shardwright.")
+            key = name.replace("::", ".") if own or "::" in name else f"aten.{name}"
             if key in named:
                 raise ValueError(f"{key} stands twice in one table; one row says everything about it")
             named[key] = fact

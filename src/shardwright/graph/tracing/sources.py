@@ -28,6 +28,11 @@ def is_users(filename: str) -> bool:
     return not filename.startswith((_TORCH, _OURS, "<eval_with_key>", "<string>")) or filename.startswith(_MODELS)
 
 
+def path_in_torch(filename: str) -> str:
+    """Where a file of torch's stands below its folder; nothing for other files."""
+    return filename.removeprefix(_TORCH) if filename.startswith(_TORCH) else ""
+
+
 def users_frame(frame: FrameType | None, until: CodeType | None = None) -> tuple[FrameType | None, str]:
     """The innermost of the user's frames from ``frame`` outwards, and what of torch's calls it that hides a backward.
 
