@@ -1,0 +1,97 @@
+"""The seconds that a plan takes: capture and search of a GPT of any depth on any mesh, on this machine alone.
+
+    python benchmarks/plan.py [--layers 2 8 24 48 96] [--mesh 8 8,8] [--search exact] [--kind gpt|llama]
+
+A GPT as GPT-2 is (width 1024, 16 heads, 50,304 words, 1,024 tokens), or a decoder as Llama-3 8B is (`llama`: width 4096,
+32 heads of which 8 have keys, inner width 14,336, 128,256 words), with a global batch of 64, on the meta device, at the
+prices of H100s. Each case runs in a process of its own, whose peak memory is printed, too. The last line is
+``search <seconds> s``, of the last case.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+CASE = """
+import json, resource, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch
+from torch.nn import functional as F
+from shardwright.graph.step import captured_step
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.hardware import read_hardware
+from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
+
+kind, layers, mesh, search = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4]
+with torch.device("meta"):
+    words = torch.zeros(64, 1024, dtype=torch.long)
+    if kind == "gpt":
+        from shardwright.zoo import GPT
+        model = GPT(50304, width=1024, heads=16, layers=layers, sequence_length=1024, dropout=0.0)
+        batch = words, words
+        loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+    else:
+        from decoder import Decoder, loss_fn
+        model = Decoder(layers, 4096, 32, 8, 14336, 128256)
+        batch = words, torch.ones_like(words), words
+start = time.perf_counter()
+captured = captured_step(model, loss_fn, batch, {})
+capture_s = time.perf_counter() - start
+axes = Mesh.of(**{f"a{i}": int(size) for i, size in enumerate(mesh.split(","))})
+start = time.perf_counter()
+plan = make_plan(captured, PlanRequest(axes, "auto", search, "split", read_hardware("h100")))
+search_s = time.perf_counter() - start
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+gap = (plan.cost - plan.bound) / plan.cost
+print(json.dumps([len(captured.nodes), capture_s, search_s, peak, plan.cost, gap, plan.moved_bytes()]))
+"""
+ROOT = Path(__file__).parents[1]
+
+
+def case(kind: str, layers: int, mesh: str, search: str, sources: Path) -> list[float] | str:
+    """What one case took, or why it has no plan."""
+    paths = os.pathsep.join([str(sources), str(ROOT / "tests" / "support")])
+    done = subprocess.run(
+        [sys.executable, "-c", CASE, kind, str(layers), mesh, search],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    if done.returncode:
+        return done.stderr.strip().splitlines()[-1][:150]
+    return list(json.loads(done.stdout.splitlines()[-1]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", nargs="+", type=int, default=[2, 8, 24, 48, 96])
+    parser.add_argument("--mesh", nargs="+", default=["8", "8,8"])
+    parser.add_argument("--search", default="exact")
+    parser.add_argument("--kind", choices=["gpt", "llama"], default="gpt")
+    parser.add_argument("--src", type=Path, default=ROOT / "src", help="The sources of another checkout.")
+    given = parser.parse_args()
+    print("| layers | mesh | operators | capture, s | search, s | peak, GiB | step, ms | gap | sent, MB |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    search_s = float("nan")
+    for mesh in given.mesh:
+        for layers in given.layers:
+            found = case(given.kind, layers, mesh, given.search, given.src)
+            head = f"| {layers} | {mesh.replace(',', '×')} |"
+            if isinstance(found, str):
+                print(head, found, "|", flush=True)
+                continue
+            nodes, capture_s, search_s, peak, cost, gap, sent = found
+            print(
+                f"{head} {nodes:,.0f} | {capture_s:.1f} | {search_s:.2f} | {peak:.2f} | {cost * 1e3:.1f} | {gap:.3%} | "
+                f"{sent / 1e6:,.1f} |",
+                flush=True,
+            )
+    print(f"search {search_s:.2f} s")
+
+
+if __name__ == "__main__":
+    main()
