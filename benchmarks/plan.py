@@ -2,7 +2,7 @@
 
     python benchmarks/plan.py [--layers 2 8 24 48 96] [--mesh 8 8,8] [--search exact] [--kind gpt|llama]
 
-A GPT as GPT-2 is (width 1024, 16 heads, 50,304 words, 1,024 tokens), or a decoder as Llama-3 8B is (`llama`: width 4096,
+A GPT as GPT-2 is (width 1024, 16 heads, 50,304 words, 1,024 tokens), or a decoder as Llama-3 8B is (width 4096,
 32 heads of which 8 have keys, inner width 14,336, 128,256 words), with a global batch of 64, on the meta device, at the
 prices of H100s. Each case runs in a process of its own, whose peak memory is printed, too. The last line is
 ``search <seconds> s``, of the last case.

@@ -145,7 +145,7 @@ def chosen_by_mindspore(network, hint):
 
 
 # The small block is the large one in other sizes.
-@pytest.mark.parametrize("hint", ["hint", "nohint"])
+@pytest.mark.parametrize("hint", ["hint", pytest.param("nohint", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("network", [pytest.param(n, marks=pytest.mark.slow if n == "tf" else ()) for n in NETWORKS])
 def test_propagation_moves_no_more_bytes_than_mindspores(network, hint):
     strategies = chosen_by_mindspore(network, hint)

@@ -41,7 +41,10 @@ TENSOR = ("semi-auto", {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "t
 
 @pytest.mark.parametrize(
     ("ranks", "how"),
-    [pytest.param(3, ("data", {}), id="data", marks=pytest.mark.slow), pytest.param(2, TENSOR, id="tensor")],
+    [
+        pytest.param(3, ("data", {}), id="data", marks=pytest.mark.slow),
+        pytest.param(2, TENSOR, id="tensor", marks=pytest.mark.slow),
+    ],
 )
 def test_the_last_batch_may_be_of_another_plan(ranks, how):
     [expected] = run_ranks(1, gradients, "perceptron", "single", {})
