@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DynamicOutputShapeException",
     "add_gloo_inside",
+    "assert_on_device",
     "casts",
     "dcp_storage_info",
     "empty_like_on",
@@ -74,6 +75,12 @@ def new_group_of_members(ranks: Sequence[int]) -> dist.ProcessGroup | None:
         return group
     finally:
         distributed_c10d._process_group_name = before
+
+
+def assert_on_device(condition: torch.Tensor, text: str) -> None:
+    """Let a GPU fail where ``condition`` is false, when it comes to it: asking it would wait for all that it has to do,
+    and what torch's own operators assert with has no public name."""
+    torch._assert_async(condition, text)
 
 
 def fake_mode() -> FakeTensorMode:

@@ -1,13 +1,23 @@
 """The calls that a program on one rank is made of."""
 
+import types
+
 import torch
+import torch.nn.functional as F
 
 from rulecheck import Invocation, rule_for, site_of, whole
+from shardwright.graph.ir import NAMES_OF_PROGRAMS
 from shardwright.graph.operators import OPERATORS
-from shardwright.lower.local import ANY_DEVICE, LOCALISERS, Axes, Call, RandomKey, localise
+from shardwright.graph.step import captured_step
+from shardwright.lower.local import LOCALISERS, localise
+from shardwright.lower.lower import lower
+from shardwright.lower.site import ANY_DEVICE, Axes, Call, RandomKey
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
 from shardwright.rules.notation import Operand
 from shardwright.rules.table import TABLE
+from shardwright.run.programs import execute
 
 TWO = Mesh.of(a=2)
 
@@ -55,7 +65,7 @@ def test_group_norm_gets_its_local_numbers():
 
 def test_random_operators_know_where_their_part_starts():
     _, second = calls("native_dropout.default", (x(5, 4), 0.1, True), {"*1": ["a"]})
-    assert second == Call("kernels.native_dropout", (Operand(0), 0.1, RandomKey(7), [5, 4], [3, 0]))
+    assert second == Call("draws.native_dropout", (Operand(0), 0.1, RandomKey(7), [5, 4], [3, 0]))
 
 
 def test_batch_norm_knows_how_many_values_every_rank_has():
@@ -79,11 +89,21 @@ def test_gradients_of_tables_are_dense():
     assert first.args == (Operand(0), Operand(1), -1, False, False)
 
 
-def test_every_operator_that_draws_has_a_local_form_or_refuses_to_draw():
-    drawing = {key for key, row in TABLE.items() if row.draws}
-    recurrent = {f"aten.{name}.input" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")}
-    assert drawing - set(LOCALISERS.facts) == recurrent
+def test_every_operator_that_draws_has_a_local_form():
+    assert {key for key, row in TABLE.items() if row.draws} <= set(LOCALISERS.facts)
 
 
 def test_each_of_our_own_operators_has_a_function():
     assert {key for key in TABLE if key.startswith("shardwright.")} == set(OPERATORS.facts)
+
+
+def test_no_value_has_a_name_that_programs_are_written_with():
+    names = (name for name in sorted(NAMES_OF_PROGRAMS) if not hasattr(torch.nn.ParameterDict, name))
+    model = torch.nn.ParameterDict({name: torch.ones(2) for name in names})
+    batch = torch.ones(4, 2)
+    graph = captured_step(model, lambda m, b: sum(F.dropout(p * b).sum() for p in m.values()), batch, {})
+    assert not NAMES_OF_PROGRAMS & set(graph.values)
+    source = lower(make_plan(graph, PlanRequest(Mesh(()), "single")), 0).source
+    compiled = compile(source, "program", "exec")
+    step = next(const for const in compiled.co_consts if isinstance(const, types.CodeType))
+    assert {*step.co_varnames[: step.co_argcount], step.co_name, *execute._NAMES} <= NAMES_OF_PROGRAMS

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from shardwright.lower import kernels
+from shardwright.lower import draws
 from shardwright.lower.randomness import kept, uniform
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -87,28 +87,28 @@ def test_a_mask_keeps_what_it_should(p):
 
 def test_nothing_and_everything_are_dropped_exactly():
     x = torch.randn(100)
-    assert torch.equal(kernels.dropout(x, 0.0, 1, (100,), (0,)), x)
-    assert torch.equal(kernels.dropout(x, 1.0, 1, (100,), (0,)), torch.zeros(100))
+    assert torch.equal(draws.dropout(x, 0.0, 1, (100,), (0,)), x)
+    assert torch.equal(draws.dropout(x, 1.0, 1, (100,), (0,)), torch.zeros(100))
 
 
 def test_ranks_drop_other_elements_and_a_step_can_be_replayed():
     x = torch.ones(8, 64)
-    first, second = (kernels.dropout(x, 0.5, 9, (16, 64), (start, 0)) for start in (0, 8))
+    first, second = (draws.dropout(x, 0.5, 9, (16, 64), (start, 0)) for start in (0, 8))
     assert not torch.equal(first, second)
-    assert torch.equal(first, kernels.dropout(x, 0.5, 9, (16, 64), (0, 0)))
-    assert not torch.equal(first, kernels.dropout(x, 0.5, 10, (16, 64), (0, 0)))
+    assert torch.equal(first, draws.dropout(x, 0.5, 9, (16, 64), (0, 0)))
+    assert not torch.equal(first, draws.dropout(x, 0.5, 10, (16, 64), (0, 0)))
 
 
 def test_dropout_keeps_only_its_mask_for_the_backward():
     saved: list[torch.Tensor] = []
     x = torch.randn(50, 50, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        kernels.dropout(x * 1, 0.5, 1, (50, 50), (0, 0))
+        draws.dropout(x * 1, 0.5, 1, (50, 50), (0, 0))
     assert [tensor.dtype for tensor in saved if tensor.numel() > 1] == [torch.bool]
 
 
 def test_normal_numbers():
-    drawn = kernels.randn(3, (500_000,), (0,), (500_000,), torch.float64, CPU)
+    drawn = draws.randn(3, (500_000,), (0,), (500_000,), torch.float64, CPU)
     assert abs(drawn.mean().item()) < 0.006
     assert abs(drawn.var().item() - 1) < 0.01
     assert abs((drawn**4).mean().item() - 3) < 0.06

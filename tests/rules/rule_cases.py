@@ -611,14 +611,73 @@ def dropout(d, op):
     return Invocation(op, (d.x(*d.shape()), d.pick([0.0, 0.3, 0.5, 1.0]), d.pick([True, True, False])))
 
 
-@case("bernoulli.p bernoulli.default rand_like.default randn_like.default")
+@case("rand_like.default randn_like.default uniform.default normal_functional.default cauchy.default random.default")
 def random_like(d, op):
-    return Invocation(op, (d.positive(*d.shape()).detach(), *([0.3] if op.endswith(".p") else [])))
+    return Invocation(op, (d.pick([d.x, d.positive])(*d.shape()),))
 
 
-@case("rand.default randn.default")
+@case("exponential.default log_normal.default geometric.default random.to")
+def random_like_by_a_number(d, op):
+    return Invocation(op, (d.x(*d.shape()), 3 if "random" in op else 0.3))
+
+
+@case("random.from")
+def random_between(d, op):
+    return Invocation(op, (d.x(*d.shape()), -3, d.pick([None, 4])))
+
+
+@case("bernoulli.p bernoulli.default bernoulli.Tensor")
+def bernoulli(d, op):
+    shape = d.shape()
+    more = {"p": (0.3,), "Tensor": (d.positive(*d.broadcast(shape)),)}
+    return Invocation(op, (d.positive(*shape), *more.get(op.split(".")[2], ())))
+
+
+@case("randint_like.default randint_like.low_dtype randint_like.Tensor")
+def randint_like(d, op):
+    high = {"default": (7,), "low_dtype": (-3, 1 << 40), "Tensor": (torch.tensor(1000),)}[op.split(".")[2]]
+    return Invocation(op, (d.x(*d.shape()).detach(), *high))
+
+
+@case("rand.default randn.default randint.default randint.low")
 def random(d, op):
-    return Invocation(op, (d.shape(),), {"dtype": torch.float64})
+    bounds = {"aten.randint.default": (9,), "aten.randint.low": (-1, 5)}.get(op, ())
+    return Invocation(op, (*bounds, d.shape()), {"dtype": d.pick([torch.float64, torch.float32, torch.float16])})
+
+
+@case("randperm.default")
+def randperm(d, op):
+    return Invocation(op, (d.size(),))
+
+
+@case("normal.Tensor_float normal.float_Tensor normal.Tensor_Tensor normal.float_float")
+def normal(d, op):
+    shape = d.shape()
+    other = d.positive(*d.broadcast(shape))
+    kinds = {"Tensor_float": (d.x(*shape), 2.0), "float_Tensor": (0.5, other), "Tensor_Tensor": (d.x(*shape), other)}
+    return Invocation(op, kinds.get(op.split(".")[2], (0.5, 2.0, shape)))
+
+
+@case("poisson.default")
+def poisson(d, op):
+    return Invocation(op, (d.pick([0.1, 1, 300]) * d.positive(*d.shape()).detach(),))
+
+
+@case("multinomial.default")
+def multinomial(d, op):
+    rows = d.pick([(), (d.size(),)])
+    return Invocation(op, (d.positive(*rows, 6).detach(), d.pick([1, 2, 5]), d.pick([False, True])))
+
+
+@case("rrelu.default")
+def rrelu(d, op):
+    return Invocation(op, (d.x(*d.shape()), 0.1, 0.4, d.pick([True, True, False])))
+
+
+@case("rrelu_with_noise_functional.default")
+def rrelu_with_noise(d, op):
+    x = d.x(*d.shape())
+    return Invocation(op, (x, torch.zeros_like(x), 0.1, 0.4, d.pick([True, True, False])))
 
 
 @case(
@@ -635,6 +694,14 @@ def pooling(d, op):
     return Invocation(op, (x, (2, 2)))
 
 
+@case("fractional_max_pool2d.default fractional_max_pool3d.default")
+def fractional_pooling(d, op):
+    spatial = 2 if "2d" in op else 3
+    rows, c = d.pick([(), (d.size(),)]), d.size()
+    samples = d.positive(*(rows or (1,)), c, spatial).detach()
+    return Invocation(op, (d.x(*rows, c, *[4] * spatial), (2,) * spatial, (2,) * spatial, samples))
+
+
 @case("max_pool1d.default avg_pool1d.default adaptive_avg_pool1d.default max_pool3d.default avg_pool3d.default")
 def pooling_elsewhere(d, op):
     spatial = (4,) if "1d" in op else (4, 3, 2)
@@ -643,14 +710,15 @@ def pooling_elsewhere(d, op):
 
 @case("lstm.input gru.input rnn_tanh.input rnn_relu.input")
 def recurrent(d, op):
-    batch_first, both = d.pick([True, False]), d.pick([False, True])
+    batch_first, both, layers = d.pick([True, False]), d.pick([False, True]), d.pick([1, 2, 3])
     b, length, inner, hidden = d.size(), 3, 2, 2
     gates = {"aten.lstm.input": 4, "aten.gru.input": 3}.get(op, 1)
     x = d.x(b, length, inner) if batch_first else d.x(length, b, inner)
-    state = d.x(1 + both, b, hidden)
-    parameters = [d.x(gates * hidden, *i) for _ in range(1 + both) for i in ((inner,), (hidden,), (), ())]
-    hx = (state, d.x(1 + both, b, hidden)) if "lstm" in op else state
-    return Invocation(op, (x, hx, tuple(parameters), True, 1, 0.0, True, both, batch_first))
+    states = [d.x(layers * (1 + both), b, hidden) for _ in range(2 if "lstm" in op else 1)]
+    inputs = [inner] * (1 + both) + [hidden * (1 + both)] * (1 + both) * (layers - 1)
+    parameters = [d.x(gates * hidden, *columns) for i in inputs for columns in ((i,), (hidden,), (), ())]
+    hx = tuple(states) if "lstm" in op else states[0]
+    return Invocation(op, (x, hx, tuple(parameters), True, layers, d.pick([0.0, 0.4]), True, both, batch_first))
 
 
 @case("reshape.default view.default _unsafe_view.default")

@@ -27,7 +27,14 @@ NOT_DRAWN = {
         "einsum.sublist",
     },
     "a capture has _to_copy in their place": {"to.device", "to.dtype_layout"},
-    "a generator is no value of a graph": {"rand_like.generator", "randn_like.generator"},
+    "a generator is no value of a graph": {
+        "rand_like.generator",
+        "randn_like.generator",
+        "randint_like.generator",
+        "randint_like.low_generator_dtype",
+        "randint_like.Tensor_generator",
+        "randperm.generator",
+    },
     "run on a GPU alone": {"mm.dtype", "bmm.dtype", "addmm.dtype", "baddbmm.dtype"},
 }
 

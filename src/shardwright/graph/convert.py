@@ -16,9 +16,10 @@ from torch.fx.node import map_arg
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError, StrategyError
-from shardwright.graph.ir import Capture, Node, Pin, Slices, Value, ValueKind
+from shardwright.graph.ir import NAMES_OF_PROGRAMS, Capture, Node, Pin, Slices, Value, ValueKind
 from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.graph.tracing.trace import NO_GRADIENT, SOURCE, Trace
+from shardwright.rules import random
 from shardwright.rules.notation import Operand
 from shardwright.rules.row import Identity, Row
 from shardwright.rules.table import row_of
@@ -52,6 +53,7 @@ def convert(traced: Trace, labels: Sequence[str], key: str, *, train: bool, pred
 
     Raises:
         CaptureError: where the program changes its inputs, or holds an operator that is none.
+        StrategyError: where an operator draws random numbers that would differ from rank to rank.
     """
     made = _Converter(traced, train)
     made.add_leaves(labels)
@@ -72,7 +74,7 @@ class _Converter:
         self.constants: dict[str, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
         self.of_label: dict[str, str] = {}  # parameter or buffer -> its value
-        self.names: set[str] = set()
+        self.names = set(NAMES_OF_PROGRAMS)
         self.made: dict[str, Any] = {}  # fx node -> a value, or one per result
         self.detached: dict[str, str] = {}
         self.marks: dict[str, tuple[Slices, str]] = {}  # fx node -> the pin of whoever takes it next
@@ -178,7 +180,9 @@ class _Converter:
         vals = node.meta["val"]
         several = isinstance(vals, (tuple, list))
         tensors = [val for val in vals if isinstance(val, torch.Tensor)] if several else [vals]
-        results = iter(self._append(node, op, node.args, node.kwargs, tensors))
+        taken = {parameter.name for parameter in torch_private.schema_parameters(op)}
+        kwargs = {name: arg for name, arg in node.kwargs.items() if name in taken}  # of what is written in its place
+        results = iter(self._append(node, op, node.args, kwargs, tensors))
         if several:
             self.made[node.name] = [next(results) if isinstance(val, torch.Tensor) else None for val in vals]
         else:
@@ -301,6 +305,9 @@ class _Converter:
                 live.update(node.operands)
                 nodes.append(node)
         nodes.reverse()
+        for node in nodes:
+            if not row_of(node.op).draws:
+                random.refuse_drawing(node.op, node.source)
         kept = live.union(*(node.results for node in nodes))
         values = {
             name: value

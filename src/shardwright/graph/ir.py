@@ -17,6 +17,14 @@ ValueKind = Literal["parameter", "buffer", "input", "constant", "result"]
 Slices = tuple[int, ...]
 
 
+# What the program of a rank is written with beside its values, none of which has such a name.
+NAMES_OF_PROGRAMS = frozenset({
+    "torch", "aten", "ops", "kernels", "draws",
+    "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
+    "step", "parameters", "buffers", "inputs", "constants", "comm", "key", "device", "reduce_gradients",
+})  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Value:
     """A tensor of the graph.

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwright.graph.tracing import written
-from shardwright.lower import randomness
+from shardwright.lower.draws import dropout
 from shardwright.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
@@ -124,55 +124,6 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int, first_row: int,
         local.masked_fill(outside, 0), weight, padding if padding_idx >= 0 and 0 <= padding < held else None
     )
     return found.masked_fill(outside.unsqueeze(-1), 0)
-
-
-class _Dropout(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, mask: Tensor, scale: float) -> Tensor:
-        ctx.save_for_backward(mask)
-        ctx.scale = scale
-        return (x * mask).mul_(scale)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        (mask,) = ctx.saved_tensors
-        return (gradient * mask).mul_(ctx.scale), None, None
-
-
-def native_dropout(x: Tensor, p: float, key: int, shape: Sizes, offsets: Sizes) -> tuple[Tensor, Tensor]:
-    """Dropout of the part of a tensor of global ``shape`` that starts at ``offsets``, and its mask."""
-    mask = randomness.kept(key, p, shape, offsets, x.shape, x.device)
-    return _Dropout.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0), mask  # type: ignore[no-untyped-call]
-
-
-def dropout(x: Tensor, p: float, key: int, shape: Sizes, offsets: Sizes) -> Tensor:
-    """`native_dropout` without the mask."""
-    return native_dropout(x, p, key, shape, offsets)[0]
-
-
-def bernoulli(x: Tensor, p: float | Tensor, key: int, shape: Sizes, offsets: Sizes) -> Tensor:
-    """Ones with probability ``p``, and zeros, of the dtype and shape of ``x``, which starts at ``offsets``."""
-    drawn = randomness.uniform(key, shape, offsets, x.shape, x.device)
-    return torch.lt(drawn, p).to(x.dtype)
-
-
-def rand(
-    key: int, shape: Sizes, offsets: Sizes, local_shape: Sizes, dtype: torch.dtype | None, device: torch.device
-) -> Tensor:
-    """Uniform numbers in [0, 1)."""
-    drawn = randomness.uniform(key, shape, offsets, local_shape, device)
-    return drawn.to(dtype or torch.get_default_dtype())
-
-
-def randn(
-    key: int, shape: Sizes, offsets: Sizes, local_shape: Sizes, dtype: torch.dtype | None, device: torch.device
-) -> Tensor:
-    """Normal numbers, by the inverse of their distribution."""
-    # The middles of the 2^24 steps of `uniform`, in float64, are neither 0 nor 1.
-    drawn = randomness.uniform(key, shape, offsets, local_shape, device).to(torch.float64).add_(2.0**-25)
-    normal: Tensor = torch.special.ndtri(drawn)
-    return normal.to(dtype or torch.get_default_dtype())
 
 
 def causal_attention(

@@ -1,137 +1,21 @@
 """How each operator runs on local parts.
 
 Most run as they are. The rows below are those that need a change: shape arguments, which follow from the layout of
-the result; a bias, which joins a split sum once; rows that are looked up elsewhere; numbers drawn by position.
+the result; a bias, which joins a split sum once; rows that are looked up elsewhere. What draws
+random numbers is in `local_draws`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
 
 import torch
 
-from shardwright.graph.ir import Node, Value
-from shardwright.graph.operators import is_ours, takes_device
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.rules.notation import Operand, OpRule, Shape, Strategy
-from shardwright.rules.operator import named_arguments
+from shardwright.graph.operators import takes_device
+from shardwright.lower import local_draws
+from shardwright.lower.site import ANY_DEVICE, Axes, Call, Localiser, RandomKey, Site
+from shardwright.rules.notation import Operand
 from shardwright.rules.table import Column, column
-
-# A device in a call stands for the one that the program runs on.
-ANY_DEVICE = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class RandomKey:
-    """Stands for the key of the operator at position ``number`` of the graph in the present step: an int64."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Stands for two arguments, the communicator and the names of the axes along which a kernel communicates."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Call:
-    """A local operator. ``args`` and ``kwargs`` hold `Operand` where the local operands go, `RandomKey` and `Axes`."""
-
-    function: str  # "torch.ops.aten.linear.default", "ops.cross_entropy_sum", "kernels.embedding"
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...] = ()
-
-
-@dataclass(frozen=True)
-class Site:
-    """One operator of the graph on one rank. ``number`` is its position in the graph."""
-
-    node: Node
-    rule: OpRule
-    strategy: Strategy
-    mesh: Mesh
-    rank: int
-    values: Mapping[str, Value]
-    number: int
-
-    @cached_property
-    def arguments(self) -> Mapping[str, Any]:
-        """Every argument by its name in the operator's schema, defaults included."""
-        return named_arguments(self.node.op, self.node.args, dict(self.node.kwargs))
-
-    def __getitem__(self, name: str) -> Any:
-        return self.arguments[name]
-
-    def operand_shape(self, index: int) -> Shape:
-        """The global shape of an operand."""
-        return self.values[self.node.operands[index]].shape
-
-    def result_shape(self, index: int = 0) -> Shape:
-        """The global shape of a result."""
-        return self.values[self.node.results[index]].shape
-
-    def operand_layout(self, index: int) -> Layout:
-        return self.rule.operand_layout(index, self.strategy)
-
-    def result_layout(self, index: int = 0) -> Layout:
-        return self.rule.result_layout(index, self.strategy, self.mesh)
-
-    def operand_slice(self, index: int) -> tuple[slice, ...]:
-        """The part of an operand that this rank holds."""
-        return self.operand_layout(index).local_slice(self.operand_shape(index), self.mesh, self.rank)
-
-    def result_slice(self, index: int = 0) -> tuple[slice, ...]:
-        """The part of a result that this rank makes."""
-        return self.result_layout(index).local_slice(self.result_shape(index), self.mesh, self.rank)
-
-    def local_operand_shape(self, index: int) -> list[int]:
-        return [part.stop - part.start for part in self.operand_slice(index)]
-
-    def local_result_shape(self, index: int = 0) -> list[int]:
-        return [part.stop - part.start for part in self.result_slice(index)]
-
-    def result_offsets(self, index: int = 0) -> list[int]:
-        """Where the part of a result that this rank makes starts."""
-        return [part.start for part in self.result_slice(index)]
-
-    def is_first(self, axes: Iterable[str]) -> bool:
-        """Whether this rank stands at coordinate 0 of all these axes."""
-        at = self.mesh.coordinates(self.rank)
-        return all(at[axis] == 0 for axis in axes)
-
-    def adds_bias(self) -> bool:
-        """Whether a bias joins here: on the first of the ranks that the result is a sum over."""
-        return self.is_first(self.result_layout().partial)
-
-    @cached_property
-    def merged_axes(self) -> tuple[str, ...]:
-        """The axes along which the operator communicates inside itself."""
-        return self.rule.merged_axes(self.strategy, self.mesh)
-
-    @property
-    def name(self) -> str:
-        """The operator's name without namespace and overload."""
-        return self.node.op.split(".")[1]
-
-    def same(self, **changed: Any) -> Call:
-        """The same operator, with some arguments changed."""
-        function = f"ops.{self.name}" if is_ours(self.node.op) else f"torch.ops.{self.node.op}"
-        if not changed:
-            return Call(function, self.node.args, self.node.kwargs)
-        names = list(self.arguments)[: len(self.node.args)]
-        args = tuple(changed.get(name, arg) for name, arg in zip(names, self.node.args, strict=True))
-        kwargs = {**dict(self.node.kwargs), **{name: arg for name, arg in changed.items() if name not in names}}
-        return Call(function, args, tuple(kwargs.items()))
-
-
-Localiser = Callable[[Site], Call]
 
 
 def _reshape(site: Site) -> Call:
@@ -255,33 +139,6 @@ def _batch_norm_per_replica(site: Site) -> Call:
     return Call("kernels.batch_norm_per_replica", (*site.node.args, Axes(axes), _merged_counts(site, axes)))
 
 
-def _drawn(site: Site) -> tuple[Any, ...]:
-    """The key, the global shape and the offsets of an operator that draws its first result."""
-    return RandomKey(site.number), list(site.result_shape()), site.result_offsets()
-
-
-def _dropout(site: Site) -> Call:
-    p = site["p"]
-    if not p or site["train"] is False:
-        return site.same()
-    return Call(f"kernels.{site.name}", (Operand(0), p, *_drawn(site)))
-
-
-def _bernoulli(site: Site) -> Call:
-    return Call("kernels.bernoulli", (Operand(0), site.arguments.get("p", Operand(0)), *_drawn(site)))
-
-
-def _rand(kernel: str) -> Localiser:
-    """Numbers of the distribution of ``kernel``, for the part of the result that is here."""
-
-    def draw(site: Site) -> Call:
-        dtype = site.values[site.node.results[0]].dtype
-        kwargs = (("dtype", dtype), ("device", ANY_DEVICE))
-        return Call(f"kernels.{kernel}", (*_drawn(site), site.local_result_shape()), kwargs)
-
-    return draw
-
-
 def _attention(site: Site) -> Call:
     named = site.arguments
     queries = site.result_slice()[-2]
@@ -318,11 +175,8 @@ LOCALISERS: Column[Localiser] = column(
     ("embedding", _embedding),
     ("batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _batch_norm),
     ("shardwright.batch_norm_per_replica", _batch_norm_per_replica),
-    ("native_dropout dropout", _dropout),
-    ("bernoulli.p bernoulli.default", _bernoulli),
-    ("rand.default rand_like", _rand("rand")),
-    ("randn.default randn_like", _rand("randn")),
     ("scaled_dot_product_attention", _attention),
+    *local_draws.LINES,
 )
 
 

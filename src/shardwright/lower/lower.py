@@ -16,9 +16,10 @@ import torch
 from shardwright.errors import LoweringError
 from shardwright.graph.ir import Node
 from shardwright.lower.check import check
-from shardwright.lower.local import Axes, Call, RandomKey, Site, localise
+from shardwright.lower.local import localise
 from shardwright.lower.passes import join_buckets
 from shardwright.lower.program import Instruction, LocalProgram
+from shardwright.lower.site import Axes, Call, RandomKey, Site
 from shardwright.plan.decisions import Transfer
 from shardwright.plan.plan import Plan
 from shardwright.rules.notation import Operand

@@ -34,6 +34,51 @@ def uniform(
     return _filled(torch.float32, write, key, shape, offsets, local_shape, device)
 
 
+def fine(
+    key: int, shape: Sequence[int], offsets: Sequence[int], local_shape: Sequence[int], device: torch.device
+) -> Tensor:
+    """The numbers of `uniform` to 2^52 steps, in float64: the middles of these, none of which is 0 or 1."""
+
+    def write(first: Tensor, second: Tensor, numbers: Tensor) -> None:
+        numbers.copy_((first >> 6).bitwise_and_(0x3FFFFFF)).mul_(1 << 26)
+        numbers.add_((second >> 6).bitwise_and_(0x3FFFFFF)).add_(0.5).mul_(2.0**-52)
+
+    return _filled(torch.float64, write, key, shape, offsets, local_shape, device, words=2)
+
+
+def integers(
+    key: int, low: int, high: int, shape: Sequence[int], offsets: Sequence[int], local_shape: Sequence[int],
+    device: torch.device,
+) -> Tensor:  # fmt: skip
+    """Whole numbers of [low, high), int64. The other arguments as of `uniform`.
+
+    A number is as likely as another to within one in 2^16, and where more than 2^16 are drawn from, to within the
+    number of them in 2^63.
+    """
+    span = high - low
+
+    def write(word: Tensor, numbers: Tensor) -> None:
+        numbers.copy_(word).bitwise_and_(_WORD - 1).mul_(span).bitwise_right_shift_(32).add_(low)
+
+    def write_wide(first: Tensor, second: Tensor, numbers: Tensor) -> None:
+        numbers.copy_(first).bitwise_left_shift_(32).bitwise_or_(second.to(torch.int64).bitwise_and_(_WORD - 1))
+        if span < 1 << 63:
+            numbers.bitwise_and_((1 << 63) - 1).remainder_(span)
+        elif span < 1 << 64:  # 64 bits without a sign from ``span`` on are, as int64, the negative ones from here on
+            beyond = (numbers < 0) & (numbers >= span - (1 << 64))
+            numbers.sub_(beyond * (span - (1 << 64)))
+        numbers.add_(low)
+
+    wide = span > 1 << 16
+    written = write_wide if wide else write
+    return _filled(torch.int64, written, key, shape, offsets, local_shape, device, words=1 + wide)
+
+
+def stream(key: int, number: int) -> int:
+    """The key of another stream of numbers, for an operator that draws several times."""
+    return mixed(mixed(key) + number)
+
+
 def kept(
     key: int, p: float, shape: Sequence[int], offsets: Sequence[int], local_shape: Sequence[int], device: torch.device
 ) -> Tensor:
@@ -62,10 +107,10 @@ def _signed(word: int) -> int:
 
 
 def _filled(
-    dtype: torch.dtype, write: Callable[[Tensor, Tensor], None], key: int, shape: Sequence[int], offsets: Sequence[int],
-    local_shape: Sequence[int], device: torch.device,
+    dtype: torch.dtype, write: Callable[..., None], key: int, shape: Sequence[int], offsets: Sequence[int],
+    local_shape: Sequence[int], device: torch.device, words: int = 1,
 ) -> Tensor:  # fmt: skip
-    """A tensor of ``local_shape`` into whose blocks ``write`` turned 32 random bits for each element."""
+    """A tensor of ``local_shape`` into whose blocks ``write`` turned some words of 32 random bits for each element."""
     bases, length = _runs(shape, offsets, local_shape, device)
     filled = torch.empty(len(bases), length, dtype=dtype, device=device)
     # A dozen passes over a block in the cache are several times as fast as over the whole tensor; a GPU has no need.
@@ -73,12 +118,13 @@ def _filled(
     columns = max(min(length, block), 1)
     rows = block // columns
     step = torch.arange(columns, dtype=torch.int32, device=device)
-    key = mixed(key)
+    keys = [mixed(key), *(stream(key, number) for number in range(1, words))]
     for column in range(0, length, columns):
         for row in range(0, len(bases), rows):
             part = filled[row : row + rows, column : column + columns]
-            word = (bases[row : row + rows, None] + _signed(column)) + step[: part.shape[1]]
-            write(_finalised(word, key), part)
+            position = (bases[row : row + rows, None] + _signed(column)) + step[: part.shape[1]]
+            words_of = [_finalised(position.clone(), of) for of in keys[:-1]]
+            write(*words_of, _finalised(position, keys[-1]), part)
     return filled.view(tuple(local_shape))
 
 

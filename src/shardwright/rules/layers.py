@@ -160,6 +160,19 @@ def pooling(spatial: int, *, linear: bool = False) -> Callable[[Operator], OpRul
     return write
 
 
+def fractional_pooling(spatial: int) -> Callable[[Operator], OpRule]:
+    """The rule of a fractional max pooling of images (n, c, spatial dims), or of one (c, spatial dims): its windows
+    come from random numbers (n, c, spatial), which are an operand."""
+
+    def write(op: Operator) -> OpRule:
+        batched = len(op.operands[0]) == spatial + 2
+        dots = " ." * spatial
+        images = f"{'n ' if batched else ''}c{dots}"
+        return op.bind(f"{images}, {'n' if batched else '.'} c . -> {images}, {images}")
+
+    return write
+
+
 def embedding(op: Operator) -> OpRule:
     """A lookup in rows. Scaling gradients by how often a row is used needs every index: then only d is split."""
     return op.bind("~ v^ d, *^ -> ~ * d" if op["scale_grad_by_freq"] else "~ v+ d, * -> ~ * d")

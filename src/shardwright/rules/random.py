@@ -1,8 +1,8 @@
 """Random operators.
 
 Those whose row says ``draws`` draw by global position, so that a mask does not depend on how the tensor is split: the
-rule is that of an elementwise operator. One that draws from the device's generator would differ from rank to rank: it
-is refused.
+rule of most is that of an elementwise operator. One that draws from the device's generator would differ from rank to
+rank: it is refused.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from shardwright.errors import StrategyError
+from shardwright.rules.notation import OpRule
 from shardwright.rules.operator import Operator
 
 
@@ -21,28 +22,29 @@ def draws(op: str) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
-def refuse_drawing(op: str) -> None:
+def refuse_drawing(op: str, where: str = "") -> None:
     """Refuse an operator, of which no row says that it draws, where torch says that it does.
+
+    ``where`` is the user's line, where there is one.
 
     Raises:
         StrategyError: where ``op`` is such an operator.
     """
     if draws(op):
         raise StrategyError(
-            f"{op} draws random numbers from each device's own generator, so that ranks would disagree; "
-            "draw them with torch.rand, torch.randn, torch.bernoulli or dropout, which are drawn by global position, "
-            "or pass them in with the batch"
+            f"{op} draws random numbers from each device's own generator, so that ranks would disagree"
+            f"{', at ' * bool(where)}{where}\n"
+            "Draw them outside of the loss function and pass them in with the batch, or by one of torch's operators "
+            "that are drawn by global position, such as torch.rand, randn, randint, bernoulli, multinomial or poisson."
         )
 
 
-def recurrent_without_dropout(op: Operator) -> None:
-    """Refuse dropout between the layers of a recurrent network, which draws inside the operator.
+def normal(op: Operator) -> OpRule:
+    """normal(mean, std): of tensors that broadcast, or of a tensor and a number; or normal(mean, std, size)."""
+    return op.bind(f"{', '.join(['*'] * len(op.operands))} -> *")
 
-    Raises:
-        StrategyError: where the operator drops anything.
-    """
-    if op["dropout"] and op["train"]:
-        raise StrategyError(
-            f"{op.op} drops {op['dropout']:g} between its layers with random numbers of each device's own; "
-            "use one layer per module, with torch.nn.Dropout between them"
-        )
+
+def multinomial(op: Operator) -> OpRule:
+    """Choices among the last dim of the weights, which are independent of each other with replacement."""
+    rows = "b " if len(op.operands[0]) == 2 else ""
+    return op.bind(f"{rows}c^ -> {rows}{'s' if op['replacement'] else '.'}")

@@ -52,11 +52,6 @@ def _arange(op: Operator) -> OpRule:
     return op.bind("-> i" if all(isinstance(end, int) for end in ends) else "-> i^")
 
 
-def _recurrent(op: Operator) -> OpRule:
-    random.recurrent_without_dropout(op)
-    return layers.recurrent(op)
-
-
 def _factors(op: Operator) -> Saved:
     """A product of two tensors keeps both; with a number it keeps none."""
     return OPERANDS if len(op.operands) == 2 else NOTHING
@@ -75,6 +70,7 @@ def _operands(*positions: int) -> Saved:
 
 
 _whole = reductions.reduced("^")  # a reduction whose dims stay whole
+_SLOPES = Saved((0,), (), (Beside("result", 0),))  # by what each element was multiplied
 _POOLED = Saved((0,), (), (Beside("result", 0, itemsize=8),))  # where the largest element of each window stands
 
 
@@ -90,7 +86,11 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("sign floor ceil round trunc frac isnan isinf isfinite logical_not bitwise_not", Row("* -> *", NOTHING)),
     ("rsub.Scalar", Row("* -> *", NOTHING)),
     ("full_like zeros_like ones_like", Row("* -> *", NOTHING, differentiable=0)),
-    ("empty_like new_empty new_empty_strided", Row(saves=NOTHING, differentiable=0)),
+    # What memory holds that nobody wrote differs between ranks.
+    ("empty.memory_format", Row(saves=NOTHING, written_as="aten.zeros.default")),
+    ("empty_like", Row(saves=NOTHING, differentiable=0, written_as="aten.zeros_like.default")),
+    ("new_empty", Row(saves=NOTHING, differentiable=0, written_as="aten.new_zeros.default")),
+    ("new_empty_strided", Row(saves=NOTHING, differentiable=0)),
     ("clamp clamp_min clamp_max maximum minimum atan2", Row("*, *, * -> *", OPERANDS)),
     ("fmod remainder", Row("*, *, * -> *", _factors)),
     ("max.other min.other", Row("*, * -> *", OPERANDS)),
@@ -128,10 +128,17 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     # random
     ("native_dropout", Row("~ * -> ~ *, *", Saved(results=(1,)), differentiable=1, draws=True)),
     ("dropout", Row("~ * -> ~ *", Saved(beside=(Beside("result", 0, itemsize=1),)), draws=True)),
-    ("bernoulli.p bernoulli.default", Row("* -> *", NOTHING, draws=True)),
+    ("rand.default randn.default randint.default randint.low", Row("-> *", NOTHING, draws=True)),
+    ("randperm", Row("-> i^", NOTHING, draws=True)),
     ("rand_like randn_like", Row("* -> *", NOTHING, differentiable=0, draws=True)),
-    ("randint_like", Row(saves=NOTHING, differentiable=0)),
-    ("rand.default randn.default", Row("-> *", NOTHING, draws=True)),
+    ("randint_like", Row("*, * -> *", NOTHING, differentiable=0, draws=True)),
+    ("bernoulli", Row("*, * -> *", NOTHING, draws=True)),
+    ("normal", Row(random.normal, NOTHING, draws=True)),
+    ("uniform normal_functional exponential cauchy log_normal geometric random", Row("* -> *", NOTHING, draws=True)),
+    ("poisson", Row("* -> *", NOTHING, draws=True)),
+    ("multinomial", Row(random.multinomial, NOTHING, draws=True)),
+    ("rrelu", Row("* -> *", _SLOPES, draws=True)),
+    ("rrelu_with_noise_functional", Row("*, * -> *, *", OPERANDS, differentiable=1, draws=True)),
     # products
     ("matmul", Row(layers.matmul, OPERANDS, work.product)),
     ("mm", Row("~ m k+, k+ n -> ~ m n", OPERANDS, work.product)),
@@ -205,12 +212,14 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("max_pool1d", Row(layers.pooling(1), _POOLED)),
     ("max_pool2d", Row(layers.pooling(2), _POOLED)),
     ("max_pool3d", Row(layers.pooling(3), _POOLED)),
+    ("fractional_max_pool2d", Row(layers.fractional_pooling(2), Saved((0,), (1,)))),
+    ("fractional_max_pool3d", Row(layers.fractional_pooling(3), Saved((0,), (1,)))),
     ("max_pool2d_with_indices adaptive_max_pool2d", Row(layers.pooling(2), Saved((0,), (1,)))),
     ("avg_pool1d adaptive_avg_pool1d", Row(layers.pooling(1, linear=True), OPERANDS)),
     ("avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d", Row(layers.pooling(2, linear=True), OPERANDS)),
     ("avg_pool3d", Row(layers.pooling(3, linear=True), OPERANDS)),
     ("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", Row(layers.pooling(2, linear=True), NOTHING)),
-    ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Row(_recurrent, flops=work.recurrent, draws=True)),
+    ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Row(layers.recurrent, flops=work.recurrent, draws=True)),
     # views
     ("view.default", Row(views.reshape, view=True, written_as="aten.reshape.default")),
     ("view.dtype", Row(view=True)),

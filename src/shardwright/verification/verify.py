@@ -20,7 +20,8 @@ from shardwright.errors import UsageError
 from shardwright.graph.ir import Node
 from shardwright.graph.step import captured_step
 from shardwright.graph.tracing.trace import LossFunction
-from shardwright.lower.local import RandomKey, Site, localise
+from shardwright.lower.local import localise
+from shardwright.lower.site import RandomKey, Site
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from shardwright import torch_private
-from shardwright.errors import CaptureError
+from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.tracing import sources
 
 _BRANCHES = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
@@ -51,6 +52,44 @@ def refuse_hooks(name: str, where: str) -> None:
             "Scale or clip what flows back by operators of the forward, or register hooks on the parameters of what "
             "sw.parallelize returns."
         )
+
+
+def refuse_generator(name: str, args: Sequence[Any], where: str) -> None:
+    """Refuse generators, of which a graph knows neither the state nor whose part of the batch it draws for."""
+    if any(isinstance(arg, torch.Generator) for arg in args):
+        raise StrategyError(
+            f"{name}() is given a torch.Generator, from which ranks would draw other numbers than one device, "
+            f"at {where}\n"
+            "Leave generator= out: random numbers then follow from the seed of torch.manual_seed before "
+            "sw.parallelize, the step and the place in the whole tensor. Or draw them outside of the loss function and "
+            "pass them in with the batch."
+        )
+
+
+@contextmanager
+def seeding_refused() -> Iterator[None]:
+    """While the loss function runs: a graph would not set the seed again at its next step."""
+    names = ("manual_seed", "seed")
+    before = {name: getattr(torch, name) for name in names}
+
+    def refusing(name: str) -> Callable[..., Any]:
+        def refuse(*_: Any) -> Any:
+            raise StrategyError(
+                f"torch.{name}() is called while the model is captured, which would not make steps draw equal numbers, "
+                f"at {sources.callers_source()}\n"
+                "Call it before sw.parallelize. Numbers that are to be the same at every step are drawn once, outside "
+                "of the loss function."
+            )
+
+        return refuse
+
+    for name in names:
+        setattr(torch, name, refusing(name))
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch, name, function)
 
 
 def refuse_closed_over(args: Sequence[Any], where: str) -> None:

@@ -63,6 +63,7 @@ class _Annotate(TorchFunctionMode):
         refusals.refuse_reading(name, args, where)
         refusals.refuse_hooks(name, where)
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
+        refusals.refuse_generator(name, (*args, *(kwargs or {}).values()), where)
         try:
             with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: not torch.is_grad_enabled()}):
                 result = written.in_place_of(func)(*args, **(kwargs or {}))
@@ -100,7 +101,7 @@ class _Step(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         call = self.call
-        with call.mode, call.reading.watch():
+        with call.mode, call.reading.watch(), refusals.seeding_refused():
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
         found: list[torch.Tensor] = []

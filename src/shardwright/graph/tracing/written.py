@@ -143,6 +143,17 @@ def _corrcoef(x: Tensor) -> Tensor:
     return found.clamp(-1, 1)
 
 
+def _random_(x: Tensor, *bounds: int | None) -> Tensor:
+    """``x.random_(low, high)``, of which torch writes code that is no Python, by another operator."""
+    if len(bounds) < 2:
+        return x.random_(*bounds)
+    low, high = bounds
+    if high is None:
+        largest = int(2 / torch.finfo(x.dtype).eps) if x.is_floating_point() else torch.iinfo(x.dtype).max
+        high = min(largest, torch.iinfo(torch.int64).max - 1) + 1
+    return x.copy_(torch.randint_like(x, low, high))  # type: ignore[arg-type]
+
+
 _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: _ctc_loss,
@@ -152,6 +163,7 @@ _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
+    torch.Tensor.random_: _random_,
 }
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.graph import operators
-from shardwright.lower import kernels
+from shardwright.lower import draws, kernels
 from shardwright.lower.program import LocalProgram
 from shardwright.lower.randomness import mixed
 from shardwright.mesh import collectives
@@ -31,6 +31,7 @@ _STEPS = ("all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_redu
 _NAMES = {
     "torch": torch,
     "aten": torch.ops.aten,
+    "draws": draws,
     "kernels": kernels,
     "ops": operators,
     **{name: getattr(collectives, name) for name in _STEPS},
