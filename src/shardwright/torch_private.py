@@ -40,6 +40,7 @@ __all__ = [
     "read_whole_numbers",
     "returns_list",
     "schema_parameters",
+    "storage_key",
     "tensors_returned",
     "tensors_taken",
     "tree_flatten",
@@ -215,6 +216,11 @@ def members(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Module | None],
 def version(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was changed in place: the counter has no public name."""
     return tensor._version
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Equal for tensors that look into the same memory, of which those without storage have no address."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 @dataclass(frozen=True)

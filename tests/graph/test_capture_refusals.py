@@ -76,6 +76,31 @@ def changed_parameter(model, batch):
     return model(batch[0]).sum()
 
 
+def changed_without_gradients(model, batch):
+    out = model(batch[0])
+    with torch.no_grad():
+        out.clamp_(min=0)
+    return out.sum()
+
+
+def changed_beside_its_gradient(model, batch):
+    out = model(batch[0])
+    out.detach().mul_(2)
+    return out.sum()
+
+
+def changed_data(model, batch):
+    out = model(batch[0])
+    out.data.mul_(2)
+    return out.sum()
+
+
+def set_data(model, batch):
+    out = model(batch[0])
+    out.data = out * 2
+    return out.sum()
+
+
 def checkpointed(model, batch):
     return checkpoint(model, batch[0], use_reentrant=False).sum()
 
@@ -129,6 +154,10 @@ def nothing(model, batch):
         (distinct, "the shape that unique gives", "torch.unique(batch[1])", "Keep the shape fixed"),
         (changed_input, "the batch is changed in place", "batch[0].mul_(2)", r"x = x\.clone\(\)"),
         (changed_parameter, r"the parameter up\.weight is changed in place", "model.up.weight.mul_(0.9)", "a copy"),
+        (changed_without_gradients, "behind the back", "out.clamp_(min=0)", r"x = x \+ \(new - x\)\.detach\(\)"),
+        (changed_beside_its_gradient, "behind the back", "out.detach().mul_(2)", "the old gradient"),
+        (changed_data, "behind the back", "out.data.mul_(2)", "the old gradient"),
+        (set_data, r"x\.data of a tensor is set", "out.data = out * 2", r"buffer\.copy_"),
         (checkpointed, "activation checkpointing cannot", "checkpoint(model", "Call the function itself"),
         (reentrant, "activation checkpointing cannot", "batch[0].requires_grad_()", "Call the function itself"),
         (own_backward, "a backward of its own", "Triple.apply(model(batch[0]))", "torch's operators"),

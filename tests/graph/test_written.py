@@ -183,6 +183,27 @@ def test_torchs_own_checks_and_statistics(loss_fn):
     assert Distribution._validate_args is before
 
 
+class Straight(nn.Module):
+    """Rounds with the gradient of the identity, and keeps a mean in a buffer, by way of ``data``."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        x = self.linear(x)
+        self.mean.data.mul_(0.9).add_(x.data.mean(0), alpha=0.1)
+        rounded = x + (x.round() - x).data
+        return rounded + (rounded.clamp(min=0) - rounded).detach()
+
+
+def test_data_is_what_is_detached():
+    like_plain(
+        Straight(), lambda model, batch: (model(batch[0]) - batch[1] + model.mean).square().mean(), numbers(), (2,)
+    )
+
+
 class Masked(nn.Module):
     def __init__(self):
         super().__init__()

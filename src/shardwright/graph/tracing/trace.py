@@ -21,6 +21,7 @@ from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph.tracing import answers, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
+from shardwright.graph.tracing.in_place import InPlace, refuse_setting_data
 from shardwright.rules.notation import Operand
 
 LossFunction = Callable[[Any, Any], Any]
@@ -47,6 +48,7 @@ class _Annotate(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
+        self.in_place = InPlace()
         self.failed = ""  # where the function stands that raised first
 
     def __torch_function__(
@@ -64,6 +66,8 @@ class _Annotate(TorchFunctionMode):
         refusals.refuse_hooks(name, where)
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
         refusals.refuse_generator(name, (*args, *(kwargs or {}).values()), where)
+        refuse_setting_data(func, where)
+        before = self.in_place.before(args, kwargs or {})
         try:
             with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: not torch.is_grad_enabled()}):
                 result = written.in_place_of(func)(*args, **(kwargs or {}))
@@ -71,6 +75,7 @@ class _Annotate(TorchFunctionMode):
             self.failed = self.failed or where
             raise
         refusals.refuse_unknown_shape(name, result, where)
+        self.in_place.after(before, result, where)
         return result
 
 

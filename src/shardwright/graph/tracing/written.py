@@ -154,11 +154,17 @@ def _random_(x: Tensor, *bounds: int | None) -> Tensor:
     return x.copy_(torch.randint_like(x, low, high))  # type: ignore[arg-type]
 
 
+def _data(x: Tensor, *_: Any) -> Tensor:
+    """``x.data``, which the exporter does not survive; where `detach` differs, by a change in place, it is refused."""
+    return x.detach()
+
+
 _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
     torch_private.grouped_mm: _grouped_product,
+    torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
