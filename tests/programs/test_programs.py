@@ -24,7 +24,7 @@ PROGRAMS: dict[str, types.FunctionType] = {
 DRAWING = {"diffusion"}
 # program -> what is said, and under which plans
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {}
-QUICK = {"gradual_unfreezing", "lora", "byol", "dqn", "curriculum", "segmentation", "set_prediction", "lbfgs"}
+QUICK = {"gan", "lora", "byol", "dqn", "curriculum", "segmentation", "set_prediction", "lbfgs"}
 
 
 def test_there_are_programs_enough():

@@ -21,6 +21,7 @@ from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
 from shardwright.run.programs.inputs import Rows, global_shapes
 from shardwright.run.programs.plan_cache import remembered
+from shardwright.run.programs.splitting import Stored, stored_before
 from shardwright.torch_private import tree_flatten, tree_unflatten
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_collectives
@@ -52,15 +53,24 @@ class Planner:
             decided: a plan, or the path of a saved one, in place of a search.
         """
 
+        stored = stored_before(self.module)
+
         def make() -> Plan:
             capture = self._capture("training", batch, rows)
-            if isinstance(decided, str):
-                return Plan.load(decided, RuledGraph.of(capture))
-            if decided is not None:
-                return decided.for_capture(capture)
-            return remembered(RuledGraph.of(capture), self.request)
+            if decided is None:
+                return remembered(RuledGraph.of(capture), self._within(stored, capture))
+            given = Plan.load(decided, RuledGraph.of(capture)) if isinstance(decided, str) else decided
+            stored.refuse(given)
+            return given if isinstance(decided, str) else given.for_capture(capture)
 
         return from_rank_zero(ranks_by_collectives("making the plan"), make)
+
+    def _within(self, stored: Stored, capture: Capture) -> PlanRequest:
+        """The same request, for parameters of which some are stored already."""
+        if not stored.layouts:
+            return self.request
+        layouts = {v.name: stored.layouts[v.label] for v in capture.of_kind("parameter") if v.label in stored.layouts}
+        return replace(self.request, storage=layouts, axes=stored.mesh)
 
     def later_plan(self, first: Plan, storage: Mapping[str, Layout], kind: StepKind, batch: Any, rows: Rows) -> Plan:
         """The plan of another step of the same model, whose parameters are stored as the first plan says.

@@ -1,39 +1,48 @@
 """Parameters as DTensors: how a model comes to hold this rank's parts.
 
 Either all parameters are plain tensors (none is split) or all are DTensors on the mesh of the plan: torch's foreach
-and fused optimizers, `clip_grad_norm_` and `GradScaler` refuse a mixture. A DTensor cannot take the place of a plain
+and fused optimizers, `clip_grad_norm_` and `GradScaler` refuse a mixture. Where an earlier `parallelize` stores them
+already, as for the other loss of a pair, a later plan takes them so. A DTensor cannot take the place of a plain
 parameter inside the same Python object (`torch.utils.swap_tensors` refuses objects of different slots).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import weakref
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
 from shardwright.mesh.dtensor import device_mesh, gathered, layout_of, to_placements
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.plan import Plan
 from shardwright.run.programs.optimizers import note_successor, watch_optimizers
+
+# Parameter -> whoever runs a program with it as a plain tensor.
+_whole: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
 
 
 def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, device: torch.device) -> None:
     """Replace every parameter of the model by a DTensor that holds this rank's part of it.
 
     ``layouts`` maps the names of `Module.named_parameters` to layouts. Nothing happens where none splits: the
-    parameters then stay the plain tensors that they are. Other ranks' parts are freed.
+    parameters then stay the plain tensors that they are. Other ranks' parts are freed. Those that an earlier call has
+    made DTensors stay as they are.
 
     Raises:
         UsageError: where a parameter has hooks, which its successor would not have.
     """
-    if not any(layout.split_axes for layout in layouts.values()):
+    if not any(layout.split_axes for layout in layouts.values()) and not is_split(model):
         return
     _refuse_hooks(model)
     watch_optimizers()
@@ -43,6 +52,8 @@ def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh
     replaced: dict[int, nn.Parameter] = {}
     owners = dict(model.named_modules(remove_duplicate=False))
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
+        if isinstance(parameter, DTensor):
+            continue
         if id(parameter) not in replaced:
             layout = layouts.get(name, Layout.replicated(parameter.ndim))
             part = parameter.detach()[layout.local_slice(parameter.shape, mesh, rank)].clone()
@@ -102,6 +113,58 @@ def _laid_out(value: Tensor, own: Tensor) -> Tensor:
 def local_part(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, differentiably."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+@dataclass(frozen=True)
+class Stored:
+    """Layouts by the names of the parameters, and the mesh that they speak of; None where no parameter is split."""
+
+    layouts: Mapping[str, Layout]
+    mesh: Mesh | None
+
+    def refuse(self, plan: Plan) -> None:
+        """Refuse a plan that stores a parameter in another way.
+
+        Raises:
+            UsageError: where there is such a parameter.
+        """
+        for value in plan.capture.of_kind("parameter"):
+            stored = self.layouts.get(value.label)
+            if stored is not None and (plan.leaves[value.name] != stored or self.mesh not in (None, plan.mesh)):
+                raise UsageError(
+                    f"the given plan stores {value.label} as {plan.leaves[value.name]} on {plan.mesh}, an earlier "
+                    f"sw.parallelize as {stored} on {self.mesh or 'no mesh'}; leave plan= out, so that one is made"
+                )
+
+
+def stored_before(model: nn.Module) -> Stored:
+    """How the parameters of ``model`` are stored that an earlier `parallelize` holds.
+
+    Where one is held whole all must stay whole, as torch's optimizers refuse a mixture of plain tensors and DTensors.
+
+    Raises:
+        UsageError: where some are split and others held whole, or two meshes split them.
+    """
+    named = dict(model.named_parameters(remove_duplicate=False))
+    split = {name: layout_of(p) for name, p in named.items() if isinstance(p, DTensor)}
+    held = [name for name, p in named.items() if p in _whole and _whole[p]() is not None]
+    meshes = list(dict.fromkeys(mesh for _, mesh in split.values()))
+    if len(meshes) > 1 or (split and held):
+        name = held[0] if held else next(reversed(split))
+        raise UsageError(
+            f"earlier calls of sw.parallelize store {next(iter(split))} and {name} in ways that do not go together; "
+            "call it first on the module that has both, then on its parts"
+        )
+    if held:
+        return Stored({name: Layout.replicated(p.ndim) for name, p in named.items()}, None)
+    return Stored({name: layout for name, (layout, _) in split.items()}, meshes[0] if meshes else None)
+
+
+def note_whole(model: nn.Module, holder: object) -> None:
+    """Note that ``holder`` runs programs with the plain parameters of ``model``, for as long as it lives."""
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):
+            _whole[parameter] = weakref.ref(holder)
 
 
 def _refuse_hooks(model: nn.Module) -> None:

@@ -19,7 +19,7 @@ from shardwright.mesh.redistribute import redistribute
 from shardwright.plan.plan import Plan
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import StepArguments
-from shardwright.run.programs.splitting import local_part, split_parameters
+from shardwright.run.programs.splitting import local_part, note_whole, split_parameters
 from shardwright.world.ranks import alone
 
 
@@ -29,7 +29,8 @@ def agree_on_weights(model: nn.Module) -> None:
         return
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
-            dist.broadcast(tensor.data, 0)
+            if not isinstance(tensor, DTensor):  # an earlier `parallelize` has agreed on those
+                dist.broadcast(tensor.data, 0)
 
 
 def refuse_meta(model: nn.Module) -> None:
@@ -56,6 +57,7 @@ class ModelState:
         names = {**{name: name for name in self.storage}, **plan.capture.tied}
         layouts = {name: self.storage[first] for name, first in names.items() if first in self.storage}
         split_parameters(module, layouts, plan.mesh, device)
+        note_whole(module, self)
 
     @cached_property
     def _parameters(self) -> dict[str, nn.Parameter]:
