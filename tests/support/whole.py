@@ -57,7 +57,7 @@ def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[s
 
         program = lower(plan, comm.rank)
         local = part("parameter", parameters)
-        execution = Execution(program, comm, torch.device("cpu"), GradientReduction())
+        execution = Execution(program, plan.capture, comm, torch.device("cpu"), GradientReduction())
         given = StepArguments(local, part("buffer", buffers), part("input", inputs), constants, seed, step=0)
         loss, aux, new = execution(given)
         assert loss is not None

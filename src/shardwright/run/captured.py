@@ -24,12 +24,12 @@ from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
 from shardwright.run.evaluation import Evaluation, metric_means
 from shardwright.run.model import ParallelModel, Replay
+from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.run.programs.inputs import BatchKind, Rows, rows_of
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs
-from shardwright.run.programs.same_batch import SameBatch
 from shardwright.run.programs.storage import ModelState, agree_on_weights, refuse_meta
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_collectives
@@ -153,17 +153,20 @@ class Parallel(ParallelModel):
         """The program for the batch, this rank's part of its inputs, and which rows this rank was given."""
         self._refuse_closed()
         self._structure.refuse_changes()
-        tensors = [tensor.to(self.world.device) for tensor in flatten_batch(batch)]
+        tensors = [tensor.to(self.world.device) for tensor in tensors_of(batch)]
         if self.options.batch == "global" and not isinstance(batch, Batch):
             self._same_batch.check(tensors)
         rows = rows_of(batch, tensors, self.options.batch)
+        if not rows.total and any(tensor.ndim for tensor in tensors):
+            raise UsageError("the batch is empty; expected at least one sample")
         prepared = self._programs.of(kind, batch, rows)
         return prepared, prepared.inputs(tensors, rows, self._communicator), rows
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
         arguments = self._arguments(prepared, inputs, self._state.step)
-        with torch.autocast(self.world.device.type, enabled=False):  # the casts are operators of the graph
-            return prepared.execution(arguments)
+        # The casts of autocast are operators of the graph.
+        with self._in_step(), torch.autocast(self.world.device.type, enabled=False):
+            return prepared.run(arguments)
 
     def _arguments(self, prepared: PreparedProgram, inputs: Sequence[Tensor], step: int) -> StepArguments:
         return self._state.arguments(prepared.plan.capture, prepared.function, inputs, step, self._reduction)

@@ -22,6 +22,7 @@ from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import Evaluation, metric_means_over_ranks
 from shardwright.run.mean_check import problem_with_mean
 from shardwright.run.model import ParallelModel
+from shardwright.run.programs.batches import tensors_of
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import BatchKind
 from shardwright.world.agreement import from_all_ranks
@@ -87,8 +88,10 @@ class EagerParallel(ParallelModel):
         else:
             self._pulse.beat()
         self._refuse_changes()
+        tensors_of(batch)
         part, global_size = self._splitter.split(batch)
-        return self._step(part, global_size)
+        with self._in_step():
+            return self._step(part, global_size)
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
         if self._predict_fn is None:

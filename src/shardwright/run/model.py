@@ -6,14 +6,15 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import LocalProgram
 from shardwright.plan.plan import Plan
@@ -21,6 +22,7 @@ from shardwright.run.evaluation import Evaluation
 from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.structure import Structure
+from shardwright.world.ranks import alone
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,7 @@ class ParallelModel(LikeModule):
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self._structure = Structure(module)
+        self._failure = ""  # of a step that other ranks may still be in
 
     # Running
 
@@ -96,6 +99,25 @@ class ParallelModel(LikeModule):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """What ranks do together in a step: where it fails on this one, the others may wait for it.
+
+        Raises:
+            UsageError: where an earlier step has failed here, since what this rank sends would reach those who wait.
+        """
+        if self._failure:
+            raise UsageError(
+                f"an earlier step failed on this rank ({self._failure}), in which others may still wait for it; let "
+                "such an error end the job, and look for bad batches before they are passed"
+            )
+        try:
+            yield
+        except Exception as error:
+            if not alone():
+                self._failure = str(error).partition("\n")[0]
+            raise
 
     # The state
 

@@ -27,6 +27,7 @@ from shardwright.rules.register import registered_rules
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.eager_parallel import parallelize_eagerly
 from shardwright.run.model import ParallelModel
+from shardwright.run.programs.batches import problem_with_sample
 from shardwright.run.programs.inputs import BatchKind, mesh_for
 from shardwright.run.programs.planner import Planner, hardware_of
 from shardwright.world.agreement import agree
@@ -103,6 +104,7 @@ def parallelize(
         known = read_hardware(hardware) if hardware is not None and world.rank == 0 else None
     except UsageError as error:
         problem = problem or str(error)
+    problem = problem or problem_with_sample(sample_batch)
     shapes = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters()}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     agree(

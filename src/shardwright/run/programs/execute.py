@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from shardwright.graph import operators
+from shardwright.graph.ir import Capture
 from shardwright.lower import draws, kernels
 from shardwright.lower.program import LocalProgram
 from shardwright.lower.randomness import mixed
@@ -20,6 +21,7 @@ from shardwright.mesh import collectives
 from shardwright.mesh.collectives import Communicator
 from shardwright.pulse import own_pulse
 from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.failures import explained
 from shardwright.run.programs.sites import Sites
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
@@ -64,14 +66,21 @@ class StepArguments:
 class Execution:
     """Runs a local program: loss, auxiliary outputs and new buffers from this rank's parts.
 
-    Tracebacks show the lines of the program, since they are what runs. ``runs`` counts how often it was called and how;
-    a call with gradients is taken to be followed by one backward, in the same ``accumulate()`` or outside of it.
+    Tracebacks show the lines of the program, since they are what runs; messages those of the user, of whose step
+    ``capture`` is the graph. ``runs`` counts how often it was called and how; a call with gradients is taken to be
+    followed by one backward, in the same ``accumulate()`` or outside of it.
     """
 
     def __init__(
-        self, program: LocalProgram, comm: Communicator, device: torch.device, reduction: GradientReduction
+        self,
+        program: LocalProgram,
+        capture: Capture,
+        comm: Communicator,
+        device: torch.device,
+        reduction: GradientReduction,
     ) -> None:
         self.program = program
+        self._capture = capture
         self.runs: Counter[Pass] = Counter()
         self._comm = comm
         self._device = device
@@ -92,7 +101,13 @@ class Execution:
         """Run the forward, and count how it was run."""
         with_gradients: Pass = "deferred" if self._reduction.deferring else "reduced"
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
-        return self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
+        try:
+            return self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
+        except Exception as error:
+            told = explained(error, self.program, self._step.__code__, self._capture)
+            if told is error:
+                raise
+            raise told from None
 
     def variables(self, arguments: StepArguments) -> dict[str, Any]:
         """Run the same forward one instruction at a time and keep every variable, under its name in the program."""

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from shardwright.errors import ShardwrightError
 from shardwright.graph.step import StepKind
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
@@ -19,8 +20,10 @@ from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
+from shardwright.run.programs.batches import described, difference
 from shardwright.run.programs.buckets import GradientReduction
-from shardwright.run.programs.execute import Execution
+from shardwright.run.programs.execute import Execution, Outputs, StepArguments
+from shardwright.run.programs.failures import with_text
 from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs, rows_of_output
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.remembered import Remembered
@@ -33,13 +36,26 @@ MANY_VALUES = 3  # of something that a program depends on: a fourth is warned of
 
 @dataclass(frozen=True)
 class PreparedProgram:
-    """A program that can run batches of one shape: planned, lowered for this rank, its process groups made."""
+    """A program that can run batches of one shape: planned, lowered for this rank, its process groups made.
+
+    ``unlike`` says in what these batches differ from the sample batch, beside their number of rows.
+    """
 
     plan: Plan
     execution: Execution
     function: LossFunction  # what was captured
     shapes: tuple[tuple[int, ...], ...]
     input_layouts: tuple[Layout, ...]
+    unlike: str
+
+    def run(self, arguments: StepArguments) -> Outputs:
+        """Run the program once."""
+        try:
+            return self.execution(arguments)
+        except Exception as error:
+            if self.unlike:
+                with_text(error, self.unlike)
+            raise
 
     def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: Communicator) -> list[Tensor]:
         """This rank's part of every input, as the plan lays it out."""
@@ -83,11 +99,13 @@ class Programs:
         self._world = world
         self._dumps = dumps
         self._made = 0
+        self._sample: dict[str, str] = {}
         self._by_key: dict[str, list[tuple[Remembered, PreparedProgram]]] = {}
 
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
-        self._prepare("training", self._key("training", sample_batch, rows), self._first)
+        self._sample = described(sample_batch)
+        self._prepare("training", self._key("training", sample_batch, rows), self._first, "")
 
     def of(self, kind: StepKind, batch: Any, rows: Rows) -> PreparedProgram:
         """The program for a step of this kind on the global batch of which ``batch`` is this rank's part."""
@@ -97,7 +115,14 @@ class Programs:
         for remembered, prepared in known:
             if remembered.holds():
                 return prepared
-        return self._prepare(kind, key, self._planner.later_plan(self._first, self._storage, kind, batch, rows))
+        unlike = difference(batch, self._sample) if kind != "predict" else ""
+        try:
+            plan = self._planner.later_plan(self._first, self._storage, kind, batch, rows)
+        except ShardwrightError as error:  # on all ranks, since rank 0 has met it for all
+            if unlike:
+                with_text(error, unlike)
+            raise
+        return self._prepare(kind, key, plan, unlike)
 
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
@@ -114,7 +139,7 @@ class Programs:
         trained = "".join("1" if p.requires_grad else "0" for p in self._planner.module.parameters())
         return json.dumps([kind, global_shapes(tensors, rows), dtypes, others, str(spec), autocast, trained])
 
-    def _prepare(self, kind: StepKind, key: str, plan: Plan) -> PreparedProgram:
+    def _prepare(self, kind: StepKind, key: str, plan: Plan, unlike: str) -> PreparedProgram:
         function = self._planner.function(kind)
         remembered = Remembered(plan.capture, self._planner.module, function)
         remembered.agree()
@@ -127,11 +152,10 @@ class Programs:
         axes = {collective.axes for _, _, collective in program.collectives()}
         axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
         self._communicator.prepare([*axes, plan.mesh.names])
-        execution = Execution(program, self._communicator, self._world.device, self._reduction)
+        execution = Execution(program, plan.capture, self._communicator, self._world.device, self._reduction)
         inputs = plan.capture.of_kind("input")
-        prepared = PreparedProgram(
-            plan, execution, function, tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
-        )
+        shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
+        prepared = PreparedProgram(plan, execution, function, shapes, layouts, unlike)
         known.append((remembered, prepared))
         self._made += 1
         return prepared

@@ -28,7 +28,7 @@ class Sites:
 
     def __init__(self, program: LocalProgram, code: CodeType, pulse: Pulse) -> None:
         self._code, self._pulse = code, pulse
-        by_line = {line: labels(program, at) for line, at in _lines(program)}
+        by_line = {line: labels(program, at) for line, at in lines(program)}
         # By the offset of the call within the code, which a frame knows without a search.
         self._labels = {
             2 * unit: by_line[line]
@@ -70,7 +70,7 @@ def _hook(pulse: Pulse, label: bytes) -> Callable[[Any], None]:
     return lambda _: pulse.at(label)
 
 
-def _lines(program: LocalProgram) -> Iterator[tuple[int, int]]:
+def lines(program: LocalProgram) -> Iterator[tuple[int, int]]:
     """The line of the source for each instruction, as (line, index)."""
     at = 0
     for number, line in enumerate(program.source.splitlines(), start=1):

@@ -1,0 +1,117 @@
+"""What a batch may hold, how it differs from another one in words that name the user's tensors, and whether ranks that
+are to pass the same one do: else they would train on a mixture, or wait for ever."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from enum import Enum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.data.loading.same_data import checksum
+from shardwright.errors import UsageError
+from shardwright.run.programs.failures import in_batch
+from shardwright.torch_private import tree_flatten
+from shardwright.world.agreement import from_all_ranks
+from shardwright.world.ranks import alone
+
+# What may stand beside tensors: each new value is captured anew, so that it must print all that it is.
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+
+
+def tensors_of(batch: Any) -> list[Tensor]:
+    """The tensors of a batch, in the order of the inputs of its capture.
+
+    Raises:
+        UsageError: where the batch holds something else that a program would keep as it is, or tensors without values.
+    """
+    leaves, _ = tree_flatten(batch)
+    if problem := _problem(leaves, sample=False):
+        raise UsageError(problem)
+    return [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
+
+
+def problem_with_sample(batch: Any) -> str | None:
+    """What is wrong with a sample batch, None where nothing is. Its tensors may be without values."""
+    return _problem(tree_flatten(batch)[0], sample=True)
+
+
+def _problem(leaves: list[tuple[str, Any]], *, sample: bool) -> str | None:
+    for path, leaf in leaves:
+        if isinstance(leaf, Tensor):
+            if leaf.is_meta and not sample:
+                return (
+                    f"{in_batch(path or 'batch')} is on the meta device, where tensors have no values; pass real ones"
+                )
+        elif not isinstance(leaf, _PLAIN):
+            name, kind = in_batch(path or "batch"), type(leaf).__name__
+            if hasattr(leaf, "__array__"):
+                return f"{name} is a {kind}, of which a program would keep the numbers; pass torch.as_tensor(...) of it"
+            return (
+                f"{name} is a {kind}, which cannot be looked into; pass tensors, numbers and words in tuples, lists, "
+                "dicts or classes that torch.export.register_dataclass knows"
+            )
+    return None
+
+
+def described(batch: Any) -> dict[str, str]:
+    """The tensors of a batch and what stands beside them, by where they stand; sizes of the first dim are left out."""
+    return {in_batch(path or "batch"): _kind(leaf) for path, leaf in tree_flatten(batch)[0]}
+
+
+def difference(batch: Any, sample: dict[str, str]) -> str:
+    """In what a batch differs from the sample batch, empty where it does not."""
+    found = described(batch)
+    texts = [f"{name} is {kind}, not {sample[name]}" for name, kind in found.items() if sample.get(name, kind) != kind]
+    texts += [f"{name} ({kind}) is new" for name, kind in found.items() if name not in sample]
+    texts += [f"{name} ({kind}) is missing" for name, kind in sample.items() if name not in found]
+    return f"The batch is not like the sample batch: {'; '.join(texts)}." if texts else ""
+
+
+def _kind(leaf: Any) -> str:
+    if not isinstance(leaf, Tensor):
+        return type(leaf).__name__
+    return f"{str(leaf.dtype).removeprefix('torch.')}{['n', *leaf.shape[1:]] if leaf.ndim else []}".replace("'n'", "n")
+
+
+FIRST = 3
+EVERY = 100
+"""The first batches are compared, and then one in so many."""
+
+
+class SameBatch:
+    """Compares some of the batches that ranks pass, by their shapes and checksums, in a collective of 16 bytes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._seen = 0
+
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """All ranks call it together, with the batch that each was given.
+
+        Raises:
+            UsageError: on every rank, where some rank's batch is not that of rank 0.
+        """
+        if alone():
+            return
+        self._seen += 1
+        if self._seen > FIRST and self._seen % EVERY:
+            return
+        shown = [
+            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with checksum {checksum(t)[:8]}" for t in tensors
+        ]
+        number = int.from_bytes(hashlib.sha256(str(shown).encode()).digest()[:7])
+        bounds = torch.tensor([number, -number], device=self._device)
+        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        if bounds[0] == -bounds[1]:
+            return
+        everyone = from_all_ranks(", ".join(shown))
+        other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
+        raise UsageError(
+            f"with batch='global' every rank passes the same whole batch, but rank 0 passed {everyone[0]} and rank "
+            f"{other} {everyone[other]}; seed the ranks alike where batches are drawn, or pass parts with batch='local'"
+        )
