@@ -5,6 +5,7 @@ import types
 
 import adaptation
 import decisions
+import drawing
 import generative
 import pytest
 import sequences
@@ -13,7 +14,7 @@ import vision
 from ranks import run_ranks
 from side_by_side import PLANS, TOLERANCE, compared
 
-ROOMS = (adaptation, decisions, generative, sequences, vision)
+ROOMS = (adaptation, decisions, drawing, generative, sequences, vision)
 PROGRAMS: dict[str, types.FunctionType] = {
     name: function
     for room in ROOMS
@@ -21,7 +22,7 @@ PROGRAMS: dict[str, types.FunctionType] = {
     if inspect.isgeneratorfunction(function) and list(inspect.signature(function).parameters) == ["parallelize"]
 }
 # What draws inside the loss draws by position, which plain PyTorch does not.
-DRAWING = {"diffusion"}
+DRAWING = {"diffusion", "mixup_in_the_step", "discrete_latents"}
 # program -> what is said, and under which plans
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {}
 QUICK = {"gan", "lora", "byol", "dqn", "curriculum", "segmentation", "set_prediction", "lbfgs"}
