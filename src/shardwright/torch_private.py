@@ -4,28 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
+from threading import get_ident
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # the first: not listed
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from torch.utils import _pytree as pytree  # torch has no public pytree
+from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DynamicOutputShapeException",
     "add_gloo_inside",
+    "apply_function",
     "assert_on_device",
     "casts",
+    "checkpoints_call",
     "dcp_storage_info",
     "empty_like_on",
     "fake_mode",
+    "functions_apply",
     "grouped_mm",
     "has_no_value",
     "has_post_hooks",
@@ -35,6 +42,7 @@ __all__ = [
     "job_store",
     "members",
     "new_group_of_members",
+    "operators_called",
     "overloads_of",
     "quiet_exporter",
     "read_whole_numbers",
@@ -46,6 +54,7 @@ __all__ = [
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
+    "untraced",
     "version",
 ]
 
@@ -167,30 +176,101 @@ def higher_order_name(target: Any) -> str | None:
     return str(target.__name__) if isinstance(target, HigherOrderOperator) else None
 
 
-class _Casts(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the public TorchFunctionMode stands above autocast and sees no cast
-    """Notes to which dtypes some tensors are cast."""
-
-    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+class _Dispatched(TorchDispatchMode):  # type: ignore[no-untyped-call]  # the public TorchFunctionMode stands above autocast and autograd
+    def __init__(self, by: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.tensors = tensors
-        self.dtypes: dict[int, torch.dtype] = {}
+        self._by = by
 
     def __torch_dispatch__(
-        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten._to_copy.default:
-            for i, tensor in enumerate(self.tensors):
-                if tensor is args[0] and i not in self.dtypes:
-                    self.dtypes[i] = result.dtype
-        return result
+        return self._by(func, args, kwargs or {})
+
+
+@contextmanager
+def operators_called(by: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Iterator[None]:
+    """Let each operator be called by ``by(operator, args, kwargs)``, beneath autograd and autocast."""
+    with _Dispatched(by):
+        yield
 
 
 def casts(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> tuple[dict[int, torch.dtype], Any]:
     """To which dtype ``call`` casts each of ``tensors`` (by position), and what it returns."""
-    with _Casts(tensors) as noted:
+    dtypes: dict[int, torch.dtype] = {}
+
+    def noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator(*args, **kwargs)
+        if operator is torch.ops.aten._to_copy.default:
+            for i, tensor in enumerate(tensors):
+                if tensor is args[0] and i not in dtypes:
+                    dtypes[i] = result.dtype
+        return result
+
+    with operators_called(noting):
         result = call()
-    return noted.dtypes, result
+    return dtypes, result
+
+
+@contextmanager
+def checkpoints_call(around: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
+    """Let ``torch.utils.checkpoint.checkpoint`` call its function and recompute nothing.
+
+    Whoever imported it has another name for it, but it looks these two up in its own module. The function is called
+    within ``around(problem)``, which gets what torch warns of, "" where that is nothing.
+    """
+
+    class Reentrant:
+        @staticmethod
+        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+            # Torch makes gradients of the arguments, and none of the parameters where no argument needs one.
+            needed = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
+            lost = torch.is_grad_enabled() and not needed
+            problem = "None of the inputs have requires_grad=True. Gradients will be None" if lost else ""
+            with around(problem), torch.no_grad() if lost else nullcontext():
+                return function(*args)
+
+    def without_reentrant(function: Any, preserve: bool, context_fn: Any, *_: Any, **__: Any) -> Iterator[None]:
+        context, _ = context_fn()
+        chooses_what_is_kept = isinstance(context, TorchDispatchMode)
+        with around(""), nullcontext() if chooses_what_is_kept else context:
+            yield
+
+    before = checkpointing.CheckpointFunction, checkpointing._checkpoint_without_reentrant_generator
+    checkpointing.CheckpointFunction = Reentrant  # type: ignore[assignment, misc]
+    checkpointing._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        checkpointing.CheckpointFunction, checkpointing._checkpoint_without_reentrant_generator = before  # type: ignore[misc]
+
+
+@contextmanager
+def functions_apply(apply: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
+    """Let ``MyFunction.apply(*args)`` be ``apply(MyFunction, args)`` in this thread, also where ``MyFunction.apply``
+    was kept before: it asks this base class, which has no public name."""
+    base: Any = _SingleLevelFunction
+    thread = get_ident()
+
+    def applied(function: Any, *args: Any) -> Any:
+        return apply(function, args) if get_ident() == thread else apply_function(function, args)
+
+    base.apply = classmethod(applied)
+    try:
+        yield
+    finally:
+        del base.apply
+
+
+def apply_function(function: Any, args: tuple[Any, ...]) -> Any:
+    """What ``MyFunction.apply(*args)`` does within `functions_apply`."""
+    return super(_SingleLevelFunction, function).apply(*args)
+
+
+@contextmanager
+def untraced() -> Iterator[None]:
+    """Run operators that the exporter is not to see, nor any mode of torch functions: it has no public pause."""
+    with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+        yield
 
 
 def is_operator(target: Any) -> bool:

@@ -8,23 +8,12 @@ import torch
 import torch.nn.functional as F
 from graph_models import Perceptron, squares
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from shardwright.errors import CaptureError
 from shardwright.graph.capture import capture
 
 BATCH = (torch.ones(4, 8), torch.ones(4, 4))
 other = Perceptron()
-
-
-class Triple(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x * 2
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return gradient * 3
 
 
 def item(model, batch):
@@ -101,18 +90,6 @@ def set_data(model, batch):
     return out.sum()
 
 
-def checkpointed(model, batch):
-    return checkpoint(model, batch[0], use_reentrant=False).sum()
-
-
-def reentrant(model, batch):
-    return checkpoint(model, batch[0].requires_grad_(), use_reentrant=True).sum()
-
-
-def own_backward(model, batch):
-    return Triple.apply(model(batch[0])).sum()
-
-
 def other_parameters(model, batch):
     return F.mse_loss(model(batch[0]), other(batch[0]))
 
@@ -158,9 +135,6 @@ def nothing(model, batch):
         (changed_beside_its_gradient, "behind the back", "out.detach().mul_(2)", "the old gradient"),
         (changed_data, "behind the back", "out.data.mul_(2)", "the old gradient"),
         (set_data, r"x\.data of a tensor is set", "out.data = out * 2", r"buffer\.copy_"),
-        (checkpointed, "activation checkpointing cannot", "checkpoint(model", "Call the function itself"),
-        (reentrant, "activation checkpointing cannot", "batch[0].requires_grad_()", "Call the function itself"),
-        (own_backward, "a backward of its own", "Triple.apply(model(batch[0]))", "torch's operators"),
         (other_parameters, r"a parameter of shape \[16, 8\] that is not", "self.up(x)", "submodules of it"),
         (wrong_shapes, "cannot be captured", "batch[1].new_ones(3, 2)", "RuntimeError"),
         (typing_error, "cannot be captured", "model(batch[0]).nope", "AttributeError: .*nope"),

@@ -4,6 +4,8 @@ import contextlib
 import linecache
 import os
 import re
+import sys
+import types
 import warnings
 from pathlib import Path
 
@@ -24,7 +26,8 @@ def execute(text, names):
 def outcome(start, example):
     """What an example is refused with, "" where it works; ``start`` is what all of them continue."""
     *before, call = start.strip().split("\n")
-    names = {"__name__": "page"}
+    page = sys.modules["page"] = types.ModuleType("page")  # where classes of the page are found by their names
+    names = vars(page)
     execute("\n".join(before), names)
     try:
         execute(example, names)

@@ -188,6 +188,16 @@ def test_numbers_read_of_split_gradients_are_those_of_the_whole():
             assert number == pytest.approx(expected, rel=1e-10, abs=1e-14), name
 
 
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2
+
+
 def refused(what):
     world, model, batch = started()
     weight, function = torch.ones(4), loss_fn
@@ -205,6 +215,13 @@ def refused(what):
         def function(m, b):
             return (m(b[0]) * weight).square().mean()
 
+    if what == "function":
+
+        def function(m, b):
+            return loss_fn(lambda x: Doubled.apply(m(x)), b)
+
+        if world.rank:
+            Doubled.backward = staticmethod(lambda ctx, gradient: gradient * 3)
     if what == "hook":
         model.up.weight.register_hook(lambda g: g)
     try:
@@ -224,6 +241,7 @@ REFUSALS = {
     "loss": "ranks disagree about the loss function: rank 0 has refused.<locals>.<lambda>",
     "attribute": "ranks disagree about model.tau, which the step reads: rank 0 has 1.0, rank 1 has 2.0",
     "tensor": "ranks disagree about weight, which the loss function closes over, which the step reads: rank 0 has",
+    "function": "ranks disagree about the code of Doubled, which the step reads: rank 0 has",
     "hook": "up.weight has a hook (register_hook), and the plan splits parameters",
 }
 
@@ -272,10 +290,20 @@ class Careless(nn.Module):
 def test_what_a_graph_does_not_do_again_is_warned_of():
     model = Careless()
     before = random.getstate(), np.random.get_state()[1].tolist()
+    calls = []
+
+    def loss(m, b):
+        calls.append(1)
+        return m(b).sum() + np.random.rand()
+
     with pytest.warns(FrozenWarning) as said:
-        captured_step(model, lambda m, b: m(b).sum() + np.random.rand(), torch.randn(2, 4), {})
+        captured = captured_step(model, loss, torch.randn(2, 4), {})
     texts = [str(w.message) for w in said]
-    assert len(texts) == 3
+    assert len(texts) == 4
+    assert texts[3].startswith(
+        "calls, which the loss function closes over, is changed by the loss function: a captured"
+    )
+    assert all(place.name != "calls" or place.kind == "attribute" for place in captured.frozen)
     line = Careless.forward.__code__.co_firstlineno
     assert texts[0].startswith(f"model.calls is set while the model runs, at {__file__}:{line + 1}: a captured model")
     assert texts[1].startswith(f"numbers of random are drawn while the model runs, at {__file__}:{line + 2}: ")

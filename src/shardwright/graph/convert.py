@@ -18,8 +18,10 @@ from shardwright import torch_private
 from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.ir import NAMES_OF_PROGRAMS, Capture, Node, Pin, Slices, Value, ValueKind
 from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
+from shardwright.graph.tracing.functions import APPLIED, Application
 from shardwright.graph.tracing.trace import NO_GRADIENT, SOURCE, Trace
 from shardwright.rules import random
+from shardwright.rules.functions import called, is_function
 from shardwright.rules.notation import Operand
 from shardwright.rules.row import Identity, Row
 from shardwright.rules.table import row_of
@@ -157,6 +159,9 @@ class _Converter:
         if op in (OPERAND_MARKER, RESULT_MARKER):
             self._pin(op, node)
             return
+        if op == APPLIED:
+            self._add_function(node)
+            return
         self._add_operator(row.written_as or op, row, node)
 
     def _add_operator(self, op: str, row: Row, node: fx.Node) -> None:
@@ -187,6 +192,14 @@ class _Converter:
             self.made[node.name] = [next(results) if isinstance(val, torch.Tensor) else None for val in vals]
         else:
             self.made[node.name] = next(results)
+
+    def _add_function(self, node: fx.Node) -> None:
+        """Add a user's function under the name of its class."""
+        operands, application = node.args[0], Application.read(str(node.args[1]))
+        args = tuple(operands[arg.index] if isinstance(arg, Operand) else arg for arg in application.args)  # type: ignore[index]
+        kwargs = {} if application.autocast is None else {"autocast": application.autocast}
+        carrying = [result.carries for result in application.results]
+        self.made[node.name] = list(self._append(node, application.op, args, kwargs, node.meta["val"], carrying))
 
     def _pass_mark_on(self, given: fx.Node, node: fx.Node) -> None:
         """Losses broadcast their operands: a pin on one that already has the shape is for the loss itself."""
@@ -222,9 +235,16 @@ class _Converter:
         raise StrategyError(f"the pinned function returns what it was given, pinned at {source}")
 
     def _append(
-        self, node: fx.Node, op: str, args: Any, kwargs: Any, results: Sequence[torch.Tensor]
+        self,
+        node: fx.Node,
+        op: str,
+        args: Any,
+        kwargs: Any,
+        results: Sequence[torch.Tensor],
+        carrying: Sequence[bool] | None = None,
     ) -> tuple[str, ...]:
-        """Append an operator; return its results."""
+        """Append an operator; return its results. ``carrying`` says which of them have gradients, where its row does
+        not."""
         row = row_of(op)
         operands: list[str] = []
         no_gradient = (node.meta.get("custom") or {}).get(NO_GRADIENT, False)
@@ -237,11 +257,16 @@ class _Converter:
             operands.append(self._detach(node, name) if no_gradient else name)
             return Operand(len(operands) - 1)
 
-        args = _plain(map_arg(args, operand))  # type: ignore[arg-type]
+        if is_function(op):
+            args = tuple(operand(arg) if isinstance(arg, fx.Node) else arg for arg in args)
+        else:
+            args = _plain(map_arg(args, operand))  # type: ignore[arg-type]
         kwargs = {k: _plain(map_arg(v, operand)) for k, v in kwargs.items() if k not in _DROPPED_ARGUMENTS}  # type: ignore[arg-type]
-        stem = op.split(".")[1]
+        stem = called(op) if is_function(op) else op.split(".")[1]
         flows = self.train and any(self.values[name].needs_gradient for name in operands)
-        differentiable = len(results) if row.differentiable is None else row.differentiable
+        if carrying is None:
+            first = len(results) if row.differentiable is None else row.differentiable
+            carrying = [i < first for i in range(len(results))]
         name = stem if len(results) == 1 else self._unused(stem)
         names = tuple(
             self._add_value(
@@ -249,7 +274,7 @@ class _Converter:
                 "result",
                 name if len(results) > 1 else None,
                 result,
-                flows and i < differentiable and (result.dtype.is_floating_point or result.dtype.is_complex),
+                flows and carrying[i] and (result.dtype.is_floating_point or result.dtype.is_complex),
             )
             for i, result in enumerate(results)
         )

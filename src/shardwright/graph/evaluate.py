@@ -9,6 +9,7 @@ import torch
 
 from shardwright.graph.ir import Capture, Node
 from shardwright.graph.operators import resolve, takes_device
+from shardwright.rules.functions import is_function
 from shardwright.rules.notation import Operand
 
 
@@ -44,7 +45,7 @@ def call(node: Node, operands: Sequence[torch.Tensor], device: torch.device) -> 
     def fill(arg: Any) -> Any:
         if isinstance(arg, Operand):
             return operands[arg.index]
-        return [fill(a) for a in arg] if isinstance(arg, tuple) else arg
+        return [fill(a) for a in arg] if isinstance(arg, tuple) and not is_function(node.op) else arg
 
     kwargs = {name: fill(arg) for name, arg in node.kwargs}
     if takes_device(node.op):

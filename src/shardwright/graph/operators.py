@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from shardwright import torch_private
 from shardwright.errors import CaptureError
 from shardwright.graph.tracing.written import ctc_losses, grouped_mm
+from shardwright.rules.functions import function_of, is_function
 from shardwright.rules.table import Column, column
 
 
@@ -79,6 +81,18 @@ def is_ours(op: str) -> bool:
     return OPERATORS.of(op) is not None
 
 
+def apply_function(op: str, *args: Any, autocast: torch.dtype | None = None) -> Any:
+    """What a user's function with a backward of its own returns, under the autocast that was on when it was captured:
+    one tensor, or a list of several without what else it returns."""
+    device = next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")
+    with torch.autocast(device, autocast, cache_enabled=False) if autocast is not None else nullcontext():
+        output: Any = function_of(op).apply(*args)  # type: ignore[no-untyped-call]
+    if isinstance(output, torch.Tensor):
+        return output
+    tensors = [tensor for tensor in output if isinstance(tensor, torch.Tensor)]
+    return tensors if len(tensors) > 1 else tensors[0]
+
+
 @cache
 def resolve(op: str) -> Callable[..., Any]:
     """The function of the name that a node carries: ``aten.linear.default`` or ``shardwright.cross_entropy_sum``.
@@ -86,6 +100,8 @@ def resolve(op: str) -> Callable[..., Any]:
     Raises:
         CaptureError: for a name that is none.
     """
+    if is_function(op):
+        return partial(apply_function, op)
     ours = OPERATORS.of(op)
     if ours is not None:
         return ours
@@ -103,4 +119,6 @@ def resolve(op: str) -> Callable[..., Any]:
 @cache
 def takes_device(op: str) -> bool:
     """Whether an operator makes its result on a device that it is told; a capture leaves the device out."""
-    return not is_ours(op) and any(p.name == "device" for p in torch_private.schema_parameters(op))
+    return (
+        not is_ours(op) and not is_function(op) and any(p.name == "device" for p in torch_private.schema_parameters(op))
+    )

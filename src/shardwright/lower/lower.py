@@ -19,7 +19,7 @@ from shardwright.lower.check import check
 from shardwright.lower.local import localise
 from shardwright.lower.passes import join_buckets
 from shardwright.lower.program import Instruction, LocalProgram
-from shardwright.lower.site import Axes, Call, RandomKey, Site
+from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
 from shardwright.plan.decisions import Transfer
 from shardwright.plan.plan import Plan
 from shardwright.rules.notation import Operand
@@ -138,6 +138,7 @@ def _sequence(arg: Any, reads: tuple[str, ...]) -> str:
 # How each kind of argument is written; the first match counts.
 _WRITERS: Mapping[type, Callable[[Any, tuple[str, ...]], str]] = {
     Operand: lambda arg, reads: reads[arg.index],
+    Literal: lambda arg, reads: arg.text,
     RandomKey: lambda arg, reads: f"key({arg.number})",
     Axes: lambda arg, reads: f"comm, {arg.names!r}",
     torch.dtype: lambda arg, reads: str(arg),

@@ -11,9 +11,11 @@ import torch
 
 from shardwright.graph.ir import Node, Value
 from shardwright.graph.operators import is_ours
+from shardwright.graph.tracing.literals import literal
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.rules.notation import OpRule, Shape, Strategy
+from shardwright.rules.functions import is_function
+from shardwright.rules.notation import Operand, OpRule, Shape, Strategy
 from shardwright.rules.operator import named_arguments
 
 # A device in a call stands for the one that the program runs on.
@@ -35,8 +37,16 @@ class Axes:
 
 
 @dataclass(frozen=True)
+class Literal:
+    """Stands for a plain value that is passed on exactly as it is; ``text`` is its source."""
+
+    text: str
+
+
+@dataclass(frozen=True)
 class Call:
-    """A local operator. ``args`` and ``kwargs`` hold `Operand` where the local operands go, `RandomKey` and `Axes`."""
+    """A local operator. ``args`` and ``kwargs`` hold `Operand` where the local operands go, `RandomKey`, `Axes` and
+    `Literal`."""
 
     function: str  # "torch.ops.aten.linear.default", "ops.cross_entropy_sum", "kernels.embedding"
     args: tuple[Any, ...]
@@ -116,6 +126,8 @@ class Site:
 
     def same(self, **changed: Any) -> Call:
         """The same operator, with some arguments changed."""
+        if is_function(self.node.op):
+            return self._function()
         function = f"ops.{self.name}" if is_ours(self.node.op) else f"torch.ops.{self.node.op}"
         if not changed:
             return Call(function, self.node.args, self.node.kwargs)
@@ -123,6 +135,11 @@ class Site:
         args = tuple(changed.get(name, arg) for name, arg in zip(names, self.node.args, strict=True))
         kwargs = {**dict(self.node.kwargs), **{name: arg for name, arg in changed.items() if name not in names}}
         return Call(function, args, tuple(kwargs.items()))
+
+    def _function(self) -> Call:
+        """A user's function, called with exactly what it was given in the capture."""
+        args = (arg if isinstance(arg, Operand) else Literal(literal(arg) or "") for arg in self.node.args)
+        return Call("ops.apply_function", (Literal(repr(self.node.op)), *args), self.node.kwargs)
 
 
 Localiser = Callable[[Site], Call]

@@ -29,13 +29,18 @@ def is_function(op: str) -> bool:
     return op.startswith(f"{_NAMESPACE}.")
 
 
+def called(op: str) -> str:
+    """A function by the name that its user knows: ``Clip``."""
+    return _path(op)[1]
+
+
 def function_of(op: str) -> type[torch.autograd.Function]:
     """The class that a name stands for in this process.
 
     Raises:
         CaptureError: where the module is not imported here, or has no such class.
     """
-    module, _, path = op.removeprefix(f"{_NAMESPACE}.").removesuffix(f".{_OVERLOAD}").replace("/", ".").partition(":")
+    module, path = _path(op)
     found: Any = reduce(lambda of, name: getattr(of, name, None), path.split("."), sys.modules.get(module))
     if not isinstance(found, type) or not issubclass(found, torch.autograd.Function):
         raise CaptureError(
@@ -43,3 +48,9 @@ def function_of(op: str) -> type[torch.autograd.Function]:
             "Define it at the top level of a module that every rank imports."
         )
     return found
+
+
+def _path(op: str) -> tuple[str, str]:
+    """The module, and the class within it."""
+    module, _, path = op.removeprefix(f"{_NAMESPACE}.").removesuffix(f".{_OVERLOAD}").replace("/", ".").partition(":")
+    return module, path

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import warnings
 from collections.abc import Mapping
 from os import PathLike
-from types import CodeType
 from typing import Any, Literal, get_args
 
 from torch import nn
 
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.step import outputs_alone
-from shardwright.graph.tracing.outside import called_function
+from shardwright.graph.tracing.outside import called_function, code_digest
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
@@ -151,20 +149,8 @@ def _code_of(model: nn.Module, loss_fn: LossFunction, predict_fn: LossFunction |
     }
     for what, called in (("the loss function", loss_fn), ("predict_fn", predict_fn)):
         function = called_function(called) if called is not None else None
-        alike[what] = f"{function.__qualname__}, code {_code_digest(function.__code__)}" if function else repr(called)
+        alike[what] = f"{function.__qualname__}, code {code_digest(function.__code__)}" if function else repr(called)
     return {"the number of modules": len(alike)} | alike
-
-
-def _code_digest(code: CodeType) -> str:
-    """A hash of what a function does, without the names of files and the numbers of lines."""
-    consts = [_code_digest(c) if isinstance(c, CodeType) else repr(_ordered(c)) for c in code.co_consts]
-    text = f"{code.co_code.hex()} {code.co_names} {code.co_freevars} {consts}"
-    return hashlib.sha256(text.encode()).hexdigest()[:12]
-
-
-def _ordered(const: Any) -> Any:
-    """Sets print in an order that differs between processes."""
-    return sorted(map(repr, const)) if isinstance(const, frozenset) else const
 
 
 def _has_batch_norm(model: nn.Module) -> bool:

@@ -11,12 +11,14 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from shardwright import torch_private
 from shardwright.graph.tracing import sources
 from shardwright.graph.tracing.outside import MISSING, NOT_PLAIN, Place, plain, same, variables
 
@@ -28,31 +30,47 @@ class FrozenWarning(UserWarning):
     """The step does something in Python that a captured graph does not do again."""
 
 
+class RecomputationWarning(UserWarning):
+    """A captured step keeps what activation checkpointing would compute anew."""
+
+
 class Reading:
     """Watches one capture. ``traced`` is the copy of ``model`` that runs."""
 
     def __init__(self, model: nn.Module, traced: nn.Module, loss_fn: Callable[..., Any]) -> None:
         # By their dictionaries, which the exporter's stand-ins for modules share.
         self._owners = {id(vars(module)): owner for owner, module in traced.named_modules()}
+        self._traced = traced
         self._attributes: dict[Place, None] = {}
-        self._variables = [place for place, value in variables(model, loss_fn) if plain(value) is not NOT_PLAIN]
-        self._warnings: dict[str, None] = {}
+        before = {place: plain(value) for place, value in variables(model, loss_fn)}
+        self._variables = {place: value for place, value in before.items() if value is not NOT_PLAIN}
+        self._now = partial(Place.now, model=model, loss_fn=loss_fn)
+        self._warnings: dict[str, type[Warning]] = {}
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where the plain values stand that the graph may depend on."""
-        return (*self._attributes, *self._variables)
+        """Where the plain values stand that the graph may depend on, but for those that the step itself changes."""
+        return (*self._attributes, *(place for place in self._variables if place not in self._changed()))
+
+    def _changed(self) -> list[Place]:
+        return [p for p, value in self._variables.items() if not same(plain(self._now(p)), value)]
 
     def warn(self) -> None:
         """Say what the graph will not do."""
-        for text in self._warnings:
-            warnings.warn(FrozenWarning(text), stacklevel=2)
+        for place in self._changed():
+            self._note(
+                f"{place}, is changed by the loss function: a captured step does not do it again; change it outside "
+                "of it, or keep it in a buffer of the model"
+            )
+        for text, category in self._warnings.items():
+            warnings.warn(category(text), stacklevel=2)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
         """While the loss function runs. The generators of Python and NumPy are afterwards as they were before."""
         with ExitStack() as stack:
             stack.enter_context(self._attributes_watched())
+            stack.enter_context(torch_private.checkpoints_call(self._checkpoint))
             stack.enter_context(self._random_watched(random, "random", random.getstate, random.setstate))
             stack.enter_context(
                 self._random_watched(np.random, "numpy.random", np.random.get_state, np.random.set_state)
@@ -95,8 +113,32 @@ class Reading:
             "value stays what it was; set it outside the loss function, or keep it in a buffer"
         )
 
-    def _note(self, text: str) -> None:
-        self._warnings.setdefault(text)
+    def _note(self, text: str, category: type[Warning] = FrozenWarning) -> None:
+        self._warnings.setdefault(text, category)
+
+    @contextmanager
+    def _checkpoint(self, problem: str) -> Iterator[None]:
+        """Around a function that activation checkpointing calls; ``problem`` is what torch says of it."""
+        if problem:
+            self._note(f"torch.utils.checkpoint: {problem}{_line()}", UserWarning)
+        if torch.is_grad_enabled() and RecomputationWarning not in self._warnings.values():
+            self._note(
+                f"activation checkpointing saves no memory in a captured step{_line()}: the numbers are the same, and "
+                "what would be computed anew in the backward is kept; split the model over more devices for memory",
+                RecomputationWarning,
+            )
+        before = self._versions()
+        yield
+        if torch.is_grad_enabled() and self._versions() != before:
+            self._note(
+                f"a checkpointed function changes buffers{_line()}: a captured step changes them once, as without "
+                "checkpointing, while torch does it again in the backward, so that running statistics differ from "
+                "those of torch with checkpointing",
+                RecomputationWarning,
+            )
+
+    def _versions(self) -> list[int]:
+        return [torch_private.version(buffer) for buffer in self._traced.buffers()]  # the exporter puts others in
 
     @contextmanager
     def _random_watched(
@@ -136,7 +178,7 @@ class Reading:
 
 
 def _line() -> str:
-    frame, _ = sources.users_frame(sys._getframe(2))
+    frame = sources.users_frame(sys._getframe(2))
     return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 

@@ -7,11 +7,13 @@ closes over, and variables of Python modules. Where each of them stands is a `Pl
 from __future__ import annotations
 
 import functools
+import hashlib
 import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from types import CodeType
 from typing import Any, Literal
 
 import torch
@@ -128,6 +130,18 @@ def called_function(callable_: Any) -> Any:
         callable_ = type(callable_).__call__
     function = inspect.unwrap(getattr(callable_, "__func__", callable_))
     return function if inspect.isfunction(function) else None
+
+
+def code_digest(code: CodeType) -> str:
+    """A hash of what a function does, without the names of files and the numbers of lines."""
+    consts = [code_digest(c) if isinstance(c, CodeType) else repr(_ordered(c)) for c in code.co_consts]
+    text = f"{code.co_code.hex()} {code.co_names} {code.co_freevars} {consts}"
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _ordered(const: Any) -> Any:
+    """Sets print in an order that differs between processes."""
+    return sorted(map(repr, const)) if isinstance(const, frozenset) else const
 
 
 def _closure(loss_fn: Any) -> dict[str, Any]:

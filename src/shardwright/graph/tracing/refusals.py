@@ -16,20 +16,6 @@ _BRANCHES = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
 _NUMBERS = {"item", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__"}
 
 
-def refuse_hidden(hidden: str, where: str) -> None:
-    """Refuse what has a backward of its own, which a graph of the forward would lose without a word."""
-    if hidden == "checkpoint":
-        raise CaptureError(
-            f"activation checkpointing cannot be captured, at {where}\n"
-            "Call the function itself instead of torch.utils.checkpoint.checkpoint(function, ...)."
-        )
-    if hidden:
-        raise CaptureError(
-            f"a torch.autograd.Function has a backward of its own, which cannot be captured, at {where}\n"
-            "Write the forward with torch's operators, which autograd differentiates."
-        )
-
-
 def refuse_reading(name: str, args: Sequence[Any], where: str) -> None:
     """Refuse functions that need the value of a tensor that has none during a capture."""
     if name in _BRANCHES and torch_private.has_no_value(args[0]):

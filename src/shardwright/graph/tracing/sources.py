@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import linecache
 import sys
 import traceback
-from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
@@ -16,16 +17,14 @@ from shardwright import package
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(package.FOLDER) + "/"
 _MODELS = _OURS + "zoo/"
-_HIDING = {
-    (_TORCH + "utils/checkpoint.py", "checkpoint"): "checkpoint",
-    (_TORCH + "autograd/function.py", "apply"): "Function.apply",
-}
+_WRAPPERS = (contextlib.__file__, functools.__file__)  # of Python, in which decorated functions run
 
 
-@cache
+@functools.cache
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's nor ours; the models of our zoo count as the user's."""
-    return not filename.startswith((_TORCH, _OURS, "<eval_with_key>", "<string>")) or filename.startswith(_MODELS)
+    """Whether a file is neither torch's nor ours nor Python's; the models of our zoo count as the user's."""
+    others = (_TORCH, _OURS, *_WRAPPERS, "<eval_with_key>", "<string>")
+    return not filename.startswith(others) or filename.startswith(_MODELS)
 
 
 def path_in_torch(filename: str) -> str:
@@ -33,23 +32,16 @@ def path_in_torch(filename: str) -> str:
     return filename.removeprefix(_TORCH) if filename.startswith(_TORCH) else ""
 
 
-def users_frame(frame: FrameType | None, until: CodeType | None = None) -> tuple[FrameType | None, str]:
-    """The innermost of the user's frames from ``frame`` outwards, and what of torch's calls it that hides a backward.
+def users_frame(frame: FrameType | None, until: CodeType | None = None) -> FrameType | None:
+    """The innermost of the user's frames from ``frame`` outwards.
 
-    That is ``checkpoint``, ``Function.apply``, or nothing, and the frame is then the one that asked for it. With
-    ``until``, frames beyond the one that runs that code are not looked at.
+    With ``until``, frames from the one on that runs that code are not looked at.
     """
-    found: FrameType | None = None
-    hidden = ""
     while frame is not None and frame.f_code is not until:
-        code = frame.f_code
-        name = _HIDING.get((code.co_filename, code.co_name))
-        if name is not None:
-            found, hidden = None, name
-        elif found is None and is_users(code.co_filename):
-            found = frame
+        if is_users(frame.f_code.co_filename):
+            return frame
         frame = frame.f_back
-    return found, hidden
+    return None
 
 
 def describe(filename: str, line: int, function: str) -> str:
@@ -65,8 +57,21 @@ def describe_frame(frame: FrameType) -> str:
 
 def callers_source() -> str:
     """The innermost of the user's frames that led to this call."""
-    frame, _ = users_frame(sys._getframe(1))
+    frame = users_frame(sys._getframe(1))
     return describe_frame(frame) if frame is not None else ""
+
+
+def place_of(frame: FrameType | None) -> str:
+    """Where ``frame`` stands now, with the whole path, for messages."""
+    if frame is None:
+        return ""
+    source = describe_frame(frame)
+    return frame.f_code.co_filename + source[source.index(":") :]
+
+
+def callers_place() -> str:
+    """The place of the innermost of the user's frames that led to this call."""
+    return place_of(users_frame(sys._getframe(1)))
 
 
 def source_in_traceback(trace: TracebackType | None) -> str:

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
-from shardwright.graph.tracing import answers, refusals, regions, sources, written
+from shardwright.graph.tracing import answers, functions, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.in_place import InPlace, refuse_setting_data
 from shardwright.rules.notation import Operand
@@ -58,10 +58,8 @@ class _Annotate(TorchFunctionMode):
         known = answers.answer(name, args, sys._getframe(1))
         if known is not None:
             return known
-        frame, hidden = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
-        source = sources.describe_frame(frame) if frame is not None else ""
-        where = _long(source, frame.f_code.co_filename) if frame is not None else ""
-        refusals.refuse_hidden(hidden, where)
+        frame = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
+        source, where = sources.describe_frame(frame) if frame is not None else "", sources.place_of(frame)
         refusals.refuse_reading(name, args, where)
         refusals.refuse_hooks(name, where)
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
@@ -77,11 +75,6 @@ class _Annotate(TorchFunctionMode):
         refusals.refuse_unknown_shape(name, result, where)
         self.in_place.after(before, result, where)
         return result
-
-
-def _long(source: str, filename: str) -> str:
-    """A source with the whole path, for messages."""
-    return filename + source[source.index(":") :]
 
 
 @dataclass
@@ -106,7 +99,7 @@ class _Step(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         call = self.call
-        with call.mode, call.reading.watch(), refusals.seeding_refused():
+        with call.mode, call.reading.watch(), functions.captured(), refusals.seeding_refused():
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
         found: list[torch.Tensor] = []

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.errors import UsageError
+from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.ir import Capture
-from shardwright.graph.tracing.outside import MISSING, Place, plain, same
+from shardwright.graph.tracing.outside import MISSING, Place, called_function, code_digest, plain, same
+from shardwright.rules.functions import called, function_of, is_function
 from shardwright.world.agreement import from_all_ranks
 
 
@@ -52,6 +53,8 @@ class Remembered:
         shown = {str(place): f"{value!r}" for place, value in self._values.items()}
         for place in self._capture.outside.values():
             shown[str(place)] = _shown(place.now(self._module, self._loss_fn))
+        for op in sorted({node.op for node in self._capture.nodes if is_function(node.op)}):
+            shown[f"the code of {called(op)}"] = _code(op)
         everyone = from_all_ranks(shown)
         for rank, theirs in enumerate(everyone):
             for name, value in everyone[0].items():
@@ -64,6 +67,16 @@ class Remembered:
     def _now(self, place: Place) -> Any:
         value = place.now(self._module, self._loss_fn)
         return value if value is MISSING else plain(value)
+
+
+def _code(op: str) -> str:
+    """What a user's function with a backward of its own does."""
+    try:
+        function = function_of(op)
+    except CaptureError:
+        return "no class of this name"
+    methods = [called_function(getattr(function, name)) for name in ("forward", "setup_context", "backward", "vjp")]
+    return " ".join(code_digest(method.__code__) for method in methods if method is not None)
 
 
 def _shown(value: Any) -> str:
