@@ -19,6 +19,7 @@ from shardwright.errors import UsageError
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.step import StepKind
 from shardwright.launch.asked.save_graphs import SaveGraphs
+from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
@@ -30,6 +31,7 @@ from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.run.programs.inputs import BatchKind, Rows, rows_of
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs
+from shardwright.run.programs.splitting import is_split
 from shardwright.run.programs.storage import ModelState, agree_on_weights, refuse_meta
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_collectives
@@ -77,6 +79,7 @@ class Parallel(ParallelModel):
         self.plan = planner.first_plan(sample_batch, rows, plan)
         self._communicator = communicator_over(self.plan.mesh)
         self._state = ModelState(model, self.plan, seed, world.device)
+        self._split = is_split(model)
         super().__init__(model)
         self._programs = Programs(
             planner, self.plan, self._state.storage, self._communicator, self._reduction, world, options.save_graphs
@@ -97,6 +100,8 @@ class Parallel(ParallelModel):
             self._state.store_buffers(prepared.plan.capture, new_buffers)
             if self.options.gradients == "sum":
                 loss = _scaled_gradient(loss, self.world.size)
+        if self._split and loss.requires_grad:
+            loss = _scaled_gradient(loss, 1)
         alone = prepared.plan.capture.aux_spec is None
         return loss if alone else (loss, prepared.outputs(aux, rows, self._communicator, whole=False))
 
@@ -198,7 +203,7 @@ def _scaled_gradient(x: Tensor, factor: float) -> Tensor:
 
 
 class _ScaleGradient(torch.autograd.Function):
-    """The identity, whose gradient is multiplied by a factor."""
+    """The identity, whose gradient is multiplied by a factor, and is plain where a sum with DTensors gave another."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, factor: float) -> Tensor:
@@ -207,4 +212,4 @@ class _ScaleGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * ctx.factor, None
+        return gathered(gradient) * ctx.factor, None

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any, Literal, get_args
 
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.step import outputs_alone
@@ -103,7 +104,13 @@ def parallelize(
     except UsageError as error:
         problem = problem or str(error)
     problem = problem or problem_with_sample(sample_batch)
-    shapes = {name: f"{list(p.shape)} {p.dtype}" for name, p in model.named_parameters()}
+    lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
+    if lazy:
+        problem = problem or (
+            f"{lazy[0]} is not initialised (lazy modules get their shapes from a batch); call the model once on a "
+            "batch before sw.parallelize, under torch.no_grad()"
+        )
+    shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     agree(
         "parallelize",
