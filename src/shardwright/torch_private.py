@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
@@ -56,6 +57,7 @@ __all__ = [
     "tree_unflatten",
     "untraced",
     "version",
+    "within_gradient",
 ]
 
 
@@ -271,6 +273,13 @@ def untraced() -> Iterator[None]:
     """Run operators that the exporter is not to see, nor any mode of torch functions: it has no public pause."""
     with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
         yield
+
+
+def within_gradient() -> bool:
+    """Whether a transform of ``torch.func`` is on that takes gradients: no public name tells."""
+    if not torch._C._are_functorch_transforms_active():
+        return False
+    return any(i.key() != torch._C._functorch.TransformType.Vmap for i in retrieve_all_functorch_interpreters())
 
 
 def is_operator(target: Any) -> bool:

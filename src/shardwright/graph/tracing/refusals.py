@@ -30,6 +30,20 @@ def refuse_reading(name: str, args: Sequence[Any], where: str) -> None:
         )
 
 
+def refuse_gradients(function: Any, where: str) -> None:
+    """Refuse a backward within the step, which would need tensors that autograd keeps and an exported program lacks."""
+    if function is torch.Tensor.backward or function is torch.autograd.backward:
+        raise CaptureError(
+            f"backward() is called inside the loss function, at {where}\n"
+            "Return the loss, and call backward() on what the parallel model returns."
+        )
+    if function is torch.autograd.grad or torch_private.within_gradient():
+        raise CaptureError(
+            f"a gradient is taken inside the loss function, which cannot be captured, at {where}\n"
+            'Train with mode="data", which then runs by DistributedDataParallel and takes such gradients.'
+        )
+
+
 def refuse_hooks(name: str, where: str) -> None:
     """Refuse hooks on tensors of the step, which a graph of the forward does not have."""
     if name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):

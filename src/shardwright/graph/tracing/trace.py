@@ -60,6 +60,7 @@ class _Annotate(TorchFunctionMode):
             return known
         frame = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
         source, where = sources.describe_frame(frame) if frame is not None else "", sources.place_of(frame)
+        refusals.refuse_gradients(func, where)
         refusals.refuse_reading(name, args, where)
         refusals.refuse_hooks(name, where)
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
