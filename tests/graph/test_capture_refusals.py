@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from graph_models import Perceptron, squares
 from torch import nn
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from shardwright.errors import CaptureError
 from shardwright.graph.capture import capture
@@ -52,6 +53,18 @@ def positions(model, batch):
 
 def distinct(model, batch):
     return model(batch[0]).sum() * torch.unique(batch[1]).sum()
+
+
+def counted(model, batch):
+    return model(batch[0]).sum() / torch.bincount(batch[1][:, 0].long()).sum()
+
+
+def classes(model, batch):
+    return model(batch[0]).sum() + F.one_hot(batch[1].long()).sum()
+
+
+def packed(model, batch):
+    return pack_padded_sequence(model(batch[0]).unsqueeze(-1), batch[1][:, 0].long() + 3, batch_first=True).data.sum()
 
 
 def changed_input(model, batch):
@@ -143,8 +156,11 @@ def nothing(model, batch):
         (branch, "a Python branch depends on the value", "if out.sum() > 0:", r"torch\.where"),
         (assertion, "a Python branch depends on the value", "assert out.isfinite().all()", "assert outside"),
         (selection, "the shape that an index by a mask", "return out[out > 0].sum()", "Keep the shape fixed"),
-        (positions, "the shape that nonzero gives", "torch.nonzero(batch[1])", "Keep the shape fixed"),
-        (distinct, "the shape that unique gives", "torch.unique(batch[1])", "Keep the shape fixed"),
+        (positions, "the shape that nonzero gives", "torch.nonzero(batch[1])", r"count with mask\.sum\(\).* weight 0"),
+        (distinct, "the shape that unique gives", "torch.unique(batch[1])", "pass it in the batch"),
+        (counted, "the shape that bincount", "torch.bincount(batch", r"F\.one_hot\(x, n\)\.sum\(0\)"),
+        (classes, "the shape that one_hot", "F.one_hot(batch[1].long())", r"F\.one_hot\(x, n\)"),
+        (packed, "the shape that pack_padded_sequence", "pack_padded_sequence(model", r"lengths - 1\]"),
         (changed_input, "the batch is changed in place", "batch[0].mul_(2)", r"x = x\.clone\(\)"),
         (changed_parameter, r"the parameter up\.weight is changed in place", "model.up.weight.mul_(0.9)", "a copy"),
         (changed_without_gradients, "behind the back", "out.clamp_(min=0)", r"x = x \+ \(new - x\)\.detach\(\)"),

@@ -13,6 +13,7 @@ from torch.distributions import (
     kl_divergence,
 )
 from torch.nn import functional as F
+from torch.nn.utils.rnn import pack_padded_sequence
 
 from shardwright.graph.capture import capture
 from whole import like_plain
@@ -219,3 +220,31 @@ def test_a_mask_that_torch_compares_with_the_causal_one():
     like_plain(model, lambda model, x: model(x).square().mean(), torch.randn(8, 4, 8))
     captured = capture(model, lambda model, x: (model(x).square().mean(), model(x)), torch.randn(8, 4, 8), predict=True)
     assert captured.aux
+
+
+# What the refusals say to write instead
+
+
+class Remedies(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.experts = nn.LSTM(6, 4, batch_first=True), nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, lengths, chosen):
+        last = self.lstm(x)[0][torch.arange(len(x)), lengths - 1]
+        return sum(torch.where((chosen == i).unsqueeze(1), expert(last), 0) for i, expert in enumerate(self.experts))
+
+
+def with_shapes_of_values(model, x, lengths, chosen):
+    last = model.lstm(pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False))[1][0][-1]
+    out = torch.zeros_like(last)
+    for i, expert in enumerate(model.experts):
+        rows = torch.where(chosen == i)[0]
+        out[rows] = expert(last[rows])
+    return out
+
+
+def test_remedies_give_the_same_and_are_captured():
+    model, batch = Remedies(), (torch.randn(8, 5, 6), torch.tensor([5, 3, 1, 2, 4, 5, 2, 1]), torch.arange(8) % 3)
+    torch.testing.assert_close(model(*batch), with_shapes_of_values(model, *batch))
+    like_plain(model, lambda model, batch: model(*batch)[batch[1][0] - 1].square().sum(), batch, (2,))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -119,12 +119,44 @@ def refuse_unknown_shape(name: str, result: Any, where: str) -> None:
             raise _unknown_shape(name, where)
 
 
+def refuse_unknown_classes(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    """Refuse `F.one_hot` that looks at the largest class."""
+    if name == "one_hot" and kwargs.get("num_classes", args[1] if len(args) > 1 else -1) == -1:
+        raise _unknown_shape(name, where)
+
+
+_SELECTIONS = "Keep the shape fixed: torch.where(mask, x, 0), or a product with the mask, instead of a selection."
+_PLACES = (
+    "Keep the shape fixed: count with mask.sum(), choose with torch.where(mask, x, 0), and let each expert compute all "
+    "rows, with weight 0 for those that are not its own."
+)
+# What to write in place of a function whose shape depends on values; `_SELECTIONS` where nothing else is said.
+_FIXED: Mapping[str, str] = {
+    "nonzero": _PLACES,
+    "where": _PLACES,
+    "argwhere": _PLACES,
+    "unique": "Make it outside of the loss function and pass it in the batch, or ask which of n values there are: "
+    "F.one_hot(x, n).amax(0).",
+    "bincount": "Count with F.one_hot(x, n).sum(0), n being the number of values that there can be.",
+    "one_hot": "Say how many classes there are: F.one_hot(x, n).",
+    "repeat_interleave": "Say how long the result is: x.repeat_interleave(times, dim, output_size=n).",
+    "arange": "Take a size that the batch's shape gives, such as x.size(1), and mask what is too much.",
+    "_pack_padded_sequence": "Run the layer over the padded batch: what stands before a sequence's end does not see "
+    "the padding, out[torch.arange(n), lengths - 1] is its last step. Of a layer that also runs backwards this holds "
+    "for the forward half alone.",
+}
+
+
 def _unknown_shape(name: str, where: str) -> CaptureError:
-    what = "an index by a mask" if name == "__getitem__" else name
+    what = {"__getitem__": "an index by a mask", "_pack_padded_sequence": "pack_padded_sequence"}.get(name, name)
     return CaptureError(
-        f"the shape that {what} gives depends on the values of a tensor, at {where}\n"
-        "Keep the shape fixed: torch.where(mask, x, 0), or a product with the mask, instead of a selection."
+        f"the shape that {what} gives depends on the values of a tensor, at {where}\n{_FIXED.get(name, _SELECTIONS)}"
     )
+
+
+_HINT = "If the line is right on one device, write it with tensor operations of fixed shapes."
+# Errors of Python itself, which one device gives as well.
+_MISTAKES = (AttributeError, ImportError, IndexError, KeyError, NameError)
 
 
 def explained(error: Exception, failed: str) -> CaptureError:
@@ -134,7 +166,5 @@ def explained(error: Exception, failed: str) -> CaptureError:
     if isinstance(error, torch_private.DynamicOutputShapeException):
         return _unknown_shape(str(error.func), where)
     reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
-    return CaptureError(
-        f"the model cannot be captured{at}\n{type(error).__name__}: {reason}\n"
-        "If the line is right on one device, write it with tensor operations of fixed shapes."
-    )
+    hint = "" if isinstance(error, _MISTAKES) else f"\n{_HINT}"
+    return CaptureError(f"the model cannot be captured{at}\n{type(error).__name__}: {reason}{hint}")

@@ -65,6 +65,7 @@ class _Annotate(TorchFunctionMode):
         refusals.refuse_hooks(name, where)
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
         refusals.refuse_generator(name, (*args, *(kwargs or {}).values()), where)
+        refusals.refuse_unknown_classes(name, args, kwargs or {}, where)
         refuse_setting_data(func, where)
         before = self.in_place.before(args, kwargs or {})
         try:

@@ -159,12 +159,20 @@ def _data(x: Tensor, *_: Any) -> Tensor:
     return x.detach()
 
 
+def _item(x: Tensor, index: Any) -> Tensor:
+    """``x[i]``, which reads a number where ``i`` is a tensor that is one."""
+    if isinstance(index, Tensor) and not index.ndim and not index.is_floating_point() and index.dtype != torch.bool:
+        return x.index_select(0, index.reshape(1) % x.shape[0]).squeeze(0)
+    return x[index]
+
+
 _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
     F.gaussian_nll_loss: _gaussian_nll_loss,
     F.ctc_loss: _ctc_loss,
     torch.ctc_loss: _ctc_loss,
     torch_private.grouped_mm: _grouped_product,
     torch.Tensor.data.__get__: _data,  # type: ignore[attr-defined]
+    torch.Tensor.__getitem__: _item,
     torch.cov: _cov,
     torch.Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
