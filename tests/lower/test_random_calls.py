@@ -230,3 +230,22 @@ def test_a_range_that_a_dtype_does_not_have_is_refused():
     plan = make_plan(captured_step(Model(), loss, torch.randn(4, 8), {}), PlanRequest(Mesh(()), "single"))
     with pytest.raises(UsageError, match=r"from 0 to below 300: torch.uint8 has 0 to 255 only, at test_random_calls"):
         lower(plan, 0)
+
+
+@torch.library.custom_op("random_tests::noisy", mutates_args=())
+def noisy(x: torch.Tensor) -> torch.Tensor:
+    return x * torch.rand_like(x)
+
+
+noisy.register_fake(torch.empty_like)
+noisy.register_autograd(lambda ctx, gradient: gradient)
+
+
+def test_an_operator_of_somebody_elses_that_draws_is_refused_when_it_runs():
+    def loss(model, x):
+        return noisy(model(x)).sum()
+
+    model, x = Model(), torch.randn(4, 8)
+    plan = make_plan(captured_step(model, loss, x, {}), PlanRequest(Mesh.of(d=2), "data"))
+    with pytest.raises(StrategyError, match=r"random_tests.noisy.default, at .*return noisy.*own generator"):
+        run(plan, model, x)

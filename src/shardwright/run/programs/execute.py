@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from shardwright.errors import StrategyError
 from shardwright.graph import operators
 from shardwright.graph.ir import Capture
 from shardwright.lower import draws, kernels
@@ -20,6 +21,7 @@ from shardwright.lower.randomness import mixed
 from shardwright.mesh import collectives
 from shardwright.mesh.collectives import Communicator
 from shardwright.pulse import own_pulse
+from shardwright.rules.table import key_of
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.failures import explained
 from shardwright.run.programs.sites import Sites
@@ -63,6 +65,22 @@ class StepArguments:
         return lambda number: mixed(mixed(mixed(self.seed) ^ self.step) ^ number)
 
 
+def own_generator(device: torch.device) -> Tensor:
+    """The state of the generator from which torch's own operators draw on a device."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+def _drew(program: LocalProgram) -> str:
+    """What is said of a program that moved that generator: operators of others may draw without a word."""
+    nodes = [instruction.node for instruction in program.instructions if instruction.node is not None]
+    unknown = [f"{node.op}, at {node.source}" for node in nodes if key_of(node.op) is None]
+    return (
+        f"{'; or '.join(unknown) or 'an operator'}: draws random numbers from each device's own generator, so that "
+        "ranks would disagree\nGive it its random numbers as a tensor, drawn by torch.rand or torch.randn in the loss "
+        "function."
+    )
+
+
 class Execution:
     """Runs a local program: loss, auxiliary outputs and new buffers from this rank's parts.
 
@@ -85,6 +103,7 @@ class Execution:
         self._comm = comm
         self._device = device
         self._reduction = reduction
+        self._untried = program.mesh.size > 1
         self._reduce: Callable[..., Any] = reduction
         self._names = dict(_NAMES)
         name = f"<program of rank {program.rank} {id(self):x}>"
@@ -101,13 +120,18 @@ class Execution:
         """Run the forward, and count how it was run."""
         with_gradients: Pass = "deferred" if self._reduction.deferring else "reduced"
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
+        before = own_generator(self._device) if self._untried else None
         try:
-            return self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
+            outputs = self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
         except Exception as error:
             told = explained(error, self.program, self._step.__code__, self._capture)
             if told is error:
                 raise
             raise told from None
+        if before is not None and not torch.equal(before, own_generator(self._device)):
+            raise StrategyError(_drew(self.program))
+        self._untried = False
+        return outputs
 
     def variables(self, arguments: StepArguments) -> dict[str, Any]:
         """Run the same forward one instruction at a time and keep every variable, under its name in the program."""
