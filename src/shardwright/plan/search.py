@@ -35,7 +35,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import possible, redistribute
 from shardwright.plan.cost import Objective
 from shardwright.plan.decisions import Target, target_of
-from shardwright.plan.exact import Costs, Table, minimise
+from shardwright.plan.exact import Costs, Table, TooWide, minimise
 from shardwright.plan.ruled import RuledGraph, Use
 from shardwright.rules.notation import Strategy
 
@@ -78,13 +78,22 @@ def search(space: Space, objective: Objective) -> Choice:
     cost, strategies, leaves = _Problem(space, known, others).solved()
     if not beside:
         return Choice(strategies, leaves, cost, cost)
-    more, of_beside, their_leaves = _beside(beside, space, known, strategies, leaves).solved()
+    bound = cost
+    try:
+        more, of_beside, their_leaves = _beside(beside, space, known, strategies, leaves).solved()
+    except TooWide:
+        raise
+    except PlanError:  # the rest demands partial sums, which what stands beside it cannot make
+        problem = _Problem(space, known, others)
+        problem.demand_no_sums(beside)
+        cost, strategies, leaves = problem.solved()
+        more, of_beside, their_leaves = _beside(beside, space, known, strategies, leaves).solved()
     least = sum(
         float(known.operator(node, [space.graph.rules[node.name].replicated(), *space.strategies[node.name]]).min())
         for node in space.graph.capture.nodes
         if node.name in beside
     )
-    return Choice(strategies | of_beside, leaves | their_leaves, cost + more, cost + min(least, more))
+    return Choice(strategies | of_beside, leaves | their_leaves, cost + more, bound + min(least, more))
 
 
 def _beside(
@@ -297,6 +306,16 @@ class _Problem:
             {name: self.space.strategies[name][picked[i]] for name, i in self.node_variables.items()},
             {name: self.space.leaves[name][picked[i]] for name, i in self.leaf_variables.items()},
         )
+
+    def demand_no_sums(self, makers: Set[str]) -> None:
+        """Forbid choices that need what other operators make, which are no variables here, as partial sums."""
+        graph = self.space.graph
+        for value, (maker, _) in graph.producers.items():
+            if maker.name in makers:
+                whole = Layout.replicated(len(graph.capture.values[value].shape))
+                for variable, targets in self._consumers(value):
+                    costs = [0.0 if possible(whole, target.layout) else math.inf for target in targets]
+                    self.tables.append(Table((variable,), np.array(costs)))
 
     def _variable(self, size: int) -> int:
         if size == 0:
