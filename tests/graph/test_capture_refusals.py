@@ -55,6 +55,14 @@ def distinct(model, batch):
     return model(batch[0]).sum() * torch.unique(batch[1]).sum()
 
 
+def rolled(model, batch):
+    return model(batch[0]).roll(batch[1][0, 0].long(), 0).square().sum()
+
+
+def narrowed(model, batch):
+    return model(batch[0]).narrow(0, batch[1][0, 0].long(), 1).sum()
+
+
 def counted(model, batch):
     return model(batch[0]).sum() / torch.bincount(batch[1][:, 0].long()).sum()
 
@@ -158,6 +166,8 @@ def nothing(model, batch):
         (selection, "the shape that an index by a mask", "return out[out > 0].sum()", "Keep the shape fixed"),
         (positions, "the shape that nonzero gives", "torch.nonzero(batch[1])", r"count with mask\.sum\(\).* weight 0"),
         (distinct, "the shape that unique gives", "torch.unique(batch[1])", "pass it in the batch"),
+        (rolled, "would need a number out of a tensor", ".roll(batch[1][0, 0].long(), 0)", "index_select"),
+        (narrowed, "depends on the values of a tensor", ".narrow(0, batch[1][0, 0].long(), 1)", "Keep shapes fixed"),
         (counted, "the shape that bincount", "torch.bincount(batch", r"F\.one_hot\(x, n\)\.sum\(0\)"),
         (classes, "the shape that one_hot", "F.one_hot(batch[1].long())", r"F\.one_hot\(x, n\)"),
         (packed, "the shape that pack_padded_sequence", "pack_padded_sequence(model", r"lengths - 1\]"),

@@ -248,3 +248,12 @@ def test_remedies_give_the_same_and_are_captured():
     model, batch = Remedies(), (torch.randn(8, 5, 6), torch.tensor([5, 3, 1, 2, 4, 5, 2, 1]), torch.arange(8) % 3)
     torch.testing.assert_close(model(*batch), with_shapes_of_values(model, *batch))
     like_plain(model, lambda model, batch: model(*batch)[batch[1][0] - 1].square().sum(), batch, (2,))
+
+
+def one_entry(model, x):
+    y, i = model(x).view(8, 2, 2), x.argmax() % 2
+    return y[i, i].sum() + y[:, i].square().sum() * y[:, None, i, i + 1 - 1].sum()
+
+
+def test_an_index_that_is_a_tensor_of_one_number():
+    like_plain(nn.Linear(6, 4), one_entry, torch.randn(8, 6), (2,))

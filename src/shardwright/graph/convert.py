@@ -184,6 +184,11 @@ class _Converter:
             return
         vals = node.meta["val"]
         several = isinstance(vals, (tuple, list))
+        if isinstance(vals, torch.SymInt | torch.SymFloat | torch.SymBool):
+            raise CaptureError(
+                f"the graph would need a number out of a tensor, at {_source(node)}\n"
+                "Keep it a tensor: index with x.index_select(dim, i.reshape(1)), and choose with torch.where."
+            )
         tensors = [val for val in vals if isinstance(val, torch.Tensor)] if several else [vals]
         taken = {parameter.name for parameter in torch_private.schema_parameters(op)}
         kwargs = {name: arg for name, arg in node.kwargs.items() if name in taken}  # of what is written in its place

@@ -159,12 +159,21 @@ _HINT = "If the line is right on one device, write it with tensor operations of 
 _MISTAKES = (AttributeError, ImportError, IndexError, KeyError, NameError)
 
 
+# Errors of the exporter about values that it does not have, whose texts speak of its symbols.
+_NO_VALUE = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound", "DataDependentOutputException")
+
+
 def explained(error: Exception, failed: str) -> CaptureError:
     """The error of a capture that failed somewhere else, ``failed`` being where the first function did."""
     where = failed or sources.source_in_traceback(error.__traceback__)
     at = f", at {where}" if where else ""
     if isinstance(error, torch_private.DynamicOutputShapeException):
         return _unknown_shape(str(error.func), where)
+    if type(error).__name__ in _NO_VALUE:
+        return CaptureError(
+            f"a shape or a branch depends on the values of a tensor{at}\n"
+            "Keep shapes fixed, and choose with torch.where(condition, a, b)."
+        )
     reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
     hint = "" if isinstance(error, _MISTAKES) else f"\n{_HINT}"
     return CaptureError(f"the model cannot be captured{at}\n{type(error).__name__}: {reason}{hint}")

@@ -160,10 +160,19 @@ def _data(x: Tensor, *_: Any) -> Tensor:
 
 
 def _item(x: Tensor, index: Any) -> Tensor:
-    """``x[i]``, which reads a number where ``i`` is a tensor that is one."""
-    if isinstance(index, Tensor) and not index.ndim and not index.is_floating_point() and index.dtype != torch.bool:
-        return x.index_select(0, index.reshape(1) % x.shape[0]).squeeze(0)
-    return x[index]
+    """``x[i]``, ``x[:, i]``, ``x[i, j]``, which read numbers where ``i`` and ``j`` are tensors of one each."""
+    entries = index if isinstance(index, tuple) else (index,)
+    at = [place for place, entry in enumerate(entries) if _is_number(entry)]
+    others = [entry for place, entry in enumerate(entries) if place not in at]
+    side_by_side = at == list(range(at[0], at[0] + len(at))) if at else False
+    if not side_by_side or not all(entry is None or isinstance(entry, slice) for entry in others):
+        return x[index]
+    return x[tuple(entry.reshape(1) if place in at else entry for place, entry in enumerate(entries))].squeeze(at[0])
+
+
+def _is_number(entry: Any) -> bool:
+    whole = isinstance(entry, Tensor) and not entry.ndim and not entry.is_floating_point()
+    return whole and entry.dtype != torch.bool
 
 
 _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
