@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._functorch.pyfunctorch import retrieve_all_functorch_interpreters
+from torch._functorch import eager_transforms
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # the first: not listed
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -34,6 +34,7 @@ __all__ = [
     "empty_like_on",
     "fake_mode",
     "functions_apply",
+    "gradient_transforms_call",
     "grouped_mm",
     "has_no_value",
     "has_post_hooks",
@@ -52,12 +53,13 @@ __all__ = [
     "storage_key",
     "tensors_returned",
     "tensors_taken",
+    "trace_beneath_autograd",
     "tree_flatten",
+    "tree_leaves",
     "tree_map",
     "tree_unflatten",
     "untraced",
     "version",
-    "within_gradient",
 ]
 
 
@@ -106,13 +108,21 @@ def empty_like_on(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMo
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
 
+def _unwrapped(tensor: Any) -> Any:
+    """What transforms of ``torch.func`` have wrapped."""
+    while isinstance(tensor, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one without storage."""
-    return isinstance(tensor, FakeTensor)
+    return isinstance(_unwrapped(tensor), FakeTensor)
 
 
 def has_no_value(tensor: Any) -> bool:
     """Whether a tensor is one without storage whose value is not known as a constant either."""
+    tensor = _unwrapped(tensor)
     return isinstance(tensor, FakeTensor) and tensor.constant is None
 
 
@@ -166,6 +176,11 @@ def _step(key: Any) -> str:
 def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
     """The same tree with ``function`` of every leaf; subclasses of tuple become tuples."""
     return pytree.tree_map(function, _plain_tuples(tree))
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """The leaves of a tree, without their paths."""
+    return pytree.tree_leaves(tree)
 
 
 def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
@@ -275,11 +290,30 @@ def untraced() -> Iterator[None]:
         yield
 
 
-def within_gradient() -> bool:
-    """Whether a transform of ``torch.func`` is on that takes gradients: no public name tells."""
-    if not torch._C._are_functorch_transforms_active():
-        return False
-    return any(i.key() != torch._C._functorch.TransformType.Vmap for i in retrieve_all_functorch_interpreters())
+def trace_beneath_autograd(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
+    """The operators that ``function`` of lists of tensors calls, those of every backward in it too.
+
+    The public exporter records them above autograd. `torch.compiler.is_exporting` is true meanwhile, as under it.
+    """
+    before = torch.compiler._is_exporting_flag
+    torch.compiler._is_exporting_flag = True
+    try:
+        return make_fx(function, tracing_mode="real", pre_dispatch=False, _allow_non_fake_inputs=True)(*args)
+    finally:
+        torch.compiler._is_exporting_flag = before
+
+
+@contextmanager
+def gradient_transforms_call(by: Callable[..., Any]) -> Iterator[None]:
+    """Let every transform of ``torch.func`` that takes gradients call ``by`` before it begins: by whatever name it was
+    imported, it looks one of these up in its own module."""
+    names = ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")
+    before = {name: getattr(eager_transforms, name) for name in names}
+    vars(eager_transforms).update(dict.fromkeys(names, by))
+    try:
+        yield
+    finally:
+        vars(eager_transforms).update(before)
 
 
 def is_operator(target: Any) -> bool:

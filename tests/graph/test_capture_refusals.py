@@ -111,16 +111,6 @@ def set_data(model, batch):
     return out.sum()
 
 
-def gradient(model, batch):
-    x = batch[0].clone().requires_grad_()
-    (slope,) = torch.autograd.grad(model(x).tanh().sum(), x, create_graph=True)
-    return slope.square().mean()
-
-
-def transformed(model, batch):
-    return torch.func.grad(lambda x: model(x).tanh().sum())(batch[0]).square().mean()
-
-
 def backward(model, batch):
     loss = model(batch[0]).sum()
     loss.backward()
@@ -177,8 +167,6 @@ def nothing(model, batch):
         (changed_beside_its_gradient, "behind the back", "out.detach().mul_(2)", "the old gradient"),
         (changed_data, "behind the back", "out.data.mul_(2)", "the old gradient"),
         (set_data, r"x\.data of a tensor is set", "out.data = out * 2", r"buffer\.copy_"),
-        (gradient, "a gradient is taken inside", "torch.autograd.grad(model(x)", 'mode="data"'),
-        (transformed, "a gradient is taken inside", "model(x).tanh()", 'mode="data"'),
         (backward, r"backward\(\) is called inside", "loss.backward()", "Return the loss"),
         (other_parameters, r"a parameter of shape \[16, 8\] that is not", "self.up(x)", "submodules of it"),
         (wrong_shapes, "cannot be captured", "batch[1].new_ones(3, 2)", "RuntimeError"),

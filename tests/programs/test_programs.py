@@ -24,9 +24,7 @@ PROGRAMS: dict[str, types.FunctionType] = {
 # What draws inside the loss draws by position, which plain PyTorch does not.
 DRAWING = {"diffusion", "mixup_in_the_step", "discrete_latents"}
 # program -> what is said, and under which plans
-REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "gradient_penalty": ("a gradient is taken inside the loss function", ("auto", "propagation")),
-}
+REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {}
 QUICK = {"gan", "lora", "byol", "dqn", "curriculum", "segmentation", "set_prediction", "lbfgs"}
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
@@ -89,7 +89,12 @@ def apply_function(op: str, *args: Any, autocast: torch.dtype | None = None) -> 
         output: Any = function_of(op).apply(*args)  # type: ignore[no-untyped-call]
     if isinstance(output, torch.Tensor):
         return output
-    tensors = [tensor for tensor in output if isinstance(tensor, torch.Tensor)]
+    return tensors_of(output)
+
+
+def tensors_of(results: Sequence[Any]) -> Any:
+    """The tensors among the results of an operator, or the one that there is."""
+    tensors = [result for result in results if isinstance(result, torch.Tensor)]
     return tensors if len(tensors) > 1 else tensors[0]
 
 

@@ -23,7 +23,7 @@ from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
 from shardwright.plan.decisions import Transfer
 from shardwright.plan.plan import Plan
 from shardwright.rules.notation import Operand
-from shardwright.torch_private import returns_list
+from shardwright.torch_private import returns_list, tensors_returned
 
 
 def lower(plan: Plan, rank: int) -> LocalProgram:
@@ -107,11 +107,20 @@ class _Lowering:
                 "operator",
                 node.results,
                 reads,
-                render(call, reads) + ("[0]" if len(node.results) == 1 and returns_list(node.op) else ""),
+                _unpacked(call, node, reads),
                 node=node,
                 internal=plan.graph.collectives_inside(node, strategy, plan.mesh),
             )
         )
+
+
+def _unpacked(call: Call, node: Node, reads: tuple[str, ...]) -> str:
+    """A call as Python source that gives the results of ``node``: no list of one, and nothing in place of tensors."""
+    text = render(call, reads)
+    if len(node.results) == 1 and returns_list(node.op):
+        return text + "[0]"
+    leaves_out = call.function == f"torch.ops.{node.op}" and tensors_returned(node.op) not in (None, len(node.results))
+    return f"ops.tensors_of({text})" if leaves_out else text
 
 
 def render(call: Call, reads: tuple[str, ...]) -> str:

@@ -30,18 +30,28 @@ def refuse_reading(name: str, args: Sequence[Any], where: str) -> None:
         )
 
 
-def refuse_gradients(function: Any, where: str) -> None:
-    """Refuse a backward within the step, which would need tensors that autograd keeps and an exported program lacks."""
+def refuse_backward(function: Any, where: str) -> None:
+    """Refuse a backward that leaves its gradients at the parameters."""
     if function is torch.Tensor.backward or function is torch.autograd.backward:
         raise CaptureError(
             f"backward() is called inside the loss function, at {where}\n"
-            "Return the loss, and call backward() on what the parallel model returns."
+            "Return the loss, and call backward() on what the parallel model returns; for a gradient within the loss, "
+            "use torch.autograd.grad(..., create_graph=True)."
         )
-    if function is torch.autograd.grad or torch_private.within_gradient():
+
+
+@contextmanager
+def transforms_refused() -> Iterator[None]:
+    """Refuse the transforms of ``torch.func`` that take gradients, before they begin."""
+
+    def refuse(*args: Any, **kwargs: Any) -> Any:
         raise CaptureError(
-            f"a gradient is taken inside the loss function, which cannot be captured, at {where}\n"
-            'Train with mode="data", which then runs by DistributedDataParallel and takes such gradients.'
+            "a transform of torch.func takes a gradient inside the loss function, which cannot be captured, at "
+            f"{sources.callers_place()}\nUse torch.autograd.grad(..., create_graph=True), which is captured."
         )
+
+    with torch_private.gradient_transforms_call(refuse):
+        yield
 
 
 def refuse_hooks(name: str, where: str) -> None:

@@ -54,9 +54,14 @@ def inline(program: torch.export.ExportedProgram) -> None:
             user.replace_all_uses_with(inner)
             graph.erase_node(user)
         graph.erase_node(node)
-    graph.eliminate_dead_code()
+    graph.eliminate_dead_code(lambda node: node.is_impure() or _begins_or_ends_vmap(node))
     graph.lint()
     owner.recompile()
+
+
+def _begins_or_ends_vmap(node: Node) -> bool:
+    """Whether a node is a bracket around what ``torch.vmap`` runs, of which nothing reads a result."""
+    return getattr(node.target, "__name__", "") in ("_vmap_increment_nesting", "_vmap_decrement_nesting")
 
 
 def _position(node: Node) -> int | None:

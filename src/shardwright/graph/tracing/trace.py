@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph.tracing import answers, functions, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
+from shardwright.graph.tracing.gradients import GradientTaken, Replayed
 from shardwright.graph.tracing.in_place import InPlace, refuse_setting_data
 from shardwright.rules.notation import Operand
 
@@ -46,8 +47,9 @@ class _Annotate(TorchFunctionMode):
     The exporter keeps no frame of the loss function, and forgets ``no_grad`` where it makes a graph functional.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, beneath_autograd: bool) -> None:
         super().__init__()
+        self.beneath_autograd = beneath_autograd
         self.in_place = InPlace()
         self.failed = ""  # where the function stands that raised first
 
@@ -60,7 +62,9 @@ class _Annotate(TorchFunctionMode):
             return known
         frame = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
         source, where = sources.describe_frame(frame) if frame is not None else "", sources.place_of(frame)
-        refusals.refuse_gradients(func, where)
+        refusals.refuse_backward(func, where)
+        if func is torch.autograd.grad and not self.beneath_autograd:
+            raise GradientTaken
         refusals.refuse_reading(name, args, where)
         refusals.refuse_hooks(name, where)
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
@@ -69,7 +73,7 @@ class _Annotate(TorchFunctionMode):
         refuse_setting_data(func, where)
         before = self.in_place.before(args, kwargs or {})
         try:
-            with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: not torch.is_grad_enabled()}):
+            with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: _without_gradient(func, kwargs or {})}):
                 result = written.in_place_of(func)(*args, **(kwargs or {}))
         except Exception:
             self.failed = self.failed or where
@@ -77,6 +81,11 @@ class _Annotate(TorchFunctionMode):
         refusals.refuse_unknown_shape(name, result, where)
         self.in_place.after(before, result, where)
         return result
+
+
+def _without_gradient(func: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether what a function returns has no gradient."""
+    return not torch.is_grad_enabled() or (func is torch.autograd.grad and not kwargs["create_graph"])
 
 
 @dataclass
@@ -101,7 +110,8 @@ class _Step(torch.nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         call = self.call
-        with call.mode, call.reading.watch(), functions.captured(), refusals.seeding_refused():
+        refused = refusals.seeding_refused(), refusals.transforms_refused()
+        with call.mode, call.reading.watch(), functions.captured(), refused[0], refused[1]:
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
         found: list[torch.Tensor] = []
@@ -168,6 +178,21 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
         CaptureError: where the step is not one graph; the message names the user's line and the remedy.
     """
     refusals.refuse_compiled(model)
+    try:
+        return _trace(model, loss_fn, leaves, spec, train=train, beneath_autograd=False)
+    except GradientTaken:
+        return _trace(model, loss_fn, leaves, spec, train=train, beneath_autograd=True)
+
+
+def _trace(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    leaves: Sequence[Any],
+    spec: Any,
+    *,
+    train: bool,
+    beneath_autograd: bool,
+) -> Trace:
     device = capture_device(model)
     mode = torch_private.fake_mode()
     copied = _copy_without_storage(model, device, mode)
@@ -183,7 +208,7 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
         return torch_private.tree_unflatten(filled, spec)
 
     reading = Reading(model, copied, loss_fn)
-    call = _Call(_with_autocast(loss_fn, device), batch, _Annotate(), reading)
+    call = _Call(_with_autocast(loss_fn, device), batch, _Annotate(beneath_autograd=beneath_autograd), reading)
     with (
         warnings.catch_warnings(),
         torch_private.quiet_exporter(),
@@ -193,10 +218,12 @@ def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], 
     ):
         warnings.simplefilter("ignore")  # the exporter's own deprecations, and advice about its internals
         try:
-            program = torch.export.export(_Step(copied, call), tensors, strict=False)
+            step = _Step(copied, call)
+            exported = Replayed(step, tensors) if beneath_autograd else step
+            program = torch.export.export(exported, tensors, strict=False)
             regions.inline(program)
             program = program.run_decompositions({})
-        except ShardwrightError:
+        except (ShardwrightError, GradientTaken):
             raise
         except Exception as error:
             raise refusals.explained(error, call.mode.failed) from error
