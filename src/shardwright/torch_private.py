@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace, _get_decomp_for_cia
 from torch._functorch import eager_transforms
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
@@ -30,6 +31,7 @@ __all__ = [
     "assert_on_device",
     "casts",
     "checkpoints_call",
+    "composite_operators",
     "dcp_storage_info",
     "empty_like_on",
     "fake_mode",
@@ -320,6 +322,14 @@ def is_operator(target: Any) -> bool:
     """Whether the target of a node is an operator such as ``torch.ops.aten.linear.default``, of which the type has no
     public name."""
     return isinstance(target, OpOverload)
+
+
+@lru_cache(maxsize=1)
+def composite_operators() -> Mapping[Any, Callable[..., Any]]:
+    """The operators of ATen that torch computes by others, forward and backward, each with the function that does it:
+    `torch.export.default_decompositions` also has those that lose accuracy, or gradients at some points."""
+    composite = _collect_all_valid_cia_ops_for_aten_namespace()
+    return {operator: _get_decomp_for_cia(operator) for operator in composite}
 
 
 def job_store() -> Any:

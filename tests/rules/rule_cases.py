@@ -185,6 +185,33 @@ def cast_like(d, op):
     return Invocation(op, (d.x(*shape), d.pick([d.x(*other), d.integers(4, *other)])))
 
 
+@case("complex.default polar.default")
+def complex_numbers(d, op):
+    shape = d.shape()
+    return Invocation(op, (d.positive(*shape), d.positive(*d.broadcast(shape))))
+
+
+@case("angle.default conj_physical.default view_as_real.default")
+def of_complex(d, op):
+    shape = d.shape()
+    return Invocation(op, (torch.complex(d.x(*shape), d.x(*shape)).detach().requires_grad_(),))
+
+
+@case("view_as_complex.default")
+def view_as_complex(d, op):
+    return Invocation(op, (d.x(*d.shape(), 2),))
+
+
+@case("_fft_c2c.default _fft_r2c.default _fft_c2r.default")
+def fourier(d, op):
+    shape = d.shape(2, 3)
+    x = d.x(*shape)
+    dims = d.pick([(0,), (len(shape) - 1,), (0, 1)])
+    if "r2c" not in op:
+        x = torch.complex(x, d.x(*shape)).detach().requires_grad_()
+    return Invocation(op, (x, dims, 0, 2 * shape[dims[-1]] - 1 if "c2r" in op else True))
+
+
 @case("lerp.Scalar")
 def lerp(d, op):
     shape = d.shape()
@@ -294,6 +321,11 @@ def scalar_tensor(d, op):
     return Invocation(op, (2.5,))
 
 
+@case("eye.default eye.m")
+def eye(d, op):
+    return Invocation(op, (4, 6) if op.endswith(".m") else (4,))
+
+
 @case("linspace.default")
 def linspace(d, op):
     return Invocation(op, (0.0, 1.0, 5))
@@ -341,9 +373,23 @@ def outer(d, op):
 @case("einsum.default")
 def einsum(d, op):
     sizes = {c: d.size() for c in "bijk"}
-    equation = d.pick(["bij,bkj->bik", "bij,jk -> bik", "bij->ji", "ij,j->", "bij,bij,j->bj"])
-    terms = equation.replace(" ", "").split("->")[0].split(",")
-    return Invocation(op, (equation, tuple(d.x(*(sizes[c] for c in t)) for t in terms)))
+    equation = d.pick([
+        "bij,bkj->bik", "bij,jk -> bik", "bij->ji", "ij,j->", "bij,bij,j->bj", "ij,jk", "...ij,...kj->...ik",
+        "b...,i...->bi...", "...ij,j",
+    ])  # fmt: skip
+    batch = d.shape(1, 2)
+    shapes = []
+    for text in equation.replace(" ", "").split("->")[0].split(","):
+        before, dots, behind = text.partition("...")
+        inner = d.broadcast(batch) if dots else ()
+        shapes.append((*(sizes[c] for c in before), *inner, *(sizes[c] for c in behind)))
+    return Invocation(op, (equation, tuple(d.x(*shape) for shape in shapes)))
+
+
+@case("bilinear.default")
+def bilinear(d, op):
+    batch, i, j, n = d.shape(0, 2), d.size(), d.size(), d.size()
+    return Invocation(op, (d.x(*batch, i), d.x(*batch, j), d.x(n, i, j), *d.pick([(), (d.x(n),)])))
 
 
 @case("cosine_similarity.default")
@@ -434,7 +480,8 @@ def sums(d, op):
     "amax.default amin.default argmax.default argmin.default max.default min.default max.dim min.dim prod.dim_int "
     "any.dim all.dim var.correction std.correction var_mean.correction std_mean.correction logsumexp.default "
     "any.default all.default prod.default std.default var.default var_mean.default std_mean.default "
-    "any.dims all.dims std.dim var.dim var_mean.dim std_mean.dim linalg_vector_norm.default"
+    "any.dims all.dims std.dim var.dim var_mean.dim std_mean.dim linalg_vector_norm.default "
+    "norm.Scalar norm.ScalarOpt_dim norm.ScalarOpt_dtype norm.ScalarOpt_dim_dtype"
 )
 def reductions(d, op):
     x = d.x(*d.shape(2, 3))
@@ -446,8 +493,9 @@ def reductions(d, op):
         return Invocation(op, (x, *unbiased))
     if overload == "dim" and unbiased:
         return Invocation(op, (x, dims, *unbiased, d.pick([False, True])))
-    if "linalg" in op:
-        return Invocation(op, (x, 2, (dim,), d.pick([False, True])))
+    if "norm" in op:
+        over = ((dim,), d.pick([False, True])) if "_dim" in op or "linalg" in op else ()
+        return Invocation(op, (x, 2, *over), {"dtype": torch.float64} if op.endswith("dtype") else {})
     if "var" in op or "std" in op:
         return Invocation(op, (x, dims), {"correction": 0, "keepdim": d.pick([False, True])})
     return Invocation(op, (x, dims, d.pick([False, True])))
@@ -708,6 +756,21 @@ def pooling_elsewhere(d, op):
     return Invocation(op, (d.x(d.size(), d.size(), *spatial), (2,) * len(spatial)))
 
 
+@case("im2col.default col2im.default")
+def windows(d, op):
+    batch, c = d.shape(0, 1), d.size()
+    x = d.x(*batch, c, 4, 5) if "im2" in op else d.x(*batch, 6 * c, 15)
+    return Invocation(op, (x, *([(4, 5)] if "col2" in op else []), (2, 3), (1, 1), (0, 1), (1, 1)))
+
+
+@case("_weight_norm_interface.default")
+def weight_norm(d, op):
+    shape = d.shape(2, 3)
+    dim = d.pick([0, len(shape) - 1])
+    g = [size if i == dim else 1 for i, size in enumerate(shape)]
+    return Invocation(op, (d.x(*shape), d.x(*g), dim))
+
+
 @case("lstm.input gru.input rnn_tanh.input rnn_relu.input")
 def recurrent(d, op):
     batch_first, both, layers = d.pick([True, False]), d.pick([False, True]), d.pick([1, 2, 3])
@@ -837,6 +900,31 @@ def index(d, op):
     i, j, k = d.integers(a, n), d.integers(b, m, 1), d.integers(c, n)
     indices = d.pick([(i,), (None, j), (i, j), (None, j, k), (i, None, k), (d.integers(a, m, n),)])
     return Invocation(op, (d.x(a, b, c), indices))
+
+
+@case("index_put.default")
+def index_put(d, op):
+    a, b, c = (d.pick([2, 3, 4]) for _ in range(3))
+    n = d.size()
+    i, mask = d.integers(a, n), d.mask(a, b)
+    indices, values = d.pick([
+        ((i,), (n, b, c)), ((i,), (1, b, 1)), ((i,), (c,)), ((None, d.integers(b, n)), (a, n, c)),
+        ((d.integers(a, n), d.integers(b, n)), (n, c)), ((mask,), (c,)), ((mask,), ()), ((mask[:, 0],), (1, b, c)),
+    ])  # fmt: skip
+    accumulate = d.pick([False, True])
+    if not accumulate:  # a place that is written twice would have no certain value
+        indices = tuple(x if x is None or x.dtype == torch.bool else x * 0 for x in indices)
+        values = tuple(1 if size == n else size for size in values) if n > 1 else values
+    return Invocation(op, (d.x(a, b, c), indices, d.x(*values), accumulate))
+
+
+@case("index_add.default index_copy.default index_fill.int_Scalar index_fill.int_Tensor")
+def index_written(d, op):
+    shape = d.shape(1, 3)
+    dim = d.dim(shape)
+    index = torch.randperm(shape[dim], generator=d.generator)
+    source = {"aten.index_fill.int_Scalar": 2.5, "aten.index_fill.int_Tensor": d.x()}.get(op, d.x(*shape))
+    return Invocation(op, (d.x(*shape), dim, index, source), {"alpha": d.pick([1, 0.5])} if "add" in op else {})
 
 
 @case("gather.default")

@@ -100,7 +100,8 @@ class Kept:
             assert said <= sum(inside.values()) <= said + SMALL_BYTES
         for i, result in enumerate(results):
             carries = row.differentiable is None or i < row.differentiable
-            assert result.requires_grad == (carries and result.is_floating_point()), f"result {i} of {op}"
+            continuous = result.is_floating_point() or result.is_complex()
+            assert result.requires_grad == (carries and continuous), f"result {i} of {op}"
 
 
 SMALL_BYTES = 64  # of what is not counted: weights and counts of classes

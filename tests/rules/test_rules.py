@@ -10,11 +10,8 @@ from rulecheck import check, rule_for
 from shardwright.mesh.mesh import Mesh
 from shardwright.rules.table import TABLE, key_of, row_of
 
-UNSPLIT = {
-    "aten.scalar_tensor.default",
-    "aten.linspace.default",
-    "aten.randperm.default",
-}  # nothing of these can be split
+# Nothing of these can be split.
+UNSPLIT = {f"aten.{name}.default" for name in ("scalar_tensor", "linspace", "eye", "randperm")}
 ENOUGH = 20  # strategies that split something, for every row of the table
 MESHES = [Mesh.of(a=2), Mesh.of(a=3), Mesh.of(a=4), Mesh.of(a=6), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3)]
 

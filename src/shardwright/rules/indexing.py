@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from shardwright.rules.notation import OpRule
 from shardwright.rules.operator import Operator, term
 
@@ -50,3 +52,34 @@ def index(op: Operator) -> OpRule:
         sizes = shape[drawn - len(one) :]
         terms.append(term(n if a == b else "." for n, a, b in zip(names, one, sizes, strict=True)))
     return op.bind(f"{', '.join(terms)} -> {term([*kept[:first], *asked, *kept[first:]], linear=True)}")
+
+
+def index_put(op: Operator) -> OpRule:
+    """x[..., i, j, ...] = values: the dims behind those that are indexed may be split, where the values have them too.
+
+    An index may be a mask, over as many dims of x as it has itself; no shape tells which it is.
+    """
+    x, *given, values = op.operands
+    indices = op["indices"]
+    first = next(i for i, index in enumerate(indices) if index is not None)
+    between = sum(index is None for index in indices[first:])
+    covered = first + between + sum(max(len(shape), 1) for shape in given)
+    names = ["." if i < covered else f"d{i}" for i in range(len(x))]
+    source = ["."] * len(values)
+    for back in range(1, min(len(x), len(values)) + 1):
+        source[-back] = names[-back] if values[-back] == x[-back] else "."
+    whole = [term(["."] * len(shape)) for shape in given]
+    return op.bind(f"{', '.join([term(names), *whole, term(source)])} -> {term(names)}")
+
+
+def index_written(*, linear: bool = False) -> Callable[[Operator], OpRule]:
+    """The rule of index_add, index_copy and index_fill (x, dim, index, source or value): the dims beside ``dim`` may
+    be split."""
+
+    def write(op: Operator) -> OpRule:
+        dim, n = op.dim(), len(op.operands[0])
+        x = term(("." if i == dim else f"d{i}" for i in range(n)), linear=linear)
+        sources = [x if len(shape) == n else term(["."] * len(shape)) for shape in op.operands[2:]]
+        return op.bind(f"{', '.join([x, term(['.'] * len(op.operands[1])), *sources])} -> {x}")
+
+    return write

@@ -20,17 +20,29 @@ def matmul(op: Operator) -> OpRule:
 
 
 def einsum(op: Operator) -> OpRule:
-    """einsum(equation, tensors): the equation is the rule. Ellipses and diagonals are not split."""
+    """einsum(equation, tensors): the equation is the rule. Diagonals are not split."""
     left, arrow, right = op["equation"].replace(" ", "").partition("->")
-    terms = left.split(",")
-    if not arrow or "." in left or any(len(set(t)) < len(t) for t in terms):
+    if not arrow:
+        once = sorted(letter for letter in set(left) - set(",.") if left.count(letter) == 1)
+        right = "..." * ("." in left) + "".join(once)
+    terms = [_einsum_dims(text, len(shape)) for text, shape in zip(left.split(","), op.operands, strict=True)]
+    result = _einsum_dims(right, len(op.results[0]))
+    if any(len(set(names)) < len(names) for names in terms):
         return replicated_rule(op.operands, op.results)
-    size = {c: n for t, shape in zip(terms, op.operands, strict=True) for c, n in zip(t, shape, strict=True) if n > 1}
+    named = [list(zip(names, shape, strict=True)) for names, shape in zip(terms, op.operands, strict=True)]
+    split = {name for pairs in named for name, size in pairs if size > 1}
     words = [
-        term(c + "+" * (c not in right) if n > 1 or c not in size else "." for c, n in zip(t, shape, strict=True))
-        for t, shape in zip(terms, op.operands, strict=True)
+        term(name + "+" * (name not in result) if size > 1 or name not in split else "." for name, size in pairs)
+        for pairs in named
     ]
-    return op.bind(f"~ {', '.join(words)} -> ~ {' '.join(right)}")
+    return op.bind(f"~ {', '.join(words)} -> {term(result, linear=True)}")
+
+
+def _einsum_dims(text: str, ndim: int) -> list[str]:
+    """The letters of a term of an equation; the dims of its ellipsis are e0, e1, ... from the last one on."""
+    before, dots, behind = text.partition("...")
+    inner = range(ndim - len(before) - len(behind)) if dots else ()
+    return [*before, *(f"e{i}" for i in reversed(inner)), *behind]
 
 
 def cosine_similarity(op: Operator) -> OpRule:
@@ -171,6 +183,28 @@ def fractional_pooling(spatial: int) -> Callable[[Operator], OpRule]:
         return op.bind(f"{images}, {'n' if batched else '.'} c . -> {images}, {images}")
 
     return write
+
+
+def windows(op: Operator) -> OpRule:
+    """im2col: images (n, c, spatial dims) or (c, spatial dims) to (n, c times the kernel, windows)."""
+    c, k = op.operands[0][-3], math.prod(op["kernel_size"])
+    n = "n " if len(op.operands[0]) == 4 else ""
+    return op.bind(f"~ {n}c . . -> ~ {n}(c k^) .", c=c, k=k)
+
+
+def joined_windows(op: Operator) -> OpRule:
+    """col2im: the sums of windows, back to images."""
+    c, k = op.results[0][-3], math.prod(op["kernel_size"])
+    n = "n " if len(op.operands[0]) == 3 else ""
+    return op.bind(f"~ {n}(c k^) . -> ~ {n}c . .", c=c, k=k)
+
+
+def weight_norm(op: Operator) -> OpRule:
+    """_weight_norm_interface(v, g, dim): g times v over its norm, which is taken over all dims but one."""
+    dim, n = op.dim(), len(op.operands[0])
+    v = term(f"d{i}" if i == dim else f"d{i}^" for i in range(n))
+    g = term(f"d{i}" if i == dim else "." for i in range(n))
+    return op.bind(f"{v}, {g} -> {v}, {g}")
 
 
 def embedding(op: Operator) -> OpRule:

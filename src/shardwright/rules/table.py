@@ -65,6 +65,11 @@ def _indices(op: Operator) -> Saved:
     return Saved(tuple(range(1, len(op.operands))))
 
 
+def _between(op: Operator) -> Saved:
+    """A write by indices keeps these, which stand between the tensor and what is written to it."""
+    return Saved(tuple(range(1, len(op.operands) - 1)))
+
+
 def _operands(*positions: int) -> Saved:
     return Saved(operands=positions)
 
@@ -100,6 +105,11 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("bitwise_left_shift bitwise_right_shift __lshift__ __rshift__", Row("*, * -> *", NOTHING)),
     ("lerp", Row("*, *, * -> *", OPERANDS)),
     ("addcmul addcdiv", Row("*, *, * -> *", _operands(1, 2))),
+    ("complex.default", Row("*, * -> *", OPERANDS)),
+    ("polar.default", Row("*, * -> *", RESULTS)),
+    ("angle.default", Row("* -> *", OPERANDS)),
+    ("conj_physical", Row("* -> *", NOTHING)),
+    ("_conj", Row(written_as="aten.conj_physical.default")),
     ("prelu", Row(lambda op: op.bind("n c *, c -> n c *" if op.operands[1][0] > 1 else "*, . -> *"), OPERANDS)),
     # elementwise and linear
     ("neg positive", Row("~ * -> ~ *", NOTHING)),
@@ -123,6 +133,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("arange", Row(_arange, NOTHING)),
     ("scalar_tensor", Row("-> *", NOTHING)),
     ("linspace", Row("-> i^", NOTHING)),
+    ("eye", Row("-> i^ j^", NOTHING)),
     ("linspace.Tensor_Tensor linspace.Tensor_Scalar linspace.Scalar_Tensor", Row(saves=NOTHING)),
     ("new_zeros new_ones new_full", Row(views.like_shape, NOTHING, differentiable=0)),
     # random
@@ -148,6 +159,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("addmm baddbmm", Row(layers.addmm, _operands(1, 2), work.product_with_bias)),
     ("outer", Row("~ i, j -> ~ i j", OPERANDS)),
     ("einsum", Row(layers.einsum, OPERANDS)),
+    ("bilinear", Row("* i^, * j^, n i^ j^, n -> * n")),
     ("cosine_similarity", Row(layers.cosine_similarity)),
     (
         "shardwright.grouped_mm transformers::grouped_mm_fallback",
@@ -166,7 +178,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("max.dim min.dim", Row(_whole, Saved(results=(1,)))),
     ("var var_mean", Row(_whole, OPERANDS)),
     ("std_mean", Row(_whole, Saved((0,), (0,)))),
-    ("linalg_vector_norm", Row(_whole)),
+    ("linalg_vector_norm norm", Row(_whole)),
     ("softmax log_softmax _softmax _log_softmax", Row(reductions.along(), RESULTS)),
     ("histc", Row(reductions.counted, NOTHING, differentiable=0)),
     ("sort", Row(reductions.along(), Saved(results=(1,)))),
@@ -175,6 +187,8 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("cumsum", Row(reductions.along(linear=True), NOTHING)),
     ("topk", Row(reductions.resized("dim"), Saved(results=(1,)))),
     ("glu", Row(reductions.resized("dim"), OPERANDS)),
+    ("_fft_c2c _fft_c2r", Row(reductions.resized("dim"), NOTHING)),
+    ("_fft_r2c", Row(reductions.resized("dim"), OPERANDS)),
     ("mse_loss smooth_l1_loss huber_loss soft_margin_loss kl_div", Row(reductions.pointwise_loss, OPERANDS)),
     ("binary_cross_entropy binary_cross_entropy_with_logits", Row(reductions.pointwise_loss, OPERANDS)),
     ("l1_loss", Row(reductions.pointwise_loss, Saved(beside=(Beside("operand", 0),)))),
@@ -191,6 +205,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("layer_norm rms_norm", Row(layers.layer_norm, OPERANDS)),
     ("native_layer_norm", Row(layers.layer_norm, Saved(None, (1, 2)), differentiable=1)),
     ("_fused_rms_norm", Row(layers.layer_norm, Saved(None, (1,)))),
+    ("_weight_norm_interface", Row(layers.weight_norm, Saved(None, (1,)), differentiable=1)),
     ("group_norm", Row(layers.group_norm, _operands(0, 1))),
     ("native_group_norm", Row(layers.group_norm, Saved((0, 1), (1, 2)))),
     ("instance_norm", Row(layers.instance_norm)),
@@ -219,10 +234,14 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("avg_pool2d adaptive_avg_pool2d _adaptive_avg_pool2d", Row(layers.pooling(2, linear=True), OPERANDS)),
     ("avg_pool3d", Row(layers.pooling(3, linear=True), OPERANDS)),
     ("upsample_nearest2d upsample_bilinear2d upsample_bicubic2d", Row(layers.pooling(2, linear=True), NOTHING)),
+    ("im2col", Row(layers.windows, NOTHING)),
+    ("col2im", Row(layers.joined_windows, NOTHING)),
     ("lstm.input gru.input rnn_tanh.input rnn_relu.input", Row(layers.recurrent, flops=work.recurrent, draws=True)),
     # views
     ("view.default", Row(views.reshape, view=True, written_as="aten.reshape.default")),
     ("view.dtype", Row(view=True)),
+    ("view_as_real", Row("* -> * .", view=True)),
+    ("view_as_complex", Row("* . -> *", view=True)),
     ("_unsafe_view", Row(views.reshape, NOTHING, written_as="aten.reshape.default")),
     ("reshape", Row(views.reshape, view=True)),
     ("flatten unflatten", Row(views.reshape, NOTHING)),
@@ -249,6 +268,9 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     # indices
     ("index_select", Row(indexing.index_select, _operands(1))),
     ("index.Tensor", Row(indexing.index, _indices)),
+    ("index_put.default", Row(indexing.index_put, _between)),
+    ("index_add index_copy", Row(indexing.index_written(linear=True), _operands(1, 2))),
+    ("index_fill", Row(indexing.index_written(), _operands(1))),
     ("gather", Row(indexing.gather, OPERANDS)),
     ("scatter scatter_add", Row(indexing.scatter, _operands(1))),
     ("one_hot", Row("* -> * .", NOTHING)),

@@ -24,6 +24,7 @@ from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
 from shardwright.graph.tracing.in_place import InPlace, refuse_setting_data
 from shardwright.rules.notation import Operand
+from shardwright.rules.table import key_of
 
 LossFunction = Callable[[Any, Any], Any]
 SOURCE = "shardwright_source"  # keys of the annotations that every traced operator carries
@@ -222,12 +223,18 @@ def _trace(
             exported = Replayed(step, tensors) if beneath_autograd else step
             program = torch.export.export(exported, tensors, strict=False)
             regions.inline(program)
-            program = program.run_decompositions({})
+            program = program.run_decompositions(_taken_apart())
         except (ShardwrightError, GradientTaken):
             raise
         except Exception as error:
             raise refusals.explained(error, call.mode.failed) from error
     return Trace(program, copied, call.aux, call.returns_aux, reading)
+
+
+def _taken_apart() -> dict[Any, Callable[..., Any]]:
+    """How operators that have no rule are written by others, where torch itself computes them so."""
+    composite = torch_private.composite_operators()
+    return {operator: parts for operator, parts in composite.items() if key_of(str(operator)) is None}
 
 
 def _with_autocast(loss_fn: LossFunction, device: torch.device) -> LossFunction:
