@@ -105,7 +105,7 @@ def go(folder, stops):
     """Visit some numbers of ranks with some modes, one after the other; how many loads there were."""
     saved, count = [], 0
     for ranks, own in stops:
-        everyone = run_ranks(ranks, visit, str(folder), own, saved, timeout=550)
+        everyone = run_ranks(ranks, visit, str(folder), own, saved, timeout=1700)
         assert not [differing for differing, _ in everyone if differing]
         saved += [(ranks, mode) for mode in own]
         count += everyone[0][1]
@@ -120,7 +120,7 @@ def test_a_sample_of_ranks_and_modes(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(3600)
 def test_every_pair_of_ranks_and_modes(tmp_path):
     up = [(ranks, modes(ranks)) for ranks in RANKS]
     sources = [(ranks, mode) for ranks, own in up for mode in own]

@@ -8,6 +8,7 @@ TRAINING = """
         while not up.wait(0.3): print(".", flush=True)
     threading.Thread(target=alive, daemon=True).start()
     world = sw.init()
+    sw.set_seed(0)
     def loss_fn(model, batch):
         return model(batch).square().mean()
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
