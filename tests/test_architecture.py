@@ -19,7 +19,7 @@ INSIDE = {
     "launch": ("host", "asked", "kept", "hangs", "supervisor", "carriers"),
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
     "graph": ("tracing",),
-    "run": ("programs",),
+    "run": ("graphs", "programs"),
     "cluster": ("bench",),
 }
 STANDARD_LIBRARY_ONLY = {"errors", "whole_file", "package", "pulse", "hosts", "launch"}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import lru_cache
 from threading import get_ident
+from traceback import FrameSummary
 from typing import Any
 
 import torch
@@ -33,26 +35,34 @@ __all__ = [
     "checkpoints_call",
     "composite_operators",
     "dcp_storage_info",
+    "decided",
     "empty_like_on",
+    "expression_of",
     "fake_mode",
     "functions_apply",
     "gradient_transforms_call",
     "grouped_mm",
     "has_no_value",
     "has_post_hooks",
+    "has_unknown_size",
     "higher_order_name",
     "is_fake",
     "is_operator",
+    "is_unknown",
     "job_store",
     "members",
     "new_group_of_members",
+    "note_further",
+    "number_in_expressions",
     "operators_called",
     "overloads_of",
     "quiet_exporter",
     "read_whole_numbers",
     "returns_list",
     "schema_parameters",
+    "sizes_written_as_numbers",
     "storage_key",
+    "symbol_of",
     "tensors_returned",
     "tensors_taken",
     "trace_beneath_autograd",
@@ -126,6 +136,79 @@ def has_no_value(tensor: Any) -> bool:
     """Whether a tensor is one without storage whose value is not known as a constant either."""
     tensor = _unwrapped(tensor)
     return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
+def has_unknown_size(tensor: torch.Tensor) -> bool:
+    """Whether a size of a tensor without storage depends on values of tensors, and not on sizes of the batch alone."""
+    sizes: tuple[Any, ...] = tuple(tensor.shape)
+    return any(isinstance(size, torch.SymInt) and is_unknown(size) for size in sizes)
+
+
+def is_unknown(number: Any) -> bool:
+    """Whether a number of a trace depends on values of tensors, and not on sizes of the batch alone."""
+    from torch.fx.experimental.symbolic_shapes import has_free_unbacked_symbols  # imports sympy, half a second
+
+    return has_free_unbacked_symbols(number)
+
+
+def symbol_of(size: Any) -> Any:
+    """A size of the batch as a program was traced with it: sympy's symbol for an open one, else the number."""
+    return size.node._expr if isinstance(size, torch.SymInt) else size
+
+
+def number_in_expressions(number: int) -> Any:
+    """A number that can stand in place of a symbol."""
+    import sympy  # a quarter of a second, and needed where sizes are open alone
+
+    return sympy.Integer(number)
+
+
+def expression_of(size: torch.SymInt) -> Any:
+    """A size as sympy's expression of open ones; torch itself gives the number that it had in the trace."""
+    return size.node.expr
+
+
+def note_further(size: torch.SymInt) -> None:
+    """Let torch note what it decides by open sizes also after the export, when a program is made functional."""
+    size.node.shape_env.frozen = False
+
+
+@contextmanager
+def sizes_written_as_numbers(is_users: Callable[[str], bool]) -> Iterator[None]:
+    """Let open sizes be the numbers of the trace where the user's files write them: a text can be decided by, too.
+
+    Asking for the number notes the question, which the name of a symbol would not.
+    """
+    before: Callable[[torch.SymInt], str] = torch.SymInt.__repr__
+
+    def written(size: torch.SymInt) -> str:
+        return repr(int(size)) if is_users(sys._getframe(1).f_code.co_filename) else before(size)
+
+    torch.SymInt.__repr__ = written  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.SymInt.__repr__ = before  # type: ignore[method-assign]
+
+
+def decided(size: torch.SymInt) -> Iterator[tuple[Any, FrameSummary | None]]:
+    """Every condition on open sizes that was true in the trace of ``size``, and by which something was decided there.
+
+    The exporter keeps them in an object without a public name, with the place in Python that asked, where it is known.
+    """
+    import sympy  # as above
+
+    noted = size.node.shape_env
+    for guard in noted.guards:
+        frame = guard.sloc.framework_loc
+        yield guard.expr, frame if isinstance(frame, FrameSummary) else None
+    for symbol, same in noted.replacements.items():
+        yield sympy.Eq(symbol, same), None
+    for symbol, sizes in noted.var_to_range.items():
+        yield symbol >= sizes.lower, None
+        yield symbol <= sizes.upper, None
+    for late in noted.deferred_runtime_asserts.values():
+        yield from ((each.expr, None) for each in late)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +16,7 @@ from shardwright.graph.ir import Capture
 from shardwright.graph.pins import module_pins, pin_module
 from shardwright.graph.tracing.frozen import frozen_tensors
 from shardwright.graph.tracing.outside import tensors
-from shardwright.graph.tracing.trace import LossFunction, capture_device, trace
+from shardwright.graph.tracing.trace import LossFunction, Trace, capture_device, trace
 
 
 def capture(
@@ -36,23 +37,57 @@ def capture(
     Raises:
         CaptureError: where the step is not one graph of known shapes; names the user's line and the remedy.
     """
-    train = training and not predict
-    leaves, spec = torch_private.tree_flatten(sample_batch)
-    values = [leaf for _, leaf in leaves]
-    traced = trace(model, loss_fn, values, spec, train=train)
-    labels = [path or "batch" for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-    captured = convert(traced, labels, _key(model, leaves, train=train, predict=predict), train=train, predict=predict)
-    outside = frozen_tensors(captured.constants, tensors(traced.model, loss_fn))
-    captured = replace(captured, frozen=traced.reading.places, outside=outside)
-    traced.reading.warn()
-    if train and not captured.values[captured.loss].needs_gradient:
-        raise CaptureError(
-            "the loss does not depend on any parameter that requires a gradient\n"
-            "Compute it from the output of the model that the loss function is given, outside torch.no_grad()."
-        )
-    for scope, request in module_pins(model).items():
-        captured = pin_module(captured, scope, request)
-    return check(captured)
+    return Capturing(model, loss_fn, sample_batch, training=training, predict=predict).capture()
+
+
+class Capturing:
+    """How a step is captured: once for one batch, or once for batches that differ in the sizes of some dims."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        loss_fn: LossFunction,
+        sample_batch: Any,
+        *,
+        training: bool = True,
+        predict: bool = False,
+        open_dims: Sequence[Collection[int]] = (),
+    ) -> None:
+        self._model, self._loss_fn = model, loss_fn
+        leaves, spec = torch_private.tree_flatten(sample_batch)
+        self._labels = [path or "batch" for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+        self._train, self._predict = training and not predict, predict
+        self._key = _key(model, leaves, train=self._train, predict=predict)
+        values = [leaf for _, leaf in leaves]
+        self._traced = trace(model, loss_fn, values, spec, train=self._train, open_dims=open_dims)
+
+    def capture(self) -> Capture:
+        """The graph for the sample batch. Raises as the function of that name does."""
+        captured = self._converted(self._traced)
+        self._traced.reading.warn()
+        return captured
+
+    def at(self, shapes: Sequence[Sequence[int]]) -> Capture:
+        """The graph for a batch whose tensors have these shapes.
+
+        Raises:
+            CaptureError: where something that the trace decided by sizes is another for these, or not known.
+        """
+        sizes = self._traced.open_sizes.bind(shapes, self._labels)
+        return self._converted(replace(self._traced, sizes=sizes))
+
+    def _converted(self, traced: Trace) -> Capture:
+        captured = convert(traced, self._labels, self._key, train=self._train, predict=self._predict)
+        outside = frozen_tensors(captured.constants, tensors(traced.model, self._loss_fn))
+        captured = replace(captured, frozen=traced.reading.places, outside=outside)
+        if self._train and not captured.values[captured.loss].needs_gradient:
+            raise CaptureError(
+                "the loss does not depend on any parameter that requires a gradient\n"
+                "Compute it from the output of the model that the loss function is given, outside torch.no_grad()."
+            )
+        for scope, request in module_pins(self._model).items():
+            captured = pin_module(captured, scope, request)
+        return check(captured)
 
 
 def flatten_batch(batch: Any) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import keyword
 import operator
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,22 +20,26 @@ from shardwright.errors import CaptureError, StrategyError
 from shardwright.graph.ir import NAMES_OF_PROGRAMS, Capture, Node, Pin, Slices, Value, ValueKind
 from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.graph.tracing.functions import APPLIED, Application
+from shardwright.graph.tracing.numbers import Numbers
 from shardwright.graph.tracing.trace import NO_GRADIENT, SOURCE, Trace
 from shardwright.rules import random
 from shardwright.rules.functions import called, is_function
 from shardwright.rules.notation import Operand
 from shardwright.rules.row import Identity, Row
-from shardwright.rules.table import row_of
+from shardwright.rules.table import Column, column, row_of
 
+Shape = tuple[int, ...]
 _MODEL = "model."  # the user's model within the module that is exported
 _DROPPED_ARGUMENTS = {"device", "pin_memory", "layout", "non_blocking"}
 # Whether an operator's result is its operand, by the column `identity` of its row.
-_IDENTITIES: Mapping[Identity, Callable[[Value, torch.Tensor], bool]] = {
-    "always": lambda operand, result: True,
-    "same dtype": lambda operand, result: result.dtype == operand.dtype,
-    "same shape": lambda operand, result: tuple(result.shape) == operand.shape,
-    "no gradient": lambda operand, result: not operand.needs_gradient,
+_IDENTITIES: Mapping[Identity, Callable[[Value, torch.dtype, Shape], bool]] = {
+    "always": lambda operand, dtype, shape: True,
+    "same dtype": lambda operand, dtype, shape: dtype == operand.dtype,
+    "same shape": lambda operand, dtype, shape: shape == operand.shape,
+    "no gradient": lambda operand, dtype, shape: not operand.needs_gradient,
 }
+# What stands for None among the arguments of an operator.
+_BOUNDS: Column[Mapping[str, int]] = column(("slice slice_scatter", {"start": 0, "end": sys.maxsize}))
 
 
 @dataclass(frozen=True)
@@ -71,6 +76,7 @@ class _Converter:
     def __init__(self, traced: Trace, train: bool) -> None:
         self.traced = traced
         self.train = train
+        self.numbers = Numbers(traced.sizes)
         self.values: dict[str, Value] = {}
         self.nodes: list[Node] = []
         self.constants: dict[str, torch.Tensor] = {}
@@ -121,8 +127,8 @@ class _Converter:
         self, stem: str, kind: ValueKind, label: str | None, tensor: torch.Tensor, needs_gradient: bool
     ) -> str:
         name = self._unused(stem)
-        shape = tuple(int(size) for size in tensor.shape)
-        self.values[name] = Value(name, kind, name if label is None else label, shape, tensor.dtype, needs_gradient)
+        shape, label = self.numbers.shape(tensor), name if label is None else label
+        self.values[name] = Value(name, kind, label, shape, tensor.dtype, needs_gradient)
         return name
 
     def _unused(self, stem: str) -> str:
@@ -141,6 +147,8 @@ class _Converter:
 
     def add(self, node: fx.Node) -> None:
         """Add one operator of the exported graph, or pass its operand on where it does nothing."""
+        if self.numbers.add(node):
+            return
         if node.target is operator.getitem:
             source, index = node.args
             self.made[node.name] = self.made[source.name][index]  # type: ignore[union-attr, index]
@@ -176,8 +184,8 @@ class _Converter:
             return
         if row.broadcasts:
             self.made[node.name] = [
-                self._append(node, op, (tensor, list(val.shape)), {}, [val])[0]
-                if tuple(tensor.meta["val"].shape) != tuple(val.shape)
+                self._append(node, op, (tensor, list(self.numbers.shape(val))), {}, [val])[0]
+                if self.values[self.made[tensor.name]].shape != self.numbers.shape(val)
                 else self.made[tensor.name]
                 for tensor, val in zip(node.args[0], node.meta["val"], strict=True)  # type: ignore[arg-type]
             ]
@@ -218,9 +226,11 @@ class _Converter:
         operand = self.made.get(node.args[0].name)
         if not isinstance(operand, str):
             return None
-        if row.identity is None or not _IDENTITIES[row.identity](self.values[operand], node.meta["val"]):
+        if row.identity is None:
             return None
-        return operand
+        result = node.meta["val"]
+        same = _IDENTITIES[row.identity](self.values[operand], result.dtype, self.numbers.shape(result))
+        return operand if same else None
 
     def _pin(self, op: str, node: fx.Node) -> None:
         """Take note of a pin, of who takes this operand next or of who made this result."""
@@ -256,7 +266,10 @@ class _Converter:
 
         marks: list[tuple[Slices, str] | None] = []
 
-        def operand(of: fx.Node) -> Operand:
+        def operand(of: fx.Node) -> Any:
+            number = self.numbers.of(of)
+            if number is not None:
+                return number
             name = self.made[of.name]
             marks.append(None if row.casts else self.marks.get(of.name))
             operands.append(self._detach(node, name) if no_gradient else name)
@@ -265,8 +278,8 @@ class _Converter:
         if is_function(op):
             args = tuple(operand(arg) if isinstance(arg, fx.Node) else arg for arg in args)
         else:
-            args = _plain(map_arg(args, operand))  # type: ignore[arg-type]
-        kwargs = {k: _plain(map_arg(v, operand)) for k, v in kwargs.items() if k not in _DROPPED_ARGUMENTS}  # type: ignore[arg-type]
+            args = _with_bounds(op, _plain(map_arg(args, operand)))
+        kwargs = {k: _plain(map_arg(v, operand)) for k, v in kwargs.items() if k not in _DROPPED_ARGUMENTS}
         stem = called(op) if is_function(op) else op.split(".")[1]
         flows = self.train and any(self.values[name].needs_gradient for name in operands)
         if carrying is None:
@@ -322,7 +335,8 @@ class _Converter:
             else:
                 raise _mutation(program, spec)
         loss, aux = ("" if predict else outputs[0]), tuple(outputs[1:])
-        tree = OutputTree(self.traced.aux) if self.traced.returns_aux else None
+        aux_tree = torch_private.tree_map(self.numbers.plain, self.traced.aux)
+        tree = OutputTree(aux_tree) if self.traced.returns_aux else None
         if predict and tree is None:
             raise CaptureError(
                 "predict gives what the loss function returns beside the loss, and it returns the loss alone\n"
@@ -351,6 +365,15 @@ class _Converter:
 def _plain(arg: Any) -> Any:
     """Arguments as plain values: tuples for lists of any kind."""
     return tuple(_plain(a) for a in arg) if isinstance(arg, (list, tuple)) else arg
+
+
+def _with_bounds(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments with the first and last index of a slice in place of None, which torch writes now and then."""
+    bounds = _BOUNDS.of(op)
+    if bounds is None:
+        return args
+    names = [parameter.name for parameter in torch_private.schema_parameters(op)]
+    return tuple(bounds.get(name) if arg is None else arg for name, arg in zip(names, args, strict=False))
 
 
 def _scope(node: fx.Node) -> str:

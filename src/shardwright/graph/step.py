@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwright.graph.capture import capture
+from shardwright.graph.capture import Capturing, capture
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import apply_pins
 from shardwright.graph.rewrite import rewrite
@@ -39,3 +39,30 @@ def captured_step(
     """The graph of a step, rewritten and pinned. Raises as `capture` and `apply_pins` do."""
     captured = capture(model, loss_fn, batch, training=kind == "training", predict=kind == "predict")
     return apply_pins(rewrite(captured, batch_norm=batch_norm), pins)
+
+
+class OpenStep:
+    """A step that is captured once for batches that differ in the sizes of some dims, rewritten and pinned for each.
+
+    Args:
+        open_dims: these dims, of every tensor of the batch.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss_fn: LossFunction,
+        batch: Any,
+        pins: Mapping[str, Any],
+        kind: StepKind,
+        batch_norm: Literal["global", "per-replica"],
+        open_dims: Sequence[Collection[int]],
+    ) -> None:
+        training, predict = kind == "training", kind == "predict"
+        self._capturing = Capturing(model, loss_fn, batch, training=training, predict=predict, open_dims=open_dims)
+        self._pins: Mapping[str, Any] = pins
+        self._batch_norm: Literal["global", "per-replica"] = batch_norm
+
+    def at(self, shapes: Sequence[Sequence[int]]) -> Capture:
+        """The graph for a batch whose tensors have these shapes. Raises as `Capturing.at` does."""
+        return apply_pins(rewrite(self._capturing.at(shapes), batch_norm=self._batch_norm), self._pins)

@@ -251,7 +251,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("repeat", Row(views.repeat, NOTHING)),
     ("squeeze unsqueeze", Row(views.squeeze, view=True)),
     ("select", Row(views.select, view=True)),
-    ("slice", Row(views.slice_, view=True)),
+    ("slice", Row(views.slice_, view=True, identity="same shape")),
     ("split split_with_sizes chunk", Row(views.split, view=True)),
     ("unbind", Row(views.unbind, view=True)),
     ("pad constant_pad_nd", Row(views.pad, NOTHING)),

@@ -25,6 +25,8 @@ from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 from shardwright.rules.register import registered_rules
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.eager_parallel import parallelize_eagerly
+from shardwright.run.graphs.captures import Captures
+from shardwright.run.graphs.dynamic import Dynamic, dynamic_problem, labels_and_shapes
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.batches import problem_with_sample
 from shardwright.run.programs.inputs import BatchKind, mesh_for
@@ -53,6 +55,7 @@ def parallelize(
     gradients: Gradients = "mean",
     batch_norm: Literal["global", "per-replica"] = "global",
     batch: BatchKind | None = None,
+    dynamic: Dynamic = False,
     inputs: Inputs = "split",
     predict_fn: LossFunction | None = None,
     hardware: Hardware | str | PathLike[str] | None = None,
@@ -75,6 +78,9 @@ def parallelize(
         batch_norm: statistics over the global batch, or over each rank's part of it, as torch's DDP has them.
         batch: who cuts batches that do not come from ``sw.loader``, whose own know their place: with "local" each
             rank passes its part, of any size; with "global" all pass the same whole batch.
+        dynamic: the dims of the batch whose sizes change from step to step, by tensor of the batch, as
+            ``{"ids": 1, "mask": (0, 1)}``, or True for all that turn out to change. The graphs of other sizes then
+            follow from one capture, where the same operators run for them; else each is captured.
         inputs: how batches come: each rank its rows ("split"), everything everywhere ("whole"), or slices per dim by
             name of the input.
         predict_fn: ``predict_fn(model, batch) -> outputs``, what ``parallel.predict(batch)`` gives, also for batches of
@@ -98,6 +104,7 @@ def parallelize(
     """
     world = current_world()
     dumps, known, problem = None, None, _problem(mode, search, gradients, batch_norm, batch) or inputs_problem(inputs)
+    problem = problem or dynamic_problem(dynamic, *labels_and_shapes(sample_batch))
     try:
         dumps = SaveGraphs.wanted(save_graphs, os.environ)
         known = read_hardware(hardware) if hardware is not None and world.rank == 0 else None
@@ -112,6 +119,7 @@ def parallelize(
         )
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
+    options["dynamic"] = str(dynamic)
     agree(
         "parallelize",
         {"the arguments": options, "the model's parameters": shapes}
@@ -121,7 +129,8 @@ def parallelize(
     )
     devices = mesh_for(mesh, world.size)
     request = PlanRequest(devices, mode, search, inputs, hardware_of(world, known))
-    planner = Planner(model, loss_fn, request, pins or {}, batch_norm, predict_fn and outputs_alone(predict_fn))
+    predict = predict_fn and outputs_alone(predict_fn)
+    planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic), request)
     try:
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps), world, plan)
     except CaptureError as error:

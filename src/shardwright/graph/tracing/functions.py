@@ -129,7 +129,10 @@ def _traced(op: str, args: tuple[Any, ...], output: Any) -> Any:
     application = Application(
         op,
         tuple(Operand(next(count)) if isinstance(arg, torch.Tensor) else arg for arg in args),
-        tuple(Result(tuple(t.shape), t.stride(), t.dtype, t.device.type, t.requires_grad) for t in results),
+        tuple(
+            Result(tuple(map(int, t.shape)), tuple(map(int, t.stride())), t.dtype, t.device.type, t.requires_grad)
+            for t in results
+        ),
         torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None,
     )
     made = [
@@ -140,6 +143,11 @@ def _traced(op: str, args: tuple[Any, ...], output: Any) -> Any:
         return made[0]
     given = iter(made)
     return tuple(next(given) if isinstance(leaf, torch.Tensor) else leaf for leaf in output)
+
+
+def _result(tensor: torch.Tensor) -> Result:
+    sizes, strides = tuple(map(int, tensor.shape)), tuple(map(int, tensor.stride()))  # numbers, also of open sizes
+    return Result(sizes, strides, tensor.dtype, tensor.device.type, tensor.requires_grad)
 
 
 @dataclass(frozen=True)

@@ -125,7 +125,7 @@ def refuse_unknown_shape(name: str, result: Any, where: str) -> None:
     """Refuse results whose shape is known only when their values are."""
     tensors = result if isinstance(result, (tuple, list)) else (result,)
     for tensor in tensors:
-        if isinstance(tensor, torch.Tensor) and any(isinstance(size, torch.SymInt) for size in tensor.shape):
+        if isinstance(tensor, torch.Tensor) and torch_private.has_unknown_size(tensor):
             raise _unknown_shape(name, where)
 
 

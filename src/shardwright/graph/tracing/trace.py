@@ -9,8 +9,8 @@ from __future__ import annotations
 import copy
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ from shardwright.graph.tracing import answers, functions, refusals, regions, sou
 from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
 from shardwright.graph.tracing.in_place import InPlace, refuse_setting_data
+from shardwright.graph.tracing.open_sizes import OpenSizes, Sizes
 from shardwright.rules.notation import Operand
 from shardwright.rules.table import key_of
 
@@ -33,13 +34,18 @@ NO_GRADIENT = "shardwright_no_gradient"
 
 @dataclass
 class Trace:
-    """An exported program, and what the loss function returned beside tensors."""
+    """An exported program, and what the loss function returned beside tensors.
+
+    ``open_sizes`` are those that the program leaves open, ``sizes`` what they are in the graph that is made of it.
+    """
 
     program: torch.export.ExportedProgram
     model: torch.nn.Module  # the copy that was traced
     aux: Any  # what the loss function returned beside the loss, an Operand where a tensor stands
     returns_aux: bool
     reading: Reading
+    open_sizes: OpenSizes
+    sizes: Sizes = field(default_factory=dict)
 
 
 class _Annotate(TorchFunctionMode):
@@ -172,16 +178,29 @@ def _copy_without_storage(model: torch.nn.Module, device: torch.device, mode: An
         ) from error
 
 
-def trace(model: torch.nn.Module, loss_fn: LossFunction, leaves: Sequence[Any], spec: Any, *, train: bool) -> Trace:
+def trace(
+    model: torch.nn.Module,
+    loss_fn: LossFunction,
+    leaves: Sequence[Any],
+    spec: Any,
+    *,
+    train: bool,
+    open_dims: Sequence[Collection[int]] = (),
+) -> Trace:
     """Export the step for a batch of these leaves.
+
+    Args:
+        open_dims: the dims of every tensor of the batch whose sizes are left open; none by default.
 
     Raises:
         CaptureError: where the step is not one graph; the message names the user's line and the remedy.
     """
     refusals.refuse_compiled(model)
     try:
-        return _trace(model, loss_fn, leaves, spec, train=train, beneath_autograd=False)
+        return _trace(model, loss_fn, leaves, spec, train=train, open_dims=open_dims)
     except GradientTaken:
+        if any(open_dims):  # the first of its two traces would not note what it decides
+            raise CaptureError("sizes cannot be left open where the loss function takes a gradient") from None
         return _trace(model, loss_fn, leaves, spec, train=train, beneath_autograd=True)
 
 
@@ -192,7 +211,8 @@ def _trace(
     spec: Any,
     *,
     train: bool,
-    beneath_autograd: bool,
+    open_dims: Sequence[Collection[int]] = (),
+    beneath_autograd: bool = False,
 ) -> Trace:
     device = capture_device(model)
     mode = torch_private.fake_mode()
@@ -213,6 +233,7 @@ def _trace(
     with (
         warnings.catch_warnings(),
         torch_private.quiet_exporter(),
+        torch_private.sizes_written_as_numbers(sources.is_users),
         fx_traceback.preserve_node_meta(),
         torch.set_grad_enabled(train),
         torch.autocast(device.type, enabled=False),
@@ -221,14 +242,27 @@ def _trace(
         try:
             step = _Step(copied, call)
             exported = Replayed(step, tensors) if beneath_autograd else step
-            program = torch.export.export(exported, tensors, strict=False)
+            shapes = _dynamic_shapes(open_dims)
+            program = torch.export.export(exported, tensors, strict=False, dynamic_shapes=shapes)
+            open_sizes = OpenSizes(_inputs(program))
             regions.inline(program)
             program = program.run_decompositions(_taken_apart())
         except (ShardwrightError, GradientTaken):
             raise
         except Exception as error:
             raise refusals.explained(error, call.mode.failed) from error
-    return Trace(program, copied, call.aux, call.returns_aux, reading)
+    return Trace(program, copied, call.aux, call.returns_aux, reading, open_sizes)
+
+
+def _dynamic_shapes(open_dims: Sequence[Collection[int]]) -> Any:
+    """Open dims as the exporter takes them."""
+    return (tuple(dict.fromkeys(dims, torch.export.Dim.AUTO) for dims in open_dims),) if open_dims else None
+
+
+def _inputs(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
+    """The tensors that stand for those of the batch."""
+    names = set(program.graph_signature.user_inputs)
+    return [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
 
 
 def _taken_apart() -> dict[Any, Callable[..., Any]]:

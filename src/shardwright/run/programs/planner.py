@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from shardwright.errors import CaptureError, PlanError
 from shardwright.graph.ir import Capture
-from shardwright.graph.step import StepKind, captured_step
+from shardwright.graph.step import StepKind
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.mesh.layout import Layout
 from shardwright.plan.hardware import Hardware, for_device
@@ -19,6 +19,7 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.ruled import RuledGraph
+from shardwright.run.graphs.captures import Captures
 from shardwright.run.programs.inputs import Rows, global_shapes
 from shardwright.run.programs.plan_cache import remembered
 from shardwright.run.programs.splitting import Stored, stored_before
@@ -30,21 +31,20 @@ from shardwright.world.world import World
 
 @dataclass(frozen=True)
 class Planner:
-    """A model with how it is captured and planned. All ranks ask for a plan together; rank 0's fields decide it.
+    """A model with how it is captured and planned. All ranks ask for a plan together; rank 0's fields decide it."""
 
-    ``predict_fn``, where there is one, gives outputs beside no loss, as `outputs_alone` makes it.
-    """
-
-    module: nn.Module
-    loss_fn: LossFunction
+    captures: Captures
     request: PlanRequest
-    pins: Mapping[str, Any]
-    batch_norm: Literal["global", "per-replica"]
-    predict_fn: LossFunction | None = None
 
-    def function(self, kind: StepKind) -> LossFunction:
-        """What a step of this kind calls."""
-        return self.predict_fn if kind == "predict" and self.predict_fn is not None else self.loss_fn
+    @property
+    def module(self) -> nn.Module:
+        """The model."""
+        return self.captures.module
+
+    @property
+    def loss_fn(self) -> LossFunction:
+        """The loss function, called with the model and a batch."""
+        return self.captures.loss_fn
 
     def first_plan(self, batch: Any, rows: Rows, decided: Plan | str | None = None) -> Plan:
         """The plan of a training step on the global batch of which ``batch`` is this rank's part.
@@ -108,7 +108,7 @@ class Planner:
         try:
             return self._capture(kind, batch, rows)
         except CaptureError as error:
-            if kind != "predict" or self.predict_fn is not None:
+            if kind != "predict" or self.captures.predict_fn is not None:
                 raise
             raise CaptureError(
                 f"{error}\nTo predict otherwise than the loss function does, such as without labels, pass "
@@ -123,9 +123,7 @@ class Planner:
             torch.empty(next(shapes), dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
             for _, leaf in leaves
         ]
-        return captured_step(
-            self.module, self.function(kind), tree_unflatten(whole, spec), self.pins, kind, self.batch_norm
-        )
+        return self.captures.of(kind, tree_unflatten(whole, spec))
 
 
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:

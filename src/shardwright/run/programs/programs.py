@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from shardwright.errors import ShardwrightError
@@ -20,13 +19,13 @@ from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
+from shardwright.run.graphs.remembered import Remembered
 from shardwright.run.programs.batches import described, difference
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.run.programs.failures import with_text
 from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs, rows_of_output
 from shardwright.run.programs.planner import Planner
-from shardwright.run.programs.remembered import Remembered
 from shardwright.torch_private import tree_flatten
 from shardwright.world.world import World
 
@@ -130,17 +129,11 @@ class Programs:
 
     def _key(self, kind: StepKind, batch: Any, rows: Rows) -> str:
         """What a program depends on beside the model: equal on every rank without talking."""
-        leaves, spec = tree_flatten(batch)
-        tensors = [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
-        others = [repr(leaf) for _, leaf in leaves if not isinstance(leaf, Tensor)]
-        device = self._world.device.type
-        autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
-        dtypes = [str(tensor.dtype) for tensor in tensors]
-        trained = "".join("1" if p.requires_grad else "0" for p in self._planner.module.parameters())
-        return json.dumps([kind, global_shapes(tensors, rows), dtypes, others, str(spec), autocast, trained])
+        tensors = [leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        return json.dumps([self._planner.captures.key(kind, batch), global_shapes(tensors, rows)])
 
     def _prepare(self, kind: StepKind, key: str, plan: Plan, unlike: str) -> PreparedProgram:
-        function = self._planner.function(kind)
+        function = self._planner.captures.function(kind)
         remembered = Remembered(plan.capture, self._planner.module, function)
         remembered.agree()
         known = self._by_key.setdefault(key, [])
