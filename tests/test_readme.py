@@ -114,7 +114,16 @@ def run_console(block, folder):
 RUNNERS = {"bash": run_bash, "python": run_python, "console": run_console}
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {block.line}, {block.language}")
+def slow(block):
+    """A block whose like the tests of resuming, or of the quick start, run."""
+    return pytest.mark.slow if "train.resume=auto" in block.text or "launch -n 8" in block.text else ()
+
+
+@pytest.mark.parametrize(
+    "block",
+    [pytest.param(block, marks=slow(block)) for block in BLOCKS],
+    ids=lambda block: f"line {block.line}, {block.language}",
+)
 def test_block(block, folder):
     assert block.language in RUNNERS, f"README.md:{block.line}: nobody checks a block in {block.language!r}"
     RUNNERS[block.language](block, folder)

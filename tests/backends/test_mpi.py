@@ -155,7 +155,7 @@ def test_the_launcher_killed_takes_everything_with_it(tmp_path):
     )  # fmt: skip
     logs = [tmp_path / "log_output" / "1" / f"rank.{rank}" / "stdout" for rank in range(3)]
     try:
-        until(lambda: all(log.exists() and log.read_text() for log in logs), 60)
+        until(lambda: all(log.exists() and log.read_text().endswith("\n") for log in logs), 60)
         assert [log.read_text() for log in logs] == [f"rank {rank} {rank}\n" for rank in range(3)]
     finally:
         launcher.kill()

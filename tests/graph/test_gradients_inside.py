@@ -87,7 +87,11 @@ def only_vmap(model, batch):
 LOSSES = [penalty, second_order, of_parameters, without_a_graph, only_vmap]
 
 
-@pytest.mark.parametrize("loss_fn", LOSSES)
+@pytest.mark.parametrize(
+    "loss_fn",
+    [pytest.param(f, marks=pytest.mark.slow if f in (second_order, of_parameters) else ()) for f in LOSSES],
+    ids=lambda loss_fn: loss_fn.__name__,
+)
 def test_gradients_inside_a_loss_are_exact(loss_fn):
     like_plain(Smooth(), loss_fn, (torch.randn(8, 6), torch.rand(8, 1)), sizes=(4,))
 

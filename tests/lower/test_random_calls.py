@@ -123,7 +123,7 @@ def on_one_device():
 @pytest.mark.parametrize(
     ("mesh", "search"),
     [
-        (Mesh.of(d=5), "data"),  # parts of 3, and an empty one
+        pytest.param(Mesh.of(d=5), "data", marks=pytest.mark.slow),  # parts of 3, and an empty one
         (Mesh.of(a=2, b=3), "propagation"),
         *(pytest.param(Mesh.of(d=ranks), "data", marks=pytest.mark.slow) for ranks in (2, 3, 8)),
         pytest.param(Mesh.of(d=4), "propagation", marks=pytest.mark.slow),

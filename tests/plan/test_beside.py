@@ -19,7 +19,7 @@ from whole import like_plain, plan_of, run, same
         ("exact", Mesh.of(dp=2, tp=2)),
         pytest.param("exact", Mesh.of(tp=3), marks=pytest.mark.slow),
         pytest.param("propagation", Mesh.of(dp=2, tp=2), marks=pytest.mark.slow),
-        ("propagation", Mesh.of(tp=3)),
+        pytest.param("propagation", Mesh.of(tp=3), marks=pytest.mark.slow),
     ],
     ids=str,
 )
@@ -37,7 +37,7 @@ def test_a_plan_with_operators_beside_the_rest_gives_what_one_device_gives(mesh,
     same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch))
 
 
-@pytest.mark.parametrize("hardware", ["cpu", "h100"])
+@pytest.mark.parametrize("hardware", ["cpu", pytest.param("h100", marks=pytest.mark.slow)])
 def test_the_gap_is_true(monkeypatch, hardware):
     """The least cost over all choices together is between the bound and the cost; on one axis it can be searched."""
     captured = captured_step(Decoder(layers=1), loss_fn, batch_of(8, 16), {})
@@ -50,6 +50,7 @@ def test_the_gap_is_true(monkeypatch, hardware):
     assert together.cost <= plan.cost * (1 + 1e-12)
 
 
+@pytest.mark.slow
 def test_layers_that_share_a_mask_are_planned_on_two_axes_and_alike():
     """One more layer costs what the one before it does: the search is not tied together by what all layers read."""
     with torch.device("meta"):

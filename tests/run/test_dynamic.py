@@ -181,7 +181,8 @@ def both(plan):
     return trained(True, plan), trained(False, plan)
 
 
-@pytest.mark.parametrize("plan", ["propagation", *(pytest.param(p, marks=pytest.mark.slow) for p in ("data", "auto"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["propagation", "data", "auto"])
 def test_training_over_lengths_equals_plain_training(plan):
     for losses, expected in run_ranks(2, both, plan, timeout=300):
         assert losses == pytest.approx(expected, rel=1e-10)

@@ -48,12 +48,7 @@ MODES = {
 }
 PRECISE = {"float64": (50, 1e-10), "float32": (5, 1e-5)}  # -> steps, and the relative deviation that a loss may have
 CASES = list(itertools.product(MODES, PRECISE))
-SAMPLE = {("quickstart", 2)}
-ALL = [
-    pytest.param(name, ranks, marks=[] if (name, ranks) in SAMPLE else pytest.mark.slow)
-    for name in MODELS
-    for ranks in (1, 2, 3, 4)
-]
+ALL = [pytest.param(name, ranks, marks=pytest.mark.slow) for name in MODELS for ranks in (1, 2, 3, 4)]
 
 
 class Losses(sw.Callback):

@@ -58,7 +58,7 @@ def run(name, overrides, output):
 
 
 # The others train in tests of their own: the perceptron under every launcher, the quick start on its page.
-QUICK = ("cifar10_resnet18", "gpt_char")
+QUICK = ("gpt_char",)
 
 
 def run_shipped(names, folders, output):

@@ -28,7 +28,7 @@ from shardwright.run.graphs.remembered import Remembered
 
 MOST_OPEN = 3  # open captures of one kind of step, each for the sizes by which everything is decided alike
 MANY_SHAPES = 4  # captured ones of one kind of step, when what can be done about it is said
-SLOW_S = 0.2  # a capture that takes longer is told of
+SLOW_S = 5.0  # a capture that takes longer is told of
 
 
 class NewShape(UserWarning):

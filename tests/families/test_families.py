@@ -1,0 +1,99 @@
+"""Families of Hugging Face transformers, configured small, train on two ranks as plain PyTorch trains them on one."""
+
+import functools
+import importlib.util
+
+import pytest
+from families import FAMILIES, KINDS
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.errors import ShardwrightError
+from shardwright.verification.plain import PlainModel
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+NAMED = {family.name: family for family in FAMILIES}
+QUICK = ("bert", "gpt2", "llama", "t5", "vit")
+# Operators that have no rule yet, and run whole.
+WHOLE: set[str] = set()
+
+
+def trained(family, parallelize):
+    """The losses of three AdamW steps, and the plan."""
+    import torch
+
+    batches = [family.batch(step) for step in range(3)]
+    parallel = parallelize(family.model(), family.loss, batches[0])
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    losses = []
+    for batch in batches:
+        loss = parallel(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, parallel.plan
+
+
+def of_all(names):
+    """For each family and mode how far the losses are from plain PyTorch's, or what was refused."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    sw.init()
+    found = {}
+    if "bloom" in names:
+        from transformers.models.bloom.modeling_bloom import GeLUFunction
+
+        sw.register_rule(GeLUFunction, "* -> *")
+    for name in names:
+        family = NAMED[name]
+        expected, _ = trained(family, lambda model, loss_fn, batch: PlainModel(model, loss_fn))
+        for mode in ("data", "auto"):
+            parallelize = functools.partial(sw.parallelize, mode=mode, batch="global")
+            try:
+                got, plan = trained(family, parallelize)
+            except ShardwrightError as error:
+                found[name, mode] = str(error), 0.0, []
+                continue
+            apart = [abs(a - b) / max(1.0, abs(b)) for a, b in zip(got, expected, strict=True)]
+            found[name, mode] = max(apart), tolerance(family, plan), sorted({node.op for node in plan.graph.unlisted})
+    return found
+
+
+def tolerance(family, plan):
+    """How far losses may be apart: rounding in float64, or in float32 where some of the model computes in that."""
+    import torch
+
+    if family.dtype == torch.float32:
+        return 3e-5
+    values = plan.capture.values.values()
+    return 1e-6 if any(v.kind == "result" and v.dtype == torch.float32 for v in values) else 1e-9
+
+
+def check(names):
+    for found in run_ranks(2, of_all, names, timeout=850):
+        for (name, mode), (apart, allowed, whole) in found.items():
+            assert not isinstance(apart, str), f"{name}, {mode}: {apart}"
+            assert apart <= allowed, f"{name}, {mode}: the losses are {apart:.1e} apart"
+            assert set(whole) <= WHOLE, f"{name}, {mode}"
+
+
+def test_there_are_families_enough():
+    assert len({name.partition(":")[0] for name in NAMED}) >= 40
+    assert {family.kind for family in FAMILIES} == set(KINDS)
+
+
+@pytest.mark.timeout(300)
+def test_five_families_train_as_on_one_device():
+    check(QUICK)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_kind_of_families_trains_as_on_one_device(kind):
+    check([family.name for family in FAMILIES if family.kind == kind])
