@@ -115,8 +115,9 @@ RUNNERS = {"bash": run_bash, "python": run_python, "console": run_console}
 
 
 def slow(block):
-    """A block whose like the tests of resuming, or of the quick start, run."""
-    return pytest.mark.slow if "train.resume=auto" in block.text or "launch -n 8" in block.text else ()
+    """A block whose like the tests of resuming, of the quick start, or of other launchers run."""
+    told_elsewhere = ("train.resume=auto", "launch -n 8", "torchrun --standalone")
+    return pytest.mark.slow if any(words in block.text for words in told_elsewhere) else ()
 
 
 @pytest.mark.parametrize(

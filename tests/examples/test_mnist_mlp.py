@@ -81,10 +81,9 @@ LAUNCHERS = {
 }
 
 
-# The README has the others start another script.
-@pytest.mark.parametrize(
-    "launcher", [pytest.param(n, marks=pytest.mark.slow if n != "shardwright" else ()) for n in LAUNCHERS]
-)
+# The README starts another script under each.
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_same_file_runs_under_every_launcher(digits, tmp_path, launcher):
     checkpoint = tmp_path / "model.pt"
     command = [*LAUNCHERS[launcher], EXAMPLE, "--data", digits, "--steps", "20", "--checkpoint", checkpoint]

@@ -75,6 +75,7 @@ def shapes_of(capture):
 
 
 @pytest.mark.filterwarnings("ignore:captured a batch of another shape")
+@pytest.mark.slow
 def test_two_captures_serve_many_lengths_and_a_branch_has_its_own(monkeypatch):
     counted, model = Counted(monkeypatch), Reader()
     known = Captures(model, reading, {}, dynamic={"ids": 1, "next": 1})
