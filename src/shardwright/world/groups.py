@@ -87,8 +87,10 @@ def create_group(ranks: Sequence[int]) -> Group:
         )
     group = new_group_of_members(chosen)
     calm_receivers()
-    # torch answers None to the others here, which everywhere else means the group of all ranks.
-    return _NOT_A_MEMBER if group is None else group
+    if group is None:  # torch's answer to the others, which everywhere else means the group of all ranks
+        return _NOT_A_MEMBER
+    dist.barrier(group)  # a member that ended now, with the store perhaps, would leave others unconnected
+    return group
 
 
 def destroy_group(group: Group) -> None:
