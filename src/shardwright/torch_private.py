@@ -11,6 +11,7 @@ from datetime import timedelta
 from functools import lru_cache
 from threading import get_ident
 from traceback import FrameSummary
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -58,6 +59,7 @@ __all__ = [
     "overloads_of",
     "quiet_exporter",
     "read_whole_numbers",
+    "replaced",
     "returns_list",
     "schema_parameters",
     "sizes_written_as_numbers",
@@ -314,6 +316,17 @@ def casts(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> tuple[dic
 
 
 @contextmanager
+def replaced(module: ModuleType, names: Mapping[str, Any]) -> Iterator[None]:
+    """Let names of a Python module stand for other things."""
+    before = {name: getattr(module, name) for name in names}
+    vars(module).update(names)
+    try:
+        yield
+    finally:
+        vars(module).update(before)
+
+
+@contextmanager
 def checkpoints_call(around: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
     """Let ``torch.utils.checkpoint.checkpoint`` call its function and recompute nothing.
 
@@ -337,13 +350,9 @@ def checkpoints_call(around: Callable[[str], AbstractContextManager[None]]) -> I
         with around(""), nullcontext() if chooses_what_is_kept else context:
             yield
 
-    before = checkpointing.CheckpointFunction, checkpointing._checkpoint_without_reentrant_generator
-    checkpointing.CheckpointFunction = Reentrant  # type: ignore[assignment, misc]
-    checkpointing._checkpoint_without_reentrant_generator = without_reentrant  # type: ignore[assignment]
-    try:
+    names = {"CheckpointFunction": Reentrant, "_checkpoint_without_reentrant_generator": without_reentrant}
+    with replaced(checkpointing, names):
         yield
-    finally:
-        checkpointing.CheckpointFunction, checkpointing._checkpoint_without_reentrant_generator = before  # type: ignore[misc]
 
 
 @contextmanager
@@ -393,12 +402,8 @@ def gradient_transforms_call(by: Callable[..., Any]) -> Iterator[None]:
     """Let every transform of ``torch.func`` that takes gradients call ``by`` before it begins: by whatever name it was
     imported, it looks one of these up in its own module."""
     names = ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")
-    before = {name: getattr(eager_transforms, name) for name in names}
-    vars(eager_transforms).update(dict.fromkeys(names, by))
-    try:
+    with replaced(eager_transforms, dict.fromkeys(names, by)):
         yield
-    finally:
-        vars(eager_transforms).update(before)
 
 
 def is_operator(target: Any) -> bool:

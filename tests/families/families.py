@@ -115,6 +115,8 @@ def without_dropout(config: Any) -> Any:
 
 
 VISION = {"hidden_size": 32, "image_size": 32, "patch_size": 8}
+SWIN = {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4}
+CONVNEXT = {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2}
 ONE_BLOCK = {
     "conv_dim": [16, 16],
     "conv_stride": [4, 2],
@@ -211,34 +213,10 @@ FAMILIES = (
     ),
     Family("vit", "vision", "ImageClassification", VISION, images),
     Family("deit", "vision", "DeiTForImageClassification", VISION, images),
-    Family(
-        "swin",
-        "vision",
-        "ImageClassification",
-        {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
-        images,
-    ),
-    Family(
-        "swinv2",
-        "vision",
-        "ImageClassification",
-        {"image_size": 32, "patch_size": 4, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
-        images,
-    ),
-    Family(
-        "convnext",
-        "vision",
-        "ImageClassification",
-        {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2},
-        images,
-    ),
-    Family(
-        "convnextv2",
-        "vision",
-        "ImageClassification",
-        {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2},
-        images,
-    ),
+    Family("swin", "vision", "ImageClassification", SWIN, images),
+    Family("swinv2", "vision", "ImageClassification", SWIN, images),
+    Family("convnext", "vision", "ImageClassification", CONVNEXT, images),
+    Family("convnextv2", "vision", "ImageClassification", CONVNEXT, images),
     Family("beit", "vision", "ImageClassification", VISION, images),
     Family("dinov2", "vision", "ImageClassification", VISION, images),
     Family(

@@ -9,13 +9,7 @@ from shardwright.errors import CaptureError
 from shardwright.graph.capture import capture
 from whole import like_plain
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 class Smooth(nn.Sequential):

@@ -22,13 +22,7 @@ from shardwright.rules.register import register_rule
 from shardwright.rules.table import REGISTERED
 from whole import like_plain
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def batch():

@@ -18,13 +18,7 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from shardwright.graph.capture import capture
 from whole import like_plain
 
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    torch.manual_seed(0)
-    yield
-    torch.set_default_dtype(torch.float32)
+pytestmark = pytest.mark.usefixtures("float64")
 
 
 def slow(loss_fn):

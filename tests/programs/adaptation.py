@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from side_by_side import descend
+
 
 def net():
     return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
@@ -41,12 +43,7 @@ def lora(parallelize):
     batch = labelled()
     parallel = parallelize(model, classes, batch)
     optimizer = torch.optim.AdamW([p for p in parallel.parameters() if p.requires_grad], lr=0.05)
-    for _ in range(4):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(4)))
 
 
 def gradual_unfreezing(parallelize):
@@ -77,12 +74,7 @@ def distillation(parallelize):
 
     parallel = parallelize(student, loss_fn, batch)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.05)
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(3)))
 
 
 def sharpness_aware(parallelize):
@@ -184,12 +176,7 @@ def normed_weights(parallelize):
     batch = labelled()
     parallel = parallelize(model, classes, batch)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(3)))
 
 
 class Step(torch.autograd.Function):
@@ -220,9 +207,4 @@ def straight_through(parallelize):
     batch = labelled()
     parallel = parallelize(Binary(), classes, batch)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.05)
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(3)))

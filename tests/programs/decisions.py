@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from side_by_side import descend
+
 
 def policy(actions=4):
     return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, actions))
@@ -110,12 +112,7 @@ def triplets(parallelize):
     batch = torch.randn(12, 6), torch.arange(12) // 3
     parallel = parallelize(policy(8), loss_fn, batch)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(3)))
 
 
 class Messages(nn.Module):
@@ -143,12 +140,7 @@ def graph_network(parallelize):
     batch = torch.randn(12, 5), torch.randint(0, 12, (2, 12)), torch.randint(0, 2, (12,)), known
     parallel = parallelize(Messages(), loss_fn, batch, inputs="whole")
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(3)))
 
 
 class Table(nn.Module):
@@ -174,9 +166,4 @@ def recommendation(parallelize):
     batch = torch.randint(0, 20, (12,)), torch.randint(0, 30, (12, 4)), torch.randn(12, 3), click
     parallel = parallelize(Table(), loss_fn, batch)
     optimizer = torch.optim.Adagrad(parallel.parameters(), lr=0.05)
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(3)))

@@ -4,6 +4,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from side_by_side import descend
+
 
 class Reader(nn.Module):
     """Two layers of an LSTM with dropout between them, and noisy slopes."""
@@ -21,12 +23,7 @@ class Reader(nn.Module):
 def trained(parallelize, model, loss_fn, batch):
     parallel = parallelize(model, loss_fn, batch)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
-    for _ in range(4):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(4)))
 
 
 def mixup_in_the_step(parallelize):

@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from side_by_side import descend
+
 
 class Gan(nn.Module):
     def __init__(self):
@@ -155,12 +157,7 @@ def normalizing_flow(parallelize):
     x = torch.randn(12, 6) * 2 + 1
     parallel = parallelize(Flow(), loss_fn, x)
     optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01)
-    for _ in range(4):
-        loss = parallel(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (x for _ in range(4)))
 
 
 class Quantizer(nn.Module):
@@ -187,12 +184,7 @@ def vector_quantization(parallelize):
     x = torch.randn(16, 8)
     parallel = parallelize(Quantizer(), loss_fn, x)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
-    for _ in range(4):
-        loss = parallel(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (x for _ in range(4)))
 
 
 def gradient_penalty(parallelize):
@@ -209,9 +201,4 @@ def gradient_penalty(parallelize):
     batch = torch.randn(12, 6), torch.randn(12, 6), torch.rand(12, 1)
     parallel = parallelize(model, loss_fn, batch)
     optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01)
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(3)))

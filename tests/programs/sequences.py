@@ -6,6 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from side_by_side import descend
+
 
 class Recognizer(nn.Module):
     def __init__(self):
@@ -59,12 +61,7 @@ def tied_language_model(parallelize):
     x[2:4, 5:] = 0
     parallel = parallelize(Recurrent(), loss_fn, x)
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.5)
-    for _ in range(3):
-        loss = parallel(x)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (x for _ in range(3)))
 
 
 class Transformer(nn.Module):
@@ -148,12 +145,7 @@ def translation(parallelize):
     target[4:, 3:] = 0
     parallel = parallelize(Translator(), loss_fn, (source, target))
     optimizer = torch.optim.Adam(parallel.parameters(), lr=0.01, betas=(0.9, 0.98), eps=1e-9)
-    for _ in range(3):
-        loss = parallel((source, target))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, ((source, target) for _ in range(3)))
 
 
 class Experts(nn.Module):
@@ -193,12 +185,7 @@ def mixture_of_experts(parallelize):
     batch = torch.randn(12, 8), torch.randint(0, 3, (12,))
     parallel = parallelize(ExpertNet(), loss_fn, batch)
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, (batch for _ in range(3)))
 
 
 class Dropping(nn.Module):

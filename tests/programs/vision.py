@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from scipy.optimize import linear_sum_assignment
 from torch import nn
 
+from side_by_side import descend
+
 
 class UNet(nn.Module):
     def __init__(self):
@@ -41,12 +43,7 @@ def segmentation(parallelize):
     mask[:, 0] = 255
     parallel = parallelize(UNet(), loss_fn, (image, mask))
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9, nesterov=True)
-    for _ in range(3):
-        loss = parallel((image, mask))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, ((image, mask) for _ in range(3)))
 
 
 class Classifier(nn.Module):
@@ -109,12 +106,7 @@ def simclr(parallelize):
     first, second = torch.randn(6, 3, 6, 6), torch.randn(6, 3, 6, 6)
     parallel = parallelize(Classifier(8), loss_fn, (first, second))
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1, momentum=0.9)
-    for _ in range(3):
-        loss = parallel((first, second))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, ((first, second) for _ in range(3)))
 
 
 def byol(parallelize):
@@ -221,9 +213,4 @@ def masked_autoencoder(parallelize):
 
     parallel = parallelize(MaskedAutoencoder(), loss_fn, (x, seen()))
     optimizer = torch.optim.AdamW(parallel.parameters(), lr=0.01)
-    for _ in range(3):
-        loss = parallel((x, seen()))
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss
+    yield from descend(parallel, optimizer, ((x, seen()) for _ in range(3)))

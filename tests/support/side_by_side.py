@@ -6,7 +6,7 @@ losses. It is the same code both times: the reference calls the loss function on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -69,6 +69,16 @@ def deviation(got: Outcome, expected: Outcome) -> tuple[float, str]:
             apart = float((ours.double() - theirs.double()).abs().max()) / (scale or 1.0)
             worst = max(worst, (apart if apart == apart else float("inf"), name))
     return worst
+
+
+def descend(parallel: ParallelModel, optimizer: torch.optim.Optimizer, batches: Iterable[Any]) -> Iterator[Tensor]:
+    """A step on each batch, as most programs take them."""
+    for batch in batches:
+        loss = parallel(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss
 
 
 def compared(program: Program, plans: tuple[str, ...], reference: str = "plain PyTorch") -> dict[str, Any]:

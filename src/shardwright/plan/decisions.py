@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shardwright.graph.ir import Capture, Node
+from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, Step, redistribute
@@ -151,12 +151,12 @@ class Decisions:
 
     def held_bytes(self, kind: str = "parameter") -> int:
         """Bytes of the leaves of one kind that rank 0 holds, which no rank exceeds."""
-        total = 0
-        for value in self.capture.values.values():
-            if value.kind == kind:
-                shape = self.leaves[value.name].local_shape(value.shape, self.mesh, 0)
-                total += value.dtype.itemsize * math.prod(shape)
-        return total
+        return sum(self.bytes_of(value) for value in self.capture.values.values() if value.kind == kind)
+
+    def bytes_of(self, leaf: Value) -> int:
+        """Bytes of a leaf that rank 0 holds, which no rank exceeds."""
+        shape = self.leaves[leaf.name].local_shape(leaf.shape, self.mesh, 0)
+        return leaf.dtype.itemsize * math.prod(shape)
 
     def in_strategy(self, node: Node) -> tuple[tuple[int, ...], ...]:
         """The number of slices per dim of every operand, as users write it in `shard`."""

@@ -65,12 +65,8 @@ def _modules(plan: Decisions) -> str:
     """Per module: parameters on one device, bytes sent per step."""
     held: dict[str, float] = {}
     for value in plan.capture.of_kind("parameter"):
-        shape = plan.leaves[value.name].local_shape(value.shape, plan.mesh, 0)
-        size = value.dtype.itemsize
-        for dim in shape:
-            size *= dim
         module = value.label.rpartition(".")[0]
-        held[module] = held.get(module, 0) + size
+        held[module] = held.get(module, 0) + plan.bytes_of(value)
     sent: dict[str, float] = {}
     parameters = {value.label for value in plan.capture.of_kind("parameter")}
     for priced in plan.collectives():

@@ -42,7 +42,7 @@ def plan_page(plan: Decisions, hardware: Hardware) -> str:
     """The page, whose seconds are those of ``hardware``; `explain` shows every operator and collective."""
     priced = _Priced(plan, Seconds(hardware))
     computes, communicates = (sum(getattr(m, of) for m in priced.modules.values()) for of in _PARTS)
-    trained = sum(priced.bytes_of(v.name) for v in plan.capture.of_kind("parameter") if v.needs_gradient)
+    trained = sum(plan.bytes_of(v) for v in plan.capture.of_kind("parameter") if v.needs_gradient)
     lines = [
         f"plan: mode {plan.mode}, search {plan.search}, mesh {plan.named}, {plan.mesh.size} devices",
         f"a step on {hardware.name} takes {_time(computes + communicates)}: {_time(computes)} computing, "
@@ -64,6 +64,7 @@ class _Priced:
     def __init__(self, plan: Decisions, seconds: Seconds) -> None:
         self.plan, self.seconds = plan, seconds
         self.modules: dict[str, _Module] = defaultdict(_Module)
+        self.computes_s: dict[str, float] = {}  # by operator, without what it communicates inside itself
         self.dear: dict[_Dear, list[float]] = defaultdict(lambda: [0, 0.0, 0.0])  # how often, bytes, seconds
         self.parameters = {value.label for value in plan.capture.of_kind("parameter")}
         for node in plan.capture.nodes:
@@ -71,32 +72,18 @@ class _Priced:
         for transfer in plan.transfers:
             self._add_transfer(transfer)
         for value in plan.capture.of_kind("parameter"):
-            self.modules[value.label.rpartition(".")[0]].holds += self.bytes_of(value.name)
-
-    def bytes_of(self, leaf: str) -> int:
-        """What a device holds of a leaf."""
-        value = self.plan.capture.values[leaf]
-        size = value.dtype.itemsize
-        for dim in self.plan.leaves[leaf].local_shape(value.shape, self.plan.mesh, 0):
-            size *= dim
-        return size
-
-    def computes_s(self, node: Node) -> float:
-        """What an operator takes, without what it communicates inside itself."""
-        plan, strategy = self.plan, self.plan.strategies[node.name]
-        inside = operator_collectives(plan.graph, node, strategy, plan.mesh)
-        whole = self.seconds.operator(plan.graph, node, strategy, plan.mesh)
-        return whole - sum(self.seconds.collective_s(c, plan.mesh) for c in inside)
+            self.modules[value.label.rpartition(".")[0]].holds += plan.bytes_of(value)
 
     def _add_operator(self, node: Node) -> None:
-        plan, module = self.plan, self.modules[node.scope]
+        plan, module, strategy = self.plan, self.modules[node.scope], self.plan.strategies[node.name]
+        computes_s = self.seconds.operator(plan.graph, node, strategy, plan.mesh)
+        for c in operator_collectives(plan.graph, node, strategy, plan.mesh):
+            spent = self.seconds.collective_s(c, plan.mesh)
+            computes_s -= spent
+            self._add(module, _Dear(c.kind, "·".join(c.axes), node.op), c.sent_bytes(plan.mesh), spent)
+        self.computes_s[node.name] = computes_s
         module.nodes.append(node)
-        module.computes_s += self.computes_s(node)
-        inside = operator_collectives(plan.graph, node, plan.strategies[node.name], plan.mesh)
-        for c in inside:
-            self._add(module, _Dear(c.kind, "·".join(c.axes), node.op), c.sent_bytes(plan.mesh))
-            module.communicates_s += self.seconds.collective_s(c, plan.mesh)
-            self.dear[_Dear(c.kind, "·".join(c.axes), node.op)][2] += self.seconds.collective_s(c, plan.mesh)
+        module.computes_s += computes_s
 
     def _add_transfer(self, transfer: Transfer) -> None:
         plan = self.plan
@@ -106,21 +93,20 @@ class _Priced:
         value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
         spent = self.seconds.transfer(value, transfer.steps, plan.mesh)
         name = module_of(found[0], self.parameters)
-        module = self.modules[name]
-        module.communicates_s += spent
         axes = dict.fromkeys(axis for priced in found for axis in priced.collective.axes)
         kinds = dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found)
         dear = _Dear(
             ", ".join(kinds), "·".join(axes), _template(value.label if value.label in self.parameters else name)
         )
-        self._add(module, dear, sum(priced.bytes for priced in found))
-        self.dear[dear][2] += spent
+        self._add(self.modules[name], dear, sum(priced.bytes for priced in found), spent)
 
-    def _add(self, module: _Module, dear: _Dear, sent: float) -> None:
+    def _add(self, module: _Module, dear: _Dear, sent: float, spent: float) -> None:
         module.sends += sent
+        module.communicates_s += spent
         module.moves.append(f"{dear.kinds} {dear.axes} {sent:.0f}")
         self.dear[dear][0] += 1
         self.dear[dear][1] += sent
+        self.dear[dear][2] += spent
 
 
 def _modules(plan: Decisions, priced: _Priced) -> str:
@@ -132,7 +118,7 @@ def _modules(plan: Decisions, priced: _Priced) -> str:
     for names in alike.values():
         modules = [priced.modules[name] for name in names]
         total = [sum(getattr(m, of) for m in modules) for of in (*_PARTS, "sends", "holds")]
-        main = max(modules[0].nodes, key=priced.computes_s, default=None)
+        main = max(modules[0].nodes, key=lambda node: priced.computes_s[node.name], default=None)
         rows.append(
             (
                 total[0] + total[1],
@@ -172,7 +158,7 @@ def _collectives(priced: _Priced) -> str:
 def _without_rule(plan: Decisions, priced: _Priced) -> Iterator[str]:
     spent: dict[str, list[float]] = defaultdict(list)
     for node in plan.graph.unlisted:
-        spent[node.op].append(priced.computes_s(node))
+        spent[node.op].append(priced.computes_s[node.name])
     if spent:
         each = (f"{op} ({len(times)} times, {_time(sum(times))})" for op, times in spent.items())
         yield f"without a rule, run whole on every device: {', '.join(each)}"

@@ -23,7 +23,6 @@ from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
-from shardwright.run.evaluation import Evaluation, metric_means
 from shardwright.run.model import ParallelModel, Replay
 from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.buckets import GradientReduction
@@ -129,11 +128,6 @@ class Parallel(ParallelModel):
         if isinstance(batch, Batch):
             return batch.global_size
         return rows_of(batch, flatten_batch(batch), self.options.batch).total
-
-    def evaluate(self, batch: Any) -> Evaluation:
-        samples, result = self.samples(batch), self(batch)
-        loss, aux = result if isinstance(result, tuple) else (result, None)
-        return Evaluation(float(loss), metric_means(aux, samples), samples)
 
     def replay(self, batch: Any) -> Replay:
         prepared, inputs, _ = self._ready("training", batch)

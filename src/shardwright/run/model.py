@@ -18,7 +18,7 @@ from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import LocalProgram
 from shardwright.plan.plan import Plan
-from shardwright.run.evaluation import Evaluation
+from shardwright.run.evaluation import Evaluation, metric_means
 from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.structure import Structure
@@ -75,9 +75,15 @@ class ParallelModel(LikeModule):
     def samples(self, batch: Any) -> int:
         """How many samples the global batch has, of which ``batch`` is this rank's part; all ranks call it together."""
 
-    @abstractmethod
     def evaluate(self, batch: Any) -> Evaluation:
         """The loss and the metrics of the global batch; all ranks call it together."""
+        samples, result = self.samples(batch), self(batch)
+        loss, aux = result if isinstance(result, tuple) else (result, None)
+        return Evaluation(float(loss), self._metrics(aux, batch, samples), samples)
+
+    def _metrics(self, aux: Any, batch: Any, samples: int) -> Mapping[str, float]:
+        """The metrics among what was returned beside the loss of the global batch."""
+        return metric_means(aux, samples)
 
     @abstractmethod
     def replay(self, batch: Any) -> Replay | None:

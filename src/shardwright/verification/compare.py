@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from shardwright.mesh.dtensor import gathered
 from shardwright.verification.result import Deviation
 
 TOLERANCES = {"float64": 1e-10, "float32": 1e-5}
@@ -28,6 +29,17 @@ class State:
     gradients: Tensors
     buffers: Tensors
     parameters: Tensors
+
+
+def gradients_of(module: nn.Module) -> Tensors:
+    """The gradients of all parameters, whole; without one is with one of zero, except to the optimizer."""
+    named = module.named_parameters()
+    return {name: gathered(p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in named}
+
+
+def parameters_of(module: nn.Module) -> Tensors:
+    """All parameters, whole."""
+    return {name: gathered(parameter) for name, parameter in module.named_parameters()}
 
 
 class Comparison:

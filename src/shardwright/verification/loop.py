@@ -16,10 +16,9 @@ from torch import Tensor, nn
 
 from shardwright.errors import UsageError
 from shardwright.graph.tracing.outside import NOT_PLAIN, called_function, plain, tensors, variables
-from shardwright.mesh.dtensor import gathered
 from shardwright.plan.plan import Plan
 from shardwright.run.model import ParallelModel
-from shardwright.verification.compare import ONE_DEVICE, PLAIN, Comparison, State
+from shardwright.verification.compare import ONE_DEVICE, PLAIN, Comparison, State, gradients_of, parameters_of
 from shardwright.verification.copies import Copies
 from shardwright.verification.result import Deviation
 from shardwright.world.seed import same_random_numbers
@@ -71,15 +70,8 @@ def _state(module: nn.Module, result: Any, name: str) -> State:
     loss = result[0] if isinstance(result, (tuple, list)) and result else result
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UsageError(f"{name} must yield the loss, one number in a tensor; it yielded {type(loss).__name__}")
-    named = dict(module.named_parameters())
-    gradients = {name: _whole(p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in named.items()}
-    buffers = {name: buffer.detach().clone() for name, buffer in module.named_buffers()}
-    parameters = {name: _whole(p) for name, p in named.items()}
-    return State({"loss": loss.detach().reshape(()).clone()}, gradients, buffers, parameters)
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    return gathered(tensor).detach().clone()
+    kinds = {"loss": loss.reshape(())}, gradients_of(module), dict(module.named_buffers()), parameters_of(module)
+    return State(*({name: tensor.detach().clone() for name, tensor in kind.items()} for kind in kinds))
 
 
 def compared(got: Sequence[State], expected: Sequence[State], comparison: Comparison) -> list[Deviation]:

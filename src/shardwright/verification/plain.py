@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from shardwright.data.loading.batch import Batch
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.tracing.trace import LossFunction
-from shardwright.run.evaluation import Evaluation, metric_means
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import rows_of
@@ -37,11 +36,6 @@ class PlainModel(ParallelModel):
 
     def samples(self, batch: Any) -> int:
         return batch.global_size if isinstance(batch, Batch) else rows_of(batch, flatten_batch(batch), "global").total
-
-    def evaluate(self, batch: Any) -> Evaluation:
-        samples, result = self.samples(batch), self(batch)
-        loss, aux = result if isinstance(result, tuple) else (result, None)
-        return Evaluation(float(loss), metric_means(aux, samples), samples)
 
     def replay(self, batch: Any) -> None:
         return None

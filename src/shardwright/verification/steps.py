@@ -8,11 +8,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwright.mesh.dtensor import gathered
 from shardwright.plan.plan import Plan
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.splitting import local_part
-from shardwright.verification.compare import GRADIENT_FLOOR, ONE_DEVICE, PLAIN, Comparison, State, Tensors, largest_of
+from shardwright.verification.compare import (
+    GRADIENT_FLOOR,
+    ONE_DEVICE,
+    PLAIN,
+    Comparison,
+    State,
+    Tensors,
+    gradients_of,
+    largest_of,
+    parameters_of,
+)
 from shardwright.verification.copies import Copies
 from shardwright.verification.result import Deviation
 
@@ -30,12 +39,10 @@ class _Trainer:
         loss = result[0] if isinstance(result, (tuple, list)) else result
         self._optimizer.zero_grad()
         loss.backward()
-        named = dict(self._module.named_parameters())
-        # Without a gradient is with a gradient of zero, except to the optimizer, which shows in the parameters.
-        gradients = {name: gathered(p.grad if p.grad is not None else torch.zeros_like(p)) for name, p in named.items()}
+        gradients = gradients_of(self._module)
         self._optimizer.step()
         buffers = dict(self._module.named_buffers())
-        return State({"loss": loss.detach()}, gradients, buffers, {name: gathered(p) for name, p in named.items()})
+        return State({"loss": loss.detach()}, gradients, buffers, parameters_of(self._module))
 
     def take(self, parameters: Tensors, chosen: Tensors) -> None:
         """Take the chosen entries of these whole parameters in place of one's own."""

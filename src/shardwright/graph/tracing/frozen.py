@@ -157,13 +157,10 @@ class Reading:
 
             return draw
 
-        for n, function in functions.items():
-            setattr(module, n, noticing(function))
         try:
-            yield
+            with torch_private.replaced(module, {n: noticing(function) for n, function in functions.items()}):
+                yield
         finally:
-            for n, function in functions.items():
-                setattr(module, n, function)
             if not _equal_states(before, state()):
                 if not any(text.startswith(f"numbers of {name} ") for text in self._warnings):
                     self._note_draw(name, "")

@@ -24,7 +24,7 @@ from shardwright.graph.tracing import sources
 MISSING = object()
 """What stands at a place that is not there (any more)."""
 NOT_PLAIN = object()
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 _LONGEST = 64  # entries of a list that is compared before each step
 
 
@@ -74,7 +74,7 @@ def follow(start: Any, path: str) -> Any:
 
 def plain(value: Any) -> Any:
     """A value that can be compared, where it is a number, a word, or a short collection of these; else `NOT_PLAIN`."""
-    if isinstance(value, _PLAIN):
+    if isinstance(value, PLAIN):
         return value
     if isinstance(value, (list, tuple, dict)) and len(value) <= _LONGEST:
         entries = [plain(entry) for entry in (value.items() if isinstance(value, dict) else value)]

@@ -79,8 +79,6 @@ def refuse_generator(name: str, args: Sequence[Any], where: str) -> None:
 @contextmanager
 def seeding_refused() -> Iterator[None]:
     """While the loss function runs: a graph would not set the seed again at its next step."""
-    names = ("manual_seed", "seed")
-    before = {name: getattr(torch, name) for name in names}
 
     def refusing(name: str) -> Callable[..., Any]:
         def refuse(*_: Any) -> Any:
@@ -93,13 +91,8 @@ def seeding_refused() -> Iterator[None]:
 
         return refuse
 
-    for name in names:
-        setattr(torch, name, refusing(name))
-    try:
+    with torch_private.replaced(torch, {name: refusing(name) for name in ("manual_seed", "seed")}):
         yield
-    finally:
-        for name, function in before.items():
-            setattr(torch, name, function)
 
 
 def refuse_closed_over(args: Sequence[Any], where: str) -> None:

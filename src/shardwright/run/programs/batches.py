@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from enum import Enum
 from typing import Any
 
 import torch
@@ -14,13 +13,11 @@ from torch import Tensor
 
 from shardwright.data.loading.same_data import checksum
 from shardwright.errors import UsageError
+from shardwright.graph.tracing.outside import PLAIN
 from shardwright.run.programs.failures import in_batch
 from shardwright.torch_private import tree_flatten
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.ranks import alone
-
-# What may stand beside tensors: each new value is captured anew, so that it must print all that it is.
-_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 
 
 def tensors_of(batch: Any) -> list[Tensor]:
@@ -47,7 +44,7 @@ def _problem(leaves: list[tuple[str, Any]], *, sample: bool) -> str | None:
                 return (
                     f"{in_batch(path or 'batch')} is on the meta device, where tensors have no values; pass real ones"
                 )
-        elif not isinstance(leaf, _PLAIN):
+        elif not isinstance(leaf, PLAIN):
             name, kind = in_batch(path or "batch"), type(leaf).__name__
             if hasattr(leaf, "__array__"):
                 return f"{name} is a {kind}, of which a program would keep the numbers; pass torch.as_tensor(...) of it"
