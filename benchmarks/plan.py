@@ -24,7 +24,7 @@ import torch
 from torch.nn import functional as F
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.hardware import read_hardware
+from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
 

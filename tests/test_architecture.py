@@ -19,6 +19,7 @@ INSIDE = {
     "launch": ("host", "asked", "kept", "hangs", "supervisor", "carriers"),
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
     "graph": ("tracing",),
+    "plan": ("pricing", "searching"),
     "run": ("graphs", "programs"),
     "cluster": ("bench",),
 }

@@ -14,8 +14,8 @@ from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.mesh.redistribute import Collective
-from shardwright.plan.cost import Seconds
-from shardwright.plan.hardware import (
+from shardwright.plan.pricing.cost import Seconds
+from shardwright.plan.pricing.hardware import (
     Curve,
     Hardware,
     LinkCost,

@@ -6,10 +6,10 @@ import torch
 from decoder import Decoder, batch_of, loss_fn
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan import search as searching
-from shardwright.plan.hardware import read_hardware
 from shardwright.plan.make import make_plan
+from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.request import PlanRequest
+from shardwright.plan.searching import search as searching
 from whole import like_plain, plan_of, run, same
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
 from shardwright.errors import PlanError
-from shardwright.plan.exact import Table, TooWide, minimise
+from shardwright.plan.searching.exact import Table, TooWide, minimise
 
 
 @st.composite

@@ -12,12 +12,13 @@ from shardwright.graph.capture import capture
 from shardwright.graph.rewrite import rewrite
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Axis, Link, Mesh
-from shardwright.plan.cost import Bytes
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.cost import Bytes
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.ruled import RuledGraph
-from shardwright.plan.search import Space, search
+from shardwright.plan.searching.search import search
+from shardwright.plan.searching.space import Space
 
 MESH = Mesh((Axis("dp", 2, Link(1e-4, 1e9)), Axis("tp", 3)))
 

@@ -8,8 +8,8 @@ import torch
 from decoder import Decoder, batch_of, loss_fn
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.hardware import read_hardware
 from shardwright.plan.make import make_plan
+from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.request import PlanRequest
 from shardwright.report.plan_page import _joined, _template, plan_page
 

@@ -7,7 +7,7 @@ import pytest
 from shardwright.errors import UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Axis, Link, Mesh
-from shardwright.plan.hardware import shipped
+from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.request import PlanRequest
 
 REQUEST = PlanRequest(Mesh.of(dp=2, tp=4))

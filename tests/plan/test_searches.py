@@ -10,7 +10,7 @@ from shardwright.cli.planning import plan, verify
 from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import searches
-from shardwright.plan.cost import Bytes
+from shardwright.plan.pricing.cost import Bytes
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MODES, SEARCHES, Mode, Search, SearchName
 from shardwright.run.parallel import _problem

@@ -6,8 +6,8 @@ import torch
 from shardwright.errors import PlanError, UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import make
-from shardwright.plan.exact import TooWide
 from shardwright.plan.searches import SEARCHES
+from shardwright.plan.searching.exact import TooWide
 from shardwright.zoo import TwoMatmuls
 from whole import plan_of, run, same
 

@@ -11,8 +11,8 @@ from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.functions import name_of
 from shardwright.rules.notation import Operand
 from shardwright.rules.table import REGISTERED, rule_of

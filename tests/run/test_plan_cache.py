@@ -10,8 +10,8 @@ from shardwright.graph.capture import capture
 from shardwright.graph.rewrite import rewrite
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.ruled import RuledGraph
 from shardwright.run.programs import plan_cache
 
 

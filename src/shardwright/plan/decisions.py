@@ -17,16 +17,9 @@ from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, Step, redistribute
-from shardwright.plan.ruled import RuledGraph
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.pricing.targets import Target, target_of
 from shardwright.rules.notation import Strategy
-
-
-@dataclass(frozen=True)
-class Target:
-    """What a consumer needs of a value: a layout, and the axes over which the gradient that it returns is partial."""
-
-    layout: Layout
-    gradient_partial: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,12 +160,3 @@ class Decisions:
         """The number of slices per dim of every result."""
         rule, strategy = self.graph.rules[node.name], self.strategies[node.name]
         return tuple(rule.result_layout(i, strategy, self.mesh).slices(self.mesh) for i in range(len(node.results)))
-
-
-def target_of(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mesh: Mesh) -> Target:
-    """What operand ``index`` of ``node`` must be under a strategy, units normalised."""
-    rule = graph.rules[node.name]
-    value = graph.capture.values[node.operands[index]]
-    layout = rule.operand_layout(index, strategy).normalised(value.shape, mesh)
-    partial = rule.operand_gradient_partial(index, strategy, mesh) if value.needs_gradient else ()
-    return Target(layout, partial)

@@ -13,15 +13,16 @@ from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
-from shardwright.plan.data import data_parallel
-from shardwright.plan.decisions import target_of
-from shardwright.plan.exact import TooWide
 from shardwright.plan.pins import pinned_strategies
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.pricing.targets import target_of
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.ruled import RuledGraph
-from shardwright.plan.search import Choice, Space, search
 from shardwright.plan.searches import MODES, SEARCHES, Search
+from shardwright.plan.searching.data import data_parallel
+from shardwright.plan.searching.exact import TooWide
+from shardwright.plan.searching.search import search
+from shardwright.plan.searching.space import Choice, Space
 from shardwright.rules.notation import OpRule, Strategy
 
 

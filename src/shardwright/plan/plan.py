@@ -17,7 +17,7 @@ from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import explain
-from shardwright.plan.ruled import RuledGraph
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 from shardwright.whole_file import write_whole
 

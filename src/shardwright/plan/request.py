@@ -12,7 +12,7 @@ from typing import Any, Literal
 from shardwright.errors import UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.hardware import Hardware, for_device
+from shardwright.plan.pricing.hardware import Hardware, for_device
 from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 
 Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]

@@ -15,8 +15,8 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.rules.notation import OpRule, Strategy
 
 if TYPE_CHECKING:
-    from shardwright.plan.cost import Objective
-    from shardwright.plan.hardware import Hardware
+    from shardwright.plan.pricing.cost import Objective
+    from shardwright.plan.pricing.hardware import Hardware
 
 SearchName = Literal["propagation", "exact"]
 Mode = Literal["single", "data", "semi-auto", "auto"]
@@ -69,13 +69,13 @@ def _everything(strategy: Strategy, rule: OpRule, mesh: Mesh) -> bool:
 
 
 def _bytes(hardware: Hardware) -> Objective:
-    from shardwright.plan.cost import Bytes  # imports torch
+    from shardwright.plan.pricing.cost import Bytes  # imports torch
 
     return Bytes()
 
 
 def _seconds(hardware: Hardware) -> Objective:
-    from shardwright.plan.cost import Seconds  # imports torch
+    from shardwright.plan.pricing.cost import Seconds  # imports torch
 
     return Seconds(hardware)
 

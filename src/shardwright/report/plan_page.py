@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from shardwright.graph.ir import Node
-from shardwright.plan.cost import Seconds, operator_collectives
 from shardwright.plan.decisions import Decisions, Transfer
 from shardwright.plan.explain import certificate, in_bytes, in_tuples, module_of, table
-from shardwright.plan.hardware import Hardware
+from shardwright.plan.pricing.cost import Seconds, operator_collectives
+from shardwright.plan.pricing.hardware import Hardware
 
 MOST_MODULES, MOST_COLLECTIVES = 30, 8
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")

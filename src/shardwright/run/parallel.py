@@ -18,8 +18,8 @@ from shardwright.graph.tracing.outside import called_function, code_digest
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.hardware import Hardware, read_hardware
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.request import Inputs, PlanRequest, inputs_problem
 from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 from shardwright.rules.register import registered_rules

@@ -12,11 +12,11 @@ import torch
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.hardware import Hardware, read_hardware
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.hardware import Hardware, read_hardware
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.ruled import RuledGraph
 from shardwright.plan.searches import Mode, SearchName
 from shardwright.report.plan_page import plan_page
 from shardwright.verification.build import BuildFunction, Built

@@ -25,8 +25,8 @@ from shardwright.lower.site import RandomKey, Site
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import Inputs, PlanRequest
-from shardwright.plan.ruled import RuledGraph
 from shardwright.plan.searches import Mode, SearchName
 from shardwright.run.programs.inputs import mesh_for
 from shardwright.run.programs.planner import hardware_of

@@ -27,7 +27,7 @@ from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
 from shardwright.mesh.redistribute import CollectiveKind
-from shardwright.plan.hardware import Hardware, LinkCost, LinkKind
+from shardwright.plan.pricing.hardware import Hardware, LinkCost, LinkKind
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import World
 

@@ -15,8 +15,8 @@ from shardwright.errors import PlanError
 from shardwright.graph.ir import Capture
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.ruled import RuledGraph
 from shardwright.rules.register import registered_rules
 from shardwright.world.gradients import BUCKET_BYTES
 

@@ -14,11 +14,11 @@ from shardwright.graph.ir import Capture
 from shardwright.graph.step import StepKind
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.mesh.layout import Layout
-from shardwright.plan.hardware import Hardware, for_device
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.hardware import Hardware, for_device
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.ruled import RuledGraph
 from shardwright.run.graphs.captures import Captures
 from shardwright.run.programs.inputs import Rows, global_shapes
 from shardwright.run.programs.plan_cache import remembered

@@ -10,9 +10,9 @@ from shardwright.graph.ir import Node
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import redistribute
-from shardwright.plan.decisions import target_of
-from shardwright.plan.ruled import RuledGraph
-from shardwright.plan.search import Choice
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.pricing.targets import target_of
+from shardwright.plan.searching.space import Choice
 from shardwright.rules.notation import OpRule, Strategy
 
 

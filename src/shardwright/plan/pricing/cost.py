@@ -23,8 +23,8 @@ from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step
-from shardwright.plan.hardware import Hardware, LinkKind, link_along
-from shardwright.plan.ruled import RuledGraph
+from shardwright.plan.pricing.hardware import Hardware, LinkKind, link_along
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 
 BACKWARD = 2  # a backward costs about two forwards

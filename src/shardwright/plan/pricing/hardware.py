@@ -303,7 +303,7 @@ def link_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int | None) -> L
 # The shipped profiles
 
 ALIASES = {"cpu": "cpu_host"}
-_FOLDER = resources.files("shardwright.plan") / "profiles"
+_FOLDER = resources.files("shardwright.plan.pricing") / "profiles"
 
 
 @cache

@@ -1,0 +1,1 @@
+"""The searches: from what may be chosen to what is chosen."""

@@ -1,0 +1,142 @@
+"""What operators and ways between layouts cost, worked out once for all that are alike."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.graph.ir import Node, Value
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.redistribute import possible, redistribute
+from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.pricing.ruled import RuledGraph, Use
+from shardwright.plan.pricing.targets import Target, target_of
+from shardwright.plan.searching.exact import Costs
+from shardwright.rules.notation import Strategy
+
+# Larger three-way tables are not worth their sharing: the consumers of such a value are charged singly.
+SHARING_LIMIT = 4_000_000
+
+
+class Known:
+    """What costs and layouts were worked out, by the facts that they follow from: equal layers share whole arrays.
+
+    Rules and lists of strategies are told apart by identity, as equal ones are one object in a `RuledGraph` and a
+    `Space`.
+    """
+
+    def __init__(self, graph: RuledGraph, objective: Objective, mesh: Mesh) -> None:
+        self.graph, self.objective, self.mesh = graph, objective, mesh
+        self._kept: list[object] = []  # so that no identity is given to another object
+        self._operators: dict[Hashable, Costs] = {}
+        self._layouts: dict[Hashable, tuple[Layout, ...]] = {}
+        self._targets: dict[Hashable, tuple[Target, ...]] = {}
+        self._single: dict[Hashable, dict[tuple[Layout, Target], float]] = {}
+        self._arrays: dict[Hashable, Costs] = {}
+        self._edges: dict[Hashable, Edges] = {}
+
+    def operator(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
+        """What an operator costs under each strategy."""
+        values = self.graph.capture.values
+        facts = tuple(
+            (values[n].shape, values[n].dtype, values[n].needs_gradient) for n in node.operands + node.results
+        )
+        names = list(dict.fromkeys(node.operands))  # an operand that is read twice counts once
+        repeated = tuple(names.index(name) for name in node.operands)
+        key = node.op, node.args, node.kwargs, repeated, facts, self._identity(strategies)
+        if key not in self._operators:
+            costs = [self.objective.operator(self.graph, node, s, self.mesh) for s in strategies]
+            self._operators[key] = np.array(costs)
+        return self._operators[key]
+
+    def layouts(self, node: Node, index: int, strategies: Sequence[Strategy]) -> tuple[Layout, ...]:
+        """The layout of a result under each strategy."""
+        rule, shape = self.graph.rules[node.name], self.graph.capture.values[node.results[index]].shape
+        key = self._identity(rule), self._identity(strategies), index, shape
+        if key not in self._layouts:
+            made = (rule.result_layout(index, s, self.mesh).normalised(shape, self.mesh) for s in strategies)
+            self._layouts[key] = tuple(made)
+        return self._layouts[key]
+
+    def targets(self, use: Use, strategies: Sequence[Strategy]) -> tuple[Target, ...]:
+        """What an operand must be under each strategy of its operator."""
+        rule, value = self.graph.rules[use.node.name], self.graph.capture.values[use.node.operands[use.index]]
+        key = self._identity(rule), self._identity(strategies), use.index, value.shape, value.needs_gradient
+        if key not in self._targets:
+            self._targets[key] = tuple(target_of(self.graph, use.node, use.index, s, self.mesh) for s in strategies)
+        return self._targets[key]
+
+    def edges(self, facts: Value, layouts: tuple[Layout, ...], demanded: Sequence[tuple[Target, ...]]) -> Edges:
+        """What a value's way from each layout to each target costs; ``demanded`` has the targets of each consumer."""
+        key = _alike(facts), self._identity(layouts), tuple(self._identity(targets) for targets in demanded)
+        if key not in self._edges:
+            kinds, targets = tuple(dict.fromkeys(layouts)), tuple(dict.fromkeys(itertools.chain(*demanded)))
+            costs = self.array(facts, kinds, targets)[[kinds.index(layout) for layout in layouts]]
+            self._edges[key] = _edges(costs, targets, demanded)
+        return self._edges[key]
+
+    def array(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
+        """What it costs to bring a value from each layout to each target."""
+        table = self._arrays.get((_alike(facts), layouts, targets))
+        if table is None:
+            known = self._single.setdefault(_alike(facts), {})
+            for pair in itertools.product(layouts, targets):
+                if pair not in known:
+                    known[pair] = self._cost(facts, *pair)
+            table = np.array([[known[layout, target] for target in targets] for layout in layouts])
+            self._arrays[_alike(facts), layouts, targets] = table
+        return table
+
+    def _cost(self, facts: Value, layout: Layout, target: Target) -> float:
+        if not possible(layout, target.layout):
+            return math.inf
+        steps = redistribute(layout, target.layout, target.gradient_partial, facts.shape, self.mesh)
+        return self.objective.transfer(facts, steps, self.mesh)
+
+    def _identity(self, kept: object) -> int:
+        self._kept.append(kept)
+        return id(kept)
+
+
+def _alike(facts: Value) -> Hashable:
+    """What the cost of a transfer reads of a value."""
+    return facts.shape, facts.dtype, facts.needs_gradient, facts.kind == "parameter"
+
+
+@dataclass(frozen=True)
+class Edges:
+    """The tables of a value: over its producer and each consumer, and where a target is shared, over the hub, too.
+
+    Consumers cannot see which target another demands. A variable between them, the hub, settles which target is paid
+    for once; who demands that one pays nothing, every other pays for itself.
+    """
+
+    hub: Costs | None  # producer x hub; the hub's last choice: nothing is shared
+    consumers: tuple[Costs, ...]  # producer x consumer, or producer x consumer x hub
+
+
+def _edges(costs: Costs, targets: Sequence[Target], demanded: Sequence[tuple[Target, ...]]) -> Edges:
+    """The tables for a value whose way to each target costs ``costs``, by the producer's choices."""
+    column = {target: at for at, target in enumerate(targets)}
+    columns = [np.array([column[target] for target in of]) for of in demanded]
+    shared = _shareable(costs, columns)
+    if not shared:
+        return Edges(None, tuple(costs[:, at] for at in columns))
+    free = [np.array([[s == c for s in [*shared, -1]] for c in at]) for at in columns]  # consumer x hub
+    cubes = (np.where(f[None], 0.0, costs[:, at][:, :, None]) for at, f in zip(columns, free, strict=True))
+    return Edges(np.concatenate([costs[:, shared], np.zeros((len(costs), 1))], axis=1), tuple(cubes))
+
+
+def _shareable(costs: Costs, columns: Sequence[npt.NDArray[np.intp]]) -> list[int]:
+    """The columns of targets that at least two consumers may demand and that may cost something."""
+    demanded = [int(at) for consumer in columns for at in dict.fromkeys(consumer.tolist())]
+    finite = np.where(np.isfinite(costs), costs, 0.0).max(axis=0)
+    shared = [at for at in dict.fromkeys(demanded) if demanded.count(at) > 1 and finite[at] > 0]
+    widest = max((len(consumer) for consumer in columns), default=0)
+    return shared if len(costs) * widest * (len(shared) + 1) <= SHARING_LIMIT else []

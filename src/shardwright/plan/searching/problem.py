@@ -1,0 +1,135 @@
+"""The search for a plan as a problem over discrete variables, and its solution.
+
+Variables: the strategy of every operator, the layout of every leaf that is free, and for every value with several
+consumers a *shared target*: the redistribution that those consumers have in common and that is made once.
+
+    minimise   sum over operators n:            operator(n, s_n)
+             + sum over values v, consumers c:  transfer(layout of v, target of c), unless that is v's shared target
+             + sum over values v:               transfer(layout of v, shared target of v)
+             + sum over leaves l:               leaf(layout of l)
+
+The first two lines alone would charge the gradient reduction of a transformer's hidden state three times, for q, k
+and v. A value that would share two different targets is charged too much for the second: the objective is then an
+upper bound of the plan's cost, else it is equal to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Set
+from dataclasses import replace
+
+import numpy as np
+
+from shardwright.errors import PlanError
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.redistribute import possible
+from shardwright.plan.pricing.targets import Target
+from shardwright.plan.searching.exact import Table, minimise
+from shardwright.plan.searching.known import Known
+from shardwright.plan.searching.space import Space
+from shardwright.rules.notation import Strategy
+
+
+class Problem:
+    """The variables and tables of some operators of a space.
+
+    Args:
+        nodes: the names of the operators that are variables.
+        priced: those of them whose own cost counts; by default all.
+        values: whose ways to these operators count; by default those of all that these operators make or read.
+    """
+
+    def __init__(
+        self,
+        space: Space,
+        known: Known,
+        nodes: Set[str],
+        *,
+        priced: Set[str] | None = None,
+        values: Set[str] | None = None,
+    ) -> None:
+        self.space = space
+        self.known = known
+        self.tables: list[Table] = []
+        self.domains: list[int] = []
+        graph = space.graph
+        chosen = [node for node in graph.capture.nodes if node.name in nodes]
+        self.node_variables = {node.name: self._variable(len(space.strategies[node.name])) for node in chosen}
+        self.leaf_variables = {name: self._variable(len(layouts)) for name, layouts in space.leaves.items()}
+        for node in chosen:
+            if priced is None or node.name in priced:
+                costs = known.operator(node, space.strategies[node.name])
+                self.tables.append(Table((self.node_variables[node.name],), costs))
+        for name, layouts in space.leaves.items():
+            leaf = [known.objective.leaf(graph.capture.values[name], layout, space.mesh) for layout in layouts]
+            self.tables.append(Table((self.leaf_variables[name],), np.array(leaf)))
+        for value in graph.capture.values if values is None else values:
+            if value in self.leaf_variables or graph.producers[value][0].name in nodes:
+                self._add_transfers(value)
+
+    def solved(self) -> tuple[float, dict[str, Strategy], dict[str, Layout]]:
+        """The least cost, and the strategies and layouts that attain it."""
+        cost, picked = minimise(self.domains, self.tables)
+        return (
+            cost,
+            {name: self.space.strategies[name][picked[i]] for name, i in self.node_variables.items()},
+            {name: self.space.leaves[name][picked[i]] for name, i in self.leaf_variables.items()},
+        )
+
+    def demand_no_sums(self, makers: Set[str]) -> None:
+        """Forbid choices that need what other operators make, which are no variables here, as partial sums."""
+        graph = self.space.graph
+        for value, (maker, _) in graph.producers.items():
+            if maker.name in makers:
+                whole = Layout.replicated(len(graph.capture.values[value].shape))
+                for variable, targets in self._consumers(value):
+                    costs = [0.0 if possible(whole, target.layout) else math.inf for target in targets]
+                    self.tables.append(Table((variable,), np.array(costs)))
+
+    def _variable(self, size: int) -> int:
+        if size == 0:
+            raise PlanError("an operator or leaf has no possible choice")
+        self.domains.append(size)
+        return len(self.domains) - 1
+
+    def _add_transfers(self, value: str) -> None:
+        producer, layouts = self._produced(value)
+        if value in self.space.outputs:
+            self._add_output(value, producer, layouts)
+        consumers = self._consumers(value)
+        if not consumers:
+            return
+        facts = self.space.graph.capture.values[value]
+        edges = self.known.edges(facts, layouts, [targets for _, targets in consumers])
+        hub: tuple[int, ...] = ()
+        if edges.hub is not None:
+            hub = (self._variable(edges.hub.shape[1]),)
+            self.tables.append(Table((producer, *hub), edges.hub))
+        for (variable, _), costs in zip(consumers, edges.consumers, strict=True):
+            self.tables.append(Table((producer, variable, *hub), costs))
+
+    def _add_output(self, value: str, producer: int, layouts: tuple[Layout, ...]) -> None:
+        """A value that leaves the program is brought to its layout; a gradient comes back to the loss alone."""
+        capture = self.space.graph.capture
+        facts = capture.values[value]
+        if value != capture.loss:
+            facts = replace(facts, needs_gradient=False)
+        costs = self.known.array(facts, layouts, (Target(self.space.outputs[value]),))
+        self.tables.append(Table((producer,), costs[:, 0]))
+
+    def _produced(self, value: str) -> tuple[int, tuple[Layout, ...]]:
+        """The variable that decides how a value is made or stored, and the layout under each of its choices."""
+        if value in self.leaf_variables:
+            return self.leaf_variables[value], tuple(self.space.leaves[value])
+        node, index = self.space.graph.producers[value]
+        return self.node_variables[node.name], self.known.layouts(node, index, self.space.strategies[node.name])
+
+    def _consumers(self, value: str) -> list[tuple[int, tuple[Target, ...]]]:
+        """Who reads a value: the variable, and for each of its choices the target that it demands."""
+        found: dict[tuple[int, tuple[Target, ...]], None] = {}  # an operator that reads a value twice alike pays once
+        for use in self.space.graph.uses[value]:
+            if use.node.name in self.node_variables:
+                targets = self.known.targets(use, self.space.strategies[use.node.name])
+                found[self.node_variables[use.node.name], targets] = None
+        return list(found)

@@ -1,0 +1,32 @@
+"""What a search may choose, and what it chose."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.rules.notation import Strategy
+
+
+@dataclass(frozen=True)
+class Space:
+    """What may be chosen. ``leaves`` holds one layout for a leaf that is fixed, several for one that is free."""
+
+    graph: RuledGraph
+    mesh: Mesh
+    strategies: Mapping[str, Sequence[Strategy]]
+    leaves: Mapping[str, Sequence[Layout]]
+    outputs: Mapping[str, Layout]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen and, where it was searched, the objective there and a bound that no choice is below."""
+
+    strategies: Mapping[str, Strategy]
+    leaves: Mapping[str, Layout]
+    cost: float | None = None
+    bound: float | None = None
