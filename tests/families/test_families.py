@@ -36,7 +36,18 @@ def trained(family, parallelize):
     return losses, parallel.plan
 
 
-def of_all(names):
+# How each family is split: the usual modes, and a search that splits what it can over a second axis.
+MODES = {"data": {"mode": "data"}, "auto": {"mode": "auto"}}
+SPLIT = {"search": "propagation", "inputs": "whole"}
+TENSOR = {"tp=2": {"mode": "auto", "mesh": "tp=2", **SPLIT}}
+GRID = {
+    "auto": {"mode": "auto"},
+    "tp=4": {"mode": "auto", "mesh": "tp=4", **SPLIT},
+    "dp=2,tp=2": {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"},
+}
+
+
+def of_all(names, modes):
     """For each family and mode how far the losses are from plain PyTorch's, or what was refused."""
     import torch
     import transformers
@@ -52,8 +63,8 @@ def of_all(names):
     for name in names:
         family = NAMED[name]
         expected, _ = trained(family, lambda model, loss_fn, batch: PlainModel(model, loss_fn))
-        for mode in ("data", "auto"):
-            parallelize = functools.partial(sw.parallelize, mode=mode, batch="global")
+        for mode, options in modes.items():
+            parallelize = functools.partial(sw.parallelize, batch="global", **options)
             try:
                 got, plan = trained(family, parallelize)
             except ShardwrightError as error:
@@ -74,8 +85,8 @@ def tolerance(family, plan):
     return 1e-6 if any(v.kind == "result" and v.dtype == torch.float32 for v in values) else 1e-9
 
 
-def check(names):
-    for found in run_ranks(2, of_all, names, timeout=850):
+def check(names, modes=MODES, ranks=2):
+    for found in run_ranks(ranks, of_all, names, modes, timeout=850):
         for (name, mode), (apart, allowed, whole) in found.items():
             assert not isinstance(apart, str), f"{name}, {mode}: {apart}"
             assert apart <= allowed, f"{name}, {mode}: the losses are {apart:.1e} apart"
@@ -97,3 +108,14 @@ def test_five_families_train_as_on_one_device():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_kind_of_families_trains_as_on_one_device(kind):
     check([family.name for family in FAMILIES if family.kind == kind])
+
+
+# Those that the planner is measured with at their published sizes.
+PUBLISHED = ("gpt2", "llama", "bert", "vit", "t5", "resnet", "mixtral")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("ranks", "modes"), [(2, TENSOR), (4, GRID)], ids=["2", "4"])
+def test_families_split_by_operators_train_as_on_one_device(ranks, modes):
+    check(PUBLISHED, modes, ranks)

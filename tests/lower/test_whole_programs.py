@@ -1,5 +1,6 @@
 """Whole programs on simulated ranks: loss, gradients, outputs and buffers of any plan are those of one device."""
 
+import itertools
 from functools import cache
 
 import pytest
@@ -43,9 +44,15 @@ def on_one_device(name, rows):
     return run(make_plan(graph, PlanRequest(Mesh(()), "single")), model, batch, seed=5)
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("search", ["data", "propagation", "exact"])
-@pytest.mark.parametrize("name", list(NETWORKS))
+# Eight simulated ranks of a split network take seconds.
+PLANS = [
+    pytest.param(name, search, mesh, marks=pytest.mark.slow if long else (), id=f"{name}-{search}-{mesh}")
+    for name, search, mesh in itertools.product(NETWORKS, ["data", "propagation", "exact"], MESHES)
+    for long in [mesh.size == 8 and search != "data" and name != "perceptron"]
+]
+
+
+@pytest.mark.parametrize(("name", "search", "mesh"), PLANS)
 def test_any_plan_gives_what_one_device_gives(name, search, mesh):
     graph, model, batch = captured(name, 24)
     options = {} if search == "data" else {"search": search}

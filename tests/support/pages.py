@@ -38,6 +38,6 @@ def run_blocks(page: Path, folder: Path) -> list[str]:
         else:
             assert language == "text", f"{page.name}: nobody checks a block in {language!r}"
             assert printed is not None, f"{page.name}: no block in bash prints {text!r}"
-            assert printed[0] == text, printed[1]
+            assert printed[0] == text, f"{printed[0]}\n{printed[1]}"
             printed = None
     return [language for language, _ in blocks]

@@ -100,9 +100,8 @@ def test_what_is_staged_is_removed_when_something_is_killed(job, how):
     (job.folder / "go").write_text("x")
     words = ["--lease", "2", "--grace", "1", "--stage", "pkg", "--stage", "run.sh"]
     launcher = job.start(*BOTH, *words, "--", sys.executable, script, str(job.folder / "go"))
-    wait_until(
-        lambda: all((job.folder / f"log_output/1/rank.{r}/stdout").exists() and job.log(r) for r in (0, 1)), 20, "run"
-    )
+    logs = [job.folder / f"log_output/1/rank.{rank}/stdout" for rank in (0, 1)]
+    wait_until(lambda: all(log.exists() and log.read_text().endswith("\n") for log in logs), 20, "run")
     folders = [Path(job.log(rank).split()[1]) for rank in (0, 1)]
     assert all((folder / "pkg").exists() for folder in folders)
     os.kill(launcher.pid if how == "launcher" else job.agent("host2"), signal.SIGKILL)
