@@ -8,7 +8,8 @@ from shardwright.errors import UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.plan.pricing.hardware import shipped
-from shardwright.plan.request import PlanRequest
+from shardwright.plan.pricing.optimizers import OptimizerStates
+from shardwright.plan.request import PlanRequest, read_memory
 
 REQUEST = PlanRequest(Mesh.of(dp=2, tp=4))
 # By field, values that all decide another plan.
@@ -20,6 +21,8 @@ OTHERS = {
     "hardware": (shipped("h100"), replace(shipped("cpu"), launch_s=1.0), shipped("cpu").on_hosts(["a", "b"])),
     "storage": ({"w": Layout.replicated(2)}, {"v": Layout.replicated(2)}, {"w": Layout.split(2, {0: ("dp",)})}),
     "axes": (Mesh.of(ranks=8), Mesh.of(dp=2, tp=4)),
+    "memory": (1, 2**36),
+    "optimizer": (OptimizerStates("sgd", 0, 0), OptimizerStates("adamw", 3, 4)),
 }
 
 
@@ -55,3 +58,9 @@ def test_what_cannot_be_asked_is_refused():
         PlanRequest(REQUEST.mesh, search="none")
     with pytest.raises(UsageError, match=r"inputs is 'split', 'whole' or a mapping .*, got 'rows'"):
         PlanRequest(REQUEST.mesh, inputs="rows")
+
+
+@pytest.mark.parametrize("given", ["80 apples", "", "0GiB", "-1", 0, True, 1.5, "iB", None])
+def test_what_is_no_memory_is_refused(given):
+    with pytest.raises(UsageError, match=r"expected how many bytes each device may hold, as '80GiB' or '512MB'"):
+        read_memory(given)

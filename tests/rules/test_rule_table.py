@@ -89,7 +89,7 @@ class Kept:
             return
         operator = Operator(op, args, kwargs, tuple(shapes_of(tensors)), tuple(shapes_of(results)))
         row = row_of(op)
-        saved = row.saved(operator)
+        saved = row.saved(operator).where([tensor.requires_grad for tensor in tensors])
         self.said |= {("operand", i) for i in saved.operands} | {("result", i) for i in saved.results}
         places = {memory(t): ("result", i) for i, t in enumerate(results) if t.numel()}
         places |= {memory(t): ("operand", i) for i, t in enumerate(tensors) if t.numel()}
@@ -134,6 +134,27 @@ def test_what_is_kept_for_the_backward_is_what_the_table_says(key):
     # The bias of a normalisation and the mask of an attention are kept in some cases only, a few of torch's choice.
     exact = TABLE[key].saves is not None and TABLE[key].saves is not EVERYTHING and "norm" not in key
     assert kept.seen == kept.said or not exact
+
+
+FACTORS = sorted({key_of(op) for op, _ in CASES if isinstance(row_of(op).saves, Saved) and row_of(op).saves.factors})
+
+
+@pytest.mark.parametrize("key", ["aten.mul", "aten.div", *FACTORS])
+def test_factors_are_kept_for_the_gradients_of_others(key):
+    [op, make] = next((op, make) for op, make in CASES if key_of(op) == key)
+    for position in range(2):
+        kept = Kept()
+
+        def compare(d, at=position, kept=kept):
+            made = make(d, op)
+            args, kwargs, tensors = bound(made)
+            factors = row_of(op).saved(Operator(op, args, kwargs, tuple(shapes_of(tensors)), ())).factors
+            if len(tensors) > 1:
+                tensors[(factors[0] if len(factors) > 1 else 0) + at].requires_grad_(False)
+            kept.compare(op, lambda d, op: made, d)
+
+        explore(10, compare)
+        assert kept.seen == kept.said
 
 
 def test_an_operator_without_a_row_keeps_all_that_it_has():

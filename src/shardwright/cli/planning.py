@@ -23,6 +23,10 @@ _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
     "--hardware", default="cpu", show_default=True, metavar="NAME|FILE.json",
     help="Prices whose: cpu, v100, a100, h100, h200, or a profile that `shardwright bench --save-profile` wrote.",
 )  # fmt: skip
+@click.option("--memory", metavar="80GiB", help="How much each device may hold; the plan keeps within.")
+@click.option(
+    "--optimizer", default="adamw", show_default=True, help="Whose states devices hold: a name of torch.optim."
+)
 @click.option("--save", metavar="plan.json", help="Write the plan, for sw.parallelize(plan=...).")
 @click.option("--load", metavar="plan.json", help="Check that this plan fits, and show it, in place of planning.")
 @click.option("--full", is_flag=True, help="Every operator and collective in place of one page.")

@@ -36,4 +36,5 @@ def saved(node: Node, capture: Capture) -> Saved:
     """What a node keeps for its backward; nothing where none of its results has a gradient."""
     if not any(capture.values[name].needs_gradient for name in node.results):
         return Saved()
-    return row_of(node.op).saved(operator_of(node, capture))
+    gradients = [capture.values[name].needs_gradient for name in node.operands]
+    return row_of(node.op).saved(operator_of(node, capture)).where(gradients)

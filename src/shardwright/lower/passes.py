@@ -25,7 +25,9 @@ def join_buckets(program: LocalProgram, limit_bytes: int = BUCKET_BYTES) -> Loca
         if value is None or step is None or step.kind != "enter" or instruction.reads[0] not in parameters:
             continue
         key = (step.axes, value.dtype)
-        if key not in open_buckets or sizes[key] + value.bytes > limit_bytes:
+        # A parameter that enters twice, as to two layouts that differ in units alone, has no two places in a bucket.
+        twice = any(member.reads == instruction.reads for member in open_buckets.get(key, ()))
+        if key not in open_buckets or twice or sizes[key] + value.bytes > limit_bytes:
             open_buckets[key] = []
             members[id(instruction)] = open_buckets[key]
             sizes[key] = 0

@@ -155,6 +155,11 @@ def possible(src: Layout, dst: Layout) -> bool:
     return set(dst.partial) <= set(src.partial)
 
 
+def copies(steps: Sequence[Step]) -> bool:
+    """Whether a tensor that takes these steps comes to lie in memory of its own."""
+    return any(step.kind != "enter" for step in steps)
+
+
 def redistribute(
     src: Layout, dst: Layout, gradient_partial: tuple[str, ...], shape: Shape, mesh: Mesh
 ) -> tuple[Step, ...]:

@@ -17,6 +17,7 @@ from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, Step, redistribute
+from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import Target, target_of
 from shardwright.rules.notation import Strategy
@@ -55,7 +56,8 @@ class Decisions:
     ``leaves`` and ``outputs`` map value names to layouts; ``strategies`` maps node names to strategies. An output
     appears in ``outputs`` with the layout in which it leaves the program (the loss, auxiliary outputs, new buffers).
     ``cost`` is what the search minimised, at these decisions, and ``bound`` what no decisions are below, in the unit of
-    the search; None where nothing was searched, or for another graph.
+    the search; None where nothing was searched, or for another graph. ``optimizer`` is what will update the
+    parameters, and ``memory`` the bytes that a device may hold, where that was limited.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -68,6 +70,8 @@ class Decisions:
     outputs: Mapping[str, Layout]
     cost: float | None = None
     bound: float | None = None
+    optimizer: OptimizerStates = ADAMW
+    memory: int | None = None
 
     @property
     def capture(self) -> Capture:

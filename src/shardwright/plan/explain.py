@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from shardwright.plan.decisions import Decisions, Priced
+from shardwright.plan.holding import held_by
 from shardwright.plan.searches import SEARCHES
 
 
@@ -21,13 +22,22 @@ def explain(plan: Decisions) -> str:
         _collectives(plan),
         _modules(plan),
         f"each device sends {in_bytes(plan.moved_bytes())} per step ({in_bytes(sent['forward'])} forward, "
-        f"{in_bytes(sent['backward'])} backward) and holds {in_bytes(plan.held_bytes())} of parameters",
+        f"{in_bytes(sent['backward'])} backward) and holds {holds(plan)}",
         *certificate(plan),
     ]
     if unlisted:
         names = ", ".join(sorted({node.op for node in unlisted}))
         parts.append(f"without a rule, run whole on every device: {names}")
     return "\n\n".join(parts)
+
+
+def holds(plan: Decisions) -> str:
+    """The bytes that each device holds, by kind; kinds that take none are left out."""
+    held = held_by(plan, plan.optimizer)
+    named = {"optimizer": f"states of {plan.optimizer.name}", "activations": "activations for the backward"}
+    shown = [f"{in_bytes(size)} of {named.get(kind, kind)}" for kind, size in held.kinds() if size]
+    limit = f", of {in_bytes(plan.memory)} that it may hold" if plan.memory else ""
+    return f"{', '.join(shown)}: {in_bytes(held.total)} in all{limit}"
 
 
 def certificate(plan: Decisions) -> Iterator[str]:
@@ -37,7 +47,8 @@ def certificate(plan: Decisions) -> Iterator[str]:
     counted = {row.unit for name, row in SEARCHES.items() if name == plan.search}
     cost, bound = (in_bytes(x) if counted == {"B"} else f"{x * 1e3:.4g} ms" for x in (plan.cost, plan.bound))
     gap = (plan.cost - plan.bound) / plan.cost if plan.cost else 0.0
-    yield f"by its search it costs {cost}; no plan on this mesh costs less than {bound} (gap {gap:.2%})"
+    fitting = "that fits its memory " if plan.memory else ""
+    yield f"by its search it costs {cost}; no plan {fitting}on this mesh costs less than {bound} (gap {gap:.2%})"
 
 
 def _operators(plan: Decisions) -> str:

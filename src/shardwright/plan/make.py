@@ -13,12 +13,14 @@ from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
+from shardwright.plan.explain import holds, in_bytes
 from shardwright.plan.pins import pinned_strategies
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import target_of
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MODES, SEARCHES, Search
+from shardwright.plan.searching.budget import Budget, OverBudget
 from shardwright.plan.searching.data import data_parallel
 from shardwright.plan.searching.exact import TooWide
 from shardwright.plan.searching.search import search
@@ -42,8 +44,12 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
     while True:
         mesh = request.axes or _planning_mesh(graph, request.mesh, most_axes)
         space = _space(graph, mesh, request, row)
+        budget = _budget(graph, mesh, request, space.outputs)
         try:
-            return _plan(graph, mesh, request, search(space, row.objective(request.hardware)), space.outputs)
+            choice = search(space, row.objective(request.hardware), budget)
+            return _plan(graph, mesh, request, choice, space.outputs)
+        except OverBudget:
+            raise
         except PlanError as error:
             # A table over fewer axes is smaller, unless pins, the storage or the inputs name the axes that there are.
             named = len(mesh.axes) > most_axes or request.storage or isinstance(request.inputs, Mapping)
@@ -66,6 +72,29 @@ def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, o
         outputs,
         choice.cost,
         choice.bound,
+        request.optimizer,
+        request.memory,
+    )
+
+
+def _budget(graph: RuledGraph, mesh: Mesh, request: PlanRequest, outputs: Mapping[str, Layout]) -> Budget | None:
+    """What a device may hold, and how plans are weighed against it."""
+    if request.memory is None:
+        return None
+    return Budget(
+        request.memory,
+        request.optimizer,
+        lambda choice: _plan(graph, mesh, request, choice, outputs).held.total,
+        lambda choice: _too_much(_plan(graph, mesh, request, choice, outputs)),
+    )
+
+
+def _too_much(plan: Plan) -> str:
+    """What is said of a plan that holds more than it may, none that was found holding less."""
+    return (
+        f"no plan was found under which a device holds {in_bytes(plan.memory or 0)} or less: on the mesh {plan.mesh}, "
+        f"mode {plan.mode}, the one that holds least holds {holds(plan)}; type a larger memory=, more devices, a "
+        "smaller batch, or an optimizer that keeps less"
     )
 
 
@@ -81,7 +110,10 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     # A rank without rows keeps its place: the batch is cut over all of them, however few rows there are.
     leaves = fixed_leaves(graph.capture, mesh, inputs, request.storage, every_rank=True)
     outputs = output_layouts(graph.capture, mesh, leaves)
-    return _plan(graph, mesh, request, data_parallel(graph, mesh, leaves, outputs), outputs)
+    plan = _plan(graph, mesh, request, data_parallel(graph, mesh, leaves, outputs), outputs)
+    if request.memory is not None and plan.held.total > request.memory:
+        raise OverBudget(f"{_too_much(plan)}; or mode='auto', which splits parameters too")
+    return plan
 
 
 def _planning_mesh(graph: RuledGraph, mesh: Mesh, most_axes: int) -> Mesh:

@@ -7,7 +7,8 @@ file and read back for the same graph, taken over for that graph at other sizes.
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import explain
+from shardwright.plan.holding import Held, held_by
+from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 from shardwright.whole_file import write_whole
@@ -30,6 +33,11 @@ class Plan(Decisions):
 
     def __str__(self) -> str:
         return explain(self)
+
+    @cached_property
+    def held(self) -> Held:
+        """The bytes that each device holds, by kind."""
+        return held_by(self, self.optimizer)
 
     def for_capture(self, capture: Capture) -> Plan:
         """The same decisions for the same graph with other sizes or dtypes, such as a last batch that is smaller.
@@ -56,6 +64,8 @@ class Plan(Decisions):
             "search": self.search,
             "cost": self.cost,
             "bound": self.bound,
+            "optimizer": asdict(self.optimizer),
+            "memory": self.memory,
             "named_mesh": _mesh_to_json(self.named),
             "mesh": _mesh_to_json(self.mesh),
             "graph": _fingerprint(self.capture),
@@ -94,6 +104,8 @@ class Plan(Decisions):
                 {name: _layout_from_json(layout) for name, layout in document["outputs"].items()},
                 document.get("cost"),
                 document.get("bound"),
+                OptimizerStates(**document["optimizer"]) if "optimizer" in document else ADAMW,
+                document.get("memory"),
             )
             _refuse_incomplete(plan)
         except PlanError:

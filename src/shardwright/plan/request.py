@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import partial
@@ -13,6 +14,7 @@ from shardwright.errors import UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.pricing.hardware import Hardware, for_device
+from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 
 Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
@@ -29,6 +31,8 @@ class PlanRequest:
         hardware: what plans are priced by, where the search counts seconds.
         storage: layouts that parameters have already, by value name; they are then not free.
         axes: the mesh that the plan must speak of, of an earlier plan whose storage is given; by default chosen.
+        memory: how many bytes each device may hold; None: as many as the plan needs.
+        optimizer: what will update the parameters, and holds states for them.
 
     Raises:
         UsageError: for an unknown mode, search or form of inputs.
@@ -41,6 +45,8 @@ class PlanRequest:
     hardware: Hardware = field(default_factory=partial(for_device, "cpu"))
     storage: Mapping[str, Layout] = field(default_factory=dict)
     axes: Mesh | None = None
+    memory: int | None = None
+    optimizer: OptimizerStates = ADAMW
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -71,6 +77,31 @@ def inputs_problem(inputs: object) -> str | None:
     if isinstance(inputs, Mapping) or inputs in ("split", "whole"):
         return None
     return f"inputs is 'split', 'whole' or a mapping from input name to slices per dim, got {inputs!r}"
+
+
+_UNITS = {"": 1, "B": 1} | {
+    f"{letter}{i}B": base**power
+    for i, base in (("", 1000), ("i", 1024))
+    for power, letter in enumerate("kMGT", start=1)
+}
+
+
+def read_memory(given: int | str) -> int:
+    """Bytes as a user writes them.
+
+    >>> read_memory("80GiB"), read_memory("1.5 MB"), read_memory(4096)
+    (85899345920, 1500000, 4096)
+
+    Raises:
+        UsageError: where it is no number of bytes above 0.
+    """
+    if isinstance(given, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kKMGT]?i?B?)\s*", given)):
+        number, unit = found.groups()
+        unit = unit.replace("K", "k").removesuffix("B") + "B"
+        given = int(float(number) * _UNITS.get(unit, 0))
+    if isinstance(given, bool) or not isinstance(given, int) or given <= 0:
+        raise UsageError(f"memory is {given!r}; expected how many bytes each device may hold, as '80GiB' or '512MB'")
+    return given
 
 
 def _stable_text(value: Any) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from shardwright.graph.ir import Node
 from shardwright.plan.decisions import Decisions, Transfer
-from shardwright.plan.explain import certificate, in_bytes, in_tuples, module_of, table
+from shardwright.plan.explain import certificate, holds, in_bytes, in_tuples, module_of, table
 from shardwright.plan.pricing.cost import Seconds, operator_collectives
 from shardwright.plan.pricing.hardware import Hardware
 
@@ -42,13 +42,11 @@ def plan_page(plan: Decisions, hardware: Hardware) -> str:
     """The page, whose seconds are those of ``hardware``; `explain` shows every operator and collective."""
     priced = _Priced(plan, Seconds(hardware))
     computes, communicates = (sum(getattr(m, of) for m in priced.modules.values()) for of in _PARTS)
-    trained = sum(plan.bytes_of(v) for v in plan.capture.of_kind("parameter") if v.needs_gradient)
     lines = [
         f"plan: mode {plan.mode}, search {plan.search}, mesh {plan.named}, {plan.mesh.size} devices",
         f"a step on {hardware.name} takes {_time(computes + communicates)}: {_time(computes)} computing, "
         f"{_time(communicates)} communicating, one after the other",
-        f"each device sends {in_bytes(plan.moved_bytes())} per step and holds {in_bytes(plan.held_bytes())} of "
-        f"parameters, {in_bytes(trained)} of gradients and, under AdamW, {in_bytes(2 * trained)} of moments",
+        f"each device sends {in_bytes(plan.moved_bytes())} per step and holds {holds(plan)}",
         *certificate(plan),
     ]
     parts = ["\n".join(lines), _modules(plan, priced), _collectives(priced), *_without_rule(plan, priced)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwright.mesh.mesh import Mesh
@@ -21,25 +21,28 @@ Inside = Callable[[Mesh, tuple[str, ...], int], Directions]
 class Beside:
     """A tensor that an operator makes inside itself and keeps for its backward.
 
-    It has the shape of an operand or of a result; ``itemsize`` is the bytes of its elements, None where they are those
-    of the tensor that it is like.
+    It has the shape of an operand or of a result, ``times`` as many elements; ``itemsize`` is the bytes of each, None
+    where they are those of the tensor that it is like.
     """
 
     like: Literal["operand", "result"]
     index: int
     itemsize: int | None = None
+    times: float = 1.0
 
 
 @dataclass(frozen=True)
 class Saved:
     """What an operator keeps for its backward: operands and results by position, None being all of them.
 
-    Tensors that are small beside these, such as the statistics of a normalisation, are left out.
+    Tensors that are small beside these, such as the statistics of a normalisation, are left out. The operands that are
+    ``factors`` of others are kept for the gradients of those alone, as a product keeps them.
     """
 
     operands: tuple[int, ...] | None = ()
     results: tuple[int, ...] | None = ()
     beside: tuple[Beside, ...] = ()
+    factors: tuple[int, ...] = ()
 
     def within(self, operator: Operator) -> Saved:
         """The same of one operator, every position written out; an operand that it may lack is left out."""
@@ -48,13 +51,21 @@ class Saved:
             return tuple(range(count)) if positions is None else tuple(i for i in positions if i < count)
 
         operands, results = len(operator.operands), len(operator.results)
-        return Saved(chosen(self.operands, operands), chosen(self.results, results), self.beside)
+        kept = chosen(self.operands, operands), chosen(self.results, results)
+        return Saved(*kept, self.beside, chosen(self.factors, operands))
+
+    def where(self, gradients: Sequence[bool]) -> Saved:
+        """The same where only some of the operands have a gradient."""
+        kept = self.operands or ()
+        needed = {i for i in self.factors if any(gradients[j] for j in kept if j != i)}
+        return replace(self, operands=tuple(i for i in kept if i in needed or i not in self.factors))
 
 
 NOTHING = Saved()
 OPERANDS = Saved(operands=None)
 RESULTS = Saved(results=None)
 EVERYTHING = Saved(operands=None, results=None)
+FACTORS = Saved(operands=(0, 1), factors=(0, 1))
 
 # An operator of which nothing is left in a graph when: always, or where operand and result do not differ in this.
 Identity = Literal["always", "same dtype", "same shape", "no gradient"]

@@ -20,7 +20,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.rules import indexing, inside, layers, random, reductions, views, work
 from shardwright.rules.notation import Operand, OpRule, Shape, Strategy, replicated_rule
 from shardwright.rules.operator import Operator
-from shardwright.rules.row import EVERYTHING, NOTHING, OPERANDS, RESULTS, Beside, Directions, Row, Saved
+from shardwright.rules.row import EVERYTHING, FACTORS, NOTHING, OPERANDS, RESULTS, Beside, Directions, Row, Saved
 
 T = TypeVar("T")
 
@@ -53,7 +53,16 @@ def _arange(op: Operator) -> OpRule:
 
 
 def _factors(op: Operator) -> Saved:
-    """A product of two tensors keeps both; with a number it keeps none."""
+    """A product of two tensors keeps each for the other's gradient; with a number it keeps none."""
+    return FACTORS if len(op.operands) == 2 else NOTHING
+
+
+def _quotient(op: Operator) -> Saved:
+    """A quotient of two tensors keeps both, the dividend for the divisor's gradient alone."""
+    return Saved((0, 1), (), (), factors=(0,)) if len(op.operands) == 2 else NOTHING
+
+
+def _both(op: Operator) -> Saved:
     return OPERANDS if len(op.operands) == 2 else NOTHING
 
 
@@ -97,7 +106,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("new_empty", Row(saves=NOTHING, differentiable=0, written_as="aten.new_zeros.default")),
     ("new_empty_strided", Row(saves=NOTHING, differentiable=0)),
     ("clamp clamp_min clamp_max maximum minimum atan2", Row("*, *, * -> *", OPERANDS)),
-    ("fmod remainder", Row("*, *, * -> *", _factors)),
+    ("fmod remainder", Row("*, *, * -> *", _both)),
     ("max.other min.other", Row("*, * -> *", OPERANDS)),
     ("pow", Row("*, *, * -> *", _power)),
     ("eq ne lt le gt ge logical_and logical_or logical_xor floor_divide", Row("*, * -> *", NOTHING)),
@@ -115,7 +124,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("neg positive", Row("~ * -> ~ *", NOTHING)),
     ("add sub rsub.Tensor", Row(_add, NOTHING)),
     ("mul", Row("~ *, * -> ~ *", _factors)),
-    ("div", Row(_divide, _factors)),
+    ("div", Row(_divide, _quotient)),
     ("where", Row(_where, _operands(0))),
     ("masked_fill", Row(_masked_fill, _operands(1))),
     ("copy", Row("*, ~ * -> ~ *", NOTHING)),
@@ -151,13 +160,13 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("rrelu", Row("* -> *", _SLOPES, draws=True)),
     ("rrelu_with_noise_functional", Row("*, * -> *, *", OPERANDS, differentiable=1, draws=True)),
     # products
-    ("matmul", Row(layers.matmul, OPERANDS, work.product)),
-    ("mm", Row("~ m k+, k+ n -> ~ m n", OPERANDS, work.product)),
-    ("bmm", Row("~ b m k+, b k+ n -> ~ b m n", OPERANDS, work.product)),
-    ("mv", Row("~ m k+, k+ -> ~ m", OPERANDS, work.product)),
-    ("dot", Row("~ k+, k+ -> ~", OPERANDS, work.product)),
-    ("addmm baddbmm", Row(layers.addmm, _operands(1, 2), work.product_with_bias)),
-    ("outer", Row("~ i, j -> ~ i j", OPERANDS)),
+    ("matmul", Row(layers.matmul, FACTORS, work.product)),
+    ("mm", Row("~ m k+, k+ n -> ~ m n", FACTORS, work.product)),
+    ("bmm", Row("~ b m k+, b k+ n -> ~ b m n", FACTORS, work.product)),
+    ("mv", Row("~ m k+, k+ -> ~ m", FACTORS, work.product)),
+    ("dot", Row("~ k+, k+ -> ~", FACTORS, work.product)),
+    ("addmm baddbmm", Row(layers.addmm, Saved((1, 2), factors=(1, 2)), work.product_with_bias)),
+    ("outer", Row("~ i, j -> ~ i j", FACTORS)),
     ("einsum", Row(layers.einsum, OPERANDS)),
     ("bilinear", Row("* i^, * j^, n i^ j^, n -> * n")),
     ("cosine_similarity", Row(layers.cosine_similarity)),
@@ -165,7 +174,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
         "shardwright.grouped_mm transformers::grouped_mm_fallback",
         Row("~ s k+, . k+ n, . -> ~ s n", _operands(0, 1), work.product),
     ),
-    ("linear", Row("~ * k+, n k+, ! n -> ~ * n", _operands(0, 1), work.product)),
+    ("linear", Row("~ * k+, n k+, ! n -> ~ * n", FACTORS, work.product)),
     ("conv1d conv2d conv3d convolution", Row(layers.convolution(), _operands(0, 1), work.convolution)),
     (
         "conv_transpose1d conv_transpose2d conv_transpose3d",

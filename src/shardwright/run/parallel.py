@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.step import outputs_alone
@@ -20,7 +21,8 @@ from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
-from shardwright.plan.request import Inputs, PlanRequest, inputs_problem
+from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates, states_of
+from shardwright.plan.request import Inputs, PlanRequest, inputs_problem, read_memory
 from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 from shardwright.rules.register import registered_rules
 from shardwright.run.captured import Options, Parallel
@@ -59,6 +61,8 @@ def parallelize(
     inputs: Inputs = "split",
     predict_fn: LossFunction | None = None,
     hardware: Hardware | str | PathLike[str] | None = None,
+    memory: int | str | None = None,
+    optimizer: OptimizerStates | Optimizer | type[Optimizer] | str = ADAMW,
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
 ) -> ParallelModel:
     """Train ``model`` on all ranks as on one; every rank calls this with the same model and arguments.
@@ -88,6 +92,10 @@ def parallelize(
         hardware: what search="exact" prices plans by: the name of a shipped profile ("h100"), the path of one that
             ``shardwright bench --save-profile`` wrote, or its value; read on rank 0 alone, which plans for all. By
             default the shipped profile of the device.
+        memory: how many bytes each device may hold, as "80GiB": the plan is the cheapest one found that keeps within,
+            with parameters, gradients, the optimizer's states and what the backward needs counted.
+        optimizer: what will update the parameters, for the states that it keeps: a name as "adamw", a class of
+            torch.optim, or an optimizer with its settings.
         save_graphs: a folder for dumps, or (folder, level): level 1 the strategies of all operators, level 2, the
             default, the program of each rank too. Without it, what ``shardwright launch --save-graphs`` says.
 
@@ -103,11 +111,14 @@ def parallelize(
         StrategyError, PlanError: where pins contradict the model or the mesh, or no plan exists.
     """
     world = current_world()
-    dumps, known, problem = None, None, _problem(mode, search, gradients, batch_norm, batch) or inputs_problem(inputs)
+    dumps, known, limit, states = None, None, None, ADAMW
+    problem = _problem(mode, search, gradients, batch_norm, batch) or inputs_problem(inputs)
     problem = problem or dynamic_problem(dynamic, *labels_and_shapes(sample_batch))
     try:
         dumps = SaveGraphs.wanted(save_graphs, os.environ)
         known = read_hardware(hardware) if hardware is not None and world.rank == 0 else None
+        limit = read_memory(memory) if memory is not None else None
+        states = states_of(optimizer)
     except UsageError as error:
         problem = problem or str(error)
     problem = problem or problem_with_sample(sample_batch)
@@ -119,7 +130,7 @@ def parallelize(
         )
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
-    options["dynamic"] = str(dynamic)
+    options |= {"dynamic": str(dynamic), "memory": str(limit), "optimizer": str(states)}
     agree(
         "parallelize",
         {"the arguments": options, "the model's parameters": shapes}
@@ -128,13 +139,13 @@ def parallelize(
         problem,
     )
     devices = mesh_for(mesh, world.size)
-    request = PlanRequest(devices, mode, search, inputs, hardware_of(world, known))
+    request = PlanRequest(devices, mode, search, inputs, hardware_of(world, known), memory=limit, optimizer=states)
     predict = predict_fn and outputs_alone(predict_fn)
     planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic), request)
     try:
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps), world, plan)
     except CaptureError as error:
-        if MODES[mode].captured or (batch_norm == "global" and _has_batch_norm(model)):
+        if MODES[mode].captured or limit is not None or (batch_norm == "global" and _has_batch_norm(model)):
             raise
         if world.rank == 0:
             warnings.warn(

@@ -15,8 +15,9 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
+from shardwright.plan.pricing.optimizers import states_of
 from shardwright.plan.pricing.ruled import RuledGraph
-from shardwright.plan.request import PlanRequest
+from shardwright.plan.request import PlanRequest, read_memory
 from shardwright.plan.searches import Mode, SearchName
 from shardwright.report.plan_page import plan_page
 from shardwright.verification.build import BuildFunction, Built
@@ -53,6 +54,8 @@ def plan_file(
     inputs: Literal["split", "whole"] = "split",
     hardware: str = "cpu",
     load: str | None = None,
+    memory: str | None = None,
+    optimizer: str = "adamw",
 ) -> PlannedFile:
     """Plan the model that ``FILE.py:build`` makes, or hold a saved plan against it.
 
@@ -61,12 +64,15 @@ def plan_file(
         devices: how many; those of the mesh or of the loaded plan where None.
         hardware: whose prices: the name of a shipped profile, or the path of one.
         load: a saved plan, in place of a search.
+        memory: how many bytes each device may hold, as "80GiB".
+        optimizer: the name of the one that will update the parameters.
 
     Raises:
         UsageError: where the file, the function or an argument does not fit.
         CaptureError, StrategyError, PlanError: as `sw.parallelize` does.
     """
-    known = read_hardware(hardware)
+    known, states = read_hardware(hardware), states_of(optimizer)
+    limit = read_memory(memory) if memory is not None else None
     build = BuildFunction.parse(target).load()
     chosen = None if load else _mesh(devices, mesh)
     seconds: dict[str, float] = {}
@@ -80,7 +86,10 @@ def plan_file(
         plan = _timed(
             seconds,
             "planning",
-            lambda: make_plan(graph.capture, PlanRequest(chosen, mode, search, inputs, known)),
+            lambda: make_plan(
+                graph.capture,
+                PlanRequest(chosen, mode, search, inputs, known, memory=limit, optimizer=states),
+            ),
         )
     else:
         plan = _timed(seconds, "loading", lambda: Plan.load(load or "", graph))

@@ -16,7 +16,7 @@ upper bound of the plan's cost, else it is equal to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Set
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 import numpy as np
@@ -29,6 +29,9 @@ from shardwright.plan.searching.exact import Table, minimise
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.space import Space
 from shardwright.rules.notation import Strategy
+
+Solution = tuple[float, dict[str, Strategy], dict[str, Layout]]
+"""A cost, strategies by operator, layouts by leaf."""
 
 
 class Problem:
@@ -68,14 +71,23 @@ class Problem:
             if value in self.leaf_variables or graph.producers[value][0].name in nodes:
                 self._add_transfers(value)
 
-    def solved(self) -> tuple[float, dict[str, Strategy], dict[str, Layout]]:
+    def solved(self) -> Solution:
         """The least cost, and the strategies and layouts that attain it."""
-        cost, picked = minimise(self.domains, self.tables)
-        return (
-            cost,
-            {name: self.space.strategies[name][picked[i]] for name, i in self.node_variables.items()},
-            {name: self.space.leaves[name][picked[i]] for name, i in self.leaf_variables.items()},
-        )
+        cost, picked = self.picked()
+        return cost, *self.decided(picked)
+
+    def picked(self, more: Sequence[Table] = ()) -> tuple[float, list[int]]:
+        """The least cost with ``more`` tables over the same variables, and what attains it, by variable."""
+        return minimise(self.domains, [*self.tables, *more])
+
+    def cost_of(self, picked: Sequence[int]) -> float:
+        """What a choice for every variable costs."""
+        return sum(float(table.costs[tuple(picked[v] for v in table.scope)]) for table in self.tables)
+
+    def decided(self, picked: Sequence[int]) -> tuple[dict[str, Strategy], dict[str, Layout]]:
+        """The strategies and layouts that were picked."""
+        strategies = {name: self.space.strategies[name][picked[i]] for name, i in self.node_variables.items()}
+        return strategies, {name: self.space.leaves[name][picked[i]] for name, i in self.leaf_variables.items()}
 
     def demand_no_sums(self, makers: Set[str]) -> None:
         """Forbid choices that need what other operators make, which are no variables here, as partial sums."""
@@ -94,7 +106,7 @@ class Problem:
         return len(self.domains) - 1
 
     def _add_transfers(self, value: str) -> None:
-        producer, layouts = self._produced(value)
+        producer, layouts = self.produced(value)
         if value in self.space.outputs:
             self._add_output(value, producer, layouts)
         consumers = self._consumers(value)
@@ -118,7 +130,7 @@ class Problem:
         costs = self.known.array(facts, layouts, (Target(self.space.outputs[value]),))
         self.tables.append(Table((producer,), costs[:, 0]))
 
-    def _produced(self, value: str) -> tuple[int, tuple[Layout, ...]]:
+    def produced(self, value: str) -> tuple[int, tuple[Layout, ...]]:
         """The variable that decides how a value is made or stored, and the layout under each of its choices."""
         if value in self.leaf_variables:
             return self.leaf_variables[value], tuple(self.space.leaves[value])

@@ -10,48 +10,92 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.plan.pricing.cost import Objective
-from shardwright.plan.searching.exact import TooWide
+from shardwright.plan.searching.budget import Budget, fitting
+from shardwright.plan.searching.exact import Table, TooWide
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.problem import Problem
+from shardwright.plan.searching.problem import Problem, Solution
 from shardwright.plan.searching.space import Choice, Space
+from shardwright.plan.searching.weights import Weights
 from shardwright.rules.notation import Strategy
 
 # A value from the batch that one operator reads ties nothing together.
 MANY_READERS = 2
 
 
-def search(space: Space, objective: Objective) -> Choice:
-    """The choice with the least cost.
+def search(space: Space, objective: Objective, budget: Budget | None = None) -> Choice:
+    """The choice with the least cost, of those that hold no more than ``budget`` where there is one.
 
     Raises:
+        OverBudget: where none that was found fits the budget.
         PlanError: where the search would be too large, or nothing is possible.
     """
-    beside = operators_beside(space)
-    known = Known(space.graph, objective, space.mesh)
-    others = {node.name for node in space.graph.capture.nodes} - beside
-    cost, strategies, leaves = Problem(space, known, others).solved()
-    if not beside:
-        return Choice(strategies, leaves, cost, cost)
-    bound = cost
-    try:
-        more, of_beside, their_leaves = _beside(beside, space, known, strategies, leaves).solved()
-    except TooWide:
-        raise
-    except PlanError:  # the rest demands partial sums, which what stands beside it cannot make
-        problem = Problem(space, known, others)
-        problem.demand_no_sums(beside)
-        cost, strategies, leaves = problem.solved()
-        more, of_beside, their_leaves = _beside(beside, space, known, strategies, leaves).solved()
-    least = sum(
-        float(known.operator(node, [space.graph.rules[node.name].replicated(), *space.strategies[node.name]]).min())
-        for node in space.graph.capture.nodes
-        if node.name in beside
-    )
-    return Choice(strategies | of_beside, leaves | their_leaves, cost + more, bound + min(least, more))
+    both = _Both(space, objective)
+    free = both.at()[0]
+    if budget is None:
+        return free
+    weights = Weights(both.main, budget.optimizer)
+    above_bytes = weights.fixed_bytes - budget.limit_bytes
+
+    def solve(price: float) -> tuple[Choice, float]:
+        choice, total = both.at(weights.at(price))
+        return choice, total + price * above_bytes
+
+    return fitting(free, solve, budget)
+
+
+class _Both:
+    """What is searched first, and what stands beside it."""
+
+    def __init__(self, space: Space, objective: Objective) -> None:
+        self._space, self._beside = space, operators_beside(space)
+        self._known = Known(space.graph, objective, space.mesh)
+        self.main = self._first()
+
+    def _first(self) -> Problem:
+        names = {node.name for node in self._space.graph.capture.nodes}
+        return Problem(self._space, self._known, names - self._beside)
+
+    def at(self, more: Sequence[Table] = ()) -> tuple[Choice, float]:
+        """The choice with the least cost with ``more`` tables, and a bound of that cost."""
+        bound, picked = self.main.picked(more)
+        cost, extra = bound, 0.0
+        strategies, leaves = self.main.decided(picked)
+        if self._beside:
+            try:
+                extra, of_beside, their_leaves = self._following(strategies, leaves)
+            except TooWide:
+                raise
+            except PlanError:  # the rest demands partial sums, which what stands beside it cannot make
+                cost, picked = self._without_sums.picked(more)
+                strategies, leaves = self.main.decided(picked)
+                extra, of_beside, their_leaves = self._following(strategies, leaves)
+            strategies, leaves = strategies | of_beside, leaves | their_leaves
+            bound += min(self._least, extra)
+        if more:
+            cost = self.main.cost_of(picked)
+        return Choice(strategies, leaves, cost + extra, bound), bound
+
+    def _following(self, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout]) -> Solution:
+        return _beside(self._beside, self._space, self._known, strategies, leaves).solved()
+
+    @cached_property
+    def _without_sums(self) -> Problem:
+        problem = self._first()
+        problem.demand_no_sums(self._beside)
+        return problem
+
+    @cached_property
+    def _least(self) -> float:
+        """What the operators beside the rest cost at least."""
+        graph, strategies = self._space.graph, self._space.strategies
+        nodes = [node for node in graph.capture.nodes if node.name in self._beside]
+        choices = ((node, [graph.rules[node.name].replicated(), *strategies[node.name]]) for node in nodes)
+        return sum(float(self._known.operator(node, options).min()) for node, options in choices)
 
 
 def _beside(

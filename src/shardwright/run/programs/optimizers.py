@@ -18,14 +18,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.errors import UsageError
 from shardwright.mesh.dtensor import gathered
+from shardwright.plan.pricing.optimizers import WHOLE_GRADIENTS
 
 # Parameters that were replaced -> what they were replaced by.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
 # Optimizers whose fused kernels torch cannot run on DTensors (no sharding rule in 2.13).
 _UNFUSABLE = (torch.optim.SGD, torch.optim.Adagrad)
-# Optimizers that torch's DTensors fail in (Adafactor squares partial norms in place) or round otherwise (Muon iterates
-# matrix products in bfloat16). With whole gradients they compute what one device does.
-_NEED_WHOLE_GRADIENTS = (torch.optim.Adafactor, torch.optim.Muon)
 
 
 def note_successor(parameter: Tensor, successor: nn.Parameter) -> None:
@@ -49,7 +47,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     """What the step is to be called with, None where it stays as it is."""
     _give_successors(optimizer)
     _refuse_unsplittable(optimizer)
-    if not isinstance(optimizer, _NEED_WHOLE_GRADIENTS):
+    if not isinstance(optimizer, WHOLE_GRADIENTS):
         return None
     _make_whole(optimizer)
 

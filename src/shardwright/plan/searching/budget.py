@@ -1,0 +1,87 @@
+"""The cheapest plan that holds no more than a budget of bytes, and a bound that none of these is below.
+
+    minimise cost(x)  where  bytes(x) <= budget      is at least      minimise cost(x) + price * (bytes(x) - budget)
+
+for every price of a byte from 0 on (Everett, *Generalized Lagrange multiplier method*, 1963). The search on the right
+is as exact as one without a budget. The price is raised until what it finds fits, and then brought, between one plan
+that does not fit and one that does, to where both cost the same (Handler and Zang, *A dual algorithm for the
+constrained shortest path problem*, 1980). The largest right side is the bound; the cheapest plan found that fits is the
+answer, and what lies between them the gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from shardwright.errors import PlanError
+from shardwright.plan.pricing.optimizers import OptimizerStates
+from shardwright.plan.searching.space import Choice
+
+MOST_PRICES = 16
+CLOSE = 1e-4  # a gap that is not worth another search
+_DEAR = 1e6  # at such a price a millionth of the budget counts as much as the whole step
+
+
+class OverBudget(PlanError):
+    """Nothing that was found fits the budget."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a device may hold, and what it holds under a choice: all of it, counted after the search."""
+
+    limit_bytes: int
+    optimizer: OptimizerStates
+    weigh: Callable[[Choice], int]
+    refuse: Callable[[Choice], str]
+    """What is said of the choice that holds least, where that is too much."""
+
+
+@dataclass(frozen=True)
+class Priced:
+    """What a search found at a price: the choice, and its cost with the bytes that it holds above the budget."""
+
+    choice: Choice
+    cost: float
+    total: float
+    bytes: int
+
+    @staticmethod
+    def of(choice: Choice, total: float, budget: Budget) -> Priced:
+        return Priced(choice, choice.cost or 0.0, total, budget.weigh(choice))
+
+
+def fitting(free: Choice, solve: Callable[[float], tuple[Choice, float]], budget: Budget) -> Choice:
+    """The cheapest choice found that fits ``budget``.
+
+    Args:
+        free: the choice without a budget.
+        solve: the choice at a price of a byte, and a lower bound of cost + price * (bytes - budget).
+
+    Raises:
+        OverBudget: where none fits.
+    """
+    over = Priced.of(free, free.bound or 0.0, budget)
+    if over.bytes <= budget.limit_bytes:
+        return free
+    dear = _DEAR * max(over.cost, 1e-9) / budget.limit_bytes
+    fits = Priced.of(*solve(dear), budget)
+    if fits.bytes > budget.limit_bytes:
+        raise OverBudget(budget.refuse(fits.choice))
+    bound = over.total
+    for _ in range(MOST_PRICES):
+        price = (fits.cost - over.cost) / max(over.bytes - fits.bytes, 1)
+        if price <= 0 or fits.cost - bound <= CLOSE * fits.cost:
+            break
+        found = Priced.of(*solve(price), budget)
+        bound = max(bound, found.total)
+        if (found.cost, found.bytes) in ((over.cost, over.bytes), (fits.cost, fits.bytes)):
+            break
+        if found.bytes > budget.limit_bytes:
+            over = found
+        elif found.cost <= fits.cost:
+            fits = found
+        else:
+            break
+    return Choice(fits.choice.strategies, fits.choice.leaves, fits.cost, min(bound, fits.cost))

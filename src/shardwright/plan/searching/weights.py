@@ -1,0 +1,168 @@
+"""What choices hold in memory, as tables beside those of what they cost.
+
+    bytes(choices) = sum over parameters:               part, gradient, states of the optimizer
+                   + sum over operators:                results that they keep themselves, and what they make inside
+                   + sum over operands that are kept:   the memory in which the operand lies
+
+Several operands may lie in the same memory, which is held once. Each then counts a share of it, such that the shares of
+all that can lie together make one: where choices keep them apart after all, the sum is below what is held, and never
+above. So a bound that is computed with these tables is one for what is really held.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+
+import numpy as np
+
+from shardwright.graph.ir import Node, Value
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.redistribute import copies, possible, redistribute
+from shardwright.plan.pricing.memory import Kept, local_bytes
+from shardwright.plan.pricing.optimizers import OptimizerStates
+from shardwright.plan.pricing.ruled import Use
+from shardwright.plan.pricing.targets import Target
+from shardwright.plan.searching.exact import Costs, Table
+from shardwright.plan.searching.problem import Problem
+from shardwright.rules.notation import Strategy
+
+
+class Weights:
+    """The bytes that the choices of a problem hold: tables over its variables, of which equal ones are one array."""
+
+    def __init__(self, problem: Problem, optimizer: OptimizerStates) -> None:
+        self._problem, self._optimizer = problem, optimizer
+        self._graph = problem.space.graph
+        self._kept = Kept(self._graph)
+        self._known: dict[Hashable, Costs] = {}
+        self._held: list[object] = []  # so that no identity is given to another object
+        self._priced: dict[tuple[int, float], Costs] = {}
+        self.fixed_bytes = 0
+        """What all choices hold: inputs, buffers and constants."""
+        self.tables = [table for table in self._all() if table.costs.any()]
+
+    def at(self, price: float) -> list[Table]:
+        """The tables at so much for a byte."""
+        found = []
+        for table in self.tables:
+            key = id(table.costs), price
+            if key not in self._priced:
+                self._priced[key] = table.costs * price
+            found.append(Table(table.scope, self._priced[key]))
+        return found
+
+    def of(self, picked: Sequence[int]) -> float:
+        """The bytes of one choice for every variable."""
+        return self.fixed_bytes + sum(float(t.costs[tuple(picked[v] for v in t.scope)]) for t in self.tables)
+
+    def _all(self) -> list[Table]:
+        return [*self._leaves(), *self._operators(), *self._operands()]
+
+    def _leaves(self) -> list[Table]:
+        found = []
+        mesh = self._problem.space.mesh
+        for name, layouts in self._problem.space.leaves.items():
+            value = self._graph.capture.values[name]
+            parts = [local_bytes(value, layout, mesh) for layout in layouts]
+            if value.kind != "parameter":
+                self.fixed_bytes += min(parts)
+            elif value.needs_gradient:
+                parts = [2 * part + self._optimizer.bytes_for(part) for part in parts]
+            if value.kind == "parameter":
+                array = self._known.setdefault(("leaf", tuple(parts)), np.array(parts, dtype=float))
+                found.append(Table((self._problem.leaf_variables[name],), array))
+        return found
+
+    def _operators(self) -> list[Table]:
+        found = []
+        for node in self._graph.capture.nodes:
+            saved = self._kept.saved[node.name]
+            variable = self._problem.node_variables.get(node.name)
+            if variable is None or not (saved.results or saved.beside):
+                continue
+            strategies = self._problem.space.strategies[node.name]
+            facts = tuple((v.shape, v.dtype) for v in map(self._value, (*node.operands, *node.results)))
+            key = node.op, saved, facts, self._identity(strategies)
+            if key not in self._known:
+                self._known[key] = np.array([self._inside(node, strategy) for strategy in strategies], dtype=float)
+            found.append(Table((variable,), self._known[key]))
+        return found
+
+    def _inside(self, node: Node, strategy: Strategy) -> int:
+        """What an operator keeps of its results and beside them."""
+        rule, mesh = self._graph.rules[node.name], self._problem.space.mesh
+        layouts = {name: rule.operand_layout(i, strategy) for i, name in enumerate(node.operands)}
+        layouts |= {name: rule.result_layout(i, strategy, mesh) for i, name in enumerate(node.results)}
+        made = {node.results[i] for i in self._kept.saved[node.name].results or ()}
+        results = sum(local_bytes(self._value(name), layouts[name], mesh) for name in made)
+        return results + self._kept.beside(node, layouts.__getitem__, mesh)
+
+    def _operands(self) -> list[Table]:
+        """What is kept of the operands, by the variables of who makes and who keeps them."""
+        root = self._roots()
+        uses = [
+            Use(node, i)
+            for node in self._graph.capture.nodes
+            if node.name in self._problem.node_variables
+            for i in dict.fromkeys(self._kept.saved[node.name].operands or ())
+        ]
+        once = {(use.node.name, use.node.operands[use.index]): use for use in uses}
+        sharing = Counter(root[name] for _, name in once)
+        kept_by_makers = {
+            node.results[i] for node in self._graph.capture.nodes for i in self._kept.saved[node.name].results or ()
+        }
+        found = []
+        for (_, name), use in once.items():
+            of = self._value(root[name])
+            in_place = (
+                0.0 if of.kind != "result" or of.name in kept_by_makers else min(1.0, _size(of, self._value(name)))
+            )
+            table = self._operand(name, use, in_place / sharing[of.name], 1 / sharing[of.name])
+            if table is not None:
+                found.append(table)
+        return found
+
+    def _operand(self, name: str, use: Use, in_place: float, moved: float) -> Table | None:
+        """The bytes of an operand where it is kept as it was made, and where it is moved first, by shares of each."""
+        problem, value = self._problem, self._value(name)
+        made = name in problem.leaf_variables or self._graph.producers[name][0].name in problem.node_variables
+        if not made:
+            return None
+        producer, layouts = problem.produced(name)
+        targets = problem.known.targets(use, problem.space.strategies[use.node.name])
+        key = value.shape, value.dtype, in_place, moved, layouts, self._identity(targets)
+        if key not in self._known:
+            kinds, wanted = list(dict.fromkeys(layouts)), list(dict.fromkeys(targets))
+            array = np.array([[self._way(value, a, b, in_place, moved) for b in wanted] for a in kinds])
+            self._known[key] = array[np.ix_([kinds.index(a) for a in layouts], [wanted.index(b) for b in targets])]
+        return Table((producer, problem.node_variables[use.node.name]), self._known[key])
+
+    def _way(self, value: Value, layout: Layout, target: Target, in_place: float, moved: float) -> float:
+        mesh = self._problem.space.mesh
+        if not possible(layout, target.layout):
+            return 0.0
+        if copies(redistribute(layout, target.layout, target.gradient_partial, value.shape, mesh)):
+            return moved * local_bytes(value, target.layout, mesh)
+        return in_place * local_bytes(value, layout, mesh)
+
+    def _roots(self) -> Mapping[str, str]:
+        """Value -> the value in whose memory it lies as long as nothing is moved."""
+        root = {name: name for name in self._graph.capture.values}
+        for node in self._graph.capture.nodes:
+            if node.name in self._kept.views:
+                root.update(dict.fromkeys(node.results, root[node.operands[0]]))
+        return root
+
+    def _value(self, name: str) -> Value:
+        return self._graph.capture.values[name]
+
+    def _identity(self, kept: object) -> int:
+        self._held.append(kept)
+        return id(kept)
+
+
+def _size(of: Value, value: Value) -> float:
+    """The part that a value is of another, in entries: a view that was expanded has more than its memory."""
+    return math.prod(of.shape) / max(math.prod(value.shape), 1)

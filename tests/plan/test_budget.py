@@ -1,0 +1,118 @@
+"""Plans within a budget of bytes: what is found fits, and no plan that fits costs less than the bound."""
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from models import NETWORKS
+from shardwright.errors import PlanError
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan import make
+from shardwright.plan.pricing.cost import Seconds
+from shardwright.plan.pricing.hardware import shipped
+from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
+from shardwright.plan.request import read_memory
+from shardwright.plan.searching import search
+from shardwright.plan.searching.budget import Budget, OverBudget, fitting
+from shardwright.plan.searching.exact import Table, minimise
+from shardwright.plan.searching.space import Choice
+from shardwright.plan.searching.weights import Weights
+from whole import plan_of, run, same
+
+
+def total(tables, assignment):
+    return sum(float(t.costs[tuple(assignment[v] for v in t.scope)]) for t in tables)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_gap_is_true_on_random_graphs(seed):
+    """Against every assignment: the bound is at most the optimum, and the optimum at most what is found."""
+    random = np.random.default_rng(seed)
+    domains = random.integers(2, 5, 5).tolist()
+    scopes = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (1,), (4,)]
+    costs, sizes = ([Table(s, random.random([domains[v] for v in s])) for s in scopes] for _ in range(2))
+    every = list(itertools.product(*map(range, domains)))
+    held = {x: int(1000 * total(sizes, x)) for x in every}
+    limit = int(np.quantile(list(held.values()), random.choice([0.001, 0.05, 0.3])))
+    optimum = min(total(costs, x) for x in every if held[x] <= limit)
+
+    def solve(price):
+        priced = [Table(t.scope, 1000 * price * t.costs) for t in sizes]
+        found, x = minimise(domains, [*costs, *priced])
+        return Choice({"x": tuple(x)}, {}, total(costs, x), None), found - price * limit
+
+    free = minimise(domains, costs)
+    budget = Budget(limit, ADAMW, lambda choice: held[choice.strategies["x"]], lambda choice: "nothing fits")
+    found = fitting(Choice({"x": tuple(free[1])}, {}, free[0], free[0]), solve, budget)
+    assert held[found.strategies["x"]] <= limit
+    assert found.bound - 1e-9 <= optimum <= found.cost + 1e-9
+    with pytest.raises(OverBudget, match="nothing fits"):
+        fitting(
+            Choice({"x": tuple(free[1])}, {}, free[0], free[0]), solve, Budget(1, ADAMW, budget.weigh, budget.refuse)
+        )
+
+
+def wide(rows=16):
+    """Parameters that weigh more than what is computed with them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(24, 96), torch.nn.ReLU(), torch.nn.Linear(96, 96), torch.nn.Linear(96, 12)
+    )
+    return (
+        model,
+        lambda m, b: torch.nn.functional.mse_loss(m(b[0]), b[1]),
+        (torch.randn(rows, 24), torch.randn(rows, 12)),
+    )
+
+
+def test_a_budget_that_data_parallelism_exceeds_is_kept_and_exact():
+    model, loss_fn, batch = wide()
+    data = plan_of(model, loss_fn, batch, Mesh.of(d=4), "data")
+    half = data.held.total // 2
+    plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", memory=half)
+    assert plan.held.total <= half
+    assert plan.bound <= plan.cost
+    assert f"of {half / 1000:.1f} kB that it may hold" in str(plan)
+    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
+    plenty = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", memory=read_memory("1GiB"))
+    assert plenty.strategies == plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto").strategies
+
+
+def test_an_optimizer_that_keeps_less_leaves_room():
+    model, loss_fn, batch = wide()
+    free = plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", optimizer=OptimizerStates("sgd", 0, 0))
+    assert plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", memory=free.held.total, optimizer=free.optimizer)
+    with pytest.raises(PlanError, match=r"holds [\d.]+ kB of parameters, .* of states of adamw, .*mode='auto'"):
+        plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", memory=free.held.total)
+
+
+def test_a_budget_that_nothing_keeps_says_what_the_floor_is():
+    model, loss_fn, batch = wide()
+    with pytest.raises(PlanError) as raised:
+        plan_of(model, loss_fn, batch, Mesh.of(d=2), "auto", memory=20_000)
+    assert str(raised.value).startswith("no plan was found under which a device holds 20.0 kB or less: on the mesh ")
+    assert "kB of parameters" in str(raised.value)
+    assert "kB in all, of 20.0 kB that it may hold" in str(raised.value)
+
+
+@pytest.mark.networks
+@pytest.mark.parametrize("name", ["perceptron", *(pytest.param(n, marks=pytest.mark.slow) for n in list(NETWORKS)[1:])])
+def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
+    """So that a bound by these bytes is one for what is held; and near them, so that it is a good one."""
+    build, loss_fn, batch_of = NETWORKS[name]
+    spaces = []
+    monkeypatch.setattr(make, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    plan = plan_of(build(), loss_fn, batch_of(24), Mesh.of(a=2, b=3), "auto")
+    both = search._Both(spaces[0], Seconds(shipped("cpu")))
+    weights = Weights(both.main, ADAMW)
+    random = np.random.default_rng(0)
+    for price in (0.0, 1e-12, 1e-9, 1e-6):
+        noise = [Table((v,), random.random(size) * 1e-5) for v, size in enumerate(both.main.domains)]
+        _, picked = both.main.picked([*weights.at(price), *noise])
+        strategies, leaves = both.main.decided(picked)
+        beside = both._following(strategies, leaves)[1:] if both._beside else ({}, {})
+        held = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1]).held
+        assert 0.85 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
