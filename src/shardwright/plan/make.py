@@ -6,7 +6,7 @@ says which strategies are choices and what is minimised over them (`searches.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from shardwright.errors import PlanError, StrategyError
 from shardwright.graph.ir import Capture
@@ -17,15 +17,14 @@ from shardwright.plan.explain import holds, in_bytes
 from shardwright.plan.pins import pinned_strategies
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.ruled import RuledGraph
-from shardwright.plan.pricing.targets import target_of
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.searches import MODES, SEARCHES, Search
+from shardwright.plan.searches import MODES, SEARCHES
 from shardwright.plan.searching.budget import Budget, OverBudget
 from shardwright.plan.searching.data import data_parallel
 from shardwright.plan.searching.exact import TooWide
 from shardwright.plan.searching.search import search
-from shardwright.plan.searching.space import Choice, Space
-from shardwright.rules.notation import OpRule, Strategy
+from shardwright.plan.searching.space import Choice
+from shardwright.plan.spaces import space_of
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:
@@ -43,7 +42,7 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
     most_axes = row.most_axes
     while True:
         mesh = request.axes or _planning_mesh(graph, request.mesh, most_axes)
-        space = _space(graph, mesh, request, row)
+        space = space_of(graph, mesh, request, row)
         budget = _budget(graph, mesh, request, space.outputs)
         try:
             choice = search(space, row.objective(request.hardware), budget)
@@ -129,46 +128,3 @@ def _planning_mesh(graph: RuledGraph, mesh: Mesh, most_axes: int) -> Mesh:
         except StrategyError:
             continue
     return atoms
-
-
-def _space(graph: RuledGraph, mesh: Mesh, request: PlanRequest, row: Search) -> Space:
-    """Everything that the search may choose on ``mesh``."""
-    leaves = fixed_leaves(graph.capture, mesh, request.inputs, request.storage, every_rank=False)
-    outputs = output_layouts(graph.capture, mesh, leaves)
-    alike: dict[int, tuple[Strategy, ...]] = {}  # by rule, which operators that are alike share
-    strategies: dict[str, tuple[Strategy, ...]] = {}
-    for node in graph.capture.nodes:
-        rule = graph.rules[node.name]
-        if node.pin is not None:
-            strategies[node.name] = pinned_strategies(node, rule, mesh)
-        else:
-            if id(rule) not in alike:
-                alike[id(rule)] = _choices(rule, mesh, row)
-            strategies[node.name] = alike[id(rule)]
-    return Space(graph, mesh, strategies, _with_parameters(graph, mesh, strategies, leaves), outputs)
-
-
-def _choices(rule: OpRule, mesh: Mesh, row: Search) -> tuple[Strategy, ...]:
-    """The strategies that the search may choose for an operator that is not pinned."""
-    # Partial sums pass through what sums nothing itself; products that took them too would add a strategy per axis.
-    partial = not any(factor.kind == "sum" for factor in rule.factors) or not rule.splittable
-    return tuple(s for s in rule.strategies(mesh, partial=partial) if row.keeps(s, rule, mesh))
-
-
-def _with_parameters(
-    graph: RuledGraph,
-    mesh: Mesh,
-    strategies: Mapping[str, Sequence[Strategy]],
-    fixed: Mapping[str, Sequence[Layout]],
-) -> dict[str, Sequence[Layout]]:
-    """Parameters may be stored in any layout in which some strategy of a consumer takes them, replicated first."""
-    found = dict(fixed)
-    for value in graph.capture.of_kind("parameter"):
-        if value.name not in found:
-            demanded = [
-                target_of(graph, use.node, use.index, strategy, mesh).layout.whole()
-                for use in graph.uses[value.name]
-                for strategy in strategies[use.node.name]
-            ]
-            found[value.name] = tuple(dict.fromkeys([Layout.replicated(len(value.shape)), *demanded]))
-    return found

@@ -1,0 +1,59 @@
+"""What a search may choose for a graph on a mesh: strategies of operators, and layouts of the leaves that are free."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.boundary import fixed_leaves, output_layouts
+from shardwright.plan.pins import pinned_strategies
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.pricing.targets import target_of
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.searches import Search
+from shardwright.plan.searching.space import Space
+from shardwright.rules.notation import OpRule, Strategy
+
+
+def space_of(graph: RuledGraph, mesh: Mesh, request: PlanRequest, row: Search) -> Space:
+    """Everything that the search may choose on ``mesh``."""
+    leaves = fixed_leaves(graph.capture, mesh, request.inputs, request.storage, every_rank=False)
+    outputs = output_layouts(graph.capture, mesh, leaves)
+    alike: dict[int, tuple[Strategy, ...]] = {}  # by rule, which operators that are alike share
+    strategies: dict[str, tuple[Strategy, ...]] = {}
+    for node in graph.capture.nodes:
+        rule = graph.rules[node.name]
+        if node.pin is not None:
+            strategies[node.name] = pinned_strategies(node, rule, mesh)
+        else:
+            if id(rule) not in alike:
+                alike[id(rule)] = choices_of(rule, mesh, row)
+            strategies[node.name] = alike[id(rule)]
+    return Space(graph, mesh, strategies, with_parameters(graph, mesh, strategies, leaves), outputs)
+
+
+def choices_of(rule: OpRule, mesh: Mesh, row: Search) -> tuple[Strategy, ...]:
+    """The strategies that the search may choose for an operator that is not pinned."""
+    # Partial sums pass through what sums nothing itself; products that took them too would add a strategy per axis.
+    partial = not any(factor.kind == "sum" for factor in rule.factors) or not rule.splittable
+    return tuple(s for s in rule.strategies(mesh, partial=partial) if row.keeps(s, rule, mesh))
+
+
+def with_parameters(
+    graph: RuledGraph,
+    mesh: Mesh,
+    strategies: Mapping[str, Sequence[Strategy]],
+    fixed: Mapping[str, Sequence[Layout]],
+) -> dict[str, Sequence[Layout]]:
+    """Parameters may be stored in any layout in which some strategy of a consumer takes them, replicated first."""
+    found = dict(fixed)
+    for value in graph.capture.of_kind("parameter"):
+        if value.name not in found:
+            demanded = [
+                target_of(graph, use.node, use.index, strategy, mesh).layout.whole()
+                for use in graph.uses[value.name]
+                for strategy in strategies[use.node.name]
+            ]
+            found[value.name] = tuple(dict.fromkeys([Layout.replicated(len(value.shape)), *demanded]))
+    return found
