@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 
 from shardwright.plan.decisions import Decisions, Priced
 from shardwright.plan.holding import held_by
 from shardwright.plan.searches import SEARCHES
+
+_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def explain(plan: Decisions) -> str:
@@ -111,6 +114,41 @@ def in_bytes(number: float) -> str:
             break
         number /= 1000
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def in_time(seconds: float) -> str:
+    """``1.23 s``, ``12.3 ms`` or ``45.6 µs``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if abs(seconds) * factor >= 0.9995 or unit == "µs":
+            break
+    return f"{seconds * factor:.3g} {unit}" if abs(seconds) >= 1e-9 else "0 s"
+
+
+def template(name: str) -> str:
+    """A name without its numbers, by which equal layers are told: ``h.*.attn``."""
+    return _NUMBER.sub("*", name)
+
+
+def joined(names: Sequence[str]) -> str:
+    """One name for those that differ in numbers alone, ``h.0-47.attn``; a dash for the model itself."""
+    numbers = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
+    ranges = iter([_ranges(sorted(set(of))) for of in numbers])
+    return _NUMBER.sub(lambda _: next(ranges), names[0]) or "-"
+
+
+def short(op: str) -> str:
+    """An operator as people call it: ``aten.linear.default`` is a linear."""
+    return op.split(".")[1]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

@@ -1,0 +1,104 @@
+"""What a plan costs on given hardware, operator by operator and transfer by transfer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from shardwright.graph.ir import Node
+from shardwright.mesh.redistribute import Collective
+from shardwright.plan.decisions import Decisions, Transfer
+from shardwright.plan.pricing.cost import Seconds, operator_collectives
+from shardwright.plan.pricing.hardware import Hardware
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What is communicated at one place of the plan, both directions together: inside an operator, or by a transfer."""
+
+    kinds: tuple[str, ...]  # "all_reduce forward", each once
+    axes: tuple[str, ...]
+    cause: str  # the label of the value, or the name of the operator
+    scope: str
+    collectives: int
+    bytes: float  # sent by each device
+    seconds: float
+    value: str | None = None  # the value that a transfer brings to its target
+
+
+class Prices:
+    """The seconds and bytes of a plan on ``hardware``; nothing overlaps."""
+
+    def __init__(self, plan: Decisions, hardware: Hardware) -> None:
+        self.plan, self.hardware, self.objective = plan, hardware, Seconds(hardware)
+
+    @cached_property
+    def inside(self) -> Mapping[str, Moved]:
+        """What operators communicate inside themselves, by the name of the operator."""
+        found = {node.name: self._inside(node) for node in self.plan.capture.nodes}
+        return {name: moved for name, moved in found.items() if moved is not None}
+
+    @cached_property
+    def computes_s(self) -> Mapping[str, float]:
+        """What each operator computes, forward and backward, without what it communicates; by its name."""
+        plan = self.plan
+        spent = {
+            node.name: self.objective.operator(plan.graph, node, plan.strategies[node.name], plan.mesh)
+            for node in plan.capture.nodes
+        }
+        return {
+            name: all_s - (self.inside[name].seconds if name in self.inside else 0) for name, all_s in spent.items()
+        }
+
+    @cached_property
+    def transfers(self) -> Sequence[Moved]:
+        """What the redistributions communicate, in order of execution."""
+        found = (self._transferred(transfer) for transfer in self.plan.transfers)
+        return [moved for moved in found if moved is not None]
+
+    @property
+    def moved(self) -> Sequence[Moved]:
+        """Everything that is communicated."""
+        return [*self.inside.values(), *self.transfers]
+
+    @property
+    def computing_s(self) -> float:
+        """Seconds of a step that are computation."""
+        return sum(self.computes_s.values())
+
+    @property
+    def communicating_s(self) -> float:
+        """Seconds of a step that are communication."""
+        return sum(moved.seconds for moved in self.moved)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step."""
+        return self.computing_s + self.communicating_s
+
+    def _inside(self, node: Node) -> Moved | None:
+        plan, strategy = self.plan, self.plan.strategies[node.name]
+        found = operator_collectives(plan.graph, node, strategy, plan.mesh)
+        if not found:
+            return None
+        spent = sum(self.objective.collective_s(c, plan.mesh) for c in found)
+        sent = sum(c.sent_bytes(plan.mesh) for c in found)
+        kinds = tuple(dict.fromkeys(c.kind for c in found))
+        return Moved(kinds, _axes(found), node.name, node.scope, len(found), sent, spent)
+
+    def _transferred(self, transfer: Transfer) -> Moved | None:
+        plan = self.plan
+        found = list(plan.transfer_collectives(transfer))
+        if not found:
+            return None
+        value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
+        spent = self.objective.transfer(value, transfer.steps, plan.mesh)
+        kinds = tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found))
+        axes = _axes([priced.collective for priced in found])
+        sent = sum(priced.bytes for priced in found)
+        return Moved(kinds, axes, value.label, found[0].scope, len(found), sent, spent, transfer.value)
+
+
+def _axes(collectives: Sequence[Collective]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(axis for collective in collectives for axis in collective.axes))

@@ -1,0 +1,60 @@
+"""The plan that was found beside the plans that people know by name, under the same costs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from shardwright.errors import PlanError, StrategyError
+from shardwright.plan.decisions import Decisions
+from shardwright.plan.explain import in_bytes, in_time, table
+from shardwright.plan.known_plans import KNOWN_PLANS
+from shardwright.plan.prices import Prices
+from shardwright.plan.pricing.hardware import Hardware
+from shardwright.plan.request import PlanRequest
+
+
+def with_known_plans(plan: Decisions, request: PlanRequest) -> dict[str, Decisions | str]:
+    """The found plan and the known ones by name; a known plan that there is not is told by the reason."""
+    found: dict[str, Decisions | str] = {"this plan": plan}
+    for name, make in KNOWN_PLANS.items():
+        try:
+            found[name] = make(plan.graph, request)
+        except (PlanError, StrategyError) as error:
+            found[name] = str(error)
+    return found
+
+
+def in_numbers(plans: Mapping[str, Decisions | str], hardware: Hardware) -> dict[str, dict[str, Any]]:
+    """What each plan takes, sends and holds, by name, or why there is none."""
+    return {
+        name: {"error": plan} if isinstance(plan, str) else _numbers(plan, hardware) for name, plan in plans.items()
+    }
+
+
+def comparison(plans: Mapping[str, Decisions | str], hardware: Hardware) -> str:
+    """A table of what each plan takes, sends and holds; the seconds are those of ``hardware``."""
+    head = ("plan", "mesh", "a step takes", "computes", "communicates", "each device sends", "holds of parameters")
+    rows = [
+        (name, str(plan.mesh), *_cells(_numbers(plan, hardware)))
+        for name, plan in plans.items()
+        if not isinstance(plan, str)
+    ]
+    missing = [f"{name}: {plan}" for name, plan in plans.items() if isinstance(plan, str)]
+    return "\n".join([table([head, *rows]), *missing])
+
+
+def _numbers(plan: Decisions, hardware: Hardware) -> dict[str, float]:
+    prices = Prices(plan, hardware)
+    return {
+        "step_s": prices.step_s,
+        "computing_s": prices.computing_s,
+        "communicating_s": prices.communicating_s,
+        "sent_bytes": plan.moved_bytes(),
+        "parameter_bytes": plan.held_bytes(),
+    }
+
+
+def _cells(numbers: Mapping[str, float]) -> Iterator[str]:
+    for name, number in numbers.items():
+        yield in_time(number) if name.endswith("_s") else in_bytes(number)
