@@ -17,10 +17,13 @@ from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.plan.decisions import Decisions
+from shardwright.plan.difference import difference
 from shardwright.plan.explain import explain
 from shardwright.plan.holding import Held, held_by
+from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.why import Why
 from shardwright.rules.notation import Strategy
 from shardwright.whole_file import write_whole
 
@@ -38,6 +41,28 @@ class Plan(Decisions):
     def held(self) -> Held:
         """The bytes that each device holds, by kind."""
         return held_by(self, self.optimizer)
+
+    def explain(self, name: str, hardware: Hardware | str = "cpu") -> str:
+        """What the plan does with a module, an operator or a parameter, what that costs, and why it is so.
+
+        Args:
+            name: as ``model.named_modules()`` and ``model.named_parameters()`` have it, or of an operator, as
+                ``print(plan)`` shows it.
+            hardware: whose seconds; those that the plan was searched with tell the truth about why.
+
+        Raises:
+            UsageError: where nothing has that name, with the names that are near.
+        """
+        return Why(self, read_hardware(hardware)).answer(name)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan of the same graph does otherwise, equal layers once.
+
+        Raises:
+            PlanError: where it is a plan of another graph.
+        """
+        _refuse_other_graph(_fingerprint(other.capture), _fingerprint(self.capture))
+        return difference(self, other)
 
     def for_capture(self, capture: Capture) -> Plan:
         """The same decisions for the same graph with other sizes or dtypes, such as a last batch that is smaller.
