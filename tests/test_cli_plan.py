@@ -1,14 +1,18 @@
 """`shardwright plan` and `shardwright verify` as people call them: what they print, and their exit codes."""
 
+import io
+import json
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 
 import pytest
 
 from shardwright.cli import main
 from shardwright.errors import UsageError
+from shardwright.report.progress import Progress
 from shardwright.verification.build import BuildFunction, as_batches
 
 PAGE = Path(__file__).parents[1] / "docs" / "verify.md"
@@ -76,6 +80,44 @@ def test_a_plan_is_shown_saved_and_loaded(monkeypatch, capsys):
     assert "loading" in loaded.split("time:")[1]
     code, _, error = shardwright(monkeypatch, capsys, "plan", "net.py:build", "--load", "plan.json", "--devices", "4")
     assert (code, error) == (2, "shardwright: plan.json is a plan for 8 devices, not for 4; plan again\n")
+
+
+def test_a_plan_is_explained_compared_and_printed_as_json(monkeypatch, capsys):
+    command = ["plan", "net.py:build", "--mesh", "dp=2,tp=2", "--hardware", "h100"]
+    code, shown, error = shardwright(monkeypatch, capsys, *command, "--json", "--compare")
+    assert (code, error) == (0, "")
+    found = json.loads(shown)
+    assert found["mesh"] == {"dp": 2, "tp": 2}
+    assert list(found["known_plans"]) == ["this plan", "data parallel", "tensor parallel", "fully sharded"]
+    assert found["known_plans"]["this plan"]["step_s"] == pytest.approx(found["step_s"])
+    assert set(found["seconds"]) == {"building", "capturing", "planning"}
+    code, shown, _ = shardwright(monkeypatch, capsys, *command, "--explain", "0.weight")
+    assert code == 0
+    assert shown.startswith("0.weight: a parameter of shape [32, 8], stored ")
+    assert "\nfully sharded " in shardwright(monkeypatch, capsys, *command, "--compare")[1]
+    code, _, error = shardwright(monkeypatch, capsys, *command, "--json", "--full")
+    assert code == 2
+    assert "--full, --explain and --json each print something else" in error
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_who_waits_at_a_terminal_sees_what_is_under_way():
+    terminal, log = Terminal(), io.StringIO()
+    with Progress(terminal, after_s=0.0) as progress, Progress(log, after_s=0.0):
+        progress.stage("planning")
+        deadline_s = time.monotonic() + 20
+        while "planning: " not in terminal.getvalue() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    assert "planning: " in terminal.getvalue()
+    assert terminal.getvalue().endswith("\r\x1b[K")
+    assert log.getvalue() == ""
+    with Progress(terminal := Terminal(), after_s=60.0):
+        pass
+    assert terminal.getvalue() == ""
 
 
 def test_a_model_larger_than_any_memory_is_planned(monkeypatch, capsys):

@@ -1,6 +1,9 @@
 """A plan on one page: equal layers once, and the numbers of the page are those of the plan."""
 
+import json
 import re
+from dataclasses import asdict
+from pathlib import Path
 
 import pytest
 import torch
@@ -8,10 +11,12 @@ import torch
 from decoder import Decoder, batch_of, loss_fn
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.explain import joined, template
 from shardwright.plan.make import make_plan
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.request import PlanRequest
-from shardwright.report.plan_page import _joined, _template, plan_page
+from shardwright.report.plan_page import plan_page
+from shardwright.report.plan_summary import plan_summary
 
 H100 = read_hardware("h100")
 
@@ -31,7 +36,7 @@ def cells(page, head):
 
 def milliseconds(text):
     number, unit = text.split()
-    return float(number) * {"ms": 1.0, "s": 1e3}[unit]
+    return float(number) * {"µs": 1e-3, "ms": 1.0, "s": 1e3}[unit]
 
 
 def test_a_deep_model_takes_a_page(plan):
@@ -49,14 +54,52 @@ def test_the_numbers_of_the_page_are_those_of_the_plan(plan):
     assert spent == pytest.approx(plan.cost * 1e3, rel=0.02)
     assert f"each device sends {plan.moved_bytes() / 1e6:.1f} MB per step" in page
     assert f"by its search it costs {plan.cost * 1e3:.4g} ms" in page
+    assert milliseconds(page.split(" takes ")[1].split(":")[0]) == pytest.approx(spent, rel=0.02)
     dearest = cells(page, "the dearest collectives")
     assert [milliseconds(row[-1]) for row in dearest] == sorted(
         (milliseconds(row[-1]) for row in dearest), reverse=True
     )
 
 
+def test_the_dearest_operators_are_told_with_the_line_of_the_user(plan):
+    rows = cells(plan_page(plan, H100), "the dearest operators")
+    of = {(row[0], row[1]): row[2:] for row in rows}
+    line, times, shared, _ = of["cat", "layers.0-5"]
+    source = (Path(__file__).parents[1] / "support" / "decoder.py").read_text().splitlines()
+    assert "torch.cat(" in source[int(line.removeprefix("decoder.py:")) - 1]
+    assert (times, shared) == ("12", "64 of 64")
+
+
+def test_what_is_computed_alike_on_several_devices_is_told_with_its_price():
+    with torch.device("meta"):
+        model = torch.nn.Linear(512, 1024)
+        captured = captured_step(model, lambda m, b: m(b[0]).square().sum(), (torch.randn(1024, 512),), {})
+    request = PlanRequest(Mesh.of(d=4), "single", hardware=H100)
+    page = plan_page(make_plan(captured, request), H100)
+    told = page[page.index("computed alike") :].splitlines()
+    summary = plan_summary(make_plan(captured, request), H100)
+    product = next(row for row in summary.operators if row.operator == "aten.linear.default")
+    assert product.replicated_s == pytest.approx(product.computing_s * 3 / 4)
+    assert told[1].startswith("  linear in -")
+    assert "shared by 1 of 4 devices" in told[1]
+
+
+def test_programs_read_the_page_as_json(plan):
+    found = json.loads(json.dumps(asdict(plan_summary(plan, H100))))
+    assert found["devices"] == 64
+    assert found["mesh"] == {"dp": 8, "tp": 8}
+    assert found["step_s"] == pytest.approx(plan.cost, rel=1e-6)
+    assert found["step_s"] == pytest.approx(found["computing_s"] + found["communicating_s"])
+    assert found["sent_bytes"] == pytest.approx(sum(row["sent_bytes"] for row in found["collectives"]))
+    assert found["held_bytes"]["parameters"] == plan.held_bytes()
+    assert found["certificate"]["bound"] == plan.bound
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    rows = [found, *(found[table][0] for table in ("modules", "operators", "collectives")), found["certificate"]]
+    assert [key for row in rows for key in row if f"`{key}`" not in page] == []
+
+
 def test_modules_are_joined_by_their_numbers():
-    assert _template("h.3.mlp.0") == "h.*.mlp.*"
-    assert _template("layer1.conv2") == "layer1.conv2"
-    assert _joined(["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.5.mlp"]) == "h.0-2,5.mlp"
-    assert _joined([""]) == "-"
+    assert template("h.3.mlp.0") == "h.*.mlp.*"
+    assert template("layer1.conv2") == "layer1.conv2"
+    assert joined(["h.0.mlp", "h.1.mlp", "h.2.mlp", "h.5.mlp"]) == "h.0-2,5.mlp"
+    assert joined([""]) == "-"

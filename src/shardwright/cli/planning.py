@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from typing import Any
 
 import click
 
 from shardwright.cli.group import RowOf, cli
+from shardwright.errors import UsageError
 
 _MODES = RowOf("shardwright.plan.searches", "MODES")
 _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
@@ -30,19 +32,37 @@ _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 @click.option("--save", metavar="plan.json", help="Write the plan, for sw.parallelize(plan=...).")
 @click.option("--load", metavar="plan.json", help="Check that this plan fits, and show it, in place of planning.")
 @click.option("--full", is_flag=True, help="Every operator and collective in place of one page.")
+@click.option("--explain", metavar="NAME", help="What it does with this module, operator or parameter, and why.")
+@click.option("--compare", is_flag=True, help="Add the data parallel, tensor parallel and fully sharded plans.")
+@click.option("--json", "as_json", is_flag=True, help="The page as one JSON object; docs/planning.md lists its keys.")
 @click.argument("target", metavar="FILE.py:build")
-def plan(target: str, save: str | None, full: bool, **options: Any) -> None:
+def plan(
+    target: str, save: str | None, full: bool, explain: str | None, compare: bool, as_json: bool, **options: Any
+) -> None:
     """Show who would compute what, without any of the devices.
 
     build is a function without arguments that returns (model, loss_fn, batch), batch being one global batch, and pins
     as a fourth where wanted. It is called on torch's meta device, so that large models take no memory.
     """
+    if full + as_json + (explain is not None) > 1 or (compare and (full or explain is not None)):
+        raise UsageError(
+            "--full, --explain and --json each print something else, and --compare adds to a page or to JSON"
+        )
+    from shardwright.report.progress import Progress
     from shardwright.verification.plan_file import plan_file
 
-    planned = plan_file(target, **options)
-    if save is not None:
-        planned.plan.save(save)
-    click.echo(planned.full() if full else planned)
+    with Progress(sys.stderr) as progress:
+        planned = plan_file(target, progress=progress.stage, **options)
+        if save is not None:
+            planned.plan.save(save)
+        progress.stage("pricing")
+        if as_json:
+            text = json.dumps(planned.document(compared=compare), indent=1)
+        elif explain is not None:
+            text = planned.explained(explain)
+        else:
+            text = planned.full() if full else planned.with_comparison() if compare else str(planned)
+    click.echo(text)
 
 
 @cli.command()

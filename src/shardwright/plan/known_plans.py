@@ -2,7 +2,7 @@
 
 They stand beside the plan that a search found, under the same costs (`report/comparison.py`), and can be run as any
 other. No plan here knows names of modules or operators: what the batch is, the plan that follows it tells; what the
-weights are, the graph tells. Pins are not obeyed, so that a table shows what they cost.
+weights are, the graph tells. Pins and a limit of memory are not obeyed, so that a table shows what they cost.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ def tensor_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:
         strategies[node.name] = alike.setdefault(found, found)
     space = Space(graph, mesh, strategies, with_parameters(graph, mesh, strategies, leaves), outputs)
     choice = search(space, Seconds(request.hardware))
-    return Plan(graph, mesh, request.mesh, "auto", "none", choice.strategies, choice.leaves, outputs)
+    made = choice.strategies, choice.leaves, outputs
+    return Plan(graph, mesh, request.mesh, "auto", "none", *made, optimizer=request.optimizer)
 
 
 KNOWN_PLANS: Mapping[str, Callable[[RuledGraph, PlanRequest], Plan]] = {
@@ -69,8 +70,8 @@ KNOWN_PLANS: Mapping[str, Callable[[RuledGraph, PlanRequest], Plan]] = {
 
 
 def _free(request: PlanRequest) -> PlanRequest:
-    """The request of data parallelism on as many devices, whatever is stored already."""
-    return replace(request, mode="data", search=None, storage={}, axes=None)
+    """The request of data parallelism on as many devices, whatever is stored already and however much it holds."""
+    return replace(request, mode="data", search=None, storage={}, axes=None, memory=None)
 
 
 def _in_parts(value: Value, mesh: Mesh) -> Layout:

@@ -8,6 +8,7 @@ from typing import Any
 from shardwright.errors import PlanError, StrategyError
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import in_bytes, in_time, table
+from shardwright.plan.holding import held_by
 from shardwright.plan.known_plans import KNOWN_PLANS
 from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import Hardware
@@ -34,7 +35,16 @@ def in_numbers(plans: Mapping[str, Decisions | str], hardware: Hardware) -> dict
 
 def comparison(plans: Mapping[str, Decisions | str], hardware: Hardware) -> str:
     """A table of what each plan takes, sends and holds; the seconds are those of ``hardware``."""
-    head = ("plan", "mesh", "a step takes", "computes", "communicates", "each device sends", "holds of parameters")
+    head = (
+        "plan",
+        "mesh",
+        "a step takes",
+        "computes",
+        "communicates",
+        "each device sends",
+        "holds of parameters",
+        "in all",
+    )
     rows = [
         (name, str(plan.mesh), *_cells(_numbers(plan, hardware)))
         for name, plan in plans.items()
@@ -45,13 +55,14 @@ def comparison(plans: Mapping[str, Decisions | str], hardware: Hardware) -> str:
 
 
 def _numbers(plan: Decisions, hardware: Hardware) -> dict[str, float]:
-    prices = Prices(plan, hardware)
+    prices, held = Prices(plan, hardware), held_by(plan, plan.optimizer)
     return {
         "step_s": prices.step_s,
         "computing_s": prices.computing_s,
         "communicating_s": prices.communicating_s,
         "sent_bytes": plan.moved_bytes(),
-        "parameter_bytes": plan.held_bytes(),
+        "parameter_bytes": held.parameters,
+        "held_bytes": held.total,
     }
 
 

@@ -4,40 +4,66 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any, Literal, TypeVar
 
 import torch
 
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.decisions import Decisions
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
-from shardwright.plan.pricing.hardware import Hardware, read_hardware
+from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.pricing.optimizers import states_of
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest, read_memory
 from shardwright.plan.searches import Mode, SearchName
+from shardwright.report.comparison import comparison, in_numbers, with_known_plans
 from shardwright.report.plan_page import plan_page
+from shardwright.report.plan_summary import plan_summary
 from shardwright.verification.build import BuildFunction, Built
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A plan, whose prices it has, how it came to be, and the seconds that each stage took."""
+    """A plan, what was asked for, how it came to be, and the seconds that each stage took."""
 
     plan: Plan
-    hardware: Hardware
+    request: PlanRequest
     notes: tuple[str, ...]
     seconds: Mapping[str, float]
 
     def __str__(self) -> str:
-        return self._with_notes(plan_page(self.plan, self.hardware))
+        return self._with_notes(plan_page(self.plan, self.request.hardware))
 
     def full(self) -> str:
         """Every operator and every collective."""
         return self._with_notes(str(self.plan))
+
+    def with_comparison(self) -> str:
+        """The page, and the plans that people know by name beside this one."""
+        table = comparison(self._known_plans, self.request.hardware)
+        return self._with_notes(f"{plan_page(self.plan, self.request.hardware)}\n\n{table}")
+
+    def explained(self, name: str) -> str:
+        """What the plan does with a module, an operator or a parameter, and why; as `Plan.explain`."""
+        return self.plan.explain(name, self.request.hardware)
+
+    def document(self, *, compared: bool = False) -> dict[str, Any]:
+        """The page as JSON has it; docs/planning.md lists the keys."""
+        found = asdict(plan_summary(self.plan, self.request.hardware))
+        if compared:
+            found["known_plans"] = in_numbers(self._known_plans, self.request.hardware)
+        return found | {"notes": list(self.notes), "seconds": dict(self.seconds)}
+
+    @cached_property
+    def _known_plans(self) -> Mapping[str, Decisions | str]:
+        return with_known_plans(self.plan, self.request)
 
     def _with_notes(self, text: str) -> str:
         times = ", ".join(f"{stage} {seconds:.2f} s" for stage, seconds in self.seconds.items())
@@ -56,6 +82,7 @@ def plan_file(
     load: str | None = None,
     memory: str | None = None,
     optimizer: str = "adamw",
+    progress: Callable[[str], None] | None = None,
 ) -> PlannedFile:
     """Plan the model that ``FILE.py:build`` makes, or hold a saved plan against it.
 
@@ -66,6 +93,7 @@ def plan_file(
         load: a saved plan, in place of a search.
         memory: how many bytes each device may hold, as "80GiB".
         optimizer: the name of the one that will update the parameters.
+        progress: called with the name of each stage as it begins.
 
     Raises:
         UsageError: where the file, the function or an argument does not fit.
@@ -75,33 +103,36 @@ def plan_file(
     limit = read_memory(memory) if memory is not None else None
     build = BuildFunction.parse(target).load()
     chosen = None if load else _mesh(devices, mesh)
-    seconds: dict[str, float] = {}
-    built, notes = _timed(seconds, "building", lambda: _build_without_storage(build))
-    graph = _timed(
-        seconds,
+    stages = _Stages(progress)
+    built, notes = stages.timed("building", lambda: _build_without_storage(build))
+    graph = stages.timed(
         "capturing",
         lambda: RuledGraph.of(captured_step(built.model, built.loss_fn, built.batches[0], built.pins)),
     )
     if chosen is not None:
-        plan = _timed(
-            seconds,
-            "planning",
-            lambda: make_plan(
-                graph.capture,
-                PlanRequest(chosen, mode, search, inputs, known, memory=limit, optimizer=states),
-            ),
-        )
+        request = PlanRequest(chosen, mode, search, inputs, known, memory=limit, optimizer=states)
+        plan = stages.timed("planning", lambda: make_plan(graph.capture, request))
     else:
-        plan = _timed(seconds, "loading", lambda: Plan.load(load or "", graph))
+        plan = stages.timed("loading", lambda: Plan.load(load or "", graph))
         _refuse_other_size(plan, load or "", devices, mesh)
-    return PlannedFile(plan, known, notes, seconds)
+        request = PlanRequest(plan.named, inputs=inputs, hardware=known, optimizer=plan.optimizer)
+    return PlannedFile(plan, request, notes, stages.seconds)
 
 
-def _timed(seconds: dict[str, float], stage: str, make: Callable[[], Any]) -> Any:
-    start_s = time.perf_counter()
-    result = make()
-    seconds[stage] = time.perf_counter() - start_s
-    return result
+class _Stages:
+    """Times the stages, and says which one begins."""
+
+    def __init__(self, progress: Callable[[str], None] | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._progress = progress
+
+    def timed(self, stage: str, make: Callable[[], T]) -> T:
+        if self._progress is not None:
+            self._progress(stage)
+        start_s = time.perf_counter()
+        result = make()
+        self.seconds[stage] = time.perf_counter() - start_s
+        return result
 
 
 def _build_without_storage(build: Callable[[], Built]) -> tuple[Built, tuple[str, ...]]:
