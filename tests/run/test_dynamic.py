@@ -107,21 +107,22 @@ def test_what_captures_cost_is_said_and_what_can_be_done(monkeypatch):
     capture = captures.captured_step(nn.Linear(4, 4), lambda model, batch: model(batch["ids"]).sum(), REAL, {})
 
     def refused(*args):
-        raise CaptureError("another one holds only for ids.shape[1] == 4, at net.py:3")
+        raise CaptureError("another one holds only for batch['ids'].shape[1] == 4, at net.py:3")
 
     monkeypatch.setattr(captures, "captured_step", lambda *args: capture)
     monkeypatch.setattr(captures, "OpenStep", refused)
     monkeypatch.setattr(captures, "SLOW_S", 0.0)
     for dynamic, said in (
         (False, r"dynamic={'ids': 1, 'next': 1}\) makes them of one capture$"),
-        (True, r"as dynamic= asks: another one holds only for ids\.shape\[1\] == 4, at net\.py:3$"),
+        (True, r"as dynamic= asks: another one holds only for batch\['ids'\]\.shape\[1\] == 4, at net\.py:3$"),
     ):
         known = Captures(nn.Linear(4, 4), reading, {}, dynamic=dynamic)
         with pytest.warns(NewShape) as told:
             of_lengths(known, 3, 4, 5, 6, 7)
         assert len(told) == 3
         assert str(told[0].message) == (
-            "captured a batch of another shape (ids 2x3 -> 2x4, next 2x3 -> 2x4) in 0.0 s, graph 2 of training steps"
+            "captured a batch of another shape (batch['ids'] 2x3 -> 2x4, batch['next'] 2x3 -> 2x4) in 0.0 s, "
+            "graph 2 of training steps"
         )
         assert re.search(r"graph 4 of training steps, 0\.0 s for all; .*" + said, str(told[2].message))
 

@@ -21,9 +21,15 @@ Sizes = Mapping[Any, Any]
 """What open sizes are: sympy's symbols and whole numbers."""
 
 
-def named(label: str) -> str:
-    """A tensor of the batch as messages call it: ``batch[0]`` of a tuple, ``ids`` of a dict."""
-    return f"batch[{label}]" if label.isdigit() else label
+def in_batch(label: str) -> str:
+    """How a tensor of the batch is written in Python.
+
+    >>> in_batch("1"), in_batch("1.mask"), in_batch("batch")
+    ('batch[1]', "batch[1]['mask']", 'batch')
+    """
+    if label == "batch":
+        return label
+    return "batch" + "".join(f"[{step}]" if step.isdigit() else f"[{step!r}]" for step in label.split("."))
 
 
 class OpenSizes:
@@ -58,7 +64,7 @@ class OpenSizes:
     def _written(self, condition: Any, labels: Sequence[str]) -> str:
         """A condition in terms of the batch."""
         names = {
-            str(size): f"{named(label)}.shape[{dim}]"
+            str(size): f"{in_batch(label)}.shape[{dim}]"
             for label, sizes in zip(labels, self._shapes, strict=True)
             for dim, size in enumerate(sizes)
         }

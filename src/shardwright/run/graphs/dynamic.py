@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwright.graph.tracing.open_sizes import named
+from shardwright.graph.tracing.open_sizes import in_batch
 from shardwright.torch_private import tree_flatten
 
 Dynamic = bool | Mapping[str, int | Sequence[int]]
@@ -74,9 +74,9 @@ def written(labels: Sequence[str], dims: Sequence[Sequence[int]]) -> str:
 
 
 def changes(labels: Sequence[str], before: Shapes, after: Shapes) -> str:
-    """In which shapes two batches differ, ``ids 8x37 -> 8x41``."""
+    """In which shapes two batches differ, ``batch['ids'] 8x37 -> 8x41``."""
     both = zip(labels, before, after, strict=True)
-    return ", ".join(f"{named(label)} {_short(old)} -> {_short(new)}" for label, old, new in both if old != new)
+    return ", ".join(f"{in_batch(label)} {_short(old)} -> {_short(new)}" for label, old, new in both if old != new)
 
 
 def _short(shape: Sequence[int]) -> str:

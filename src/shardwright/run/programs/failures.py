@@ -11,6 +11,7 @@ from torch import Tensor
 
 from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture, Node
+from shardwright.graph.tracing.open_sizes import in_batch
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.rules.notation import Operand
 from shardwright.rules.table import Column, column
@@ -148,17 +149,6 @@ def named_in_batch(value: str, capture: Capture) -> str:
         if name in makers:
             todo += makers[name].operands
     return f"an index made from {' and '.join(sorted(inputs))}" if inputs else "an index"
-
-
-def in_batch(label: str) -> str:
-    """How a tensor of the batch is written in Python.
-
-    >>> in_batch("1"), in_batch("1.mask"), in_batch("batch")
-    ('batch[1]', "batch[1]['mask']", 'batch')
-    """
-    if label == "batch":
-        return label
-    return "batch" + "".join(f"[{step}]" if step.isdigit() else f"[{step!r}]" for step in label.split("."))
 
 
 def _kind(value: Any) -> str:
