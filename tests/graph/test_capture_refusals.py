@@ -1,5 +1,6 @@
 """What cannot be captured is refused with the user's line and the remedy."""
 
+import importlib
 import re
 import threading
 
@@ -181,6 +182,29 @@ def test_the_line_and_the_remedy_are_named(loss_fn, what, line, remedy, capfd):
     assert f" in {'forward' if loss_fn is other_parameters else loss_fn.__name__}: " in text
     assert re.search(remedy, text)
     assert capfd.readouterr() == ("", "")
+
+
+LOOKING = """
+from torch import nn
+
+class Looking(nn.Module):
+    def forward(self, x):
+        return x if x.sum() > 0 else -x
+"""
+
+
+def test_a_line_of_an_installed_package_gets_other_advice(tmp_path, monkeypatch):
+    folder = tmp_path / "site-packages"
+    folder.mkdir()
+    (folder / "layers_of_others.py").write_text(LOOKING)
+    monkeypatch.syspath_prepend(folder)
+    layers_of_others = importlib.import_module("layers_of_others")
+    with pytest.raises(CaptureError) as error:
+        capture(nn.Sequential(nn.Linear(8, 4), layers_of_others.Looking()), squares, BATCH)
+    what, whose, advice = str(error.value).splitlines()
+    assert what.startswith(f"a Python branch depends on the value of a tensor, at {folder}/layers_of_others.py:6 in ")
+    assert whose.startswith("The line is one of layers_of_others, in 1 of the model, called at graph_models.py:")
+    assert "mode='data'" in advice
 
 
 @pytest.mark.parametrize(

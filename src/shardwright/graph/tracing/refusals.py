@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -180,3 +181,31 @@ def explained(error: Exception, failed: str) -> CaptureError:
     reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
     hint = "" if isinstance(error, _MISTAKES) else f"\n{_HINT}"
     return CaptureError(f"the model cannot be captured{at}\n{type(error).__name__}: {reason}{hint}")
+
+
+_ELSEWHERE = (
+    "Choose what does without it, where there is a choice: another implementation (attn_implementation='sdpa' or "
+    "'eager' of transformers), other options, batches that are padded to one length. With mode='data' a model that "
+    "cannot be captured runs by torch's DistributedDataParallel, where its loss is a mean over samples."
+)
+
+
+def of_installed(error: CaptureError, trace: TracebackType | None, model: torch.nn.Module) -> CaptureError:
+    """The same error with other advice where it arose in an installed package, whose lines users do not change.
+
+    Args:
+        trace: where it arose.
+        model: the one that was traced, whose module is named.
+    """
+    frames = sources.users_frames(trace)
+    package = sources.package_of(frames[-1].f_code.co_filename) if frames else ""
+    what, _, advice = str(error).rpartition("\n")
+    if not package or not what or isinstance(error.__cause__, _MISTAKES):
+        return error
+    names = {id(module): name for name, module in model.named_modules() if name}
+    modules = [names[id(frame.f_locals["self"])] for frame in frames if id(frame.f_locals.get("self")) in names]
+    inside = f", in {modules[-1]} of the model" if modules else ""
+    own = [frame for frame in frames if not sources.package_of(frame.f_code.co_filename)]
+    called = f", called at {sources.describe_frame(own[-1])}" if own else ""
+    sure = f"{advice}\n" if advice == _HINT else ""
+    return CaptureError(f"{what}\n{sure}The line is one of {package}{inside}{called}\n{_ELSEWHERE}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import linecache
+import re
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +18,7 @@ from shardwright import package
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(package.FOLDER) + "/"
 _MODELS = _OURS + "zoo/"
+_INSTALLED = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _WRAPPERS = (contextlib.__file__, functools.__file__)  # of Python, in which decorated functions run
 
 
@@ -25,6 +27,12 @@ def is_users(filename: str) -> bool:
     """Whether a file is neither torch's nor ours nor Python's; the models of our zoo count as the user's."""
     others = (_TORCH, _OURS, *_WRAPPERS, "<eval_with_key>", "<string>")
     return not filename.startswith(others) or filename.startswith(_MODELS)
+
+
+def package_of(filename: str) -> str:
+    """The name of the installed package that a file belongs to; nothing for a file of the user's own, or ours."""
+    found = None if filename.startswith(_OURS) else _INSTALLED.search(filename)
+    return found[1] if found else ""
 
 
 def path_in_torch(filename: str) -> str:
@@ -81,3 +89,13 @@ def source_in_traceback(trace: TracebackType | None) -> str:
         return ""
     last = frames[-1]
     return f"{last.filename}:{last.lineno} in {last.name}: {last.line}"
+
+
+def users_frames(trace: TracebackType | None) -> list[FrameType]:
+    """The user's frames in which an exception passed, the innermost last."""
+    frames = []
+    while trace is not None:
+        if is_users(trace.tb_frame.f_code.co_filename):
+            frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    return frames

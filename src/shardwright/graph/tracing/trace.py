@@ -247,10 +247,14 @@ def _trace(
             open_sizes = OpenSizes(_inputs(program))
             regions.inline(program)
             program = program.run_decompositions(_taken_apart())
+        except CaptureError as error:
+            raise refusals.of_installed(error, error.__traceback__, copied) from error.__cause__
         except (ShardwrightError, GradientTaken):
             raise
         except Exception as error:
-            raise refusals.explained(error, call.mode.failed) from error
+            explained = refusals.explained(error, call.mode.failed)
+            explained.__cause__ = error
+            raise refusals.of_installed(explained, error.__traceback__, copied) from error
     return Trace(program, copied, call.aux, call.returns_aux, reading, open_sizes)
 
 
