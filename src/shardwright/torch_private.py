@@ -32,6 +32,7 @@ __all__ = [
     "add_gloo_inside",
     "apply_function",
     "assert_on_device",
+    "backward_number",
     "casts",
     "checkpoints_call",
     "composite_operators",
@@ -109,6 +110,13 @@ def assert_on_device(condition: torch.Tensor, text: str) -> None:
     """Let a GPU fail where ``condition`` is false, when it comes to it: asking it would wait for all that it has to do,
     and what torch's own operators assert with has no public name."""
     torch._assert_async(condition, text)
+
+
+def backward_number() -> int:
+    """Which backward this process is in: hooks cannot tell a second one from a second loss of the same one, for which
+    torch's own hooks on several tensors ask the same."""
+    number: int = torch._C._current_graph_task_id()
+    return number
 
 
 def fake_mode() -> FakeTensorMode:

@@ -110,6 +110,16 @@ def number(model, batch):
     return model(batch).mean() * math.sqrt(batch.shape[1])
 
 
+def slope(model, batch):
+    batch = batch.clone().requires_grad_()
+    return torch.autograd.grad(model(batch).sum(), batch, create_graph=True)[0].mean() + model(batch).mean()
+
+
+def test_sizes_stay_closed_where_the_loss_function_takes_a_gradient():
+    with pytest.raises(CaptureError, match="sizes cannot be left open where the loss function takes a gradient"):
+        opened(nn.Linear(4, 4), slope, torch.zeros(2, 8, 4), [0, 1])
+
+
 @pytest.mark.parametrize(
     ("loss_fn", "said"),
     [

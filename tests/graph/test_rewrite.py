@@ -13,6 +13,8 @@ from shardwright.errors import CaptureError
 from shardwright.graph.capture import capture, flatten_batch
 from shardwright.graph.check import check
 from shardwright.graph.evaluate import evaluate
+from shardwright.graph.ir import Pin
+from shardwright.graph.operators import resolve
 from shardwright.graph.rewrite import rewrite
 
 WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 0.25], dtype=torch.float64)
@@ -135,3 +137,13 @@ def test_a_rewrite_that_goes_wrong_is_found():
         check(dataclasses.replace(captured, loss="nowhere"))
     with pytest.raises(CaptureError, match=r"has 1 operands, and its arguments name \[\]"):
         check(dataclasses.replace(captured, nodes=(first, dataclasses.replace(second, args=()), *rest)))
+    with pytest.raises(CaptureError, match="two operators are called linear"):
+        check(dataclasses.replace(captured, nodes=(first, dataclasses.replace(second, name="linear"), *rest)))
+    with pytest.raises(CaptureError, match="linear, which is not a result of the graph"):
+        check(dataclasses.replace(captured, values={k: v for k, v in captured.values.items() if k != "linear"}))
+    with pytest.raises(CaptureError, match="is pinned with another number of tensors: pinned at here"):
+        check(dataclasses.replace(captured, nodes=(dataclasses.replace(first, pin=Pin((), (), "here")), second, *rest)))
+    with pytest.raises(CaptureError, match="linear is changed, and is not a buffer"):
+        check(dataclasses.replace(captured, mutations={"linear": captured.loss}))
+    with pytest.raises(CaptureError, match=r"'aten\.nothing' is no operator; torch's are written like"):
+        resolve("aten.nothing")

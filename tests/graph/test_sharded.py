@@ -137,12 +137,17 @@ def test_results_that_do_not_fit():
         shard(torch.matmul, None, ((2, 1), (2, 1)))(torch.ones(4, 8), torch.ones(8, 4))
 
 
+PASSED = shard(lambda x: x, None, ((2, 1),))
+
+
 def test_functions_that_cannot_be_pinned():
     def loss_fn(function):
         return lambda model, batch: function(model(batch[0])).sum()
 
     with pytest.raises(StrategyError, match="changes an input in place; pin one that returns a new tensor"):
         capture(Perceptron().double(), loss_fn(shard(torch.relu_, ((2, 1),))), ROWS)
+    with pytest.raises(StrategyError, match=r"returns what it was given, pinned at .*\nPin a function that computes"):
+        capture(Perceptron().double(), lambda model, batch: model(PASSED(batch[0])).sum(), ROWS)
 
 
 @pytest.mark.parametrize(

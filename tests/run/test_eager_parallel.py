@@ -180,6 +180,36 @@ def test_accumulation_defers_the_reduction(ranks, gradients):
         assert not np.allclose(runs[0][0][0], runs[1][0][0]), "the gradients were reduced inside accumulate()"
 
 
+def twice_forward():
+    sw.init()
+    batches = [global_batch(12, seed) for seed in range(3)]
+    parallel = parallelize_eagerly(Net(), cross_entropy, batches[0], "data", "mean", "global")
+    (parallel(batches[0]) + parallel(batches[1])).backward()
+    with parallel.accumulate():
+        for loss in [parallel(batches[1]), parallel(batches[2])]:
+            loss.backward()
+    parallel(batches[0]).backward()
+    found = gradients_of(parallel.module)
+    first, second = parallel(batches[0]), parallel(batches[1])
+    second.backward()
+    with parallel.accumulate():
+        inside = parallel(batches[2])
+    with pytest.raises(UsageError, match="the gradients of this backward would stay as they are on each rank"):
+        first.backward()
+    with pytest.raises(UsageError, match="both forward and backward inside accumulate"):
+        inside.backward()
+    return found
+
+
+def test_two_forwards_before_a_backward_give_the_sum_or_are_refused():
+    model = Net()
+    for seed in (0, 0, 1, 1, 2):
+        cross_entropy(model, global_batch(12, seed)).backward()
+    for found in run_ranks(2, twice_forward):
+        for got, expected in zip(found, gradients_of(model), strict=True):
+            assert_close(got, expected)
+
+
 def aux_run():
     world = sw.init(timeout=30)
     batch = part_of(global_batch(2), world.rank, world.size)
@@ -319,6 +349,10 @@ def nobody_splits(rank):
     return Net(), cross_entropy, global_batch(4), {"batch": None}
 
 
+def part_of_others(rank):
+    return Net(), cross_entropy, part_of(global_batch(6), 1 - rank, 2), {"batch": None}
+
+
 def part_in_single(rank):
     return Net(), cross_entropy, part_of(global_batch(4), rank, 2), {"mode": "single", "batch": None}
 
@@ -350,6 +384,7 @@ def refused(build):
         (other_arguments, "(mode, gradients, batch) = ('data', 'mean', 'local'), rank 1 with ('data', 'sum', 'local')"),
         (all_empty, "the sample batch is empty on every rank; pass one that holds samples"),
         (nobody_splits, "nobody said how this batch of 4 samples is split over 2 ranks; pass parallelize(..., batch="),
+        (part_of_others, "rank 0 of 2 computes samples 0 to 3, but got Batch(samples 3 to 6 of 6: "),
         (part_in_single, "mode='single' computes the whole batch on every rank, but this is one part of it: Batch("),
     ],
 )

@@ -49,6 +49,7 @@ class Backend:
         module: the module whose ``prepare(environment)`` makes it known to torch before the ranks meet.
         sends_messages: whether two ranks can send each other tensors of the CPU with a time limit, so that the end of
             one is an error of its connections alone.
+        waits_in_turns: whether a collective can be waited for with a time limit, and then again, as if without one.
         reduce_scatters: whether its reduce-scatter is quicker than an all-to-all and a local sum.
         infiniband: whether it goes over InfiniBand where there is one; else over TCP alone.
         within_host_by_loopback: whether ranks of one host talk through a network device, which counts their bytes.
@@ -63,6 +64,7 @@ class Backend:
     torch_name: str = ""
     module: str | None = None
     sends_messages: bool = False
+    waits_in_turns: bool = False
     reduce_scatters: bool = True
     infiniband: bool = True
     within_host_by_loopback: bool = False
@@ -85,6 +87,7 @@ GLOO = Backend(
     name="gloo",
     says="CPU",
     sends_messages=True,
+    waits_in_turns=True,
     # 4 ranks: 15 ms against 1.5 ms for 4 kB, 44-65 ms against 30-42 ms for 4 MB each.
     reduce_scatters=False,
     infiniband=False,

@@ -113,7 +113,10 @@ class _Converter:
                 self.made[name] = self._add_value("constant", "constant", str(spec.target), tensor, False)
                 self.constants[self.made[name]] = tensor.detach()
             else:
-                raise CaptureError(f"the model closes over {spec.target}, a {spec.kind.name.lower()}, not a tensor")
+                raise CaptureError(
+                    f"the step uses {spec.target}, a {spec.kind.name.lower()}, which a graph cannot keep\n"
+                    "Give what it holds as tensors: in the batch, or as buffers of the model."
+                )
 
     def _add_state(self, kind: ValueKind, named: Any) -> None:
         first: dict[int, str] = {}
@@ -247,7 +250,10 @@ class _Converter:
                 results = tuple(cut if r == name else old for r, old in zip(made.results, pin.results, strict=True))
                 self.nodes[i] = replace(made, pin=replace(pin, results=results))
                 return
-        raise StrategyError(f"the pinned function returns what it was given, pinned at {source}")
+        raise StrategyError(
+            f"the pinned function returns what it was given, pinned at {source}\n"
+            "Pin a function that computes something; a value is cut by the pin of the operator that made it."
+        )
 
     def _append(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 import torch.distributed as dist
@@ -14,6 +14,7 @@ from shardwright.errors import LoweringError, WorldError
 from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
+from shardwright.world.lockstep import Lockstep
 
 
 def _world() -> dist.ProcessGroup:
@@ -22,13 +23,17 @@ def _world() -> dist.ProcessGroup:
     return world
 
 
-def communicator_over(mesh: Mesh) -> Communicator:
-    """What this rank talks to the others through, who are laid out as ``mesh``.
+def _plainly(collective: Callable[..., object], *tensors: Tensor | list[Tensor], group: dist.ProcessGroup) -> None:
+    collective(*tensors, group=group)
+
+
+def communicator_over(mesh: Mesh, lockstep: Lockstep | None = None) -> Communicator:
+    """What this rank talks to the others through, who are laid out as ``mesh``, in the calls of ``lockstep``.
 
     Raises:
         WorldError: where the world has another size than the mesh.
     """
-    return ProcessCommunicator(mesh)
+    return ProcessCommunicator(mesh, lockstep)
 
 
 class ProcessCommunicator:
@@ -40,7 +45,7 @@ class ProcessCommunicator:
         WorldError: where the world has another size than the mesh.
     """
 
-    def __init__(self, mesh: Mesh) -> None:
+    def __init__(self, mesh: Mesh, lockstep: Lockstep | None = None) -> None:
         if dist.get_world_size() != mesh.size:
             raise WorldError(
                 f"the mesh {mesh} has {mesh.size} devices, the world {dist.get_world_size()} ranks; "
@@ -50,6 +55,7 @@ class ProcessCommunicator:
         self.rank = dist.get_rank()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._pulse = own_pulse()
+        self._run: Callable[..., None] = lockstep.run if lockstep is not None else _plainly
 
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
         """Make the groups for these sets of axes. All ranks call it together, with the same sets in any order."""
@@ -89,7 +95,7 @@ class ProcessCommunicator:
         group = self._group(axes)
         if group is not None:
             with self._pulse(b"all_reduce"):
-                dist.all_reduce(tensor, group=group)
+                self._run(dist.all_reduce, tensor, group=group)
         return tensor
 
     def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
@@ -98,7 +104,7 @@ class ProcessCommunicator:
             return [tensor]
         gathered = list(tensor.new_empty(group.size(), *tensor.shape).unbind())
         with self._pulse(b"all_gather"):
-            dist.all_gather(gathered, tensor, group=group)
+            self._run(dist.all_gather, gathered, tensor, group=group)
         return gathered
 
     def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
@@ -109,7 +115,7 @@ class ProcessCommunicator:
             return torch.stack(self.all_to_all(tensors, axes)).sum(0, dtype=tensors[0].dtype)
         scattered = torch.empty_like(tensors[0])
         with self._pulse(b"reduce_scatter"):
-            dist.reduce_scatter(scattered, tensors, group=group)
+            self._run(dist.reduce_scatter, scattered, tensors, group=group)
         return scattered
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
@@ -119,5 +125,5 @@ class ProcessCommunicator:
         sent = torch.stack(tensors)
         received = torch.empty_like(sent)
         with self._pulse(b"all_to_all"):
-            dist.all_to_all_single(received, sent, group=group)
+            self._run(dist.all_to_all_single, received, sent, group=group)
         return list(received.unbind())

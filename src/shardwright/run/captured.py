@@ -27,12 +27,13 @@ from shardwright.run.model import ParallelModel, Replay
 from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
-from shardwright.run.programs.inputs import BatchKind, Rows, rows_of
+from shardwright.run.programs.inputs import BatchKind, Rows, rows_of, rows_of_parts
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs
 from shardwright.run.programs.splitting import is_split
 from shardwright.run.programs.storage import ModelState, agree_on_weights, refuse_meta
 from shardwright.world.agreement import from_rank_zero
+from shardwright.world.lockstep import Lockstep
 from shardwright.world.ranks import ranks_by_collectives
 from shardwright.world.world import World
 
@@ -67,27 +68,35 @@ class Parallel(ParallelModel):
         refuse_meta(model)
         model.to(world.device)
         self.options, self.world = options, world
+        lockstep = Lockstep.of_all_ranks()
         self._reduction = GradientReduction()
         self._closed = False
         self._pulse = own_pulse()
         self._between_steps = True
-        self._same_batch = SameBatch(world.device)
+        self._same_batch = SameBatch(world.device, lockstep)
         seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
         agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
-        self._communicator = communicator_over(self.plan.mesh)
+        self._communicator = communicator_over(self.plan.mesh, lockstep)
         self._state = ModelState(model, self.plan, seed, world.device)
         self._split = is_split(model)
-        super().__init__(model)
+        super().__init__(model, lockstep)
         self._programs = Programs(
-            planner, self.plan, self._state.storage, self._communicator, self._reduction, world, options.save_graphs
+            planner,
+            self.plan,
+            self._state.storage,
+            self._communicator,
+            self._reduction,
+            world,
+            options.save_graphs,
+            lockstep,
         )
         self._programs.add_first(sample_batch, rows)
 
     # Running
 
-    def __call__(self, batch: Any) -> Any:
+    def _called(self, batch: Any) -> Any:
         """The loss of the global batch; in training mode it also updates buffers and advances the random numbers."""
         training = self.module.training
         self._tell_pulse(training)
@@ -130,10 +139,11 @@ class Parallel(ParallelModel):
         return rows_of(batch, flatten_batch(batch), self.options.batch).total
 
     def replay(self, batch: Any) -> Replay:
-        prepared, inputs, _ = self._ready("training", batch)
-        arguments = self._arguments(prepared, inputs, self._state.step - 1)
-        with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
-            values = prepared.execution.variables(arguments)
+        with self._lockstep.call():
+            prepared, inputs, _ = self._ready("training", batch)
+            arguments = self._arguments(prepared, inputs, self._state.step - 1)
+            with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
+                values = prepared.execution.variables(arguments)
         return Replay(prepared.plan.capture, prepared.execution.program, values)
 
     def executions(self) -> list[Execution]:
@@ -146,6 +156,7 @@ class Parallel(ParallelModel):
         The groups of DTensors stay too, for the next model on equal axes (`mesh.dtensor.device_mesh`).
         """
         self._closed = True
+        self._lockstep.end()
         self._communicator.close()
 
     def _ready(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, list[Tensor], Rows]:
@@ -155,11 +166,17 @@ class Parallel(ParallelModel):
         tensors = [tensor.to(self.world.device) for tensor in tensors_of(batch)]
         if self.options.batch == "global" and not isinstance(batch, Batch):
             self._same_batch.check(tensors)
-        rows = rows_of(batch, tensors, self.options.batch)
+        rows = self._rows(kind, batch, tensors)
         if not rows.total and any(tensor.ndim for tensor in tensors):
             raise UsageError("the batch is empty; expected at least one sample")
         prepared = self._programs.of(kind, batch, rows)
         return prepared, prepared.inputs(tensors, rows, self._communicator), rows
+
+    def _rows(self, kind: StepKind, batch: Any, tensors: Sequence[Tensor]) -> Rows:
+        """Which rows this rank was given. Where each has its own part, all compare what they have."""
+        if self.options.batch != "local" or isinstance(batch, Batch) or self.world.size == 1:
+            return rows_of(batch, tensors, self.options.batch)
+        return rows_of_parts(tensors, self._programs.captures.key(kind, batch), self.world.device, self._lockstep)
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
         arguments = self._arguments(prepared, inputs, self._state.step)

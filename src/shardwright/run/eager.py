@@ -22,6 +22,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loading.samples import count_samples
+from shardwright.errors import UsageError
+from shardwright.torch_private import assert_on_device, backward_number
+from shardwright.world.agreement import from_all_ranks
+from shardwright.world.lockstep import Lockstep
 
 LossFn = Callable[[nn.Module, Any], Any]
 
@@ -42,15 +46,19 @@ class DataParallelStep:
         gradient_scale: float,
         used: frozenset[str],
         returns_aux: bool,
+        lockstep: Lockstep,
     ) -> None:
         self._ranks = ranks
+        self._lockstep = lockstep
         self._gradient_scale = gradient_scale
         self._returns_aux = returns_aux
         self._local = _LocalLoss(model, loss_fn, used, returns_aux)
         self._replicated: DistributedDataParallel | None = None  # None where nothing is split
+        self._reductions: _Reductions | None = None
         if ranks > 1:
             every = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
             self._replicated = DistributedDataParallel(self._local, find_unused_parameters=used != every)
+            self._reductions = _Reductions(self._replicated)
 
     def __call__(self, part: Any, global_size: int | None) -> Any:
         """The loss of the global batch, with the loss function's aux for this part (None for an empty one).
@@ -58,12 +66,46 @@ class DataParallelStep:
         ``global_size`` is None where only the other ranks know how many samples they have.
         """
         loss, aux = (self._replicated or self._local)(part)
-        mean = _global_mean(loss, count_samples(part), global_size, self._ranks, self._gradient_scale)
+        mean = _global_mean(loss, count_samples(part), global_size, self._ranks, self._gradient_scale, self._lockstep)
+        if self._reductions is not None:
+            self._reductions.watch(mean)
         return (mean, aux) if self._returns_aux else mean
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backwards inside leave this rank's own gradients, which the next one outside reduces with its own."""
         return self._replicated.no_sync() if self._replicated else nullcontext()
+
+
+class _Reductions:
+    """Refuses backwards whose gradients would stay as they are on each rank.
+
+    DistributedDataParallel reduces in one backward for each forward: in the first one after it, whichever forward's
+    that is. It lets others pass without a word.
+    """
+
+    def __init__(self, replicated: DistributedDataParallel) -> None:
+        self._replicated = replicated
+        self._ready = False  # to reduce in the next backward
+        self._backward = -1  # the last one in which gradients were reduced
+
+    def watch(self, loss: Tensor) -> None:
+        """Look at the backwards of what a forward gave."""
+        if loss.requires_grad:
+            reduced = bool(self._replicated.require_backward_grad_sync)
+            self._ready = self._ready or reduced
+            loss.register_hook(lambda _: self._refuse(reduced))  # type: ignore[no-untyped-call]
+
+    def _refuse(self, reduced: bool) -> None:
+        """Asked when the backward of a forward begins; ``reduced`` is False for a forward inside `accumulate`."""
+        backward = backward_number()
+        if self._ready:
+            self._ready, self._backward = False, backward
+        elif backward != self._backward and (reduced or self._replicated.require_backward_grad_sync):
+            raise UsageError(
+                "the gradients of this backward would stay as they are on each rank: the model runs by "
+                "DistributedDataParallel, which reduces them in one backward for each forward; call backward() after "
+                "each forward, or once for the sum of the losses, and both forward and backward inside accumulate()"
+            )
 
 
 class _LocalLoss(nn.Module):
@@ -88,9 +130,27 @@ class _LocalLoss(nn.Module):
         return torch.stack([parameter.flatten()[:1].sum().double() * 0 for parameter in used]).sum().to(used[0].dtype)
 
 
-def _global_mean(loss: Tensor, count: int, global_size: int | None, ranks: int, gradient_scale: float) -> Tensor:
-    mean: Tensor = _GlobalMean.apply(loss, count, global_size, ranks, gradient_scale)  # type: ignore[no-untyped-call]
+def _global_mean(
+    loss: Tensor, count: int, global_size: int | None, ranks: int, gradient_scale: float, lockstep: Lockstep
+) -> Tensor:
+    mean: Tensor = _GlobalMean.apply(  # type: ignore[no-untyped-call]
+        loss, count, global_size, ranks, gradient_scale, lockstep
+    )
     return mean
+
+
+def _refuse_other_sizes(sums: Tensor, size: int, ranks: int) -> None:
+    """Raise on every rank where the ranks' sizes of the same batch, whose sum and sum of squares these are, differ."""
+    equal = sums[2].square() == sums[3] * ranks
+    if sums.device.type == "cuda":
+        assert_on_device(equal, "ranks passed batches of different sizes, which are to be the same, or parts of it")
+    elif not equal:
+        sizes = from_all_ranks(size)
+        other = next(rank for rank, theirs in enumerate(sizes) if theirs != sizes[0])
+        raise UsageError(
+            f"every rank passes the same whole batch, or its part of the same, but rank 0's has {sizes[0]} samples and "
+            f"rank {other}'s {sizes[other]}; take batches from sw.loader, or pass parts with batch='local'"
+        )
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -98,16 +158,24 @@ class _GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, loss: Tensor, count: int, global_size: int | None, ranks: int, gradient_scale: float
+        ctx: Any,
+        loss: Tensor,
+        count: int,
+        global_size: int | None,
+        ranks: int,
+        gradient_scale: float,
+        lockstep: Lockstep,
     ) -> Tensor:
+        size = global_size or 0
         # In float64, so that the order of the ranks leaves no trace in a float32 loss.
-        sums = torch.stack([loss.double() * count, loss.new_tensor(count, dtype=torch.float64)])
+        sums = torch.cat([(loss.double() * count)[None], loss.new_tensor([count, size, size**2], dtype=torch.float64)])
         if ranks > 1:
-            dist.all_reduce(sums)
+            lockstep.run(dist.all_reduce, sums, group=dist.group.WORLD)
+            _refuse_other_sizes(sums, size, ranks)
         total = sums[1] if global_size is None else global_size
         ctx.share = (ranks * gradient_scale * count) / total
         return (loss.clone() if ranks == 1 else sums[0] / total).to(loss.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradient[0] * ctx.share).to(gradient[0].dtype), None, None, None, None
+        return (gradient[0] * ctx.share).to(gradient[0].dtype), None, None, None, None, None

@@ -27,6 +27,7 @@ from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import BatchKind
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
+from shardwright.world.lockstep import Lockstep
 from shardwright.world.world import World, current_world
 
 
@@ -45,7 +46,7 @@ def parallelize_eagerly(
 
     Raises `UsageError`, on all ranks, when something does not fit on any of them, before anything has started.
     """
-    world = current_world()
+    world, lockstep = current_world(), Lockstep.of_all_ranks()
     splitter = _Splitter(mode, batch, world)
     trial = _agree(_try(model, loss_fn, sample_batch, splitter), (mode, gradients, batch), world)
     model.to(world.device)
@@ -58,10 +59,11 @@ def parallelize_eagerly(
         gradient_scale=world.size if gradients == "sum" else 1,
         used=frozenset(trial.used),
         returns_aux=trial.returns_aux,
+        lockstep=lockstep,
     )
     if predict_fn is None and trial.returns_aux:
         predict_fn = lambda model, part: loss_fn(model, part)[1]  # noqa: E731
-    return EagerParallel(model, step, splitter, predict_fn)
+    return EagerParallel(model, step, splitter, predict_fn, lockstep)
 
 
 class EagerParallel(ParallelModel):
@@ -71,9 +73,14 @@ class EagerParallel(ParallelModel):
     """
 
     def __init__(
-        self, model: nn.Module, step: DataParallelStep, splitter: _Splitter, predict_fn: LossFn | None
+        self,
+        model: nn.Module,
+        step: DataParallelStep,
+        splitter: _Splitter,
+        predict_fn: LossFn | None,
+        lockstep: Lockstep,
     ) -> None:
-        super().__init__(model)
+        super().__init__(model, lockstep)
         self._predict_fn = predict_fn
         self._prediction = Prediction(self._predict_part, splitter.world.device)
         self._trained = _trained(model)
@@ -82,7 +89,7 @@ class EagerParallel(ParallelModel):
         self._splitter = splitter
         self._pulse = own_pulse()
 
-    def __call__(self, batch: Any) -> Any:
+    def _called(self, batch: Any) -> Any:
         if self.module.training:
             self._pulse.begin_step()
         else:
@@ -143,7 +150,8 @@ class EagerParallel(ParallelModel):
         return []
 
     def close(self) -> None:
-        """Do nothing: it communicates in the default process group, which stays."""
+        """Say that no more calls come; it communicates in the default process group, which stays."""
+        self._lockstep.end()
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """The state of the model, which is whole on every rank."""

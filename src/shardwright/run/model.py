@@ -22,6 +22,7 @@ from shardwright.run.evaluation import Evaluation, metric_means
 from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.structure import Structure
+from shardwright.world.lockstep import Lockstep
 from shardwright.world.ranks import alone
 
 
@@ -44,23 +45,29 @@ class ParallelModel(LikeModule):
     plan: Plan | None
     """The plan for the shapes of the sample batch; None where the model runs by DistributedDataParallel."""
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, lockstep: Lockstep) -> None:
         self.module = module
+        self._lockstep = lockstep
         self._structure = Structure(module)
         self._failure = ""  # of a step that other ranks may still be in
 
     # Running
 
-    @abstractmethod
     def __call__(self, batch: Any) -> Any:
-        """The loss of the global batch, or ``(loss, aux)``."""
+        """The loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
+        with self._lockstep.call():
+            return self._called(batch)
+
+    @abstractmethod
+    def _called(self, batch: Any) -> Any:
+        """The same, as one of the calls that all ranks make together."""
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
         """What ``predict_fn`` returns, or the loss function beside the loss, in evaluation mode and without gradients.
 
         Whole on every rank; with ``gather=False`` the rows of the batch that this rank was given.
         """
-        with evaluating(self.module), torch.no_grad():
+        with self._lockstep.call(), evaluating(self.module), torch.no_grad():
             return self._predicted(batch, gather)
 
     @abstractmethod
@@ -121,6 +128,7 @@ class ParallelModel(LikeModule):
         try:
             yield
         except Exception as error:
+            self._lockstep.lost(error)
             if not alone():
                 self._failure = str(error).partition("\n")[0]
             raise

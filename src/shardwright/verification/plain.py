@@ -14,6 +14,7 @@ from shardwright.graph.tracing.trace import LossFunction
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import rows_of
+from shardwright.world.lockstep import Lockstep
 
 
 class PlainModel(ParallelModel):
@@ -22,10 +23,10 @@ class PlainModel(ParallelModel):
     plan = None
 
     def __init__(self, module: nn.Module, loss_fn: LossFunction) -> None:
-        super().__init__(module)
+        super().__init__(module, Lockstep())
         self._loss_fn = loss_fn
 
-    def __call__(self, batch: Any) -> Any:
+    def _called(self, batch: Any) -> Any:
         return self._loss_fn(self.module, batch)
 
     def _predicted(self, batch: Any, gather: bool) -> Any:

@@ -44,6 +44,11 @@ class Remembered:
         """The places where two programs remember different values."""
         return [p for p, value in self._values.items() if not same(value, other._values.get(p, MISSING))]
 
+    def changed(self) -> dict[str, Any]:
+        """The values that are not what they were, as they are now, by where they stand."""
+        now = {place: self._now(place) for place in self._values}
+        return {str(place): now[place] for place, value in self._values.items() if not same(now[place], value)}
+
     def agree(self) -> None:
         """Compare what the program holds of Python between all ranks, which call this together.
 

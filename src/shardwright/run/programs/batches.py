@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from shardwright.graph.tracing.open_sizes import in_batch
 from shardwright.graph.tracing.outside import PLAIN
 from shardwright.torch_private import tree_flatten
 from shardwright.world.agreement import from_all_ranks
+from shardwright.world.lockstep import Lockstep
 from shardwright.world.ranks import alone
 
 
@@ -83,8 +85,8 @@ EVERY = 100
 class SameBatch:
     """Compares some of the batches that ranks pass, by their shapes and checksums, in a collective of 16 bytes."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, lockstep: Lockstep) -> None:
+        self._device, self._lockstep = device, lockstep
         self._seen = 0
 
     def check(self, tensors: Sequence[Tensor]) -> None:
@@ -103,7 +105,7 @@ class SameBatch:
         ]
         number = int.from_bytes(hashlib.sha256(str(shown).encode()).digest()[:7])
         bounds = torch.tensor([number, -number], device=self._device)
-        dist.all_reduce(bounds, op=dist.ReduceOp.MAX)
+        self._lockstep.run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), bounds, group=dist.group.WORLD)
         if bounds[0] == -bounds[1]:
             return
         everyone = from_all_ranks(", ".join(shown))

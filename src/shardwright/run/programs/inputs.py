@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -17,6 +18,7 @@ from shardwright.mesh.collectives import Communicator, all_gather
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.world.agreement import from_all_ranks
+from shardwright.world.lockstep import Lockstep
 
 BatchKind = Literal["local", "global"]
 Range = tuple[int, int]
@@ -28,11 +30,13 @@ class Rows:
     """Which rows of the global batch a rank has: ``mine`` of ``total``; ``all_ranks`` where every rank knows.
 
     A Batch of a loader leaves ``all_ranks`` None: the ranges then are those of an even cut, or must be asked for.
+    ``agreed`` tells that all ranks have just said that their batches are of one shape.
     """
 
     mine: Range
     total: int
     all_ranks: tuple[Range, ...] | None
+    agreed: bool = False
 
 
 def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) -> Rows:
@@ -52,10 +56,46 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) ->
             "the batch is made of plain tensors: say batch='local' (each rank passes its own part) or batch='global' "
             "(each rank passes the same whole), or take batches from sw.loader"
         )
-    counts = from_all_ranks(height)
-    ends = [sum(counts[: rank + 1]) for rank in range(size)]
+    return _in_turn(from_all_ranks(height))
+
+
+def _in_turn(counts: Sequence[int]) -> Rows:
+    """The rows of ranks that have so many each."""
+    ends = [sum(counts[: rank + 1]) for rank in range(len(counts))]
     ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
     return Rows(ranges[dist.get_rank()], ends[-1], ranges)
+
+
+def rows_of_parts(tensors: Sequence[Tensor], key: str, device: torch.device, lockstep: Lockstep) -> Rows:
+    """`rows_of` where each rank passes its own part, and says with its size what must be equal, in one collective.
+
+    Args:
+        key: what the program depends on beside sizes.
+
+    Raises:
+        UsageError: on every rank, where parts differ in more than their number of rows.
+    """
+    height = next((t.shape[0] for t in tensors if t.ndim), 0)
+    whole = global_shapes(tensors, Rows((0, height), -1, None))  # -1 stands for the rows of all
+    number = int.from_bytes(hashlib.sha256(f"{key} {whole}".encode()).digest()[:7])
+    mine = torch.tensor([height, number], device=device)
+    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+    lockstep.run(dist.all_gather, gathered, mine, group=dist.group.WORLD)
+    counts, numbers = zip(*(theirs.tolist() for theirs in gathered), strict=True)
+    if len(set(numbers)) == 1:
+        return replace(_in_turn(counts), agreed=True)
+    everyone = from_all_ranks(shown(tensors))
+    other = next(rank for rank, theirs in enumerate(numbers) if theirs != numbers[0])
+    raise UsageError(
+        f"the parts of the batch do not fit together: rank 0 passed {everyone[0]}, rank {other} passed "
+        f"{everyone[other]}; parts may differ in their number of rows alone: pad all to one length, and have the same "
+        "values beside tensors, and model.train() or eval(), on all ranks"
+    )
+
+
+def shown(tensors: Sequence[Tensor]) -> str:
+    """Tensors by dtype and shape."""
+    return ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in tensors) or "no tensors"
 
 
 def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:

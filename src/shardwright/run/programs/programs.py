@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -19,14 +20,16 @@ from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
+from shardwright.run.graphs.captures import Captures
 from shardwright.run.graphs.remembered import Remembered
 from shardwright.run.programs.batches import described, difference
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.run.programs.failures import with_text
-from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs, rows_of_output
+from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs, rows_of_output, shown
 from shardwright.run.programs.planner import Planner
 from shardwright.torch_private import tree_flatten
+from shardwright.world.lockstep import Lockstep
 from shardwright.world.world import World
 
 MOST_PROGRAMS = 64
@@ -89,6 +92,7 @@ class Programs:
         reduction: GradientReduction,
         world: World,
         dumps: SaveGraphs | None,
+        lockstep: Lockstep,
     ) -> None:
         self._planner = planner
         self._first = first
@@ -97,6 +101,7 @@ class Programs:
         self._reduction = reduction
         self._world = world
         self._dumps = dumps
+        self._lockstep = lockstep
         self._made = 0
         self._sample: dict[str, str] = {}
         self._by_key: dict[str, list[tuple[Remembered, PreparedProgram]]] = {}
@@ -111,9 +116,10 @@ class Programs:
         key = self._key(kind, batch, rows)
         known = self._by_key.pop(key, [])
         self._by_key[key] = known  # at the end: the first one is the one that was not used for longest
-        for remembered, prepared in known:
-            if remembered.holds():
-                return prepared
+        number = next((at for at, (remembered, _) in enumerate(known) if remembered.holds()), None)
+        self._lockstep.same(f"{'' if rows.agreed else key} {number}", partial(_said, kind, batch, known))
+        if number is not None:
+            return known[number][1]
         unlike = difference(batch, self._sample) if kind != "predict" else ""
         try:
             plan = self._planner.later_plan(self._first, self._storage, kind, batch, rows)
@@ -122,6 +128,11 @@ class Programs:
                 with_text(error, unlike)
             raise
         return self._prepare(kind, key, plan, unlike)
+
+    @property
+    def captures(self) -> Captures:
+        """How steps are captured."""
+        return self._planner.captures
 
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
@@ -168,3 +179,11 @@ class Programs:
                 "changes often belongs into the batch, as a tensor",
                 stacklevel=2,
             )
+
+
+def _said(kind: StepKind, batch: Any, known: Sequence[tuple[Remembered, PreparedProgram]]) -> str:
+    """What a rank passes, for the others; ``known`` are the programs for such batches."""
+    values = {place: value for remembered, _ in known for place, value in remembered.changed().items()}
+    words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)])}"
+    words += {"training": "", "evaluation": " in evaluation mode", "predict": " to predict"}[kind]
+    return words + "".join(f" with {place} = {value!r}" for place, value in values.items())

@@ -1,0 +1,258 @@
+"""Whether all ranks come to each call of a model alike: with the same batch, and as often as each other.
+
+A rank that passes another batch than the others would compute a mixture with them, or wait for ever. Talking at every
+call would cost as much as a small step. So a rank is silent while it comes to what it came to before. Where it comes to
+something else, it waits until all others have come to that, too; and a rank that waits for others for longer than
+`PATIENCE`, here or in a collective of its step, writes to the job's store what it has come to. The second to write for
+the same call sees what the first has written, and where that is something else, both know whom they wait for in vain.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import json
+import sys
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
+
+from shardwright.backends.table import backend_moving
+from shardwright.errors import ShardwrightError, UsageError, WorldError
+from shardwright.torch_private import job_store
+from shardwright.world.ranks import TIMEOUT_S, alone
+
+PATIENCE = timedelta(seconds=0.5)
+_LONGEST_PAUSE_S = 0.02
+_KNOW_S = 1.5  # for which a rank that has met an error waits for others that do not know of it
+_EXIT_S = 1.0  # for which rank 0, whose store goes with it, waits for others that have not ended
+
+_numbers = itertools.count()
+_all: weakref.WeakSet[Lockstep] = weakref.WeakSet()
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank says of itself.
+
+    ``what`` is equal where two fit together. ``words`` continue "rank 1", or tell why it ``failed``.
+    """
+
+    rank: int
+    what: str
+    words: str
+    failed: bool = False
+
+
+class Lockstep:
+    """The calls of one model on this rank, which all ranks make together; without ``store``, those of a rank alone."""
+
+    def __init__(self, store: Store | None = None) -> None:
+        self._store = store
+        self._rank, self._size = (0, 1) if self._store is None else (dist.get_rank(), dist.get_world_size())
+        self._number = 0  # of calls
+        self._what, self._words = "", "makes another"
+        self._posted = 0  # the last call of which this rank was the first to write what it came to
+        self._counted = ""  # the count of those who came, where all came to something else for the last time
+        self._ended = False
+        self._told: ShardwrightError | None = None  # what was raised, of which the others know
+
+    @staticmethod
+    def of_all_ranks() -> Lockstep:
+        """For the next model of all ranks, which call this together."""
+        if alone():
+            return Lockstep()
+        made = Lockstep(PrefixStore(f"lockstep/{next(_numbers)}", job_store()))
+        if not _all:
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)  # after `world.leave` was, so that it runs before
+        _all.add(made)
+        return made
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One more call. Where it fails on this rank, those that wait for it learn of that."""
+        if self._store is not None and self._posted == self._number > 0:
+            with self._reaching_others():
+                self._store.delete_key(f"{self._number}/first")
+        self._number += 1
+        try:
+            yield
+        except Exception as error:
+            self._fail(error)
+            self._what = ""
+            raise
+
+    def same(self, what: str, words: Callable[[], str]) -> None:
+        """Wait for the others where ``what`` this rank has come to is not what it came to before.
+
+        Args:
+            words: what that is, for a person; follows "rank 1".
+
+        Raises:
+            UsageError: where another rank has come to something else, or has ended.
+            WorldError: where another rank has failed.
+        """
+        if self._store is None or what == self._what:
+            return
+        self._what, self._words = what, words()
+        with self._reaching_others():
+            self._wait_for_all(self._store)
+
+    def _wait_for_all(self, store: Store) -> None:
+        if store.add(self._count(), 1) < self._size:
+            self._wait_for_others(store)
+        elif self._counted:
+            store.delete_key(self._counted)
+        self._counted = self._count()
+
+    def _wait_for_others(self, store: Store) -> None:
+        look_s = time.monotonic() + PATIENCE.total_seconds()
+        for _ in _pauses(TIMEOUT_S):
+            if store.add(self._count(), 0) == self._size:
+                return
+            if time.monotonic() > look_s:
+                self._look(store)
+                look_s = time.monotonic() + PATIENCE.total_seconds()
+        raise WorldError(f"others have not come to call {self._number} of the model within {TIMEOUT_S:g} s")
+
+    def run(self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup | None) -> None:
+        """Call a function of torch.distributed, as part of a call, and wait for it.
+
+        Raises:
+            UsageError, WorldError: as `same`.
+        """
+        written = tensors[0][0] if isinstance(tensors[0], list) else tensors[0]
+        turns = _waits_in_turns(str(dist.get_backend(group)), written.device.type)
+        work = collective(*tensors, group=group, async_op=turns)
+        while work is not None:
+            try:
+                work.wait(PATIENCE)
+                return
+            except RuntimeError as error:
+                failed = error if work.is_completed() and not work.is_success() else None
+            if self._store is not None:
+                with self._reaching_others():
+                    self._look(self._store)
+            if failed is not None:
+                raise failed
+
+    def lost(self, error: Exception) -> None:
+        """Raise what `same` raises, where ``error`` says that the connection to others is lost."""
+        if self._store is not None and "Connection" in str(error) and not isinstance(error, ShardwrightError):
+            with suppress(DistError):  # of a store that has gone, too
+                self._look(self._store)
+
+    def end(self) -> None:
+        """Say that this rank makes no more calls."""
+        if self._store is None or self._ended:
+            return
+        self._ended = True
+        with suppress(Exception), self.call():  # where the store has gone, so have the others
+            self._what, self._words = "end", f"has ended after {self._number - 1} calls"
+            self._post(self._store)
+            self._store.add(f"{self._number}/ended", 1)
+
+    def wait_until_all(self, count: str, timeout_s: float) -> None:
+        """Wait until all have been counted so, or the time is over, or the store has gone."""
+        with suppress(DistError):
+            for _ in _pauses(timeout_s):
+                if self._store is None or self._store.add(f"{self._number}/{count}", 0) >= self._size:
+                    return
+
+    def _count(self) -> str:
+        return f"{self._number}/{hashlib.sha256(self._what.encode()).hexdigest()[:16]}"
+
+    def _look(self, store: Store) -> None:
+        """Write what this rank has come to, and raise where another one has come to something else."""
+        cards = self._post(store)
+        if cards is None and store.check([f"{self._number}/other"]):
+            first, second = (_Card(**card) for card in json.loads(store.get(f"{self._number}/other")))
+            cards = first, second
+        if cards is not None:
+            self._told = self._error_of(cards)
+            self._let_others_know(store)
+            raise self._told
+
+    @contextmanager
+    def _reaching_others(self) -> Iterator[None]:
+        """Say in words of the model that the store has gone."""
+        try:
+            yield
+        except DistError as error:
+            raise WorldError(
+                f"this rank waits in call {self._number} of the model for others that have gone, with the one that "
+                "serves the store of the job (rank 0, if the launcher does not)"
+            ) from error
+
+    def _let_others_know(self, store: Store) -> None:
+        """Give the others time to read what is wrong, before the store may go with this rank; where all know, none."""
+        store.add(f"{self._number}/knows", 1)
+        self.wait_until_all("knows", _KNOW_S)
+
+    def _post(self, store: Store, failure: str = "") -> tuple[_Card, _Card] | None:
+        """Write what this rank has come to; what the first to write has, and another, where they do not fit."""
+        card = _Card(self._rank, failure or self._what, failure or self._words, bool(failure))
+        first = _Card(**json.loads(store.compare_set(f"{self._number}/first", "", json.dumps(asdict(card)))))
+        if first.rank == card.rank:
+            self._posted = self._number
+        if first.what == card.what:
+            return None
+        store.set(f"{self._number}/other", json.dumps([asdict(first), asdict(card)]))
+        return first, card
+
+    def _fail(self, error: Exception) -> None:
+        if self._store is not None and error is not self._told:
+            with suppress(Exception):
+                self._post(self._store, f"{type(error).__name__}: {error}")
+                self._posted = 0  # which stays
+                self._let_others_know(self._store)
+
+    def _error_of(self, cards: tuple[_Card, _Card]) -> ShardwrightError:
+        """The error of all ranks where two have come to what does not fit together."""
+        self._what = ""
+        for card in cards:
+            if card.failed:
+                return WorldError(f"rank {card.rank} failed in call {self._number} of the model: {card.words}")
+        first, second = sorted(cards, key=lambda card: card.rank)
+        return UsageError(
+            f"ranks do not come to call {self._number} of the model alike: rank {first.rank} {first.words}, rank "
+            f"{second.rank} {second.words}; all ranks must make the same calls, as often as each other, and pass the "
+            "same whole batch or parts of one (drop_last=True in loaders of unequal length, or take batches from "
+            "sw.loader)"
+        )
+
+
+def _pauses(timeout_s: float) -> Iterator[None]:
+    """Yield until the time is over, sleeping longer and longer in between."""
+    end_s, pause_s = time.monotonic() + timeout_s, 0.0001
+    while time.monotonic() < end_s:
+        yield
+        time.sleep(pause_s)
+        pause_s = min(1.3 * pause_s, _LONGEST_PAUSE_S)
+
+
+@cache
+def _waits_in_turns(backends: str, device: str) -> bool:
+    return backend_moving(device, backends).waits_in_turns
+
+
+def _end_all() -> None:
+    """Tell the others; torch's own groups, by whose end they learn that this rank has gone, end later."""
+    models = list(_all)
+    for model in models:
+        model.end()
+    deadline_s = time.monotonic() + _EXIT_S
+    if not dist.is_initialized() or dist.get_rank() or getattr(sys, "last_value", None) is not None:
+        return
+    for model in models:
+        model.wait_until_all("ended", deadline_s - time.monotonic())
