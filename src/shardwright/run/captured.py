@@ -68,16 +68,16 @@ class Parallel(ParallelModel):
         refuse_meta(model)
         model.to(world.device)
         self.options, self.world = options, world
-        lockstep = Lockstep.of_all_ranks()
         self._reduction = GradientReduction()
         self._closed = False
         self._pulse = own_pulse()
         self._between_steps = True
-        self._same_batch = SameBatch(world.device, lockstep)
         seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
         agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
+        lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
+        self._same_batch = SameBatch(world.device, lockstep)
         self._communicator = communicator_over(self.plan.mesh, lockstep)
         self._state = ModelState(model, self.plan, seed, world.device)
         self._split = is_split(model)

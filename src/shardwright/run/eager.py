@@ -170,7 +170,7 @@ class _GlobalMean(torch.autograd.Function):
         # In float64, so that the order of the ranks leaves no trace in a float32 loss.
         sums = torch.cat([(loss.double() * count)[None], loss.new_tensor([count, size, size**2], dtype=torch.float64)])
         if ranks > 1:
-            lockstep.run(dist.all_reduce, sums, group=dist.group.WORLD)
+            lockstep.run(dist.all_reduce, sums)
             _refuse_other_sizes(sums, size, ranks)
         total = sums[1] if global_size is None else global_size
         ctx.share = (ranks * gradient_scale * count) / total

@@ -46,7 +46,8 @@ def parallelize_eagerly(
 
     Raises `UsageError`, on all ranks, when something does not fit on any of them, before anything has started.
     """
-    world, lockstep = current_world(), Lockstep.of_all_ranks()
+    world = current_world()
+    lockstep = Lockstep() if mode == "single" else Lockstep.of_all_ranks()
     splitter = _Splitter(mode, batch, world)
     trial = _agree(_try(model, loss_fn, sample_batch, splitter), (mode, gradients, batch), world)
     model.to(world.device)

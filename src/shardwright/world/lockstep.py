@@ -3,8 +3,8 @@
 A rank that passes another batch than the others would compute a mixture with them, or wait for ever. Talking at every
 call would cost as much as a small step. So a rank is silent while it comes to what it came to before. Where it comes to
 something else, it waits until all others have come to that, too; and a rank that waits for others for longer than
-`PATIENCE`, here or in a collective of its step, writes to the job's store what it has come to. The second to write for
-the same call sees what the first has written, and where that is something else, both know whom they wait for in vain.
+`PATIENCE_S`, here or in a collective of its step, writes to the job's store what it has come to. The second to write
+for the same call sees what the first has written; where that is something else, both know whom they wait for in vain.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import itertools
 import json
 import sys
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import cache
 from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
@@ -31,13 +30,13 @@ from shardwright.errors import ShardwrightError, UsageError, WorldError
 from shardwright.torch_private import job_store
 from shardwright.world.ranks import TIMEOUT_S, alone
 
-PATIENCE = timedelta(seconds=0.5)
-_LONGEST_PAUSE_S = 0.02
+PATIENCE_S = 0.5  # and 1 ms more for each rank, so that 1,000 that wait for one ask the store 1,300 times a second
+_LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank
 _KNOW_S = 1.5  # for which a rank that has met an error waits for others that do not know of it
 _EXIT_S = 1.0  # for which rank 0, whose store goes with it, waits for others that have not ended
 
 _numbers = itertools.count()
-_all: weakref.WeakSet[Lockstep] = weakref.WeakSet()
+_all: WeakSet[Lockstep] = WeakSet()
 
 
 @dataclass(frozen=True)
@@ -59,6 +58,8 @@ class Lockstep:
     def __init__(self, store: Store | None = None) -> None:
         self._store = store
         self._rank, self._size = (0, 1) if self._store is None else (dist.get_rank(), dist.get_world_size())
+        self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
+        self._turns: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
         self._number = 0  # of calls
         self._what, self._words = "", "makes another"
         self._posted = 0  # the last call of which this rank was the first to write what it came to
@@ -116,27 +117,34 @@ class Lockstep:
         self._counted = self._count()
 
     def _wait_for_others(self, store: Store) -> None:
-        look_s = time.monotonic() + PATIENCE.total_seconds()
-        for _ in _pauses(TIMEOUT_S):
+        look_s = time.monotonic() + self._patience.total_seconds()
+        for _ in self._pauses(TIMEOUT_S):
             if store.add(self._count(), 0) == self._size:
                 return
             if time.monotonic() > look_s:
                 self._look(store)
-                look_s = time.monotonic() + PATIENCE.total_seconds()
+                look_s = time.monotonic() + self._patience.total_seconds()
         raise WorldError(f"others have not come to call {self._number} of the model within {TIMEOUT_S:g} s")
 
-    def run(self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup | None) -> None:
+    def run(
+        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup | None = None
+    ) -> None:
         """Call a function of torch.distributed, as part of a call, and wait for it.
 
         Raises:
             UsageError, WorldError: as `same`.
         """
-        written = tensors[0][0] if isinstance(tensors[0], list) else tensors[0]
-        turns = _waits_in_turns(str(dist.get_backend(group)), written.device.type)
+        group = group or dist.group.WORLD
+        assert group is not None
+        turns = self._turns.get(group)
+        if turns is None:
+            written = tensors[0][0] if isinstance(tensors[0], list) else tensors[0]
+            backend = backend_moving(written.device.type, str(dist.get_backend(group)))
+            turns = self._turns[group] = backend.waits_in_turns
         work = collective(*tensors, group=group, async_op=turns)
         while work is not None:
             try:
-                work.wait(PATIENCE)
+                work.wait(self._patience)
                 return
             except RuntimeError as error:
                 failed = error if work.is_completed() and not work.is_success() else None
@@ -165,7 +173,7 @@ class Lockstep:
     def wait_until_all(self, count: str, timeout_s: float) -> None:
         """Wait until all have been counted so, or the time is over, or the store has gone."""
         with suppress(DistError):
-            for _ in _pauses(timeout_s):
+            for _ in self._pauses(timeout_s):
                 if self._store is None or self._store.add(f"{self._number}/{count}", 0) >= self._size:
                     return
 
@@ -217,6 +225,14 @@ class Lockstep:
                 self._posted = 0  # which stays
                 self._let_others_know(self._store)
 
+    def _pauses(self, timeout_s: float) -> Iterator[None]:
+        """Yield until the time is over, sleeping longer and longer in between."""
+        end_s, pause_s = time.monotonic() + timeout_s, 0.0001
+        while time.monotonic() < end_s:
+            yield
+            time.sleep(pause_s)
+            pause_s = min(1.3 * pause_s, _LONGEST_PAUSE_S + self._size / 5000)
+
     def _error_of(self, cards: tuple[_Card, _Card]) -> ShardwrightError:
         """The error of all ranks where two have come to what does not fit together."""
         self._what = ""
@@ -230,20 +246,6 @@ class Lockstep:
             "same whole batch or parts of one (drop_last=True in loaders of unequal length, or take batches from "
             "sw.loader)"
         )
-
-
-def _pauses(timeout_s: float) -> Iterator[None]:
-    """Yield until the time is over, sleeping longer and longer in between."""
-    end_s, pause_s = time.monotonic() + timeout_s, 0.0001
-    while time.monotonic() < end_s:
-        yield
-        time.sleep(pause_s)
-        pause_s = min(1.3 * pause_s, _LONGEST_PAUSE_S)
-
-
-@cache
-def _waits_in_turns(backends: str, device: str) -> bool:
-    return backend_moving(device, backends).waits_in_turns
 
 
 def _end_all() -> None:

@@ -105,7 +105,7 @@ class SameBatch:
         ]
         number = int.from_bytes(hashlib.sha256(str(shown).encode()).digest()[:7])
         bounds = torch.tensor([number, -number], device=self._device)
-        self._lockstep.run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), bounds, group=dist.group.WORLD)
+        self._lockstep.run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), bounds)
         if bounds[0] == -bounds[1]:
             return
         everyone = from_all_ranks(", ".join(shown))

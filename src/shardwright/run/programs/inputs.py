@@ -80,7 +80,7 @@ def rows_of_parts(tensors: Sequence[Tensor], key: str, device: torch.device, loc
     number = int.from_bytes(hashlib.sha256(f"{key} {whole}".encode()).digest()[:7])
     mine = torch.tensor([height, number], device=device)
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    lockstep.run(dist.all_gather, gathered, mine, group=dist.group.WORLD)
+    lockstep.run(dist.all_gather, gathered, mine)
     counts, numbers = zip(*(theirs.tolist() for theirs in gathered), strict=True)
     if len(set(numbers)) == 1:
         return replace(_in_turn(counts), agreed=True)
