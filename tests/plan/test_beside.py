@@ -41,7 +41,7 @@ def test_a_plan_with_operators_beside_the_rest_gives_what_one_device_gives(mesh,
 def test_the_gap_is_true(monkeypatch, hardware):
     """The least cost over all choices together is between the bound and the cost; on one axis it can be searched."""
     captured = captured_step(Decoder(layers=1), loss_fn, batch_of(8, 16), {})
-    request = PlanRequest(Mesh.of(d=4), "auto", "exact", "split", read_hardware(hardware))
+    request = PlanRequest(Mesh.of(d=2), "auto", "exact", "split", read_hardware(hardware))
     plan = make_plan(captured, request)
     monkeypatch.setattr(searching, "operators_beside", lambda space: frozenset())
     together = make_plan(captured, request)

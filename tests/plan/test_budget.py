@@ -111,7 +111,7 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
     random = np.random.default_rng(0)
     for price in (0.0, 1e-12, 1e-9, 1e-6):
         noise = [Table((v,), random.random(size) * 1e-5) for v, size in enumerate(both.main.domains)]
-        _, picked = both.main.picked([*weights.at(price), *noise])
+        picked = both.main.minimum([*weights.at(price), *noise]).picked
         strategies, leaves = both.main.decided(picked)
         beside = both._following(strategies, leaves)[1:] if both._beside else ({}, {})
         held = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1]).held

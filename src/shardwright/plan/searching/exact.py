@@ -85,6 +85,31 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = 40_00
     return total, [chosen[v] for v in range(len(domains))]
 
 
+def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, ...]]:
+    """The size and the scope of the largest table that `minimise` would build, from the scopes alone."""
+    near: dict[int, set[int]] = {variable: set() for variable, size in enumerate(domains) if size > 1}
+    for scope in scopes:
+        several = {variable for variable in scope if variable in near}
+        for variable in several:
+            near[variable] |= several
+    heap = [(math.prod(domains[v] for v in scope), variable) for variable, scope in near.items()]
+    widths = {variable: width for width, variable in heap}
+    heapq.heapify(heap)
+    largest: tuple[int, tuple[int, ...]] = 1, ()
+    while near:
+        width, variable = heapq.heappop(heap)
+        if widths.get(variable) != width:
+            continue
+        del widths[variable]
+        together = near.pop(variable)
+        largest = max(largest, (width, tuple(sorted(together))))
+        for neighbour in together - {variable}:
+            near[neighbour] = (near[neighbour] | together) - {variable}
+            widths[neighbour] = math.prod(domains[v] for v in near[neighbour])
+            heapq.heappush(heap, (widths[neighbour], neighbour))
+    return largest
+
+
 def _without_singles(table: Table, domains: Sequence[int]) -> Table:
     """The same costs over the variables that have a choice."""
     scope = tuple(v for v in table.scope if domains[v] != 1)

@@ -25,7 +25,8 @@ from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.redistribute import possible
 from shardwright.plan.pricing.targets import Target
-from shardwright.plan.searching.exact import Table, minimise
+from shardwright.plan.searching.cases import Minimum, least
+from shardwright.plan.searching.exact import Table
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.space import Space
 from shardwright.rules.notation import Strategy
@@ -73,12 +74,12 @@ class Problem:
 
     def solved(self) -> Solution:
         """The least cost, and the strategies and layouts that attain it."""
-        cost, picked = self.picked()
-        return cost, *self.decided(picked)
+        found = self.minimum()
+        return found.cost, *self.decided(found.picked)
 
-    def picked(self, more: Sequence[Table] = ()) -> tuple[float, list[int]]:
+    def minimum(self, more: Sequence[Table] = ()) -> Minimum:
         """The least cost with ``more`` tables over the same variables, and what attains it, by variable."""
-        return minimise(self.domains, [*self.tables, *more])
+        return least(self.domains, [*self.tables, *more])
 
     def cost_of(self, picked: Sequence[int]) -> float:
         """What a choice for every variable costs."""

@@ -62,22 +62,21 @@ class _Both:
 
     def at(self, more: Sequence[Table] = ()) -> tuple[Choice, float]:
         """The choice with the least cost with ``more`` tables, and a bound of that cost."""
-        bound, picked = self.main.picked(more)
-        cost, extra = bound, 0.0
-        strategies, leaves = self.main.decided(picked)
+        found = self.main.minimum(more)
+        bound, extra = found.bound, 0.0
+        strategies, leaves = self.main.decided(found.picked)
         if self._beside:
             try:
                 extra, of_beside, their_leaves = self._following(strategies, leaves)
             except TooWide:
                 raise
             except PlanError:  # the rest demands partial sums, which what stands beside it cannot make
-                cost, picked = self._without_sums.picked(more)
-                strategies, leaves = self.main.decided(picked)
+                found = self._without_sums.minimum(more)
+                strategies, leaves = self.main.decided(found.picked)
                 extra, of_beside, their_leaves = self._following(strategies, leaves)
             strategies, leaves = strategies | of_beside, leaves | their_leaves
             bound += min(self._least, extra)
-        if more:
-            cost = self.main.cost_of(picked)
+        cost = self.main.cost_of(found.picked) if more else found.cost
         return Choice(strategies, leaves, cost + extra, bound), bound
 
     def _following(self, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout]) -> Solution:

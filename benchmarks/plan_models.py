@@ -1,0 +1,176 @@
+"""Models of transformers at their published sizes, captured and planned on the meta device, on this machine alone.
+
+    python benchmarks/plan_models.py [--models gpt2-xl llama-3-8b ...] [--mesh 8 8,8 6] [--search exact]
+
+The global batch has 192 rows, which 8, 64 and 6 devices divide, at the prices of H100s. Each case runs in a process of
+its own. *Whole* is what operators cost that run whole on every device though the mesh has several, as a share of
+the step: those that share nothing out, without the many that take no time at all.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+ROWS = 192
+ROOT = Path(__file__).parents[1]
+Batch = dict[str, Any]
+
+
+def _words(length: int) -> Callable[[], Batch]:
+    def batch() -> Batch:
+        import torch
+
+        ids = torch.zeros(ROWS, length, dtype=torch.long)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    return batch
+
+
+def _pixels() -> Batch:
+    import torch
+
+    return {"pixel_values": torch.zeros(ROWS, 3, 224, 224), "labels": torch.zeros(ROWS, dtype=torch.long)}
+
+
+# By name: the class, its configuration where it is not the usual one, and a batch.
+MODELS: Mapping[str, tuple[str, dict[str, Any], Callable[[], Batch]]] = {
+    "gpt2-xl": ("GPT2LMHeadModel", {"n_embd": 1600, "n_layer": 48, "n_head": 25}, _words(1024)),
+    "llama-3-8b": (
+        "LlamaForCausalLM",
+        {
+            "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 8192,
+        },
+        _words(1024),
+    ),
+    "bert-large": (
+        "BertForMaskedLM",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096},
+        _words(512),
+    ),
+    "vit-large": (
+        "ViTForImageClassification",
+        {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096,
+         "num_labels": 1000},
+        _pixels,
+    ),
+    "t5-3b": (
+        "T5ForConditionalGeneration",
+        {"d_model": 1024, "d_kv": 128, "d_ff": 16384, "num_layers": 24, "num_heads": 32,
+         "decoder_start_token_id": 0, "pad_token_id": 0},
+        _words(512),
+    ),
+    "resnet-152": (
+        "ResNetForImageClassification",
+        {"depths": [3, 8, 36, 3], "layer_type": "bottleneck", "num_labels": 1000},
+        _pixels,
+    ),
+    "mixtral-8x7b": (
+        "MixtralForCausalLM",
+        {
+            "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
+            "num_attention_heads": 32, "num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2,
+        },
+        _words(1024),
+    ),
+}  # fmt: skip
+
+
+def _loss(model: Any, batch: Batch) -> Any:
+    return model(**batch).loss
+
+
+def captured(name: str) -> Any:
+    """The graph of a step of the model, without memory for any of its numbers."""
+    import torch
+    import transformers
+
+    from shardwright.graph.step import captured_step
+
+    kind, given, batch = MODELS[name]
+    cls = getattr(transformers, kind)
+    config = cls.config_class(**given)
+    config.use_cache = False
+    with torch.device("meta"):
+        return captured_step(cls(config), _loss, batch(), {})
+
+
+def one_case(name: str, mesh: str, search: str) -> dict[str, float]:
+    """What one case takes, in this process."""
+    from shardwright.mesh.mesh import Mesh
+    from shardwright.plan.make import make_plan
+    from shardwright.plan.pricing.cost import Seconds
+    from shardwright.plan.pricing.hardware import read_hardware
+    from shardwright.plan.request import PlanRequest
+
+    start = time.perf_counter()
+    capture = captured(name)
+    capture_s = time.perf_counter() - start
+    axes = Mesh.of(**{f"a{i}": int(size) for i, size in enumerate(mesh.split(","))})
+    hardware = read_hardware("h100")
+    start = time.perf_counter()
+    plan = make_plan(capture, PlanRequest(axes, "auto", search, "split", hardware))  # type: ignore[arg-type]
+    search_s = time.perf_counter() - start
+    seconds, whole_s = Seconds(hardware), 0.0
+    for node in capture.nodes:
+        strategy = plan.strategies[node.name]
+        if not strategy.used:
+            spent = seconds.operator(plan.graph, node, strategy, plan.mesh)
+            whole_s += spent if spent > 4 * hardware.launch_s else 0.0
+    assert plan.cost is not None
+    assert plan.bound is not None
+    return {
+        "operators": len(capture.nodes),
+        "capture_s": capture_s,
+        "search_s": search_s,
+        "peak_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20,
+        "step_s": plan.cost,
+        "gap": (plan.cost - plan.bound) / plan.cost,
+        "whole": whole_s / plan.cost,
+        "without_rule": len(plan.graph.unlisted),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--mesh", nargs="+", default=["8", "8,8", "6"])
+    parser.add_argument("--search", default="exact")
+    parser.add_argument("--case", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.case:
+        warnings.simplefilter("ignore")
+        print(json.dumps(one_case(given.models[0], given.mesh[0], given.search)))
+        return
+    print("| model | mesh | operators | capture, s | search, s | peak, GiB | step, ms | gap | whole | no rule |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for name in given.models:
+        for mesh in given.mesh:
+            command = [sys.executable, __file__, "--case", "--models", name, "--mesh", mesh, "--search", given.search]
+            done = subprocess.run(
+                command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
+            )
+            head = f"| {name} | {mesh.replace(',', '×')} |"
+            if done.returncode:
+                print(head, done.stderr.strip().splitlines()[-1][:200], "|", flush=True)
+                continue
+            of = json.loads(done.stdout.splitlines()[-1])
+            print(
+                f"{head} {of['operators']:,} | {of['capture_s']:.1f} | {of['search_s']:.2f} | {of['peak_gib']:.2f} | "
+                f"{of['step_s'] * 1e3:.1f} | {of['gap']:.3%} | {of['whole']:.2%} | {of['without_rule']} |",
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
