@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 from collections import defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -107,7 +107,8 @@ class Why:
         dearest = sorted(nodes, key=lambda node: -self._spent(node))[:MOST_OPERATORS]
         if dearest:
             whys = [f"{node.name}: {' '.join(self._why(node))}" for node in nodes if node in dearest]
-            yield "\n".join(["why, for the operators that take longest:", *whys, self._freedom()])
+            which = "why" if len(whys) == len(nodes) else f"why, for the {len(whys)} operators that take longest"
+            yield "\n".join([f"{which}:", *whys, self._freedom()])
 
     def _operator(self, node: Node) -> Iterator[str]:
         yield f"{node.name}: the operator {node.op} in {node.scope or 'the loss function'}, {node.source}"
@@ -212,7 +213,7 @@ class Why:
         yield f"{which}, {in_tuples(operands)} -> {in_tuples(results)}, {_costs(best.more_s)}."
 
     def _limits(self, rule: OpRule, node: Node) -> Iterator[str]:
-        """The dims that its rule or their size forbid to be split, where some axis is left that could split them."""
+        """The dims that its rule forbids to split, where an axis is left for them, and those whose size forbids it."""
         strategy, mesh = self.plan.strategies[node.name], self.plan.mesh
         idle = [axis for axis in mesh.axes if axis.name not in strategy.used]
         frozen = [factor for factor in rule.factors if factor.kind == "frozen" and factor.size > 1]
@@ -221,11 +222,11 @@ class Why:
             yield f"Its rule forbids to split {where}."
         for i in rule.splittable:
             factor, taken = rule.factors[i], mesh.extent(strategy.axes[i])
-            uneven = [axis for axis in idle if factor.size % (taken * axis.size)]
+            free = idle if strategy.axes[i] else mesh.axes  # what splits others could split this one in their place
+            uneven = dict.fromkeys(taken * axis.size for axis in free if factor.size % (taken * axis.size))
             if uneven:
                 where = _places(factor.name, rule, node, self.plan)[0]
-                number = " or ".join(str(taken * axis.size) for axis in uneven)
-                yield f"{where[0].upper()}{where[1:]} has {factor.size} rows, which do not divide into {number}."
+                yield f"{where[0].upper()}{where[1:]}, of {factor.size}, does not divide into {_or(uneven)}."
 
     def _freedom(self) -> str:
         if len(self.nodes) <= FOLLOWERS:
@@ -394,6 +395,10 @@ def _communication(moved: Sequence[Moved]) -> str:
 
 def _seconds(moved: Sequence[Moved]) -> float:
     return sum(m.seconds for m in moved)
+
+
+def _or(numbers: Iterable[int]) -> str:
+    return " or ".join(map(str, numbers))
 
 
 def _number(count: int, what: str) -> str:

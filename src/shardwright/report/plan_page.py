@@ -9,14 +9,13 @@ from shardwright.plan.explain import certificate, holds, in_bytes, in_time, in_t
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.report.plan_summary import ModuleRow, OperatorRow, PlanSummary, plan_summary
 
-MOST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 18, 6, 8, 4
+MOST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 16, 6, 8, 4
 
 
 def plan_page(plan: Decisions, hardware: Hardware) -> str:
     """The page, whose seconds are those of ``hardware``; `explain` shows every operator and collective."""
     summary = plan_summary(plan, hardware)
-    sends = f"each device sends {in_bytes(summary.sent_bytes)} per step and holds {holds(plan)}"
-    head = "\n".join([*_head(summary), sends, *certificate(plan)])
+    head = "\n".join([*_head(summary), f"each device holds {holds(plan)}", *certificate(plan)])
     parts = [head, _modules(summary), _operators(summary), _collectives(summary), *_replicated(summary)]
     return "\n\n".join(parts)
 
@@ -28,6 +27,7 @@ def _head(summary: PlanSummary) -> Iterator[str]:
         f"a step on {summary.hardware} takes {in_time(summary.step_s)}: {in_time(summary.computing_s)} computing, "
         f"{in_time(summary.communicating_s)} communicating, one after the other"
     )
+    yield f"each device sends {in_bytes(summary.sent_bytes)} per step"
 
 
 def _modules(summary: PlanSummary) -> str:

@@ -117,7 +117,7 @@ def test_what_binds_is_named():
     assert "why: It is pinned at test_why.py:" in pinned
     assert "Without the pin the best other strategy, " in pinned
     assert "Over tp all devices do the same work." in pinned
-    assert "dim 0 of 0 has 6 rows, which do not divide into" in pinned.lower()
+    assert "Dim 1 of w, of 6, does not divide into 4." in pinned
     softmax = plan.explain("softmax", H100) if "softmax" in Why(plan, H100).nodes else plan.explain("_softmax", H100)
     assert "Its rule forbids to split dim 1 of" in softmax
     batch = (torch.zeros(8, 4, 4),)
