@@ -23,17 +23,20 @@ from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTenso
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # the first: not listed
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
+from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
     "DynamicOutputShapeException",
+    "MemoryOf",
     "add_gloo_inside",
     "apply_function",
     "assert_on_device",
     "backward_number",
     "casts",
+    "changes_of",
     "checkpoints_call",
     "composite_operators",
     "dcp_storage_info",
@@ -482,6 +485,33 @@ grouped_mm = torch._grouped_mm
 def has_post_hooks(parameter: torch.Tensor) -> bool:
     """Whether `register_post_accumulate_grad_hook` was called: only the attribute tells."""
     return bool(parameter._post_accumulate_grad_hooks)
+
+
+class MemoryOf:
+    """Stands for the memory in which a tensor lies, and is equal to what stands for the same memory alone.
+
+    It keeps the memory from being taken by another tensor's, but not alive. An address would not do, which is given out
+    again, and there is no public weak reference to a tensor's memory.
+    """
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._reference = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+    def __hash__(self) -> int:
+        return hash(self._reference)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, MemoryOf) and bool(self._reference == other._reference)
+
+    @property
+    def is_free(self) -> bool:
+        """Whether no tensor lies there any more."""
+        return bool(self._reference.expired())  # type: ignore[no-untyped-call]
+
+
+def changes_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to in place; autograd tells it to nobody else."""
+    return tensor._version
 
 
 @lru_cache(maxsize=1)

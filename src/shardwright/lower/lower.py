@@ -7,7 +7,7 @@ redistributions that it consists of, placed directly before their first consumer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,6 +20,7 @@ from shardwright.lower.local import localise
 from shardwright.lower.passes import join_buckets
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
+from shardwright.mesh.redistribute import FUNCTION_NAMES, Shape, Step
 from shardwright.plan.decisions import Transfer
 from shardwright.plan.plan import Plan
 from shardwright.rules.notation import Operand
@@ -77,12 +78,16 @@ class _Lowering:
     def _transfer(self, transfer: Transfer) -> None:
         variable = transfer.value
         value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
+        again = self.plan.gathers_again(transfer)
         for step in transfer.steps:
             fresh = self._fresh(transfer.value)
+            text = step.call(variable, value.shape)
+            reads: tuple[str, ...] = (variable,)
+            if again and step is transfer.steps[-1]:
+                text = f"again({text}, {value.name}, {value.label!r}, comm, {_repeated(transfer.steps, value.shape)})"
+                reads = tuple(dict.fromkeys((variable, value.name)))
             self.instructions.append(
-                Instruction(
-                    "redistribution", (fresh,), (variable,), step.call(variable, value.shape), value=value, step=step
-                )
+                Instruction("redistribution", (fresh,), reads, text, value=value, step=step, again=again)
             )
             variable = fresh
         for node, index in transfer.consumers:
@@ -112,6 +117,12 @@ class _Lowering:
                 internal=plan.graph.collectives_inside(node, strategy, plan.mesh),
             )
         )
+
+
+def _repeated(steps: Sequence[Step], shape: Shape) -> str:
+    """Steps as Python source: the functions that perform them, with their arguments."""
+    texts = (f"({FUNCTION_NAMES.get(step.kind, step.kind)}, {step.arguments(shape)!r})" for step in steps)
+    return f"[{', '.join(texts)}]"
 
 
 def _unpacked(call: Call, node: Node, reads: tuple[str, ...]) -> str:

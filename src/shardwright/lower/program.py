@@ -35,6 +35,7 @@ class Instruction:
     step: Step | None = None
     bucket: tuple[tuple[Value, Step], ...] = ()
     internal: tuple[tuple[Collective, ...], tuple[Collective, ...]] = ((), ())  # forward and backward, of an operator
+    again: int = 0  # how often the backward repeats a redistribution, in place of keeping what it gathers
 
     def steps(self) -> tuple[tuple[Value, Step], ...]:
         """The redistributions that this instruction performs, with the value that each moves."""
@@ -46,6 +47,7 @@ class Instruction:
         for value, step in self.steps():
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
             found += [(value.label, "forward", forward)] if forward else []
+            found += [(value.label, "backward", forward)] * self.again if forward else []
             found += [(value.label, "backward", backward)] if backward and value.needs_gradient else []
         if self.node is not None:
             for direction, collectives in zip(("forward", "backward"), self.internal, strict=True):

@@ -16,7 +16,8 @@ from functools import cached_property
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import Collective, Step, redistribute
+from shardwright.mesh.redistribute import Collective, Step, copies, redistribute
+from shardwright.plan.pricing.memory import Kept
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import Target, target_of
@@ -57,7 +58,8 @@ class Decisions:
     appears in ``outputs`` with the layout in which it leaves the program (the loss, auxiliary outputs, new buffers).
     ``cost`` is what the search minimised, at these decisions, and ``bound`` what no decisions are below, in the unit of
     the search; None where nothing was searched, or for another graph. ``optimizer`` is what will update the
-    parameters, and ``memory`` the bytes that a device may hold, where that was limited.
+    parameters, and ``memory`` the bytes that a device may hold, where that was limited. ``again`` names
+    parameters that are stored split and gathered for their use: the backward gathers them again, and no copy is kept.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -72,6 +74,7 @@ class Decisions:
     bound: float | None = None
     optimizer: OptimizerStates = ADAMW
     memory: int | None = None
+    again: frozenset[str] = frozenset()
 
     @property
     def capture(self) -> Capture:
@@ -135,12 +138,30 @@ class Decisions:
         value = self.capture.values[transfer.value]
         producer = self.graph.producers.get(transfer.value)
         scope = producer[0].scope if producer else ""
+        again = self.gathers_again(transfer)
         for step in transfer.steps:
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
             if forward:
                 yield Priced(value.label, scope, "forward", forward, forward.sent_bytes(self.mesh))
+                for _ in range(again):
+                    yield Priced(value.label, scope, "backward", forward, forward.sent_bytes(self.mesh))
             if backward and transfer.gradient:
                 yield Priced(value.label, scope, "backward", backward, backward.sent_bytes(self.mesh))
+
+    @cached_property
+    def kept(self) -> Kept:
+        """What operators keep for the backward."""
+        return Kept(self.graph)
+
+    @cached_property
+    def _nodes(self) -> Mapping[str, Node]:
+        return {node.name: node for node in self.capture.nodes}
+
+    def gathers_again(self, transfer: Transfer) -> int:
+        """How often the backward repeats the steps of a transfer: once for each operator that needs the result."""
+        if transfer.value not in self.again or not copies(transfer.steps):
+            return 0
+        return sum(self.kept.times(self._nodes[name], index) for name, index in transfer.consumers if name)
 
     def moved_bytes(self) -> float:
         """Bytes that each device sends in one step, forward, backward and gradients."""

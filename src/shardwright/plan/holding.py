@@ -68,14 +68,18 @@ Storage = tuple[object, ...]
 
 def saved_memory(plan: Decisions, rank: int = 0) -> dict[Storage, int]:
     """What is kept for the backward, each storage once; leaves are held all the same, and left out."""
-    kept = Kept(plan.graph)
+    kept = plan.kept
     read, sizes = _storages(plan, kept, rank)
     found: dict[Storage, int] = {}
+
+    def again(storage: Storage) -> bool:
+        return storage[0] == "moved" and storage[1] in plan.again
+
     for node in plan.capture.nodes:
         saved = kept.saved[node.name]
         lying = [read[node.name, i] for i in saved.operands or ()]
         lying += [read["", node.results[i]] for i in saved.results or ()]
-        found.update({storage: sizes[storage] for storage in lying if storage in sizes})
+        found.update({storage: sizes[storage] for storage in lying if storage in sizes and not again(storage)})
         layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)}
         layouts |= {name: plan.layout(name) for name in node.results} if saved.beside else {}
         found["beside", node.name] = kept.beside(node, layouts.__getitem__, plan.mesh, rank)

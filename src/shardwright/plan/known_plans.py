@@ -31,10 +31,13 @@ def data_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:
 
 
 def fully_sharded(graph: RuledGraph, request: PlanRequest) -> Plan:
-    """As data parallel, but each parameter is stored in as many parts as there are devices, and gathered at its use."""
+    """As data parallel, but each parameter is stored in as many parts as there are devices, and gathered at its use.
+
+    The backward gathers it again, as that of FSDP does.
+    """
     plan = data_parallel(graph, request)
     stored = {value.name: _in_parts(value, plan.mesh) for value in graph.capture.of_kind("parameter")}
-    return replace(plan, leaves={**plan.leaves, **stored})
+    return replace(plan, leaves={**plan.leaves, **stored}, again=frozenset(stored))
 
 
 def tensor_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:

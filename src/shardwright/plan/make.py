@@ -73,6 +73,7 @@ def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, o
         choice.bound,
         request.optimizer,
         request.memory,
+        choice.again,
     )
 
 

@@ -91,6 +91,7 @@ class Plan(Decisions):
             "bound": self.bound,
             "optimizer": asdict(self.optimizer),
             "memory": self.memory,
+            "again": sorted(self.again),
             "named_mesh": _mesh_to_json(self.named),
             "mesh": _mesh_to_json(self.mesh),
             "graph": _fingerprint(self.capture),
@@ -131,6 +132,7 @@ class Plan(Decisions):
                 document.get("bound"),
                 OptimizerStates(**document["optimizer"]) if "optimizer" in document else ADAMW,
                 document.get("memory"),
+                frozenset(document.get("again", ())),
             )
             _refuse_incomplete(plan)
         except PlanError:

@@ -94,6 +94,8 @@ class Prices:
             return None
         value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
         spent = self.objective.transfer(value, transfer.steps, plan.mesh)
+        if again := plan.gathers_again(transfer):
+            spent += again * self.objective.transfer(replace(value, needs_gradient=False), transfer.steps, plan.mesh)
         kinds = tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found))
         axes = _axes([priced.collective for priced in found])
         sent = sum(priced.bytes for priced in found)

@@ -67,6 +67,13 @@ class Kept:
             return kept
         return locally(operator_of(node, self.graph.capture)) or kept
 
+    def times(self, node: Node, index: int) -> int:
+        """How many operators keep an operand, or what is viewed of it where it lies."""
+        found = int(index in (self.saved[node.name].operands or ()))
+        if index == 0 and node.name in self.views:
+            found += sum(self.times(use.node, use.index) for name in node.results for use in self.graph.uses[name])
+        return found
+
     def beside(self, node: Node, layout_of: Callable[[str], Layout], mesh: Mesh, rank: int = 0) -> int:
         """The bytes of what an operator makes inside itself and keeps, by the layouts of its operands and results."""
         total = 0.0

@@ -12,7 +12,7 @@ answer, and what lies between them the gap.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from shardwright.errors import PlanError
 from shardwright.plan.pricing.optimizers import OptimizerStates
@@ -84,4 +84,4 @@ def fitting(free: Choice, solve: Callable[[float], tuple[Choice, float]], budget
             fits = found
         else:
             break
-    return Choice(fits.choice.strategies, fits.choice.leaves, fits.cost, min(bound, fits.cost))
+    return replace(fits.choice, bound=min(bound, fits.cost))

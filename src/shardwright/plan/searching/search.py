@@ -42,8 +42,9 @@ def search(space: Space, objective: Objective, budget: Budget | None = None) -> 
     above_bytes = weights.fixed_bytes - budget.limit_bytes
 
     def solve(price: float) -> tuple[Choice, float]:
-        choice, total = both.at(weights.at(price))
-        return choice, total + price * above_bytes
+        choice, total, picked = both.at(weights.at(price))
+        again, more = weights.again(price, picked)
+        return replace(choice, cost=(choice.cost or 0.0) + more, again=again), total + price * above_bytes
 
     return fitting(free, solve, budget)
 
@@ -60,8 +61,8 @@ class _Both:
         names = {node.name for node in self._space.graph.capture.nodes}
         return Problem(self._space, self._known, names - self._beside)
 
-    def at(self, more: Sequence[Table] = ()) -> tuple[Choice, float]:
-        """The choice with the least cost with ``more`` tables, and a bound of that cost."""
+    def at(self, more: Sequence[Table] = ()) -> tuple[Choice, float, list[int]]:
+        """The choice with the least cost with ``more`` tables, a bound of that, and what was picked by variable."""
         found = self.main.minimum(more)
         bound, extra = found.bound, 0.0
         strategies, leaves = self.main.decided(found.picked)
@@ -77,7 +78,7 @@ class _Both:
             strategies, leaves = strategies | of_beside, leaves | their_leaves
             bound += min(self._least, extra)
         cost = self.main.cost_of(found.picked) if more else found.cost
-        return Choice(strategies, leaves, cost + extra, bound), bound
+        return Choice(strategies, leaves, cost + extra, bound), bound, list(found.picked)
 
     def _following(self, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout]) -> Solution:
         return _beside(self._beside, self._space, self._known, strategies, leaves).solved()

@@ -24,9 +24,13 @@ class Space:
 
 @dataclass(frozen=True)
 class Choice:
-    """What was chosen and, where it was searched, the objective there and a bound that no choice is below."""
+    """What was chosen and, where it was searched, the objective there and a bound that no choice is below.
+
+    ``again`` names the parameters that the backward gathers again, so that no gathered copy of them is kept.
+    """
 
     strategies: Mapping[str, Strategy]
     leaves: Mapping[str, Layout]
     cost: float | None = None
     bound: float | None = None
+    again: frozenset[str] = frozenset()

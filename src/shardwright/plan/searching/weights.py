@@ -4,6 +4,9 @@
                    + sum over operators:                results that they keep themselves, and what they make inside
                    + sum over operands that are kept:   the memory in which the operand lies
 
+Parameters that are gathered for an operator need not be kept so: the backward can gather them again, for what that
+costs. Such an operand counts what is less at a price, its bytes or the second gathering.
+
 Several operands may lie in the same memory, which is held once. Each then counts a share of it, such that the shares of
 all that can lie together make one: where choices keep them apart after all, the sum is below what is held, and never
 above. So a bound that is computed with these tables is one for what is really held.
@@ -14,6 +17,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -38,7 +42,9 @@ class Weights:
         self._kept = Kept(self._graph)
         self._known: dict[Hashable, Costs] = {}
         self._held: list[object] = []  # so that no identity is given to another object
-        self._priced: dict[tuple[int, float], Costs] = {}
+        self._priced: dict[tuple[int, int, float], Costs] = {}
+        self.gathered: list[tuple[str, Table, Costs]] = []
+        """Parameters that may be gathered, with the bytes of the copies, and what gathering them again costs."""
         self.fixed_bytes = 0
         """What all choices hold: inputs, buffers and constants."""
         self.tables = [table for table in self._all() if table.costs.any()]
@@ -47,15 +53,32 @@ class Weights:
         """The tables at so much for a byte."""
         found = []
         for table in self.tables:
-            key = id(table.costs), price
+            key = id(table.costs), 0, price
             if key not in self._priced:
                 self._priced[key] = table.costs * price
             found.append(Table(table.scope, self._priced[key]))
+        for _, table, costs in self.gathered:
+            key = id(table.costs), id(costs), price
+            if key not in self._priced:
+                self._priced[key] = np.minimum(table.costs * price, costs)
+            found.append(Table(table.scope, self._priced[key]))
         return found
 
+    def again(self, price: float, picked: Sequence[int]) -> tuple[frozenset[str], float]:
+        """The parameters that are better gathered again than kept at a price of a byte, and what that costs."""
+        bytes_of: Counter[str] = Counter()
+        costs_of: Counter[str] = Counter()
+        for name, table, costs in self.gathered:
+            at = tuple(picked[v] for v in table.scope)
+            bytes_of[name] += table.costs[at]
+            costs_of[name] += costs[at]
+        again = frozenset(name for name in bytes_of if bytes_of[name] * price > costs_of[name])
+        return again, float(sum(costs_of[name] for name in again))
+
     def of(self, picked: Sequence[int]) -> float:
-        """The bytes of one choice for every variable."""
-        return self.fixed_bytes + sum(float(t.costs[tuple(picked[v] for v in t.scope)]) for t in self.tables)
+        """The bytes of one choice for every variable, where nothing is gathered again."""
+        tables = [*self.tables, *(table for _, table, _ in self.gathered)]
+        return self.fixed_bytes + sum(float(t.costs[tuple(picked[v] for v in t.scope)]) for t in tables)
 
     def _all(self) -> list[Table]:
         return [*self._leaves(), *self._operators(), *self._operands()]
@@ -120,9 +143,30 @@ class Weights:
                 0.0 if of.kind != "result" or of.name in kept_by_makers else min(1.0, _size(of, self._value(name)))
             )
             table = self._operand(name, use, in_place / sharing[of.name], 1 / sharing[of.name])
-            if table is not None:
+            if table is not None and self._value(name).kind == "parameter":
+                self.gathered.append((name, table, self._gathering(name, use)))
+            elif table is not None:
                 found.append(table)
         return found
+
+    def _gathering(self, name: str, use: Use) -> Costs:
+        """What it costs to gather a parameter again for an operator, by the choices of both."""
+        problem, value = self._problem, replace(self._value(name), needs_gradient=False)
+        layouts, targets = (
+            problem.produced(name)[1],
+            problem.known.targets(use, problem.space.strategies[use.node.name]),
+        )
+        key = "again", value.shape, value.dtype, layouts, self._identity(targets)
+        if key not in self._known:
+            self._known[key] = np.array([[self._again(value, a, b) for b in targets] for a in layouts])
+        return self._known[key]
+
+    def _again(self, value: Value, layout: Layout, target: Target) -> float:
+        mesh = self._problem.space.mesh
+        if not possible(layout, target.layout):
+            return 0.0
+        steps = redistribute(layout, target.layout, target.gradient_partial, value.shape, mesh)
+        return self._problem.known.objective.transfer(value, steps, mesh)
 
     def _operand(self, name: str, use: Use, in_place: float, moved: float) -> Table | None:
         """The bytes of an operand where it is kept as it was made, and where it is moved first, by shares of each."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Literal
@@ -24,6 +25,7 @@ from shardwright.pulse import own_pulse
 from shardwright.rules.table import key_of
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.failures import explained
+from shardwright.run.programs.gathered import GatheredAgain
 from shardwright.run.programs.sites import Sites
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
@@ -105,7 +107,9 @@ class Execution:
         self._reduction = reduction
         self._untried = program.mesh.size > 1
         self._reduce: Callable[..., Any] = reduction
-        self._names = dict(_NAMES)
+        self._again = GatheredAgain()
+        self._gathers_again = any(instruction.again for instruction in program.instructions)
+        self._names = _NAMES | {"again": self._again}
         name = f"<program of rank {program.rank} {id(self):x}>"
         linecache.cache[name] = (len(program.source), None, program.source.splitlines(keepends=True), name)
         exec(compile(program.source, name, "exec"), self._names)
@@ -122,7 +126,8 @@ class Execution:
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
         before = own_generator(self._device) if self._untried else None
         try:
-            outputs = self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
+            with self._again.keeping_parts() if self._gathers_again else nullcontext():
+                outputs = self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
         except Exception as error:
             told = explained(error, self.program, self._step.__code__, self._capture)
             if told is error:

@@ -1,0 +1,183 @@
+"""Parameters that are stored split and gathered where they are used: whole only while an operator needs them."""
+
+import copy
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwright as sw
+import whole
+from ranks import run_ranks
+from shardwright.errors import UsageError
+from shardwright.lower.lower import lower
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.simulate import simulate
+from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.execute import Execution, StepArguments
+from shardwright.run.programs.gathered import GatheredAgain
+from shardwright.torch_private import MemoryOf
+from whole import plan_of, run, same
+
+WIDTH, ROWS = 48, 96
+
+
+def network():
+    """More is computed between the layers than they have parameters, so that moving the batch costs more."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.GELU(), nn.Linear(2 * WIDTH, WIDTH))
+    return model, (torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH))
+
+
+def loss_fn(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def gathering(mesh, again):
+    """Rows of the batch over all ranks, and every weight stored in parts: what others call fully sharded."""
+    model, batch = network()
+    plan = plan_of(model, loss_fn, batch, mesh, "data")
+    split = {
+        value.name: type(plan.leaves[value.name]).split(2, {0: plan.mesh.names})
+        for value in plan.capture.of_kind("parameter")
+        if len(value.shape) == 2
+    }
+    return (
+        replace(plan, leaves={**plan.leaves, **split}, again=frozenset(split) if again else frozenset()),
+        model,
+        batch,
+    )
+
+
+def communicated(plan, model, batch, monkeypatch):
+    """What every simulated rank communicated in a forward and a backward, as bytes by kind and axes."""
+    ranks = {}
+
+    def counting(mesh, fn):
+        def one(comm):
+            result = fn(comm)
+            ranks[comm.rank] = Counter()
+            for c in comm.collectives:
+                ranks[comm.rank][c.kind, c.axes] += c.bytes
+            return result
+
+        return simulate(mesh, one)
+
+    monkeypatch.setattr(whole, "simulate", counting)
+    run(plan, model, batch)
+    return ranks
+
+
+def test_what_is_gathered_again_is_what_was_kept_and_is_planned(monkeypatch):
+    mesh = Mesh.of(d=3)
+    kept, model, batch = gathering(mesh, again=False)
+    again, _, _ = gathering(mesh, again=True)
+    same(run(again, model, batch), run(kept, model, batch), 0.0)
+    assert again.held.activations < kept.held.activations
+    planned = Counter()
+    for priced in again.collectives():
+        planned[priced.collective.kind, priced.collective.axes] += priced.collective.bytes
+    gathers = sum(size for (kind, _), size in planned.items() if kind == "all_gather")
+    first, second = (p.bytes for p in again.capture.of_kind("parameter") if len(p.shape) == 2)
+    assert gathers == first + 2 * second  # the input of the first layer has no gradient, for which it would be needed
+    assert communicated(again, model, batch, monkeypatch)[0] == planned
+    assert type(again).from_json(again.to_json(), again.graph) == again
+
+
+def stepped(plan, model, batch, monkeypatch, between):
+    """A forward and a backward of each simulated rank, ``between`` which something is done with its parameters."""
+    gathered, noted = [], GatheredAgain.__call__
+
+    def note(self, *args):
+        gathered.append(MemoryOf(args[0]))
+        return noted(self, *args)
+
+    monkeypatch.setattr(GatheredAgain, "__call__", note)
+
+    def one(comm):
+        execution = Execution(lower(plan, comm.rank), plan.capture, comm, torch.device("cpu"), GradientReduction())
+        named = dict(model.named_parameters())
+        parts = {}
+        for kind, tensors in (("parameter", named), ("input", {"0": batch[0], "1": batch[1]})):
+            parts[kind] = []
+            for value in plan.capture.of_kind(kind):
+                tensor = tensors[value.label].detach()
+                part = tensor[plan.leaves[value.name].local_slice(tensor.shape, plan.mesh, comm.rank)].clone()
+                parts[kind].append(part.requires_grad_(kind == "parameter"))
+        loss = execution(StepArguments(parts["parameter"], [], parts["input"], [], 0, 0))[0]
+        between(parts["parameter"])
+        assert gathered
+        alive = sum(not memory.is_free for memory in gathered)
+        loss.backward()
+        return alive
+
+    return simulate(plan.mesh, one)
+
+
+def test_nothing_that_was_gathered_lives_from_the_forward_to_the_backward(monkeypatch):
+    plan, model, batch = gathering(Mesh.of(d=2), again=True)
+    assert set(stepped(plan, model, batch, monkeypatch, lambda parameters: None)) == {0}
+
+
+@pytest.mark.slow
+def test_parameters_that_change_before_the_backward_are_refused(monkeypatch):
+    plan, model, batch = gathering(Mesh.of(d=2), again=True)
+
+    def change(parameters):
+        with torch.no_grad():
+            for parameter in parameters:
+                parameter.add_(1)
+
+    with pytest.raises(
+        UsageError, match=r"was changed (in place|between).*call backward\(\) before optimizer.step\(\)"
+    ):
+        stepped(plan, model, batch, monkeypatch, change)
+
+
+def train(memory):
+    model, batch = network()
+    parallel = sw.parallelize(model, loss_fn, batch, memory=memory, batch="global")
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = parallel(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    held = parallel.plan.held.total
+    return losses, held, len(parallel.plan.again), {n: t.clone() for n, t in parallel.full_state_dict().items()}
+
+
+def on_two_ranks(memory):
+    sw.init()
+    return train(memory)
+
+
+def alone():
+    model, batch = network()
+    model = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    losses = []
+    for _ in range(3):
+        loss = loss_fn(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model.state_dict()
+
+
+@pytest.mark.slow
+def test_two_ranks_train_within_a_budget_as_one_device():
+    memory = 160_000  # data parallelism holds 180 kB
+    for losses, held, again, state in run_ranks(2, on_two_ranks, memory):
+        expected, parameters = alone()
+        assert held <= memory
+        assert again
+        assert losses == pytest.approx(expected, rel=1e-5)
+        for name, tensor in parameters.items():
+            torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
