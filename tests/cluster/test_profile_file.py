@@ -40,6 +40,7 @@ def hardware(**changes):
         for i, kind in enumerate(KINDS)
     ]
     links.append(LinkCost("inside", "all_reduce", 8, Curve((Segment(0, 5e-4, 2e9),)), points=((MIB, 1e-3),)))
+    links.append(LinkCost("between", "all_reduce", 8, Curve((Segment(0, 2e-3, 1e9),)), per_host=4))
     made = Hardware("h", "a device", (("float32", 1e12), ("bfloat16", 4e12)), 1e11, 1e-6, tuple(links), 4, ("a book",))
     return replace(made, **changes)
 
@@ -178,6 +179,21 @@ def test_where_the_groups_of_an_axis_stand():
 )
 def test_hosts_as_they_are(hosts, per_host):
     assert hardware().on_hosts(list(hosts)).ranks_per_host == per_host
+
+
+def test_groups_between_hosts_share_the_network_of_a_host():
+    """Eight groups with a rank of each host have an eighth of what one group of all ranks has, and two a half."""
+    a100 = Seconds(replace(shipped("a100"), ranks_per_host=8))
+
+    def seconds(mesh, kind="all_reduce"):
+        return a100.collective_s(Collective(kind, ("dp",), 2**33), mesh)
+
+    alone, two, eight = (seconds(Mesh.of(dp=256 // tp, tp=tp)) for tp in (1, 2, 8))
+    assert two / alone == pytest.approx(2, rel=0.02)
+    assert eight / alone == pytest.approx(8, rel=0.04)
+    # Each rank of an all-to-all sends to the ranks of other hosts by itself, however many of a group share its host.
+    sent_alone, sent_beside = (seconds(Mesh.of(dp=256 // tp, tp=tp), "all_to_all") for tp in (1, 8))
+    assert sent_beside == pytest.approx(sent_alone, rel=0.04)
 
 
 def test_a_link_that_was_not_measured_is_said():

@@ -122,7 +122,10 @@ class HostNetwork:
     def slow(self, host: str, bits_per_s: int) -> None:
         """Limit both directions of a host's link."""
         told = self.hosts[host]
-        limit = ["root", "tbf", "rate", f"{bits_per_s}bit", "burst", "16kb", "latency", "200ms"]
+        burst = max(
+            16 * 1024, bits_per_s // 8 // 250
+        )  # less than a tick of the scheduler lets through would slow it more
+        limit = ["root", "tbf", "rate", f"{bits_per_s}bit", "burst", f"{burst}b", "latency", "200ms"]
         _must("tc", "qdisc", "replace", "dev", told.link, *limit)
         _must("ip", "netns", "exec", told.namespace, _program("tc"), "qdisc", "replace", "dev", told.interface, *limit)
 

@@ -40,6 +40,8 @@ SIZES = tuple(sorted({
 }))  # fmt: skip
 ROUNDS = 20
 WARMUP_ROUNDS = 2
+# Over slow links a round would take minutes: beyond a size that takes longer, the last bandwidth is taken to hold.
+LONGEST_S = 0.25
 # Small collectives vary most, by whatever else wants a core for an instant, and cost least.
 _TIMES = ((2**20, 11), (2**26, 3))
 _FLOAT = 4
@@ -47,12 +49,13 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """The median seconds of one kind of collective at every size, in groups of ``ranks``."""
+    """The median seconds of a kind of collective at every size, in groups of ``ranks``, ``per_host`` on each host."""
 
     where: LinkKind
     kind: CollectiveKind
     ranks: int
     points: tuple[tuple[int, float], ...]
+    per_host: int
 
 
 @dataclass(frozen=True)
@@ -63,6 +66,7 @@ class _Groups:
     ranks: int
     comm: Communicator
     axes: Axes
+    per_host: int
 
 
 @dataclass(frozen=True)
@@ -82,7 +86,7 @@ def measure_hardware(world: World, sizes: Sequence[int] = SIZES, rounds: int = R
         UsageError: in a world of one rank, or where hosts have different numbers of ranks.
     """
     links = tuple(
-        LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points)
+        LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points, link.per_host)
         for link in measure_links(world, sizes, rounds)
     )
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
@@ -113,12 +117,15 @@ def measure_links(
 ) -> list[MeasuredCollective]:
     """The medians at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
 
-    In each round a size is timed once, or several times in succession where it is small, of which the median counts.
+    Sizes beyond one that takes longer than `LONGEST_S` are left out. In each round a size is timed once, or several
+    times in succession where it is small, of which the median counts.
     ``ranks``, where given, leaves out groups of another size.
     """
     all_groups = [groups for groups in _all_groups(world) if ranks in (None, groups.ranks)]
     buffer = torch.zeros(max(sizes) // _FLOAT + world.size, device=world.device)
-    cells = [_cell(groups, kind, size, buffer) for groups in all_groups for kind in kinds for size in sizes]
+    rising = sorted(sizes)
+    cells = [_cell(groups, kind, size, buffer) for groups in all_groups for kind in kinds for size in rising]
+    cells = _soon_over(cells, world.device)
     visits: list[list[list[float]]] = [[] for _ in cells]
     order = list(range(len(cells)))
     drawn = random.Random(0)  # the same order on every rank
@@ -138,8 +145,22 @@ def measure_links(
         for kind in kinds:
             mine = zip(cells, medians, strict=True)
             points = tuple((cell.size, s) for cell, s in mine if cell.groups is groups and cell.kind == kind)
-            links.append(MeasuredCollective(groups.where, kind, groups.ranks, points))
+            links.append(MeasuredCollective(groups.where, kind, groups.ranks, points, groups.per_host))
     return links
+
+
+def _soon_over(cells: Sequence[_Cell], device: torch.device) -> list[_Cell]:
+    """Of each groups and kind, whose sizes rise, those up to the first that takes longer than `LONGEST_S`, with it."""
+    kept: list[_Cell] = []
+    over: set[tuple[int, CollectiveKind]] = set()
+    for cell in cells:
+        row = id(cell.groups), cell.kind
+        if row not in over:
+            kept.append(cell)
+            calls = from_all_ranks([_timed(cell.run, device) for _ in range(2)])
+            if min(map(max, zip(*calls, strict=True))) > LONGEST_S:  # an instant in which others want the cores
+                over.add(row)
+    return kept
 
 
 def _times(size: int) -> int:
@@ -170,14 +191,14 @@ def _all_groups(world: World) -> list[_Groups]:
     if hosts > 1:
         all_groups.append(_groups("between", Mesh.of(hosts=hosts, local=local), ("hosts",)))
         if local > 1:
-            all_groups.append(_groups("between", Mesh.of(hosts=hosts, local=local), ("hosts", "local")))
+            all_groups.append(_groups("between", Mesh.of(hosts=hosts, local=local), ("hosts", "local"), local))
     return all_groups
 
 
-def _groups(where: LinkKind, mesh: Mesh, axes: Axes) -> _Groups:
+def _groups(where: LinkKind, mesh: Mesh, axes: Axes, per_host: int = 1) -> _Groups:
     comm = communicator_over(mesh)
     comm.prepare([axes])
-    return _Groups(where, mesh.extent(axes), comm, axes)
+    return _Groups(where, mesh.extent(axes), comm, axes, per_host)
 
 
 def _cell(groups: _Groups, kind: CollectiveKind, size: int, buffer: Tensor) -> _Cell:
@@ -227,7 +248,7 @@ def _flops(device: torch.device) -> list[tuple[str, float]]:
     dtypes = [torch.float32, torch.float64, torch.bfloat16] + [torch.float16] * on_gpu
     by_dtype = []
     for dtype in dtypes:
-        a, b = torch.ones(n, n, dtype=dtype, device=device), torch.ones(n, n, dtype=dtype, device=device)
+        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))  # equal numbers draw less power
         out = torch.empty_like(a)
         product = partial(torch.mm, a, b, out=out)
         times = [_timed(product, device) for _ in range(8)]

@@ -23,7 +23,7 @@ from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step
-from shardwright.plan.pricing.hardware import Hardware, LinkKind, link_along
+from shardwright.plan.pricing.hardware import Hardware, LinkKind, link_along, per_host_along
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 
@@ -104,11 +104,11 @@ class Seconds:
 
     def collective_s(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
         """Seconds of one collective; with ``shared`` it is part of a larger one and pays for its bytes alone."""
-        ranks, where, given = _road(mesh, collective.axes, self.hardware.ranks_per_host)
+        ranks, where, per_host, given = _road(mesh, collective.axes, self.hardware.ranks_per_host)
         seconds = 0.0
         if where is not None:
             price = self.hardware.shared_s if shared else self.hardware.collective_s
-            seconds = price(collective.kind, collective.bytes, ranks, where)
+            seconds = price(collective.kind, collective.bytes, ranks, where, per_host)
         for link in given:
             latency_s = 0.0 if shared else link.latency_s
             seconds = max(seconds, latency_s + collective.sent_bytes(mesh) / link.bandwidth)
@@ -118,15 +118,16 @@ class Seconds:
 @lru_cache(maxsize=1 << 12)  # a search asks a million times
 def _road(
     mesh: Mesh, axes: tuple[str, ...], ranks_per_host: int | None
-) -> tuple[int, LinkKind | None, tuple[Link, ...]]:
-    """The number of ranks along ``axes``, the hardware's link for them, and the links that the axes bring themselves.
+) -> tuple[int, LinkKind | None, int, tuple[Link, ...]]:
+    """Along ``axes``: the number of ranks, the hardware's link, the ranks on each host, and the links of the axes.
 
     The hardware's is None where every axis brings its own; among several links the slowest counts.
     """
     along = [axis for axis in mesh.axes if axis.name in axes and axis.size > 1]
     given = tuple(axis.link for axis in along if axis.link is not None)
     where = link_along(mesh, axes, ranks_per_host) if len(given) < len(along) else None
-    return mesh.extent(axes), where, given
+    beside = per_host_along(mesh, axes, ranks_per_host) if ranks_per_host and where == "between" else 1
+    return mesh.extent(axes), where, beside, given
 
 
 def _dtype(graph: RuledGraph, node: Node) -> torch.dtype:

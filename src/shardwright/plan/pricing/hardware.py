@@ -7,7 +7,8 @@ collective, number of ranks, and kind of link: "inside" a host or "between" host
 
 An axis of a mesh picks its link by where its ranks stand. Ranks are numbered host by host, in row-major order over the
 mesh, so that a group along some axes spans blocks of (stride x size of its major axis) ranks: it is inside a host where
-such blocks divide ``ranks_per_host``, else it is between hosts. `Axis.link`, where given, counts instead.
+such blocks divide ``ranks_per_host``, else it is between hosts. `Axis.link`, where given, counts instead. Groups that
+have more ranks on each host use more of its network, as all groups along the same axes communicate at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import json
 import math
 import os
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from importlib import resources
@@ -90,13 +91,17 @@ class Curve:
 
 @dataclass(frozen=True)
 class LinkCost:
-    """What one kind of collective takes among ``ranks`` ranks; ``points`` are the (bytes, seconds) it was fitted to."""
+    """What one kind of collective takes among ``ranks`` ranks; ``points`` are the (bytes, seconds) it was fitted to.
+
+    Between hosts, ``per_host`` of the ranks stand on each host, and groups of the other ranks communicate beside them.
+    """
 
     where: LinkKind
     collective: CollectiveKind
     ranks: int
     curve: Curve
     points: tuple[tuple[int, float], ...] = ()
+    per_host: int = 1
 
     def residuals(self) -> list[float]:
         """How far each fitted point is from the curve, as a part of the point: 0.1 is predicted 10 % too slow."""
@@ -133,33 +138,42 @@ class Hardware:
         """The speed of products in ``dtype``; a dtype that the profile does not know counts as float32."""
         return self._flops.get(str(dtype).removeprefix("torch."), self._flops["float32"])
 
-    def collective_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind) -> float:
-        """The seconds of a collective on a buffer of ``size_bytes``."""
-        curve, scale, extra_s = self._choose(kind, ranks, where)
+    def collective_s(
+        self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind, per_host: int = 1
+    ) -> float:
+        """The seconds of a collective on a buffer of ``size_bytes``; ``per_host`` as in `LinkCost`."""
+        curve, scale, extra_s = self._choose(kind, ranks, where, per_host)
         return curve.seconds(size_bytes * scale) + extra_s
 
-    def shared_s(self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind) -> float:
+    def shared_s(
+        self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind, per_host: int = 1
+    ) -> float:
         """The share that ``size_bytes`` have in the time of a collective that moves many such values at once."""
-        return self.collective_s(kind, BUCKET_BYTES, ranks, where) * size_bytes / BUCKET_BYTES
+        return self.collective_s(kind, BUCKET_BYTES, ranks, where, per_host) * size_bytes / BUCKET_BYTES
 
     @cached_property
-    def _chosen(self) -> dict[tuple[CollectiveKind, int, LinkKind], tuple[Curve, float, float]]:
+    def _chosen(self) -> dict[tuple[CollectiveKind, int, LinkKind, int], tuple[Curve, float, float]]:
         return {}
 
-    def _choose(self, kind: CollectiveKind, ranks: int, where: LinkKind) -> tuple[Curve, float, float]:
+    def _choose(self, kind: CollectiveKind, ranks: int, where: LinkKind, per_host: int) -> tuple[Curve, float, float]:
         """The curve that fits best, what to scale the bytes by, and the seconds to add.
 
         A number of ranks that was not measured takes the next smaller one, or the smallest: as many bytes sent per
-        rank take as long, and the latency grows with the steps of a tree, log2(ranks).
+        rank take as long, and the latency grows with the steps of a tree, log2(ranks). Of the curves between hosts
+        those count whose groups have as many ranks on each host, or the next smaller number: around a ring each
+        of these ranks brings its share of the host's network, while an all-to-all uses one rank's share for itself.
         """
-        key = kind, ranks, where
+        key = kind, ranks, where, per_host
         if key not in self._chosen:
-            curves = {c.ranks: c.curve for c in self.links if c.collective == kind and c.where == where}
-            if not curves:
+            links = [c for c in self.links if c.collective == kind and c.where == where]
+            if not links:
                 raise UsageError(self._no_link(where))
-            nearest = max((known for known in curves if known <= ranks), default=min(curves))
+            side_by_side = _nearest({c.per_host for c in links}, per_host)
+            curves = {c.ranks: c.curve for c in links if c.per_host == side_by_side}
+            nearest = _nearest(curves, ranks)
             curve = curves[nearest]
-            scale = (1 - 1 / ranks) / (1 - 1 / nearest)
+            shares = 1.0 if kind == "all_to_all" or where == "inside" else side_by_side / per_host
+            scale = (1 - 1 / ranks) / (1 - 1 / nearest) * shares
             extra_s = curve.seconds(0) * (math.log2(ranks) / math.log2(nearest) - 1)
             self._chosen[key] = curve, scale, extra_s
         return self._chosen[key]
@@ -224,9 +238,15 @@ class Hardware:
         return Hardware.from_json(text, str(path))
 
 
+def _nearest(known: Collection[int], asked: int) -> int:
+    """The largest known number up to the one asked for, or the smallest."""
+    return max((number for number in known if number <= asked), default=min(known))
+
+
 def _link_to_json(link: LinkCost) -> dict[str, Any]:
     segments = [asdict(segment) for segment in link.curve.segments]
     plain = {"where": link.where, "collective": link.collective, "ranks": link.ranks, "segments": segments}
+    plain |= {"per_host": link.per_host} if link.per_host > 1 else {}
     return plain | ({"points": [list(point) for point in link.points]} if link.points else {})
 
 
@@ -265,7 +285,7 @@ def _link(found: Any) -> LinkCost:
         for s in _field(found, "segments", list)
     )
     points = tuple((int(size), float(seconds)) for size, seconds in found.get("points", ()))
-    return LinkCost(where, kind, ranks, Curve(segments), points)
+    return LinkCost(where, kind, ranks, Curve(segments), points, _whole(found.get("per_host", 1), "per_host"))
 
 
 def _field(found: Any, name: str, kind: type[T] | tuple[type, ...]) -> Any:
@@ -274,6 +294,12 @@ def _field(found: Any, name: str, kind: type[T] | tuple[type, ...]) -> Any:
     if not isinstance(found[name], kind) or isinstance(found[name], bool):
         raise UsageError(f"{name} is {found[name]!r}, which is no {getattr(kind, '__name__', 'number')}")
     return found[name]
+
+
+def _whole(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not (isinstance(value, int) and value > 0):
+        raise UsageError(f"{name} is {value!r}; expected a whole number from 1 on")
+    return value
 
 
 def _positive(found: Any, name: str) -> float:
@@ -298,6 +324,21 @@ def link_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int | None) -> L
         if axis.name in axes and axis.size > 1:
             block = stride
     return "inside" if ranks_per_host % block == 0 else "between"
+
+
+def per_host_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int) -> int:
+    """How many ranks of each group along ``axes`` stand on one host.
+
+    >>> mesh = Mesh.of(dp=8, tp=4)
+    >>> per_host_along(mesh, ["dp"], 8), per_host_along(mesh, ["tp"], 8), per_host_along(mesh, ["dp", "tp"], 8)
+    (2, 4, 8)
+    """
+    stride = found = 1
+    for axis in reversed(mesh.axes):
+        if axis.name in axes:
+            found *= max(1, min(axis.size, ranks_per_host // stride))
+        stride *= axis.size
+    return found
 
 
 # The shipped profiles

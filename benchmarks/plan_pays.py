@@ -1,0 +1,206 @@
+"""Where a plan pays: training over a slow link, our plans beside DDP, FSDP and tensor parallelism by hand.
+
+    python benchmarks/plan_pays.py [--megabits 1000 100] [--rounds 3] [--quick]
+
+Needs root: two hosts of two ranks each are network namespaces of this machine (`tests/support/hosts.py`), whose
+links ``tc`` shapes to each rate in turn. For each rate the hosts are measured as ``shardwright bench --save-profile``
+does it; then every case is trained by every way, all ways taking turns in each round. A case is a transformer (4
+layers, width 256, 8,192 words, 32 tokens a row) or a perceptron of wide layers (1024, 4096, 4096, 4096, 16), and the
+rows of its global batch.
+
+The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "tensor", pins as Megatron-LM splits, inside
+the hosts, and the batch between them; torch's DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
+A run's figure is the median of its steps (forward, backward, a step of SGD), slowest rank; the table has the median of
+the rounds. Predicted is what the cost model says of a plan, and the traffic of SGD, which reads a parameter and its
+gradient and writes the former. ``--quick`` measures little, to see that everything works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
+from hosts import HostNetwork, host_network
+
+PROFILE = """
+import sys
+import shardwright as sw
+from shardwright.cluster.bench.profile import measure_hardware
+world = sw.init()
+found = measure_hardware(world, rounds=int(sys.argv[2]))
+if world.rank == 0:
+    found.save(sys.argv[1])
+"""
+TRAIN = """
+import json, statistics, sys, time, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist
+from torch import nn
+from torch.nn import functional as F
+import shardwright as sw
+from shardwright.plan.pricing.cost import Seconds
+from shardwright.plan.pricing.hardware import read_hardware
+from shardwright.run.programs.planner import hardware_of
+from shardwright.zoo import GPT
+
+case, rows, way, budget_s, answer = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), sys.argv[5]
+world = sw.init()
+sw.set_seed(0)
+if case == "transformer":
+    model = GPT(8192, width=256, heads=8, layers=4, sequence_length=32, tied=False)
+    batch = torch.randint(8192, (rows, 32)), torch.randint(8192, (rows, 32))
+    layers = [*model.layers]
+    columns, back = ((2, 1, 1), (2, 1)), ((2, 1, 2), (1, 2))
+    pins = dict.fromkeys(("*.q", "*.k", "*.v", "*.up"), columns) | dict.fromkeys(("*.out", "*.down"), back)
+else:
+    wide = [1024, 4096, 4096, 4096]
+    hidden = [part for a, b in zip(wide, wide[1:]) for part in (nn.Linear(a, b), nn.GELU())]
+    model = nn.Sequential(*hidden, nn.Linear(4096, 16))
+    batch = torch.randn(rows, 1024), torch.randint(16, (rows,))
+    layers = [model[0], model[2], model[4]]
+    columns, back = ((2, 1), (2, 1)), ((2, 2), (1, 2))
+    pins = {"0": columns, "2": back, "4": columns, "6": back}
+loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+mine = [part.chunk(world.size)[world.rank] for part in batch]
+plan = None
+if way in ("found", "data", "tensor"):
+    how = {"found": {"mode": "auto"}, "data": {"mode": "data"}, "tensor": {"mode": "semi-auto", "search": "exact"}}[way]
+    if way == "tensor":
+        how |= {"pins": pins, "mesh": "dp=2,tp=2"}
+    trained = sw.parallelize(model, loss_fn, batch, batch="global", hardware="hardware.json", **how)
+    plan, call = trained.plan, lambda: trained(batch)
+elif way == "ddp":
+    trained = nn.parallel.DistributedDataParallel(model)
+    call = lambda: loss_fn(trained, mine)
+else:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    over = init_device_mesh("cpu", (world.size,))
+    for part in layers:
+        fully_shard(part, mesh=over)
+    trained = fully_shard(model, mesh=over)
+    call = lambda: loss_fn(trained, mine)
+optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
+
+def step():
+    dist.barrier()
+    start = time.perf_counter()
+    call().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return time.perf_counter() - start
+
+step()
+slowest = torch.tensor(step(), dtype=torch.float64)
+dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+took = [step() for _ in range(max(2, min(25, round(budget_s / slowest.item()))))]
+everyone = [None] * world.size
+dist.all_gather_object(everyone, took)
+if world.rank == 0:
+    found = {"step_s": statistics.median(map(max, zip(*everyone))), "steps": len(took)}
+    if plan is not None:
+        hardware = hardware_of(world, read_hardware("hardware.json"))
+        prices = Seconds(hardware)
+        found["predicted_s"] = sum(
+            prices.operator(plan.graph, node, plan.strategies[node.name], plan.mesh) for node in plan.capture.nodes
+        ) + sum(prices.transfer(plan.capture.values[t.value], t.steps, plan.mesh) for t in plan.transfers)
+        found["predicted_s"] += 3 * plan.held_bytes() / hardware.memory_bandwidth
+        found["moved_bytes"] = plan.moved_bytes()
+        found["plan"] = str(plan)
+    json.dump(found, open(answer, "w"))
+"""
+BIN = Path(sys.executable).parent
+WAYS = ("found", "data", "tensor", "ddp", "fsdp")
+CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64))
+
+
+class Hosts:
+    """Starts scripts on two hosts of two ranks."""
+
+    def __init__(self, network: HostNetwork, folder: Path) -> None:
+        self.network, self.folder = network, folder
+        ssh = folder / "bin" / "ssh"
+        ssh.parent.mkdir()
+        ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
+        ssh.chmod(0o755)
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+        (folder / "profile.py").write_text(PROFILE)
+        (folder / "train.py").write_text(TRAIN)
+
+    def shape(self, megabits: int) -> None:
+        for host in self.network.hosts:
+            self.network.slow(host, megabits * 1_000_000)
+
+    def run(self, *words: str) -> None:
+        command = [str(BIN / "shardwright"), "launch", "-H", "host1:2,host2:2", *words]
+        done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(words)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+    def trained(self, case: str, rows: int, way: str, budget_s: float) -> dict[str, Any]:
+        answer = self.folder / "answer.json"
+        answer.unlink(missing_ok=True)
+        self.run("train.py", case, str(rows), way, str(budget_s), str(answer))
+        return dict(json.loads(answer.read_text()))
+
+
+def measured(hosts: Hosts, case: str, rows: int, given: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What each way took: its median over the rounds, and what was predicted of it."""
+    rounds = [
+        {way: hosts.trained(case, rows, way, 0.0 if given.quick else given.seconds) for way in WAYS}
+        for _ in range(given.rounds)
+    ]
+    return {way: rounds[0][way] | {"step_s": statistics.median(r[way]["step_s"] for r in rounds)} for way in WAYS}
+
+
+def line(megabits: int, case: str, rows: int, took: dict[str, dict[str, Any]]) -> str:
+    times = {way: took[way]["step_s"] for way in WAYS}
+    cells = []
+    for way in WAYS:
+        said = took[way].get("predicted_s")
+        cells.append(f"{times[way] * 1e3:,.0f}" + (f" ({said * 1e3:,.0f})" if said is not None else ""))
+    best = min(times[way] for way in WAYS if way != "found")
+    off = took["found"]["predicted_s"] / times["found"]
+    return (
+        f"| {megabits} | {case}, {rows} rows | {' | '.join(cells)} | {times['found'] / best:.2f} "
+        f"| {times['found'] / times['ddp']:.2f} | {off:.2f} |"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabits", nargs="+", type=int, default=[1000, 100])
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=15.0, help="of steps in each run, two steps at least")
+    parser.add_argument("--only", default="", help="part of a case, as perceptron")
+    parser.add_argument("--plans", type=Path, help="a folder for the plans that were found")
+    parser.add_argument("--quick", action="store_true")
+    given = parser.parse_args()
+    given.rounds = 1 if given.quick else given.rounds
+    print("Milliseconds of a step, predicted in brackets:\n")
+    print(f"| Mbit/s | case | {' | '.join(WAYS)} | found / best other | found / ddp | predicted / measured |")
+    print(f"| ---: | --- |{' ---: |' * (len(WAYS) + 3)}", flush=True)
+    with tempfile.TemporaryDirectory() as name, host_network(2, Path(name)) as network:
+        hosts = Hosts(network, Path(name))
+        for megabits in given.megabits:
+            hosts.shape(megabits)
+            hosts.run("profile.py", "hardware.json", "1" if given.quick else "20")
+            for case, rows in CASES:
+                if given.only in case:
+                    took = measured(hosts, case, rows, given)
+                    print(line(megabits, case, rows, took), flush=True)
+                    if given.plans:
+                        given.plans.mkdir(exist_ok=True)
+                        (given.plans / f"{megabits}-{case}-{rows}.txt").write_text(took["found"]["plan"])
+
+
+if __name__ == "__main__":
+    main()
