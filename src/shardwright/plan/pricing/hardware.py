@@ -160,8 +160,7 @@ class Hardware:
 
         A number of ranks that was not measured takes the next smaller one, or the smallest: as many bytes sent per
         rank take as long, and the latency grows with the steps of a tree, log2(ranks). Of the curves between hosts
-        those count whose groups have as many ranks on each host, or the next smaller number: around a ring each
-        of these ranks brings its share of the host's network, while an all-to-all uses one rank's share for itself.
+        those count whose groups have as many ranks on each host, or the next smaller number.
         """
         key = kind, ranks, where, per_host
         if key not in self._chosen:
@@ -172,8 +171,7 @@ class Hardware:
             curves = {c.ranks: c.curve for c in links if c.per_host == side_by_side}
             nearest = _nearest(curves, ranks)
             curve = curves[nearest]
-            shares = 1.0 if kind == "all_to_all" or where == "inside" else side_by_side / per_host
-            scale = (1 - 1 / ranks) / (1 - 1 / nearest) * shares
+            scale = _on_the_way(kind, ranks, per_host) / _on_the_way(kind, nearest, side_by_side)
             extra_s = curve.seconds(0) * (math.log2(ranks) / math.log2(nearest) - 1)
             self._chosen[key] = curve, scale, extra_s
         return self._chosen[key]
@@ -238,6 +236,15 @@ class Hardware:
         return Hardware.from_json(text, str(path))
 
 
+def _on_the_way(kind: CollectiveKind, ranks: int, per_host: int) -> float:
+    """The part of a buffer that each rank sends over its share of a host's network, or of the links inside a host.
+
+    Around a ring one rank of each host sends to the next host, with the shares of all ``per_host`` of them; in an
+    all-to-all every rank sends by itself what is for the ranks of other hosts.
+    """
+    return 1 - per_host / ranks if kind == "all_to_all" else (1 - 1 / ranks) / per_host
+
+
 def _nearest(known: Collection[int], asked: int) -> int:
     """The largest known number up to the one asked for, or the smallest."""
     return max((number for number in known if number <= asked), default=min(known))
@@ -285,7 +292,10 @@ def _link(found: Any) -> LinkCost:
         for s in _field(found, "segments", list)
     )
     points = tuple((int(size), float(seconds)) for size, seconds in found.get("points", ()))
-    return LinkCost(where, kind, ranks, Curve(segments), points, _whole(found.get("per_host", 1), "per_host"))
+    per_host = _whole(found.get("per_host", 1), "per_host")
+    if per_host >= ranks:
+        raise UsageError(f"per_host is {per_host} of {ranks} ranks; a group between hosts has ranks on others, too")
+    return LinkCost(where, kind, ranks, Curve(segments), points, per_host)
 
 
 def _field(found: Any, name: str, kind: type[T] | tuple[type, ...]) -> Any:
