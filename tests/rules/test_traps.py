@@ -55,6 +55,28 @@ def test_ignored_targets_count_once_on_uneven_parts():
         check(loss, FOUR, rule.strategy({"n" if name == "sum" else "*0": ["a"]}))
 
 
+@pytest.mark.parametrize("shape", [(7, 5), (2, 3, 2), (2, 6)], ids=str)
+def test_split_classes_are_never_brought_together(shape):
+    """Also where a rank has no class, and there are fewer samples than ranks."""
+    target = torch.randint(shape[1], (shape[0], *shape[2:]))
+    target[-1] = -100
+    loss = Invocation("shardwright.cross_entropy_sum", (x(*shape), target))
+    rule = rule_for(loss)
+    check(loss, FOUR, rule.strategy({"c": ["a"]}))
+    strategy = rule.strategy({"n": ["a"], "c": ["b"]})
+    check(loss, SQUARE, strategy)
+    forward, backward = internal_collectives(loss.op, rule, strategy, SQUARE, [shape, target.shape], 8)
+    assert ([c.kind for c in forward], backward) == (["all_to_all", "all_gather"], ())
+    weighed = Invocation("shardwright.cross_entropy_sum", (x(*shape), target, torch.rand(shape[1]).double()))
+    assert "c" not in splittable(rule_for(weighed))
+
+
+def test_a_target_that_is_no_class_is_refused_on_every_rank():
+    loss = Invocation("shardwright.cross_entropy_sum", (x(2, 4), torch.tensor([1, 4])))
+    with pytest.raises(IndexError, match="Target 4 is out of bounds"):
+        check(loss, FOUR, rule_for(loss).strategy({"c": ["a"]}))
+
+
 # Normalisation
 
 

@@ -240,6 +240,60 @@ def batch_norm(
     return normal, mean, scale
 
 
+class _CrossEntropy(torch.autograd.Function):
+    """The summed cross entropy of samples of whose logits each rank along ``axes`` has those of some classes.
+
+    With l the logarithm of the summed exponentials of all logits of a sample, its loss is l − x of its class, and the
+    gradient of a logit x is exp(x − l), less one for its class. Each rank works out l and the loss of a share of the
+    samples, from what all ranks have of them.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, target: Tensor, ignored: int, first: int, comm: Communicator, axes: Axes
+    ) -> Tensor:
+        counted = target != ignored
+        local = target - first
+        here = counted & (local >= 0) & (local < logits.shape[1])
+        at = torch.where(here, local, 0).unsqueeze(1)
+        chosen = torch.where(here, logits.gather(1, at).squeeze(1), 0) if logits.shape[1] else logits.sum(1)
+        ranks = comm.mesh.group(comm.rank, axes)
+        share = max(1, math.ceil(counted.numel() / len(ranks)))
+        ours = torch.stack([logits.logsumexp(1).flatten(), chosen.flatten(), counted.flatten().to(logits.dtype)])
+        shares = functional.pad(ours, (0, share * len(ranks) - counted.numel())).split(share, 1)
+        found = torch.stack(comm.all_to_all([part[:2].contiguous() for part in shares], axes))
+        total, counts = found[:, 0].logsumexp(0), shares[ranks.index(comm.rank)][2]
+        loss = torch.where(counts > 0, total - found[:, 1].sum(0), 0).sum(0, keepdim=True)
+        everyone = torch.stack(comm.all_gather(torch.cat([total, loss]), axes))
+        totals = everyone[:, :-1].flatten()[: counted.numel()].view_as(counted)
+        ctx.save_for_backward(logits, totals, counted, here, at)
+        return everyone[:, -1].sum()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        logits, total, counted, here, at = ctx.saved_tensors
+        found = (logits - total.unsqueeze(1)).exp_()
+        if logits.shape[1]:
+            found.scatter_add_(1, at, -here.unsqueeze(1).to(found.dtype))
+        return found.mul_(counted.unsqueeze(1) * gradient), None, None, None, None, None
+
+
+def cross_entropy(
+    logits: Tensor, target: Tensor, ignored: int, first: int, classes: int, comm: Communicator, axes: Axes
+) -> Tensor:
+    """The summed cross entropy over all ``classes``, of which ``logits`` (n, c, ...) has those from ``first`` on.
+
+    Two collectives forward, none backward. Targets that are no class are refused as torch refuses them.
+    """
+    if target.device.type == "cpu":
+        wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
+        if len(wrong):
+            raise IndexError(f"Target {wrong[0].item()} is out of bounds.")
+    found: Tensor = _CrossEntropy.apply(logits, target, ignored, first, comm, axes)  # type: ignore[no-untyped-call]
+    return found
+
+
 def batch_norm_per_replica(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
     eps: float, comm: Communicator, axes: Axes, counts: Sizes,

@@ -139,6 +139,15 @@ def _batch_norm_per_replica(site: Site) -> Call:
     return Call("kernels.batch_norm_per_replica", (*site.node.args, Axes(axes), _merged_counts(site, axes)))
 
 
+def _cross_entropy(site: Site) -> Call:
+    """The loss of all classes on every rank, where each has some of them."""
+    if not site.merged_axes:
+        return site.same()
+    ignored = site.node.args[3] if len(site.node.args) > 3 else -100
+    first, classes = site.operand_slice(0)[1].start, site.operand_shape(0)[1]
+    return Call("kernels.cross_entropy", (Operand(0), Operand(1), ignored, first, classes, Axes(site.merged_axes)))
+
+
 def _attention(site: Site) -> Call:
     named = site.arguments
     queries = site.result_slice()[-2]
@@ -175,6 +184,7 @@ LOCALISERS: Column[Localiser] = column(
     ("embedding", _embedding),
     ("batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _batch_norm),
     ("shardwright.batch_norm_per_replica", _batch_norm_per_replica),
+    ("shardwright.cross_entropy_sum", _cross_entropy),
     ("scaled_dot_product_attention", _attention),
     *local_draws.LINES,
 )

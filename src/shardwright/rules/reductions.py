@@ -81,10 +81,16 @@ def nll_loss(op: Operator) -> OpRule:
 
 
 def cross_entropy_sum(op: Operator) -> OpRule:
-    """The summed cross entropy of logits (n, c, \\*), with the weights of the classes behind the target, if any."""
+    """The summed cross entropy of logits (n, c, \\*), with the weights of the classes behind the target, if any.
+
+    The classes may be split where the target holds indices of them, nothing weighs them, and nothing is smoothed.
+    """
     logits, target = op.operands[:2]
-    targets = "n+ c^ *+" if logits == target else "n+ *+"
-    return op.bind(f"n+ c^ *+, {targets}{', c^' * (len(op.operands) - 2)} -> ")
+    weights, smoothing = op.operands[2:], op.args[4] if len(op.args) > 4 else 0.0
+    if logits == target or weights or smoothing:
+        targets = "n+ c^ *+" if logits == target else "n+ *+"
+        return op.bind(f"n+ c^ *+, {targets}{', c^' * len(weights)} -> ")
+    return op.bind("n+ c& *+, n+ *+ -> ")
 
 
 def cross_entropy_count(op: Operator) -> OpRule:

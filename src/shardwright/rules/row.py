@@ -14,7 +14,8 @@ from shardwright.rules.operator import Operator
 
 Rule = str | Callable[[Operator], OpRule]
 Directions = tuple[tuple[Collective, ...], tuple[Collective, ...]]  # forward and backward
-Inside = Callable[[Mesh, tuple[str, ...], int], Directions]
+# From the mesh, the axes over which an operator merges, and the local shape and element size of its first operand.
+Inside = Callable[[Mesh, tuple[str, ...], tuple[int, ...], int], Directions]
 
 
 @dataclass(frozen=True)

@@ -206,7 +206,11 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("nll_loss_forward nll_loss2d_forward", Row(reductions.nll_loss, Saved(None, (1,)), differentiable=1)),
     (
         "shardwright.cross_entropy_sum",
-        Row(reductions.cross_entropy_sum, Saved((1, 2), (), (Beside("operand", 0),))),
+        Row(
+            reductions.cross_entropy_sum,
+            Saved((1, 2), (), (Beside("operand", 0),)),
+            inside=inside.class_statistics,
+        ),
     ),
     ("shardwright.ctc_losses", Row("t^ b c^, b s^, b, b -> b")),
     ("shardwright.cross_entropy_count", Row(reductions.cross_entropy_count, NOTHING)),
@@ -375,7 +379,7 @@ def rule_of(
 def internal_collectives(
     op: str, rule: OpRule, strategy: Strategy, mesh: Mesh, operands: Sequence[Shape], itemsize: int
 ) -> Directions:
-    """What an operator communicates inside itself, forward and backward: batch statistics that are merged.
+    """What an operator communicates inside itself, forward and backward: statistics that are merged.
 
     ``itemsize`` is the size in bytes of an element of the first operand.
 
@@ -388,5 +392,5 @@ def internal_collectives(
     inside_of = row_of(op).inside
     if inside_of is None:
         raise StrategyError(f"the rule of {op} merges over {', '.join(axes)}, and its row has no column inside=")
-    start, stop = rule.operand_layout(0, strategy).dims[1].bounds(operands[0][1], mesh, mesh.coordinates(0))
-    return inside_of(mesh, axes, 2 * (stop - start) * max(itemsize, 4))  # statistics are kept in float32 at least
+    local = rule.operand_layout(0, strategy).local_shape(operands[0], mesh, 0)  # rank 0 holds the largest parts
+    return inside_of(mesh, axes, local, itemsize)
