@@ -33,9 +33,10 @@ from hosts import HostNetwork, host_network
 PROFILE = """
 import sys
 import shardwright as sw
-from shardwright.cluster.bench.profile import measure_hardware
+from shardwright.cluster.bench.profile import ROUNDS, SIZES, measure_hardware
 world = sw.init()
-found = measure_hardware(world, rounds=int(sys.argv[2]))
+quick = sys.argv[2] == "quick"
+found = measure_hardware(world, SIZES[::8] if quick else SIZES, 1 if quick else ROUNDS)
 if world.rank == 0:
     found.save(sys.argv[1])
 """
@@ -192,7 +193,7 @@ def main() -> None:
         hosts = Hosts(network, Path(name))
         for megabits in given.megabits:
             hosts.shape(megabits)
-            hosts.run("profile.py", "hardware.json", "1" if given.quick else "20")
+            hosts.run("profile.py", "hardware.json", "quick" if given.quick else "all")
             for case, rows in CASES:
                 if given.only in case:
                     took = measured(hosts, case, rows, given)

@@ -260,7 +260,7 @@ class _CrossEntropy(torch.autograd.Function):
         ranks = comm.mesh.group(comm.rank, axes)
         share = max(1, math.ceil(counted.numel() / len(ranks)))
         ours = torch.stack([logits.logsumexp(1).flatten(), chosen.flatten(), counted.flatten().to(logits.dtype)])
-        shares = functional.pad(ours, (0, share * len(ranks) - counted.numel())).split(share, 1)
+        shares = functional.pad(ours, (0, share * len(ranks) - counted.numel())).view(3, -1, share).unbind(1)
         found = torch.stack(comm.all_to_all([part[:2].contiguous() for part in shares], axes))
         total, counts = found[:, 0].logsumexp(0), shares[ranks.index(comm.rank)][2]
         loss = torch.where(counts > 0, total - found[:, 1].sum(0), 0).sum(0, keepdim=True)
