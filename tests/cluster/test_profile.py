@@ -10,6 +10,7 @@ import pytest
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.cluster.bench import profile
 from shardwright.cluster.bench.profile import KINDS, SIZES, measure_hardware, measure_links, report
 from shardwright.cluster.bench.profile_fit import fit, monotone
 from shardwright.errors import UsageError
@@ -101,6 +102,16 @@ def test_four_ranks_measure_pairs_and_all_four():
     text = found[0][1]
     assert "all_to_all inside a host, groups of 4:" in text
     assert text.count("residual") == len(hardware.links)
+
+
+def impatient():
+    """On a rank of two, where every call takes too long: the sizes of each collective that were timed all the same."""
+    profile.LONGEST_S = 0.0
+    return [[size for size, _ in link.points] for link in measure_links(sw.init("gloo"), (4096, 64), rounds=1)]
+
+
+def test_sizes_beyond_one_that_takes_too_long_are_left_out():
+    assert run_ranks(2, impatient) == [[[64]] * len(KINDS)] * 2
 
 
 def alone():
