@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -48,12 +48,18 @@ def with_parameters(
 ) -> dict[str, Sequence[Layout]]:
     """Parameters may be stored in any layout in which some strategy of a consumer takes them, replicated first."""
     found = dict(fixed)
+    demanded: dict[Hashable, tuple[Layout, ...]] = {}  # by what it follows from: equal layers ask once
+    options: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}  # equal ones are one object
     for value in graph.capture.of_kind("parameter"):
         if value.name not in found:
-            demanded = [
-                target_of(graph, use.node, use.index, strategy, mesh).layout.whole()
-                for use in graph.uses[value.name]
-                for strategy in strategies[use.node.name]
-            ]
-            found[value.name] = tuple(dict.fromkeys([Layout.replicated(len(value.shape)), *demanded]))
+            layouts = [Layout.replicated(len(value.shape))]
+            for use in graph.uses[value.name]:
+                of = strategies[use.node.name]
+                key = id(graph.rules[use.node.name]), id(of), use.index
+                if key not in demanded:
+                    targets = (target_of(graph, use.node, use.index, strategy, mesh) for strategy in of)
+                    demanded[key] = tuple(dict.fromkeys(target.layout.whole() for target in targets))
+                layouts += demanded[key]
+            free = tuple(dict.fromkeys(layouts))
+            found[value.name] = options.setdefault(free, free)
     return found

@@ -4,15 +4,20 @@
 
 Eliminating a variable adds up the tables that mention it, minimises over it, and leaves one table over its
 neighbours (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972). The next variable is always the one whose
-table is smallest. On the graphs of neural networks, which are nearly trees, the tables stay small and the whole is
-linear in depth; where one would not, `TooWide` is raised instead of an answer that is not the minimum.
+table is smallest. On the graphs of neural networks, which are nearly trees, the tables stay small; where one would not,
+`TooWide` is raised instead of an answer that is not the minimum.
+
+Equal layers bring the same arrays, and what is made of the same arrays in the same way is made once: the eliminations
+of a layer are worked out for one layer, whatever each layer then chooses. Among equal tables the variable comes first
+around which least was eliminated. Of a chain of equal layers every second variable goes in the first round, every
+second one of the rest in the next: a round needs one product of tables, so that the depth enters by its logarithm.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,36 +52,42 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = 40_00
         TooWide: where a table would be larger than ``limit``.
     """
     # A variable of one value widens no table, so that nothing would keep the dims of tables below numpy's limit of 64.
-    tables = [_without_singles(table, domains) for table in tables]
+    tables = _without_singles(tables, domains)
+    kept = list(tables)  # so that no identity is given to another array
     pending: dict[int, list[Table]] = {variable: [] for variable in range(len(domains))}
     for table in tables:
         for variable in table.scope:
             pending[variable].append(table)
     total = sum(float(t.costs) for t in tables if not t.scope)
     decisions: list[tuple[int, tuple[int, ...], npt.NDArray[np.intp]]] = []
-    # By width; an entry whose width is no longer that of its variable is passed over.
-    widths = {variable: _width(variable, touching, domains) for variable, touching in pending.items()}
-    heap = [(width, variable) for variable, width in widths.items()]
+    known: dict[Hashable, tuple[npt.NDArray[np.intp], Costs]] = {}
+    # By width, then by age; an entry whose width or age is no longer that of its variable is passed over.
+    ranks = {variable: (_width(variable, touching, domains), 0) for variable, touching in pending.items()}
+    heap = [(*rank, variable) for variable, rank in ranks.items()]
     heapq.heapify(heap)
     while pending:
-        width, variable = heapq.heappop(heap)
-        if widths.get(variable) != width:
+        width, age, variable = heapq.heappop(heap)
+        if ranks.get(variable) != (width, age):
             continue
         if width > limit:
             raise TooWide(f"the search would need a table of {width:,} entries")
-        del widths[variable]
+        del ranks[variable]
         touching = pending.pop(variable)
         scope = tuple(sorted({v for t in touching for v in t.scope} - {variable}))
-        joined = _join(touching, (*scope, variable), domains)
-        best = joined.argmin(axis=-1)
+        order = (*scope, variable)
+        made_of = tuple((id(t.costs), tuple(order.index(v) for v in t.scope)) for t in touching)
+        if made_of not in known:
+            known[made_of] = _eliminated(touching, order, domains)
+            kept += touching
+        best, costs = known[made_of]
         decisions.append((variable, scope, best))
-        message = Table(scope, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0])
+        message = Table(scope, costs)
         if not scope:
-            total += float(message.costs)
+            total += float(costs)
         for neighbour in scope:
             pending[neighbour] = [t for t in pending[neighbour] if variable not in t.scope] + [message]
-            widths[neighbour] = _width(neighbour, pending[neighbour], domains)
-            heapq.heappush(heap, (widths[neighbour], neighbour))
+            ranks[neighbour] = _width(neighbour, pending[neighbour], domains), max(age, ranks[neighbour][1]) + 1
+            heapq.heappush(heap, (*ranks[neighbour], neighbour))
     if not math.isfinite(total):
         raise PlanError("no assignment is possible: every combination is forbidden")
     chosen: dict[int, int] = {}
@@ -110,14 +121,29 @@ def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[i
     return largest
 
 
-def _without_singles(table: Table, domains: Sequence[int]) -> Table:
-    """The same costs over the variables that have a choice."""
-    scope = tuple(v for v in table.scope if domains[v] != 1)
-    return Table(scope, table.costs.reshape([domains[v] for v in scope]))
+def _without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Table]:
+    """The same costs over the variables that have a choice; what is one array stays one array."""
+    reshaped: dict[tuple[int, tuple[int, ...]], Costs] = {}
+    found = []
+    for table in tables:
+        scope = tuple(v for v in table.scope if domains[v] != 1)
+        shape = tuple(domains[v] for v in scope)
+        same = table.costs if len(scope) == len(table.scope) else table.costs.reshape(shape)
+        found.append(Table(scope, reshaped.setdefault((id(table.costs), shape), same)))
+    return found
 
 
 def _width(variable: int, touching: list[Table], domains: Sequence[int]) -> int:
     return math.prod(domains[v] for v in {variable, *(v for t in touching for v in t.scope)})
+
+
+def _eliminated(
+    tables: list[Table], order: tuple[int, ...], domains: Sequence[int]
+) -> tuple[npt.NDArray[np.intp], Costs]:
+    """The best value of the last variable of ``order``, and the sum of the tables there, by the values of the others."""
+    joined = _join(tables, order, domains)
+    best = joined.argmin(axis=-1)
+    return best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
 
 
 def _join(tables: list[Table], scope: tuple[int, ...], domains: Sequence[int]) -> Costs:

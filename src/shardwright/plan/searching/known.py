@@ -37,6 +37,8 @@ class Known:
         self._operators: dict[Hashable, Costs] = {}
         self._layouts: dict[Hashable, tuple[Layout, ...]] = {}
         self._targets: dict[Hashable, tuple[Target, ...]] = {}
+        self._same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
+        self._leaves: dict[Hashable, Costs] = {}
         self._single: dict[Hashable, dict[tuple[Layout, Target], float]] = {}
         self._arrays: dict[Hashable, Costs] = {}
         self._edges: dict[Hashable, Edges] = {}
@@ -69,8 +71,16 @@ class Known:
         rule, value = self.graph.rules[use.node.name], self.graph.capture.values[use.node.operands[use.index]]
         key = self._identity(rule), self._identity(strategies), use.index, value.shape, value.needs_gradient
         if key not in self._targets:
-            self._targets[key] = tuple(target_of(self.graph, use.node, use.index, s, self.mesh) for s in strategies)
+            made = tuple(target_of(self.graph, use.node, use.index, s, self.mesh) for s in strategies)
+            self._targets[key] = self._same.setdefault(made, made)  # equal ones are one object
         return self._targets[key]
+
+    def leaf(self, value: Value, layouts: Sequence[Layout]) -> Costs:
+        """What it costs to hold a leaf in each layout."""
+        key = _alike(value), self._identity(layouts)
+        if key not in self._leaves:
+            self._leaves[key] = np.array([self.objective.leaf(value, layout, self.mesh) for layout in layouts])
+        return self._leaves[key]
 
     def edges(self, facts: Value, layouts: tuple[Layout, ...], demanded: Sequence[tuple[Target, ...]]) -> Edges:
         """What a value's way from each layout to each target costs; ``demanded`` has the targets of each consumer."""

@@ -66,8 +66,8 @@ class Problem:
                 costs = known.operator(node, space.strategies[node.name])
                 self.tables.append(Table((self.node_variables[node.name],), costs))
         for name, layouts in space.leaves.items():
-            leaf = [known.objective.leaf(graph.capture.values[name], layout, space.mesh) for layout in layouts]
-            self.tables.append(Table((self.leaf_variables[name],), np.array(leaf)))
+            costs = known.leaf(graph.capture.values[name], layouts)
+            self.tables.append(Table((self.leaf_variables[name],), costs))
         for value in graph.capture.values if values is None else values:
             if value in self.leaf_variables or graph.producers[value][0].name in nodes:
                 self._add_transfers(value)
@@ -140,9 +140,11 @@ class Problem:
 
     def _consumers(self, value: str) -> list[tuple[int, tuple[Target, ...]]]:
         """Who reads a value: the variable, and for each of its choices the target that it demands."""
-        found: dict[tuple[int, tuple[Target, ...]], None] = {}  # an operator that reads a value twice alike pays once
+        # An operator that reads a value twice alike pays once; equal targets are one object.
+        found: dict[tuple[int, int], tuple[int, tuple[Target, ...]]] = {}
         for use in self.space.graph.uses[value]:
             if use.node.name in self.node_variables:
                 targets = self.known.targets(use, self.space.strategies[use.node.name])
-                found[self.node_variables[use.node.name], targets] = None
-        return list(found)
+                variable = self.node_variables[use.node.name]
+                found[variable, id(targets)] = variable, targets
+        return list(found.values())
