@@ -58,5 +58,5 @@ def test_the_least_is_one_axis(plan):
 
 
 def test_no_search_is_no_search():
-    with pytest.raises(UsageError, match="unknown search 'none'; the searches are propagation, exact"):
+    with pytest.raises(UsageError, match="unknown search 'none'; the searches are propagation, recursive, exact"):
         plan_of(TwoMatmuls(4, 4), square, (torch.ones(4, 4),), Mesh.of(d=2), "auto", search="none")

@@ -1,7 +1,8 @@
 """From a capture and a request to a plan.
 
 Where the mode searches nothing, every operator follows the split of the batch (`data.py`). Else the row of the search
-says which strategies are choices and what is minimised over them (`searches.py`); `search.py` finds the minimum.
+says which strategies are choices and what is minimised over them (`searches.py`); `search.py` finds the minimum, and
+`recursive.py` what is the best axis by axis.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from shardwright.plan.searches import MODES, SEARCHES
 from shardwright.plan.searching.budget import Budget, OverBudget
 from shardwright.plan.searching.data import data_parallel
 from shardwright.plan.searching.exact import TooWide
+from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import search
 from shardwright.plan.searching.space import Choice
 from shardwright.plan.spaces import space_of
@@ -44,8 +46,9 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         mesh = request.axes or _planning_mesh(graph, request.mesh, most_axes)
         space = space_of(graph, mesh, request, row)
         budget = _budget(graph, mesh, request, space.outputs)
+        find = recursive if row.by_axes else search
         try:
-            choice = search(space, row.objective(request.hardware), budget)
+            choice = find(space, row.objective(request.hardware), budget)
             return _plan(graph, mesh, request, choice, space.outputs)
         except OverBudget:
             raise

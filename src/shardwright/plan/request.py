@@ -15,7 +15,7 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.pricing.hardware import Hardware, for_device
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
-from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
+from shardwright.plan.searches import MINDSPORE, MODES, SEARCHES, Mode, SearchName
 
 Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
 
@@ -26,7 +26,7 @@ class PlanRequest:
 
     Args:
         mesh: the devices; axes are split further where strategies need it.
-        search: by default the usual one of the mode.
+        search: by default the usual one of the mode; MindSpore's names are read as ours.
         inputs: "split": each rank is given its rows of the batch; "whole": all of it; or slices per dim by input name.
         hardware: what plans are priced by, where the search counts seconds.
         storage: layouts that parameters have already, by value name; they are then not free.
@@ -53,6 +53,9 @@ class PlanRequest:
             raise UsageError(f"unknown mode {self.mode!r}; the modes are {', '.join(MODES)}")
         if self.search is not None and self.search not in SEARCHES:
             raise UsageError(f"unknown search {self.search!r}; the searches are {', '.join(SEARCHES)}")
+        for theirs, ours in MINDSPORE.items():
+            if self.search == theirs:
+                object.__setattr__(self, "search", ours)
         if problem := inputs_problem(self.inputs):
             raise UsageError(problem)
 

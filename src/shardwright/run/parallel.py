@@ -74,7 +74,9 @@ def parallelize(
         sample_batch: one global batch, or a batch as ``parallel`` will get them.
         mode: "single" splits nothing; "data" splits the batch; "semi-auto" propagates what `sw.shard` and ``pins``
             demand; "auto" decides everything that is not pinned.
-        search: "propagation" (fewest bytes; the usual one of semi-auto) or "exact" (least seconds; of auto).
+        search: "propagation" (fewest bytes; the usual one of semi-auto), "exact" (least seconds; of auto) or
+            "recursive" (few seconds, axis by axis); "sharding_propagation", "dynamic_programming" and
+            "recursive_programming" are MindSpore's names of these three.
         mesh: named axes, ``"dp=2,tp=4"``; by default one axis over all ranks, divided as the search needs it.
         plan: a plan, or the path of a saved one, in place of a search.
         pins: strategies by pattern of module path, ``{"layers.*.up": ((2, 1), (1, 4))}``.

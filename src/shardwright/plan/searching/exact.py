@@ -140,7 +140,7 @@ def _width(variable: int, touching: list[Table], domains: Sequence[int]) -> int:
 def _eliminated(
     tables: list[Table], order: tuple[int, ...], domains: Sequence[int]
 ) -> tuple[npt.NDArray[np.intp], Costs]:
-    """The best value of the last variable of ``order``, and the sum of the tables there, by the values of the others."""
+    """By the values of the others: the best value of the last variable of ``order``, and the sum there."""
     joined = _join(tables, order, domains)
     best = joined.argmin(axis=-1)
     return best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]

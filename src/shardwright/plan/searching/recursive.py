@@ -1,0 +1,80 @@
+"""The search axis by axis: how the first axis is used is decided as if there were no other, then the next, given this.
+
+What MindSpore's recursive programming does when it bisects its devices again and again. An operator has a handful of
+choices at each axis, however many axes there are, so that the time grows with the number of axes and not with a power
+of it. What is decided for an axis is the best for it alone, not for what follows: no bound comes with the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import replace
+
+from shardwright.mesh.layout import WHOLE, Layout, Split
+from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.searching.budget import Budget
+from shardwright.plan.searching.search import search
+from shardwright.plan.searching.space import Choice, Space
+from shardwright.rules.notation import Strategy
+
+
+def recursive(space: Space, objective: Objective, budget: Budget | None = None) -> Choice:
+    """A choice that is the best at every axis, given what was decided for the axes before it.
+
+    The axes to come divide what a device holds by no more than their size, so that at each of them the budget is that
+    many times as large.
+
+    Raises:
+        OverBudget: where none that was found fits the budget.
+        PlanError: where nothing is possible.
+    """
+    rules = space.graph.rules
+    decided: Mapping[str, Strategy] = {node.name: rules[node.name].replicated() for node in space.graph.capture.nodes}
+    choice = None
+    for count in range(1, len(space.mesh.axes) + 1):
+        to_come = space.mesh.extent(space.mesh.names[count:])
+        now = budget and replace(budget, limit_bytes=budget.limit_bytes * to_come)
+        choice = search(_along(space, space.mesh.names[:count], decided), objective, now)
+        decided = choice.strategies
+    return replace(choice, bound=None) if choice else search(space, objective, budget)
+
+
+def _along(space: Space, axes: Sequence[str], decided: Mapping[str, Strategy]) -> Space:
+    """The choices that use these axes alone and split over all but the last of them as was decided."""
+    now, before = frozenset(axes), frozenset(axes[:-1])
+    alike: dict[tuple[int, Strategy], tuple[Strategy, ...]] = {}  # equal choices are one object, as searches want it
+    strategies: dict[str, tuple[Strategy, ...]] = {}
+    for node in space.graph.capture.nodes:
+        key = id(space.strategies[node.name]), decided[node.name]
+        if key not in alike:
+            found = (_strategy(s, now) for s in space.strategies[node.name])
+            alike[key] = tuple(dict.fromkeys(s for s in found if _strategy(s, before) == decided[node.name]))
+        strategies[node.name] = alike[key]
+    outputs = {name: _layout(layout, now) for name, layout in space.outputs.items()}
+    return replace(space, strategies=strategies, leaves=_leaves(space, now), outputs=outputs)
+
+
+def _leaves(space: Space, axes: Set[str]) -> dict[str, Sequence[Layout]]:
+    """The layouts of the leaves over these axes."""
+    found: dict[str, Sequence[Layout]] = {}
+    same: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}
+    for name, layouts in space.leaves.items():
+        over = tuple(dict.fromkeys(_layout(layout, axes) for layout in layouts))
+        found[name] = same.setdefault(over, over)
+    return found
+
+
+def _strategy(strategy: Strategy, axes: Set[str]) -> Strategy:
+    """What a strategy does over these axes."""
+    kept = tuple(tuple(axis for axis in of if axis in axes) for of in strategy.axes)
+    return Strategy(kept, tuple(axis for axis in strategy.partial if axis in axes))
+
+
+def _layout(layout: Layout, axes: Set[str]) -> Layout:
+    """How a layout cuts over these axes."""
+    dims = tuple(Split(kept, dim.unit) if (kept := _kept(dim, axes)) else WHOLE for dim in layout.dims)
+    return Layout(dims, tuple(axis for axis in layout.partial if axis in axes))
+
+
+def _kept(dim: Split, axes: Set[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in dim.axes if axis in axes)

@@ -1,0 +1,206 @@
+"""The exact search against everything else that plans: all choices tried or integer programming, and other searches."""
+
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import LinearConstraint, milp
+from scipy.sparse import coo_array
+from torch import nn
+from torch.nn import functional as F
+
+from shardwright.graph.ir import Capture, Node, Value
+from shardwright.graph.step import captured_step
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.pricing.cost import Seconds
+from shardwright.plan.pricing.hardware import shipped
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.searches import MINDSPORE
+from shardwright.plan.searching import recursive as axis_by_axis
+from shardwright.plan.searching.problem import Problem
+from shardwright.plan.searching.search import search
+from shardwright.plan.searching.space import Space
+from shardwright.rules.notation import Operand
+from shardwright.zoo import GPT
+
+HARDWARE = replace(shipped("h100"), ranks_per_host=2)
+OBJECTIVE = Seconds(HARDWARE)
+SEEDS = [*range(6), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(6, 30))]
+
+
+def graph_of(seed):
+    """Layers, sums and transitions at random, in a graph that is no tree, with a batch and a loss."""
+    draw = random.Random(seed)
+    values, nodes = {}, []
+
+    def value(name, kind, *shape):
+        values[name] = Value(name, kind, name, shape, torch.float32, kind in ("parameter", "result"))
+        return name
+
+    def node(op, *operands, shape, args=()):
+        name = f"n{len(nodes)}"
+        given = tuple(Operand(i) for i in range(len(operands)))
+        made = value(name, "result", *shape)
+        nodes.append(Node(name, f"aten.{op}", (*given, *args), (), operands, (made,), "", "test.py:1"))
+        return made
+
+    rows = 2 ** draw.randint(6, 14)
+    alive = [value("x", "input", rows, 2 ** draw.randint(8, 12))]
+    for i in range(draw.randint(3, 6)):
+        source = draw.choice(alive[-2:])
+        width = values[source].shape[1]
+        peers = [name for name in alive if values[name].shape[1] == width and name != source]
+        kind = draw.choice(["linear", "linear", "relu", "sum"])
+        if kind == "sum" and peers:
+            alive.append(node("add.Tensor", source, draw.choice(peers), shape=(rows, width)))
+        elif kind == "relu":
+            alive.append(node("relu.default", source, shape=(rows, width)))
+        else:
+            out = draw.choice([width, 2 ** draw.randint(8, 14)])
+            weight = value(f"w{i}", "parameter", out, width)
+            alive.append(node("linear.default", source, weight, shape=(rows, out)))
+    loss = node("sum.default", alive[-1], shape=())
+    used = {name for n in nodes for name in n.operands} | {loss}
+    for name in [name for name in alive if name not in used]:
+        loss = node("add.Tensor", loss, node("sum.default", name, shape=()), shape=())
+    return Capture(values, tuple(nodes), loss, (), None, {}, {}, {}, "")
+
+
+def planned(capture, mesh, method, mode="auto"):
+    return make_plan(capture, PlanRequest(mesh, mode, method, hardware=HARDWARE, axes=mesh))
+
+
+def cost(plan):
+    """What a plan costs by the objective of the exact search, whoever made it."""
+    strategies = {name: (strategy,) for name, strategy in plan.strategies.items()}
+    leaves = {name: (layout,) for name, layout in plan.leaves.items()}
+    return search(Space(plan.graph, plan.mesh, strategies, leaves, plan.outputs), OBJECTIVE).cost
+
+
+@pytest.fixture
+def problems(monkeypatch):
+    """The problems that the exact search solves."""
+    seen = []
+    solved = Problem.solved
+    monkeypatch.setattr(Problem, "solved", lambda problem: seen.append(problem) or solved(problem))
+    return seen
+
+
+def tried(domains, tables):
+    """The least of all assignments, added up as one array."""
+    total = np.zeros(domains)
+    for table in tables:
+        order = np.argsort(table.scope)
+        shape = [n if v in table.scope else 1 for v, n in enumerate(domains)]
+        total = total + table.costs.transpose(order).reshape(shape)
+    return total.min()
+
+
+def programmed(domains, tables):
+    """The same minimum by HiGHS: a binary per value of a variable and per entry of a table, marginals tied together."""
+    first = np.cumsum([0, *domains])
+    costs = [np.zeros(first[-1])]
+    rows, columns, signs, bounds, at = [], [], [], [], int(first[-1])
+    upper = [np.ones(first[-1])]
+
+    def tie(row, entries, sign):
+        rows.extend([row] * len(entries))
+        columns.extend(entries)
+        signs.extend([sign] * len(entries))
+
+    for v, n in enumerate(domains):
+        tie(len(bounds), range(first[v], first[v] + n), 1)
+        bounds.append(1)
+    for table in tables:
+        ids = at + np.arange(table.costs.size).reshape(table.costs.shape)
+        at += table.costs.size
+        finite = np.isfinite(table.costs).ravel()
+        costs.append(np.where(finite, table.costs.ravel(), 0))
+        upper.append(finite.astype(float))
+        for axis, v in enumerate(table.scope):
+            for i in range(domains[v]):
+                tie(len(bounds), ids.take(i, axis).ravel().tolist(), 1)
+                tie(len(bounds), [first[v] + i], -1)
+                bounds.append(0)
+    matrix = coo_array((signs, (rows, columns)), (len(bounds), at)).tocsr()
+    scale = 1e3  # milliseconds, which HiGHS's tolerances fit
+    found = milp(
+        np.concatenate(costs) * scale, integrality=np.ones(at), bounds=(0, np.concatenate(upper)),
+        constraints=LinearConstraint(matrix, bounds, bounds), options={"mip_rel_gap": 0},
+    )  # fmt: skip
+    return found.fun / scale
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_exact_is_the_least_of_all_assignments(seed, problems):
+    plan = planned(graph_of(seed), Mesh.of(d=2), "exact")
+    [problem] = problems
+    if np.prod([float(n) for n in problem.domains]) < 1e6:
+        best = tried(problem.domains, problem.tables)
+    else:
+        best = programmed(problem.domains, problem.tables)
+    assert plan.cost == pytest.approx(best, rel=1e-9)
+    assert plan.cost == plan.bound == pytest.approx(cost(plan), rel=1e-12)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_exact_is_never_worse_than_others(seed):
+    capture, mesh = graph_of(100 + seed), Mesh.of(a=2, b=4)
+    exact = planned(capture, mesh, "exact")
+    others = [planned(capture, mesh, "recursive"), planned(capture, mesh, "propagation")]
+    others.append(planned(capture, mesh, None, "data"))
+    assert all(exact.cost <= cost(other) * (1 + 1e-12) for other in others)
+    assert others[0].cost == pytest.approx(cost(others[0]), rel=1e-12)
+
+
+def perceptron():
+    batch = torch.randn(64, 256), torch.randint(0, 8, (64,))
+    return nn.Sequential(nn.Linear(256, 1024), nn.BatchNorm1d(1024), nn.ReLU(), nn.Linear(1024, 8)), batch
+
+
+def transformer():
+    return GPT(64, width=64, heads=4, layers=2, sequence_length=32, dropout=0.1), (torch.randint(0, 64, (16, 32)),) * 2
+
+
+def classes(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+MODELS = [(*perceptron(), classes), (*transformer(), classes)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("model", "batch", "loss"), MODELS, ids=["perceptron", "transformer"])
+def test_models(model, batch, loss, problems):
+    """On two devices against integer programming, on four against the other searches."""
+    captured = captured_step(model, loss, batch, {})
+    exact = planned(captured, Mesh.of(d=2), "exact")
+    assert exact.bound == pytest.approx(programmed(problems[0].domains, problems[0].tables), rel=1e-9)
+    for mesh in (Mesh.of(d=2), Mesh.of(a=2, b=2)):
+        exact = planned(captured, mesh, "exact")
+        for method in ("recursive", "propagation"):
+            assert exact.cost <= cost(planned(captured, mesh, method)) * (1 + 1e-12)
+
+
+def test_recursive_decides_axis_by_axis(monkeypatch):
+    """Each search is over one axis more, and what was decided stays."""
+    seen = []
+    monkeypatch.setattr(axis_by_axis, "search", lambda space, *by: seen.append(space) or search(space, *by))
+    plan = planned(graph_of(0), Mesh.of(a=2, b=2, c=2), "recursive")
+    assert plan.search == "recursive"
+    assert plan.bound is None
+    used = [{axis for of in space.strategies.values() for s in of for axis in s.used} for space in seen]
+    assert used == [{"a"}, {"a", "b"}, {"a", "b", "c"}]
+    for space in seen:
+        assert max(map(len, space.strategies.values())) <= 5
+    assert all(plan.strategies[name] in of for name, of in seen[-1].strategies.items())
+
+
+def test_the_names_of_mindspore_are_ours():
+    capture = graph_of(1)
+    for theirs, ours in MINDSPORE.items():
+        plan = planned(capture, Mesh.of(d=2), theirs)
+        assert (plan.search, plan.cost) == (ours, planned(capture, Mesh.of(d=2), ours).cost)
