@@ -4,8 +4,9 @@
 
 Eliminating a variable adds up the tables that mention it, minimises over it, and leaves one table over its
 neighbours (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972). The next variable is always the one whose
-table is smallest. On the graphs of neural networks, which are nearly trees, the tables stay small; where one would not,
-`TooWide` is raised instead of an answer that is not the minimum.
+table is smallest. On the graphs of neural networks, which are nearly trees, the tables stay small. Before one that
+would not is made, values that no least assignment needs are left out (`prune.py`); where that does not help, `TooWide`
+is raised instead of an answer that is not the minimum.
 
 Equal layers bring the same arrays, and what is made of the same arrays in the same way is made once: the eliminations
 of a layer are worked out for one layer, whatever each layer then chooses. Among equal tables the variable comes first
@@ -21,79 +22,41 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from shardwright.errors import PlanError
+from shardwright.plan.searching.prune import needed
+from shardwright.plan.searching.tables import Costs, Indices, Table, join, width, without_singles
 
-Costs = npt.NDArray[np.float64]
+__all__ = ["Costs", "Table", "TooWide", "minimise", "widest"]
+
+# A table of more entries is worth a look at which of them are needed; and again one that is so many times larger.
+WIDE, WIDER = 1_000_000, 8
 
 
 class TooWide(PlanError):
     """The smallest next table would exceed the limit of entries."""
 
 
-@dataclass(frozen=True)
-class Table:
-    """What the choices of a few variables cost together: one dim per variable of ``scope``; infinity forbids."""
-
-    scope: tuple[int, ...]
-    costs: Costs
-
-
-def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = 40_000_000) -> tuple[float, list[int]]:
+def minimise(
+    domains: Sequence[int], tables: Sequence[Table], limit: int = 40_000_000, wide: int = WIDE
+) -> tuple[float, list[int]]:
     """The minimum and an assignment that attains it; among equals, the first value of a variable is preferred.
 
     Args:
         domains: the number of values of every variable.
         limit: the largest table that may be built, in entries.
+        wide: the largest that is built before values that are not needed are left out.
 
     Raises:
         PlanError: where every assignment has infinite cost.
         TooWide: where a table would be larger than ``limit``.
     """
     # A variable of one value widens no table, so that nothing would keep the dims of tables below numpy's limit of 64.
-    tables = _without_singles(tables, domains)
-    kept = list(tables)  # so that no identity is given to another array
-    pending: dict[int, list[Table]] = {variable: [] for variable in range(len(domains))}
-    for table in tables:
-        for variable in table.scope:
-            pending[variable].append(table)
-    total = sum(float(t.costs) for t in tables if not t.scope)
-    decisions: list[tuple[int, tuple[int, ...], npt.NDArray[np.intp]]] = []
-    known: dict[Hashable, tuple[npt.NDArray[np.intp], Costs]] = {}
-    # By width, then by age; an entry whose width or age is no longer that of its variable is passed over.
-    ranks = {variable: (_width(variable, touching, domains), 0) for variable, touching in pending.items()}
-    heap = [(*rank, variable) for variable, rank in ranks.items()]
-    heapq.heapify(heap)
-    while pending:
-        width, age, variable = heapq.heappop(heap)
-        if ranks.get(variable) != (width, age):
-            continue
-        if width > limit:
-            raise TooWide(f"the search would need a table of {width:,} entries")
-        del ranks[variable]
-        touching = pending.pop(variable)
-        scope = tuple(sorted({v for t in touching for v in t.scope} - {variable}))
-        order = (*scope, variable)
-        made_of = tuple((id(t.costs), tuple(order.index(v) for v in t.scope)) for t in touching)
-        if made_of not in known:
-            known[made_of] = _eliminated(touching, order, domains)
-            kept += touching
-        best, costs = known[made_of]
-        decisions.append((variable, scope, best))
-        message = Table(scope, costs)
-        if not scope:
-            total += float(costs)
-        for neighbour in scope:
-            pending[neighbour] = [t for t in pending[neighbour] if variable not in t.scope] + [message]
-            ranks[neighbour] = _width(neighbour, pending[neighbour], domains), max(age, ranks[neighbour][1]) + 1
-            heapq.heappush(heap, (*ranks[neighbour], neighbour))
-    if not math.isfinite(total):
+    elimination = _Elimination(list(domains), without_singles(tables, domains))
+    elimination.run(min(limit, wide), limit)
+    if not math.isfinite(elimination.total):
         raise PlanError("no assignment is possible: every combination is forbidden")
-    chosen: dict[int, int] = {}
-    for variable, scope, best in reversed(decisions):
-        chosen[variable] = int(best[tuple(chosen[v] for v in scope)])
-    return total, [chosen[v] for v in range(len(domains))]
+    return elimination.total, elimination.assignment()
 
 
 def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, ...]]:
@@ -104,16 +67,16 @@ def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[i
         for variable in several:
             near[variable] |= several
     heap = [(math.prod(domains[v] for v in scope), variable) for variable, scope in near.items()]
-    widths = {variable: width for width, variable in heap}
+    widths = {variable: entries for entries, variable in heap}
     heapq.heapify(heap)
     largest: tuple[int, tuple[int, ...]] = 1, ()
     while near:
-        width, variable = heapq.heappop(heap)
-        if widths.get(variable) != width:
+        entries, variable = heapq.heappop(heap)
+        if widths.get(variable) != entries:
             continue
         del widths[variable]
         together = near.pop(variable)
-        largest = max(largest, (width, tuple(sorted(together))))
+        largest = max(largest, (entries, tuple(sorted(together))))
         for neighbour in together - {variable}:
             near[neighbour] = (near[neighbour] | together) - {variable}
             widths[neighbour] = math.prod(domains[v] for v in near[neighbour])
@@ -121,35 +84,101 @@ def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[i
     return largest
 
 
-def _without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Table]:
-    """The same costs over the variables that have a choice; what is one array stays one array."""
-    reshaped: dict[tuple[int, tuple[int, ...]], Costs] = {}
-    found = []
-    for table in tables:
-        scope = tuple(v for v in table.scope if domains[v] != 1)
-        shape = tuple(domains[v] for v in scope)
-        same = table.costs if len(scope) == len(table.scope) else table.costs.reshape(shape)
-        found.append(Table(scope, reshaped.setdefault((id(table.costs), shape), same)))
-    return found
+@dataclass(frozen=True)
+class _Decision:
+    """The best value of a variable by the values of its neighbours, each counted among those that it has left."""
+
+    variable: int
+    scope: tuple[int, ...]
+    best: Indices
+    left: tuple[Indices | None, ...]  # of the neighbours, then of the variable; None: all
 
 
-def _width(variable: int, touching: list[Table], domains: Sequence[int]) -> int:
-    return math.prod(domains[v] for v in {variable, *(v for t in touching for v in t.scope)})
+class _Elimination:
+    """The tables as variables leave them."""
+
+    def __init__(self, domains: list[int], tables: list[Table]) -> None:
+        self.domains = domains
+        self.total = sum(float(t.costs) for t in tables if not t.scope)
+        self.decisions: list[_Decision] = []
+        self.left: dict[int, Indices] = {}  # what pruning left of a variable's values
+        self._known: dict[Hashable, tuple[Indices, Costs]] = {}
+        self._kept: list[Table] = []  # so that no identity is given to another array
+        self._ages = dict.fromkeys(range(len(domains)), 0)
+        self._gather(tables)
+
+    def _gather(self, tables: Sequence[Table]) -> None:
+        """Put the remaining variables in order: by width, then by age."""
+        self.pending: dict[int, list[Table]] = {variable: [] for variable in self._ages}
+        for table in tables:
+            for variable in table.scope:
+                self.pending[variable].append(table)
+        self._ranks = {v: (width(v, touching, self.domains), self._ages[v]) for v, touching in self.pending.items()}
+        self._heap = [(*rank, variable) for variable, rank in self._ranks.items()]
+        heapq.heapify(self._heap)
+
+    def run(self, wide: int, limit: int) -> None:
+        """Eliminate every variable; above ``wide`` entries leave out values first, above ``limit`` give up."""
+        while self.pending:
+            entries, age, variable = self._heap[0]
+            if self._ranks.get(variable) != (entries, age):
+                heapq.heappop(self._heap)  # its width or age is no longer that of the variable
+            elif entries > wide:
+                self._leave_out()
+                entries = self._heap[0][0]
+                if entries > limit:
+                    raise TooWide(f"the search would need a table of {entries:,} entries")
+                wide = min(max(wide, entries) * WIDER, limit)
+            else:
+                heapq.heappop(self._heap)
+                self._eliminate(variable, age)
+
+    def _leave_out(self) -> None:
+        """Keep only the values that are needed."""
+        tables = {id(table): table for touching in self.pending.values() for table in touching}
+        self._kept += tables.values()
+        smaller, left = needed(list(tables.values()), {v: self.domains[v] for v in self.pending})
+        for variable, values in left.items():
+            if len(values) < self.domains[variable]:
+                self.left[variable] = self.left[variable][values] if variable in self.left else values
+                self.domains[variable] = len(values)
+        self._gather(smaller)
+
+    def _eliminate(self, variable: int, age: int) -> None:
+        del self._ranks[variable], self._ages[variable]
+        touching = self.pending.pop(variable)
+        scope = tuple(sorted({v for t in touching for v in t.scope} - {variable}))
+        order = (*scope, variable)
+        made_of = tuple((id(t.costs), *(order.index(v) for v in t.scope)) for t in touching)
+        if made_of not in self._known:
+            joined = join(touching, order, self.domains)
+            best = joined.argmin(axis=-1)
+            self._known[made_of] = best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
+            self._kept += touching
+        best, costs = self._known[made_of]
+        self.decisions.append(_Decision(variable, scope, best, tuple(self.left.get(v) for v in order)))
+        if not scope:
+            self.total += float(costs)
+        self._pass_on(Table(scope, costs), variable, age)
+
+    def _pass_on(self, message: Table, variable: int, age: int) -> None:
+        """Give the neighbours what the variable leaves."""
+        for v in message.scope:
+            self.pending[v] = [t for t in self.pending[v] if variable not in t.scope] + [message]
+            self._ages[v] = max(age, self._ages[v]) + 1
+            self._ranks[v] = width(v, self.pending[v], self.domains), self._ages[v]
+            heapq.heappush(self._heap, (*self._ranks[v], v))
+
+    def assignment(self) -> list[int]:
+        """The values that attain the minimum, the last decision first."""
+        chosen: dict[int, int] = {}
+        for decision in reversed(self.decisions):
+            *of_neighbours, own = decision.left
+            at = tuple(_among(left, chosen[v]) for v, left in zip(decision.scope, of_neighbours, strict=True))
+            best = int(decision.best[at])
+            chosen[decision.variable] = best if own is None else int(own[best])
+        return [chosen[v] for v in range(len(chosen))]
 
 
-def _eliminated(
-    tables: list[Table], order: tuple[int, ...], domains: Sequence[int]
-) -> tuple[npt.NDArray[np.intp], Costs]:
-    """By the values of the others: the best value of the last variable of ``order``, and the sum there."""
-    joined = _join(tables, order, domains)
-    best = joined.argmin(axis=-1)
-    return best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
-
-
-def _join(tables: list[Table], scope: tuple[int, ...], domains: Sequence[int]) -> Costs:
-    """The sum of the tables, over all variables of ``scope``."""
-    joined = np.zeros([domains[v] for v in scope])
-    for table in tables:
-        order = [table.scope.index(v) for v in scope if v in table.scope]
-        joined += table.costs.transpose(order).reshape([domains[v] if v in table.scope else 1 for v in scope])
-    return joined
+def _among(left: Indices | None, value: int) -> int:
+    return value if left is None else int(np.searchsorted(left, value))

@@ -1,0 +1,47 @@
+"""Sums of tables over discrete variables: what the exact search works on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Costs = npt.NDArray[np.float64]
+Indices = npt.NDArray[np.intp]
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the choices of a few variables cost together: one dim per variable of ``scope``; infinity forbids."""
+
+    scope: tuple[int, ...]
+    costs: Costs
+
+
+def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Table]:
+    """The same costs over the variables that have a choice; what is one array stays one array."""
+    reshaped: dict[tuple[int, tuple[int, ...]], Costs] = {}
+    found = []
+    for table in tables:
+        scope = tuple(v for v in table.scope if domains[v] != 1)
+        shape = tuple(domains[v] for v in scope)
+        same = table.costs if len(scope) == len(table.scope) else table.costs.reshape(shape)
+        found.append(Table(scope, reshaped.setdefault((id(table.costs), shape), same)))
+    return found
+
+
+def width(variable: int, touching: Sequence[Table], domains: Sequence[int]) -> int:
+    """The entries of the table over a variable and its neighbours."""
+    return math.prod(domains[v] for v in {variable, *(v for t in touching for v in t.scope)})
+
+
+def join(tables: Sequence[Table], scope: tuple[int, ...], domains: Sequence[int]) -> Costs:
+    """The sum of the tables, over all variables of ``scope``."""
+    joined = np.zeros([domains[v] for v in scope])
+    for table in tables:
+        order = [table.scope.index(v) for v in scope if v in table.scope]
+        joined += table.costs.transpose(order).reshape([domains[v] if v in table.scope else 1 for v in scope])
+    return joined
