@@ -105,6 +105,18 @@ class Terminal(io.StringIO):
         return True
 
 
+def test_devices_on_several_hosts_pay_for_the_links_between_them(monkeypatch, capsys):
+    def step_s(*arguments):
+        command = ["plan", "net.py:build", "--mesh", "dp=4", "--mode", "data", "--hardware", "h100", "--json"]
+        code, shown, error = shardwright(monkeypatch, capsys, *command, *arguments)
+        return (json.loads(shown)["step_s"], "") if code == 0 else (0.0, error)
+
+    (alone, _), (two, _), (four, _) = step_s(), step_s("--hosts", "2"), step_s("--hosts", "4")
+    assert alone < two < four
+    message = "--hosts 3 for 4 devices: each has as many; type a number that divides 4"
+    assert message in step_s("--hosts", "3")[1]
+
+
 def test_who_waits_at_a_terminal_sees_what_is_under_way():
     terminal, log = Terminal(), io.StringIO()
     with Progress(terminal, after_s=0.0) as progress, Progress(log, after_s=0.0):

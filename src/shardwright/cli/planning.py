@@ -17,6 +17,9 @@ _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 
 @cli.command()
 @click.option("--devices", type=int, metavar="N", help="How many; without it those of the mesh or of the loaded plan.")
+@click.option(
+    "--hosts", type=int, metavar="N", help="On how many they stand; without it all on one, or as a profile says."
+)
 @click.option("--mesh", metavar="dp=2,tp=4", help="The devices as named axes.")
 @click.option("--mode", type=_MODES, default="auto", show_default=True, help="How much the planner decides.")
 @click.option("--search", type=_SEARCHES, help="How it searches; without it the usual way of the mode.")

@@ -16,7 +16,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
-from shardwright.plan.pricing.hardware import read_hardware
+from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import states_of
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest, read_memory
@@ -74,6 +74,7 @@ def plan_file(
     target: str,
     *,
     devices: int | None = None,
+    hosts: int | None = None,
     mesh: str | None = None,
     mode: Mode = "auto",
     search: SearchName | None = None,
@@ -89,6 +90,7 @@ def plan_file(
     Args:
         target: ``FILE.py:build``; the model is made on the meta device, or for real where that fails.
         devices: how many; those of the mesh or of the loaded plan where None.
+        hosts: on how many the devices stand, neighbours side by side; as ``hardware`` says where None.
         hardware: whose prices: the name of a shipped profile, or the path of one.
         load: a saved plan, in place of a search.
         memory: how many bytes each device may hold, as "80GiB".
@@ -110,11 +112,13 @@ def plan_file(
         lambda: RuledGraph.of(captured_step(built.model, built.loss_fn, built.batches[0], built.pins)),
     )
     if chosen is not None:
+        known = _on_hosts(known, hosts, chosen.size)
         request = PlanRequest(chosen, mode, search, inputs, known, memory=limit, optimizer=states)
         plan = stages.timed("planning", lambda: make_plan(graph.capture, request))
     else:
         plan = stages.timed("loading", lambda: Plan.load(load or "", graph))
         _refuse_other_size(plan, load or "", devices, mesh)
+        known = _on_hosts(known, hosts, plan.mesh.size)
         request = PlanRequest(plan.named, inputs=inputs, hardware=known, optimizer=plan.optimizer)
     return PlannedFile(plan, request, notes, stages.seconds)
 
@@ -154,6 +158,16 @@ def _mesh(devices: int | None, mesh: str | None) -> Mesh:
     if devices not in (None, chosen.size):
         raise UsageError(f"--mesh {mesh} has {chosen.size} devices, --devices says {devices}; leave one of them out")
     return chosen
+
+
+def _on_hosts(hardware: Hardware, hosts: int | None, devices: int) -> Hardware:
+    if hosts is None:
+        return hardware
+    if hosts < 1 or devices % hosts:
+        raise UsageError(
+            f"--hosts {hosts} for {devices} devices: each has as many; type a number that divides {devices}"
+        )
+    return hardware.on_hosts([str(device * hosts // devices) for device in range(devices)])
 
 
 def _refuse_other_size(plan: Plan, path: str, devices: int | None, mesh: str | None) -> None:
