@@ -55,6 +55,7 @@ def test_the_numbers_of_the_page_are_those_of_the_plan(plan):
     assert f"each device sends {plan.moved_bytes() / 1e6:.1f} MB per step" in page
     assert f"by its search it costs {plan.cost * 1e3:.4g} ms" in page
     assert milliseconds(page.split(" takes ")[1].split(":")[0]) == pytest.approx(spent, rel=0.02)
+    assert re.search(r"at most [\d.]+ [MG]B are alive at once, in the (forward|backward) of \w+", page)
     dearest = cells(page, "the dearest collectives")
     assert [milliseconds(row[-1]) for row in dearest] == sorted(
         (milliseconds(row[-1]) for row in dearest), reverse=True

@@ -82,7 +82,7 @@ class LocalProgram:
         lines.append("def step(parameters, buffers, inputs, constants, comm, key, device, reduce_gradients):")
         body = [_unpack(names, kind) for kind, names in self._arguments() if names]
         scope = None
-        last_reads = self._last_reads()
+        last_reads = self.last_reads()
         for at, instruction in enumerate(self.instructions):
             here = instruction.node.scope if instruction.node is not None else scope
             if here != scope:
@@ -110,7 +110,7 @@ class LocalProgram:
     def _outputs(self, values: Iterable[str]) -> str:
         return "[" + ", ".join(self.outputs[value] for value in values) + "]"
 
-    def _last_reads(self) -> dict[str, int]:
+    def last_reads(self) -> dict[str, int]:
         """Variable -> the instruction after which nothing reads it; outputs are read at the end."""
         last: dict[str, int] = {}
         for at, instruction in enumerate(self.instructions):

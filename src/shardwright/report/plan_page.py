@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.plan.decisions import Decisions
+from shardwright.lower.liveness import peak_of
+from shardwright.lower.lower import lower
 from shardwright.plan.explain import certificate, holds, in_bytes, in_time, in_tuples, short, table
+from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.report.plan_summary import ModuleRow, OperatorRow, PlanSummary, plan_summary
 
 MOST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 16, 6, 8, 4
 
 
-def plan_page(plan: Decisions, hardware: Hardware) -> str:
+def plan_page(plan: Plan, hardware: Hardware) -> str:
     """The page, whose seconds are those of ``hardware``; `explain` shows every operator and collective."""
     summary = plan_summary(plan, hardware)
-    head = "\n".join([*_head(summary), f"each device holds {holds(plan)}", *certificate(plan)])
+    peak = peak_of(plan, lower(plan, 0))
+    alive = f"at most {in_bytes(peak.bytes)} are alive at once, in the {peak.direction} of {peak.at}"
+    head = "\n".join([*_head(summary), f"each device holds {holds(plan)}", alive, *certificate(plan)])
     parts = [head, _modules(summary), _operators(summary), _collectives(summary), *_replicated(summary)]
     return "\n\n".join(parts)
 

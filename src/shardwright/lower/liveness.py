@@ -1,0 +1,180 @@
+"""The most that is alive at once while a program and its backward run: a prediction of the peak of a device's memory.
+
+Forward, memory is alive as long as a variable of the program stands for it or an operator keeps it for the backward.
+Backward, the operators come in reverse: each makes gradients of its operands from those of its results, and gives back
+what it kept. What kernels take for themselves is not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from shardwright.graph.ir import Node, Value
+from shardwright.lower.program import Instruction, LocalProgram
+from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.memory import local_bytes
+from shardwright.rules.table import Column, column
+
+# Operators whose gradients are those of their result, the same tensor.
+_PASSING: Column[bool] = column(("add", True))
+
+
+@dataclass(frozen=True)
+class Peak:
+    """How many bytes are alive at most, and where: the operator, or the value on its way, and the direction."""
+
+    bytes: int
+    at: str
+    direction: str
+
+
+def peak_of(plan: Plan, program: LocalProgram) -> Peak:
+    """The peak of one step, parameters, states of the optimizer, buffers and inputs included."""
+    return _Lives(plan, program).peak()
+
+
+class _Lives:
+    def __init__(self, plan: Plan, program: LocalProgram) -> None:
+        self._plan, self._program, self._kept = plan, program, plan.kept
+        held = plan.held
+        self._always = held.parameters + held.optimizer + held.buffers + held.inputs
+        self._peak = Peak(0, "", "forward")
+        # Memory is numbered; a leaf's is 0 and always there.
+        leaves = (*program.parameters, *program.buffers, *program.inputs, *program.constants)
+        self._lies: dict[str, int] = dict.fromkeys(leaves, 0)
+        self._sizes: list[int] = [0]
+        self._holders: Counter[int] = Counter()
+        self._keeps: dict[int, list[int]] = {}  # instruction -> the memory that it keeps
+        self._again: dict[int, int] = {}  # memory -> its bytes, which the backward gathers again
+        self._alive = 0
+
+    def peak(self) -> Peak:
+        last = self._program.last_reads()
+        for at, instruction in enumerate(self._program.instructions):
+            self._make(instruction)
+            self._keep(at, instruction)
+            self._note(self._alive + _buffers(instruction, self._program), instruction, "forward")
+            for name in dict.fromkeys([*instruction.reads, *instruction.outputs]):
+                if last[name] == at:
+                    self._let_go([self._lies[name]])
+        self._backward()
+        return self._peak
+
+    def _note(self, alive: int, instruction: Instruction, direction: str) -> None:
+        if self._always + alive > self._peak.bytes:
+            named = instruction.node.name if instruction.node else instruction.outputs[0]
+            self._peak = Peak(self._always + alive, named, direction)
+
+    # Memory
+
+    def _make(self, instruction: Instruction) -> None:
+        """Where the results of an instruction lie."""
+        node = instruction.node
+        for index, name in enumerate(instruction.outputs):
+            read = instruction.reads[index if instruction.kind == "bucket" else 0] if instruction.reads else ""
+            if instruction.kind == "bucket" or self._in_place(instruction):
+                self._lies[name] = self._lies[read]
+            else:
+                self._lies[name] = len(self._sizes)
+                self._sizes.append(self._bytes(instruction, name))
+            self._hold(self._lies[name])
+        if instruction.again and node is None:
+            self._again[self._lies[instruction.outputs[0]]] = self._sizes[self._lies[instruction.outputs[0]]]
+
+    def _in_place(self, instruction: Instruction) -> bool:
+        if instruction.node is not None:
+            return instruction.node.name in self._kept.views
+        return instruction.step is not None and instruction.step.kind == "enter"
+
+    def _bytes(self, instruction: Instruction, name: str) -> int:
+        plan, rank = self._plan, self._program.rank
+        if instruction.value is not None and instruction.step is not None:
+            return local_bytes(instruction.value, instruction.step.after, plan.mesh, rank)
+        return local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh, rank)
+
+    def _hold(self, memory: int) -> None:
+        if not self._holders[memory]:
+            self._alive += self._sizes[memory]
+        self._holders[memory] += 1
+
+    def _let_go(self, memories: Iterable[int]) -> None:
+        for memory in memories:
+            self._holders[memory] -= 1
+            if not self._holders[memory]:
+                self._alive -= self._sizes[memory]
+
+    def _keep(self, at: int, instruction: Instruction) -> None:
+        """What an operator keeps for its backward."""
+        node = instruction.node
+        if node is None:
+            return
+        saved = self._kept.saved[node.name]
+        names = [instruction.reads[i] for i in saved.operands or ()] + [node.results[i] for i in saved.results or ()]
+        kept = [self._lies[name] for name in names if self._lies[name] not in self._again]
+        if saved.beside:
+            kept.append(len(self._sizes))
+            self._sizes.append(self._beside(node))
+        self._keeps[at] = list(dict.fromkeys(kept))
+        for memory in self._keeps[at]:
+            self._hold(memory)
+
+    def _beside(self, node: Node) -> int:
+        layouts = {name: self._plan.target(node, i).layout for i, name in enumerate(node.operands)}
+        layouts |= {name: self._plan.layout(name) for name in node.results}
+        return self._kept.beside(node, layouts.__getitem__, self._plan.mesh, self._program.rank)
+
+    # The backward
+
+    def _backward(self) -> None:
+        gradients: dict[int, int] = {}  # memory of a value -> the bytes of its gradient
+        done = 0  # of the gradients of parameters
+        for at in reversed(range(len(self._program.instructions))):
+            instruction = self._program.instructions[at]
+            results = {self._lies[name] for name in instruction.outputs}
+            if instruction.kind != "bucket" and self._has_gradient(instruction):
+                new = self._gradients_of(instruction)
+                again = sum({m: self._again.get(m, 0) for m in map(self._lies.__getitem__, instruction.reads)}.values())
+                made = sum(size for _, size in new) + again * (instruction.node is not None)
+                buffers = _buffers(instruction, self._program, backward=True)
+                self._note(self._alive + sum(gradients.values()) + done + made + buffers, instruction, "backward")
+                for memory in results - {memory for memory, _ in new}:
+                    gradients.pop(memory, None)
+                done += sum(size for memory, size in new if not memory)
+                gradients.update({memory: size for memory, size in new if memory})
+            elif instruction.kind == "bucket":
+                flat = sum(local_bytes(value, step.after, self._plan.mesh) for value, step in instruction.bucket)
+                self._note(self._alive + sum(gradients.values()) + done + flat, instruction, "backward")
+            self._let_go(self._keeps.get(at, ()))
+
+    def _has_gradient(self, instruction: Instruction) -> bool:
+        if instruction.node is not None:
+            return self._plan.graph.needs_gradient(instruction.node)
+        return instruction.value is not None and instruction.value.needs_gradient
+
+    def _gradients_of(self, instruction: Instruction) -> list[tuple[int, int]]:
+        """The gradients that the backward of an instruction makes, as memory of the operand and bytes."""
+        plan, rank, node = self._plan, self._program.rank, instruction.node
+        if self._in_place(instruction):
+            return []
+        if node is None:
+            assert instruction.value is not None
+            assert instruction.step is not None
+            before = local_bytes(instruction.value, instruction.step.before, plan.mesh, rank)
+            return [(self._lies[instruction.reads[0]], before)]
+        found: list[tuple[int, int]] = []
+        for i, name in enumerate(node.operands):
+            value: Value = plan.capture.values[name]
+            if value.needs_gradient:
+                size = local_bytes(value, plan.target(node, i).layout, plan.mesh, rank)
+                passed = _PASSING.of(node.op) and any(memory for memory, _ in found)
+                found.append((self._lies[instruction.reads[i]], 0 if passed else size))
+        return found
+
+
+def _buffers(instruction: Instruction, program: LocalProgram, *, backward: bool = False) -> int:
+    """What the collectives of an instruction take beside what they start from and result in."""
+    ways = {"backward"} if backward else {"forward"}
+    found = (c.bytes for _, way, c in instruction.collectives(program.mesh) if way in ways and c.kind != "all_reduce")
+    return max(found, default=0)
