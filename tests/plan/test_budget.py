@@ -1,5 +1,6 @@
 """Plans within a budget of bytes: what is found fits, and no plan that fits costs less than the bound."""
 
+import contextlib
 import itertools
 from dataclasses import replace
 
@@ -9,12 +10,13 @@ import torch
 
 from models import NETWORKS
 from shardwright.errors import PlanError
+from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import make
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
-from shardwright.plan.request import read_memory
+from shardwright.plan.request import PlanRequest, read_memory
 from shardwright.plan.searching import search
 from shardwright.plan.searching.budget import Budget, OverBudget, fitting
 from shardwright.plan.searching.exact import Table, minimise
@@ -79,6 +81,33 @@ def test_a_budget_that_data_parallelism_exceeds_is_kept_and_exact():
     same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
     plenty = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", memory=read_memory("1GiB"))
     assert plenty.strategies == plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto").strategies
+
+
+@pytest.mark.slow
+@pytest.mark.networks
+@pytest.mark.parametrize("mesh", [Mesh.of(d=4), Mesh.of(a=2, b=3)], ids=str)
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_tight_plans_of_whole_networks_are_exact(name, mesh):
+    """The least budgets of a series that some plan keeps: parameters are split, gathered, and gathered again."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        build, loss_fn, batch_of = NETWORKS[name]
+        model, batch = build(), batch_of(12)
+        batch = tuple(t.double() if t.is_floating_point() else t for t in batch)
+        captured = captured_step(model, loss_fn, batch, {})
+        whole = make.make_plan(captured, PlanRequest(mesh, "data")).held.total
+        plans = []
+        for part in (0.8, 0.65, 0.5, 0.4):
+            with contextlib.suppress(OverBudget):
+                plans.append(make.make_plan(captured, PlanRequest(mesh, "auto", memory=int(part * whole))))
+        assert plans
+        reference = run(make.make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch, seed=3)
+        for plan in plans:
+            assert plan.held.total <= plan.memory
+            same(run(plan, model, batch, seed=3), reference)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_an_optimizer_that_keeps_less_leaves_room():
