@@ -54,7 +54,7 @@ def test_a_value_without_a_text_of_its_own_has_no_digest():
 def test_what_cannot_be_asked_is_refused():
     with pytest.raises(UsageError, match="unknown mode 'fast'; the modes are single, data, semi-auto, auto"):
         PlanRequest(REQUEST.mesh, "fast")
-    with pytest.raises(UsageError, match="unknown search 'none'; the searches are propagation, exact"):
+    with pytest.raises(UsageError, match="unknown search 'none'; the searches are propagation, recursive, exact"):
         PlanRequest(REQUEST.mesh, search="none")
     with pytest.raises(UsageError, match=r"inputs is 'split', 'whole' or a mapping .*, got 'rows'"):
         PlanRequest(REQUEST.mesh, inputs="rows")
