@@ -1,6 +1,7 @@
 """Ranks that do not pass the same batches, or not as many, are told so: all of them, and before long."""
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -126,6 +127,20 @@ def test_all_ranks_learn_that_one_has_another_batch(how, batch, model, text):
     else:
         assert second == first
     assert max(first_s, second_s) < 10
+
+
+def last_is_shorter(parallel, rank):
+    parallel(batch_of(6 if rank == 3 else 8)).backward()
+
+
+@pytest.mark.slow
+def test_of_four_ranks_all_name_the_same_two():
+    everyone = run_ranks(4, odd, last_is_shorter, "global", Mean)
+    passed = r"rank [012] passes a batch of float32\[8, 3, 4\], rank 3 passes a batch of float32\[6, 3, 4\]; all ranks"
+    for found, seconds in everyone:
+        assert re.search(passed, found), found
+        assert seconds < 20
+    assert len({found for found, _ in everyone}) == 1
 
 
 SCRIPT = """

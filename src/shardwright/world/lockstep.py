@@ -15,7 +15,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -35,6 +35,8 @@ _LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank
 _KNOW_S = 1.5  # for which a rank that has met an error waits for others that do not know of it
 _EXIT_S = 1.0  # for which rank 0, whose store goes with it, waits for others that have not ended
 
+_END = "end"
+
 _numbers = itertools.count()
 _all: WeakSet[Lockstep] = WeakSet()
 
@@ -51,17 +53,22 @@ class _Card:
     words: str
     failed: bool = False
 
+    @property
+    def last(self) -> bool:
+        """Whether the rank comes to nothing more in this call."""
+        return self.failed or self.what == _END
+
 
 class Lockstep:
     """The calls of one model on this rank, which all ranks make together; without ``store``, those of a rank alone."""
 
-    def __init__(self, store: Store | None = None) -> None:
-        self._store = store
-        self._rank, self._size = (0, 1) if self._store is None else (dist.get_rank(), dist.get_world_size())
+    def __init__(self, store: Store | None = None, rank: int = 0, size: int = 1) -> None:
+        self._store, self._rank, self._size = store, rank, size
         self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
         self._turns: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
         self._number = 0  # of calls
-        self._what, self._words = "", "makes another"
+        self._what, self._words = "", ""
+        self._came = False  # whether it is known what this rank comes to in the call that it is in
         self._posted = 0  # the last call of which this rank was the first to write what it came to
         self._counted = ""  # the count of those who came, where all came to something else for the last time
         self._ended = False
@@ -72,7 +79,8 @@ class Lockstep:
         """For the next model of all ranks, which call this together."""
         if alone():
             return Lockstep()
-        made = Lockstep(PrefixStore(f"lockstep/{next(_numbers)}", job_store()))
+        store = PrefixStore(f"lockstep/{next(_numbers)}", job_store())
+        made = Lockstep(store, dist.get_rank(), dist.get_world_size())
         if not _all:
             atexit.unregister(_end_all)
             atexit.register(_end_all)  # after `world.leave` was, so that it runs before
@@ -85,7 +93,7 @@ class Lockstep:
         if self._store is not None and self._posted == self._number > 0:
             with self._reaching_others():
                 self._store.delete_key(f"{self._number}/first")
-        self._number += 1
+        self._number, self._came = self._number + 1, False
         try:
             yield
         except Exception as error:
@@ -103,6 +111,7 @@ class Lockstep:
             UsageError: where another rank has come to something else, or has ended.
             WorldError: where another rank has failed.
         """
+        self._came = True
         if self._store is None or what == self._what:
             return
         self._what, self._words = what, words()
@@ -141,7 +150,10 @@ class Lockstep:
             written = tensors[0][0] if isinstance(tensors[0], list) else tensors[0]
             backend = backend_moving(written.device.type, str(dist.get_backend(group)))
             turns = self._turns[group] = backend.waits_in_turns
-        work = collective(*tensors, group=group, async_op=turns)
+        self.finish(collective(*tensors, group=group, async_op=turns))
+
+    def finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective; None is one that has ended. Raises as `same` does."""
         while work is not None:
             try:
                 work.wait(self._patience)
@@ -166,7 +178,7 @@ class Lockstep:
             return
         self._ended = True
         with suppress(Exception), self.call():  # where the store has gone, so have the others
-            self._what, self._words = "end", f"has ended after {self._number - 1} calls"
+            self._what, self._words, self._came = _END, f"has ended after {self._number - 1} calls", True
             self._post(self._store)
             self._store.add(f"{self._number}/ended", 1)
 
@@ -182,12 +194,9 @@ class Lockstep:
 
     def _look(self, store: Store) -> None:
         """Write what this rank has come to, and raise where another one has come to something else."""
-        cards = self._post(store)
-        if cards is None and store.check([f"{self._number}/other"]):
-            first, second = (_Card(**card) for card in json.loads(store.get(f"{self._number}/other")))
-            cards = first, second
-        if cards is not None:
-            self._told = self._error_of(cards)
+        self._post(store)
+        if store.check([f"{self._number}/unlike"]):
+            self._told = self._error_of([_Card(**card) for card in json.loads(store.get(f"{self._number}/unlike"))])
             self._let_others_know(store)
             raise self._told
 
@@ -207,16 +216,22 @@ class Lockstep:
         store.add(f"{self._number}/knows", 1)
         self.wait_until_all("knows", _KNOW_S)
 
-    def _post(self, store: Store, failure: str = "") -> tuple[_Card, _Card] | None:
-        """Write what this rank has come to; what the first to write has, and another, where they do not fit."""
-        card = _Card(self._rank, failure or self._what, failure or self._words, bool(failure))
-        first = _Card(**json.loads(store.compare_set(f"{self._number}/first", "", json.dumps(asdict(card)))))
+    def _post(self, store: Store, failure: str = "") -> None:
+        """Write what this rank has come to, and where that does not fit the first to write, the cards of both."""
+        card, key = self._card(failure), f"{self._number}/first"
+        known = self._came or card.failed
+        if not known and not store.check([key]):
+            return
+        first = _Card(**json.loads(store.compare_set(key, "", json.dumps(asdict(card))) if known else store.get(key)))
         if first.rank == card.rank:
             self._posted = self._number
-        if first.what == card.what:
-            return None
-        store.set(f"{self._number}/other", json.dumps([asdict(first), asdict(card)]))
-        return first, card
+        if first.what != card.what and (known or first.last):
+            store.compare_set(f"{self._number}/unlike", "", json.dumps([asdict(first), asdict(card)]))
+
+    def _card(self, failure: str) -> _Card:
+        if failure:
+            return _Card(self._rank, failure, failure, failed=True)
+        return _Card(self._rank, self._what, self._words) if self._came else _Card(self._rank, "", "makes another")
 
     def _fail(self, error: Exception) -> None:
         if self._store is not None and error is not self._told:
@@ -233,7 +248,7 @@ class Lockstep:
             time.sleep(pause_s)
             pause_s = min(1.3 * pause_s, _LONGEST_PAUSE_S + self._size / 5000)
 
-    def _error_of(self, cards: tuple[_Card, _Card]) -> ShardwrightError:
+    def _error_of(self, cards: Sequence[_Card]) -> ShardwrightError:
         """The error of all ranks where two have come to what does not fit together."""
         self._what = ""
         for card in cards:
