@@ -72,6 +72,30 @@ def test_who_waits_learns_of_another_call(others, text):
     assert others is None or str(found[1]) == str(found[0])
 
 
+def test_who_cannot_be_called_out_of_a_collective_answers_aside():
+    told = threading.Event()
+
+    def calls(mine, last):
+        mine.answer_aside()
+        for what in ("a", last):
+            with mine.call():
+                mine.same(what, lambda what=what: what)
+        told.wait(20)  # in a collective on a GPU
+        mine.end()
+
+    def other(mine):
+        with pytest.raises(UsageError) as error:
+            calls(mine, "b")
+        told.set()
+        mine.end()
+        return str(error.value)
+
+    first, second = ranks()
+    assert together(lambda: calls(first, "a"), lambda: other(second))[1].startswith(
+        "ranks do not come to call 2 of the model alike: rank 0 a, rank 1 b;"
+    )
+
+
 def test_who_waits_learns_of_an_error():
     failed = threading.Event()
 

@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -71,7 +72,9 @@ class Lockstep:
         self._came = False  # whether it is known what this rank comes to in the call that it is in
         self._posted = 0  # the last call of which this rank was the first to write what it came to
         self._counted = ""  # the count of those who came, where all came to something else for the last time
-        self._ended = False
+        self._passed = self._together = 0  # the last call of which this rank knows what it came to; and where all came
+        self._ended = threading.Event()
+        self._aside: threading.Thread | None = None
         self._told: ShardwrightError | None = None  # what was raised, of which the others know
 
     @staticmethod
@@ -112,11 +115,12 @@ class Lockstep:
             WorldError: where another rank has failed.
         """
         self._came = True
-        if self._store is None or what == self._what:
-            return
-        self._what, self._words = what, words()
-        with self._reaching_others():
-            self._wait_for_all(self._store)
+        if self._store is not None and what != self._what:
+            self._what, self._words = what, words()
+            with self._reaching_others():
+                self._wait_for_all(self._store)
+            self._together = self._number
+        self._passed = self._number
 
     def _wait_for_all(self, store: Store) -> None:
         if store.add(self._count(), 1) < self._size:
@@ -132,6 +136,7 @@ class Lockstep:
                 return
             if time.monotonic() > look_s:
                 self._look(store)
+                store.set("asked", str(self._number))
                 look_s = time.monotonic() + self._patience.total_seconds()
         raise WorldError(f"others have not come to call {self._number} of the model within {TIMEOUT_S:g} s")
 
@@ -150,6 +155,8 @@ class Lockstep:
             written = tensors[0][0] if isinstance(tensors[0], list) else tensors[0]
             backend = backend_moving(written.device.type, str(dist.get_backend(group)))
             turns = self._turns[group] = backend.waits_in_turns
+            if not turns:
+                self.answer_aside()
         self.finish(collective(*tensors, group=group, async_op=turns))
 
     def finish(self, work: dist.Work | None) -> None:
@@ -166,6 +173,20 @@ class Lockstep:
             if failed is not None:
                 raise failed
 
+    def answer_aside(self) -> None:
+        """Let a thread answer others, where this one may be in a collective and cannot: they, at least, learn of it."""
+        if self._aside is None and self._store is not None:
+            self._aside = threading.Thread(target=self._answer, args=(self._store,), daemon=True)
+            self._aside.start()
+
+    def _answer(self, store: Store) -> None:
+        with suppress(DistError):  # the store has gone, and with it the others
+            while not self._ended.wait(self._patience.total_seconds()):
+                asked = int(store.get("asked")) if store.check(["asked"]) else 0
+                if self._together < asked <= self._passed:  # all others came to something else, as this one did not
+                    mine = json.dumps([json.loads(store.get(f"{asked}/first")), asdict(self._card(""))])
+                    store.compare_set(f"{asked}/unlike", "", mine)
+
     def lost(self, error: Exception) -> None:
         """Raise what `same` raises, where ``error`` says that the connection to others is lost."""
         if self._store is not None and "Connection" in str(error) and not isinstance(error, ShardwrightError):
@@ -174,9 +195,11 @@ class Lockstep:
 
     def end(self) -> None:
         """Say that this rank makes no more calls."""
-        if self._store is None or self._ended:
+        if self._store is None or self._ended.is_set():
             return
-        self._ended = True
+        self._ended.set()
+        if self._aside is not None:
+            self._aside.join()  # the interpreter would end a thread that is in C++ by force
         with suppress(Exception), self.call():  # where the store has gone, so have the others
             self._what, self._words, self._came = _END, f"has ended after {self._number - 1} calls", True
             self._post(self._store)
