@@ -46,6 +46,7 @@ __all__ = [
     "fake_mode",
     "functions_apply",
     "gradient_transforms_call",
+    "gradients_are_returned",
     "grouped_mm",
     "has_no_value",
     "has_post_hooks",
@@ -120,6 +121,17 @@ def backward_number() -> int:
     torch's own hooks on several tensors ask the same."""
     number: int = torch._C._current_graph_task_id()
     return number
+
+
+def gradients_are_returned(leaf: torch.Tensor) -> bool:
+    """Whether the backward that runs was asked for by `torch.autograd.grad`, which leaves nothing at ``leaf``: torch
+    tells it by an error, and only to who asks for a leaf."""
+    node = torch.autograd.graph.get_gradient_edge(leaf).node
+    try:
+        torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return True
+    return False
 
 
 def fake_mode() -> FakeTensorMode:

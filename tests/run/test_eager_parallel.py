@@ -198,6 +198,8 @@ def twice_forward():
         first.backward()
     with pytest.raises(UsageError, match="both forward and backward inside accumulate"):
         inside.backward()
+    with pytest.raises(UsageError, match="would give this rank's share of the gradient alone"):
+        torch.autograd.grad(parallel(batches[0]), list(parallel.parameters()))
     return found
 
 

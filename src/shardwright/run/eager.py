@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loading.samples import count_samples
 from shardwright.errors import UsageError
-from shardwright.torch_private import assert_on_device, backward_number
+from shardwright.torch_private import assert_on_device, backward_number, gradients_are_returned
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.lockstep import Lockstep
 
@@ -85,6 +85,7 @@ class _Reductions:
 
     def __init__(self, replicated: DistributedDataParallel) -> None:
         self._replicated = replicated
+        self._leaf = next(parameter for parameter in replicated.parameters() if parameter.requires_grad)
         self._ready = False  # to reduce in the next backward
         self._backward = -1  # the last one in which gradients were reduced
 
@@ -97,6 +98,12 @@ class _Reductions:
 
     def _refuse(self, reduced: bool) -> None:
         """Asked when the backward of a forward begins; ``reduced`` is False for a forward inside `accumulate`."""
+        if gradients_are_returned(self._leaf):
+            raise UsageError(
+                "torch.autograd.grad would give this rank's share of the gradient alone, since the model runs by "
+                "DistributedDataParallel, which reduces what backward() leaves at parameters; call backward() and read "
+                "parameter.grad"
+            )
         backward = backward_number()
         if self._ready:
             self._ready, self._backward = False, backward
