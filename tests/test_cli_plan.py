@@ -117,6 +117,21 @@ def test_devices_on_several_hosts_pay_for_the_links_between_them(monkeypatch, ca
     assert message in step_s("--hosts", "3")[1]
 
 
+def test_a_plan_keeps_within_the_memory_of_a_device(monkeypatch, capsys):
+    command = ["plan", "net.py:build", "--mesh", "dp=4", "--optimizer", "sgd", "--json"]
+    code, shown, _ = shardwright(monkeypatch, capsys, *command, "--memory", "4kB")
+    held = json.loads(shown)["held_bytes"]
+    assert code == 0
+    assert held["total"] <= 4000
+    assert held["optimizer"] == 0
+    code, _, error = shardwright(monkeypatch, capsys, *command, "--memory", "1kB")
+    assert code == 2
+    assert "no plan was found under which a device holds 1.0 kB or less" in error
+    code, _, error = shardwright(monkeypatch, capsys, *command, "--memory", "much")
+    assert code == 2
+    assert "memory is 'much'; expected how many bytes each device may hold" in error
+
+
 def test_who_waits_at_a_terminal_sees_what_is_under_way():
     terminal, log = Terminal(), io.StringIO()
     with Progress(terminal, after_s=0.0) as progress, Progress(log, after_s=0.0):
