@@ -18,7 +18,7 @@ REPOSITORY = Path(__file__).parents[1]
 INSIDE = {
     "launch": ("host", "asked", "kept", "hangs", "supervisor", "carriers"),
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
-    "graph": ("tracing",),
+    "graph": ("functional", "tracing"),
     "plan": ("pricing", "searching"),
     "run": ("graphs", "programs"),
     "cluster": ("bench",),

@@ -16,12 +16,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch._export.utils import _collect_all_valid_cia_ops_for_aten_namespace, _get_decomp_for_cia
+from torch._decomp import _should_decompose_because_unsafe_op
+from torch._export.utils import (
+    _check_valid_to_preserve,
+    _collect_all_valid_cia_ops_for_aten_namespace,
+    _get_decomp_for_cia,
+    _is_cia_op,
+)
 from torch._functorch import eager_transforms
+from torch._higher_order_ops.effects import has_effects
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # the first: not listed
+from torch.export import _trace as exporting
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
 from torch.utils import _pytree as pytree  # torch has no public pytree
@@ -37,6 +45,7 @@ __all__ = [
     "backward_number",
     "casts",
     "changes_of",
+    "changes_operands",
     "checkpoints_call",
     "composite_operators",
     "dcp_storage_info",
@@ -44,6 +53,7 @@ __all__ = [
     "empty_like_on",
     "expression_of",
     "fake_mode",
+    "functional_form",
     "functions_apply",
     "gradient_transforms_call",
     "gradients_are_returned",
@@ -52,26 +62,34 @@ __all__ = [
     "has_post_hooks",
     "has_unknown_size",
     "higher_order_name",
+    "is_certain",
+    "is_composite",
     "is_fake",
+    "is_in_place",
     "is_operator",
     "is_unknown",
     "job_store",
+    "may_be_taken_apart",
+    "may_stay_whole",
     "members",
     "new_group_of_members",
     "note_further",
     "number_in_expressions",
     "operators_called",
     "overloads_of",
+    "parts_of",
     "quiet_exporter",
     "read_whole_numbers",
     "replaced",
     "returns_list",
     "schema_parameters",
+    "shared_operands",
     "sizes_written_as_numbers",
     "storage_key",
     "symbol_of",
     "tensors_returned",
     "tensors_taken",
+    "trace_above_autograd",
     "trace_beneath_autograd",
     "tree_flatten",
     "tree_leaves",
@@ -79,6 +97,7 @@ __all__ = [
     "tree_unflatten",
     "untraced",
     "version",
+    "without_missing",
 ]
 
 
@@ -238,18 +257,29 @@ def decided(size: torch.SymInt) -> Iterator[tuple[Any, FrameSummary | None]]:
 
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
-    """Without what the exporter logs about errors that are raised anyway: its loggers have private names."""
-    loggers = [
-        logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")
-    ]
+    """Without what the exporter tells about errors that are raised anyway: its loggers have private names, and where an
+    error speaks of data it prints the graph that it has so far, which nothing turns off but a `print` of its own.
+
+    Nor does it note the Python stack of every operator, which nobody reads and which takes a good part of its time.
+    """
+    loggers = [logging.getLogger(f"torch.{name}") for name in _TELLING]
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
+    vars(exporting)["print"] = lambda *_, **__: None  # hides what is built in
     try:
-        yield
+        with replaced(torch.fx.config, {"do_not_emit_stack_traces": True}):
+            yield
     finally:
+        vars(exporting).pop("print", None)
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
+
+
+_TELLING = (
+    "fx.experimental.symbolic_shapes", "fx.experimental.recording", "_subclasses.fake_tensor", "export._trace",
+    "_export.non_strict_utils",
+)  # fmt: skip
 
 
 def _is_tuple_subclass(tree: Any) -> bool:
@@ -412,10 +442,25 @@ def trace_beneath_autograd(function: Callable[..., Any], *args: Any) -> torch.fx
 
     The public exporter records them above autograd. `torch.compiler.is_exporting` is true meanwhile, as under it.
     """
+    return _trace(function, args, above_autograd=False)
+
+
+def trace_above_autograd(function: Callable[..., Any], *args: Any) -> torch.fx.GraphModule:
+    """The operators that ``function`` of tensors calls without gradients; what these call in turn is not recorded."""
+
+    def run(*tensors: Any) -> Any:
+        with torch._C.DisableTorchFunction():  # the tracer's mode for functions would call the whole operator again
+            return function(*tensors)
+
+    with torch.no_grad():
+        return _trace(run, args, above_autograd=True)
+
+
+def _trace(function: Callable[..., Any], args: tuple[Any, ...], *, above_autograd: bool) -> torch.fx.GraphModule:
     before = torch.compiler._is_exporting_flag
     torch.compiler._is_exporting_flag = True
     try:
-        return make_fx(function, tracing_mode="real", pre_dispatch=False, _allow_non_fake_inputs=True)(*args)
+        return make_fx(function, tracing_mode="real", pre_dispatch=above_autograd, _allow_non_fake_inputs=True)(*args)
     finally:
         torch.compiler._is_exporting_flag = before
 
@@ -441,7 +486,88 @@ def composite_operators() -> Mapping[Any, Callable[..., Any]]:
     `torch.export.default_decompositions` also has those that lose accuracy, or gradients at some points. Those of
     linear algebra that check their results are left out: an exported graph carries such a check as a token."""
     composite = _collect_all_valid_cia_ops_for_aten_namespace()
-    return {operator: _get_decomp_for_cia(operator) for operator in composite if not _checks_itself(str(operator))}
+    return {operator: parts_of(operator) for operator in composite if may_be_taken_apart(operator)}
+
+
+def is_composite(operator: Any) -> bool:
+    """Whether torch computes an operator by others, forward and backward: only its kernels tell."""
+    return bool(_is_cia_op(operator))
+
+
+def may_stay_whole(operator: Any) -> bool:
+    """Whether `torch.export.ExportedProgram.run_decompositions` can leave a composite operator as it is."""
+    return bool(_check_valid_to_preserve(operator))
+
+
+def may_be_taken_apart(operator: Any) -> bool:
+    """Whether a composite operator that can stay whole is one of `composite_operators`."""
+    return operator.namespace == "aten" and not _checks_itself(str(operator))
+
+
+def parts_of(operator: Any) -> Callable[..., Any]:
+    """The function by which torch computes a composite operator."""
+    parts: Callable[..., Any] = _get_decomp_for_cia(operator)
+    return parts
+
+
+@lru_cache(maxsize=4096)
+def changes_operands(operator: Any) -> bool:
+    """Whether an operator writes into an operand, as its schema says."""
+    return bool(operator._schema.is_mutable)
+
+
+@lru_cache(maxsize=4096)
+def is_certain(operator: Any) -> bool:
+    """Whether the schema of an operator is all that tells what it does: it has no effect beside its results, and is
+    none of those whose schema hides what they change or share."""
+    return not _should_decompose_because_unsafe_op(operator) and not has_effects(operator)
+
+
+@lru_cache(maxsize=4096)
+def shared_operands(operator: Any) -> frozenset[int]:
+    """The positions of the operands into whose memory the results of an operator look, as its schema says."""
+    if all(value.alias_info is None for value in operator._schema.returns):
+        return frozenset()
+    return frozenset(i for i, argument in enumerate(operator._schema.arguments) if argument.alias_info is not None)
+
+
+def is_in_place(operator: Any) -> bool:
+    """Whether an operator writes into its first operand alone, and returns it."""
+    written = [argument.name for argument in operator._schema.arguments if argument.is_write]
+    returned = [
+        value for value in operator._schema.returns if value.alias_info is None or not value.alias_info.is_write
+    ]
+    return written == [operator._schema.arguments[0].name] and not returned and len(operator._schema.returns) == 1
+
+
+@lru_cache(maxsize=4096)
+def functional_form(operator: Any) -> Any:
+    """The operator of ATen that gives as a new tensor what ``operator`` writes into its first operand; None where there
+    is none of the same arguments."""
+    name = operator._schema.name.removeprefix("aten::")
+    packet: Any = getattr(torch.ops.aten, name.removesuffix("_"), None) if operator.namespace == "aten" else None
+    if packet is None or not name.endswith("_") or not is_in_place(operator):
+        return None
+    own = operator._overloadname
+    for overload in sorted(packet.overloads(), key=lambda overload: overload != own):
+        found = getattr(packet, overload)
+        plain = all(part.alias_info is None for part in (*found._schema.arguments, *found._schema.returns))
+        if plain and len(found._schema.returns) == 1 and _takes(found) == _takes(operator):
+            return found
+    return None
+
+
+def without_missing(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments without missing tensors at their end: torch's C++ gives them, where Python leaves out defaults."""
+    arguments = operator._schema.arguments
+    count = len(args)
+    while count and args[count - 1] is None and arguments[count - 1].has_default_value():
+        count -= 1
+    return args[:count]
+
+
+def _takes(operator: Any) -> list[tuple[str, str]]:
+    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
 def _checks_itself(operator: str) -> bool:

@@ -64,6 +64,15 @@ def narrowed(model, batch):
     return model(batch[0]).narrow(0, batch[1][0, 0].long(), 1).sum()
 
 
+def spaced(model, batch):
+    return model(batch[0]).sum() * torch.linspace(0, 1, batch[1][0, 0].long()).sum()
+
+
+def asserted(model, batch):
+    torch._assert(batch[1].sum() > 0, "none")
+    return model(batch[0]).sum()
+
+
 def counted(model, batch):
     return model(batch[0]).sum() / torch.bincount(batch[1][:, 0].long()).sum()
 
@@ -104,6 +113,12 @@ def changed_data(model, batch):
     out = model(batch[0])
     out.data.mul_(2)
     return out.sum()
+
+
+def detached(model, batch):
+    out = model(batch[0])
+    out.detach_()
+    return model(batch[0]).sum() + out.sum()
 
 
 def set_data(model, batch):
@@ -159,6 +174,8 @@ def nothing(model, batch):
         (distinct, "the shape that unique gives", "torch.unique(batch[1])", "pass it in the batch"),
         (rolled, "would need a number out of a tensor", ".roll(batch[1][0, 0].long(), 0)", "index_select"),
         (narrowed, "depends on the values of a tensor", ".narrow(0, batch[1][0, 0].long(), 1)", "Keep shapes fixed"),
+        (spaced, "depends on the values of a tensor", "torch.linspace(0, 1", "Keep shapes fixed"),
+        (asserted, "depends on the values of a tensor", "torch._assert(batch[1].sum() > 0", "Keep shapes fixed"),
         (counted, "the shape that bincount", "torch.bincount(batch", r"F\.one_hot\(x, n\)\.sum\(0\)"),
         (classes, "the shape that one_hot", "F.one_hot(batch[1].long())", r"F\.one_hot\(x, n\)"),
         (packed, "the shape that pack_padded_sequence", "pack_padded_sequence(model", r"lengths - 1\]"),
@@ -167,6 +184,7 @@ def nothing(model, batch):
         (changed_without_gradients, "behind the back", "out.clamp_(min=0)", r"x = x \+ \(new - x\)\.detach\(\)"),
         (changed_beside_its_gradient, "behind the back", "out.detach().mul_(2)", "the old gradient"),
         (changed_data, "behind the back", "out.data.mul_(2)", "the old gradient"),
+        (detached, r"detach_\(\) of a tensor that has a gradient", "out.detach_()", r"x = x\.detach\(\)"),
         (set_data, r"x\.data of a tensor is set", "out.data = out * 2", r"buffer\.copy_"),
         (backward, r"backward\(\) is called inside", "loss.backward()", "Return the loss"),
         (other_parameters, r"a parameter of shape \[16, 8\] that is not", "self.up(x)", "submodules of it"),

@@ -132,7 +132,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("alias", Row("~ * -> ~ *", view=True, identity="always")),
     ("detach", Row("~ * -> ~ *", view=True, identity="no gradient", differentiable=0)),
     ("clone lift_fresh_copy", Row("~ * -> ~ *", NOTHING, identity="always")),
-    ("lift_fresh", Row(view=True, identity="always")),
+    ("lift_fresh detach_", Row(view=True, identity="always")),
     ("contiguous", Row("~ * -> ~ *", NOTHING)),
     ("to", Row(views.cast, NOTHING)),
     ("_to_copy", Row(views.cast, NOTHING, identity="same dtype", casts=True)),

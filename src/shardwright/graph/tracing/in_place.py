@@ -71,3 +71,12 @@ def refuse_setting_data(function: Any, where: str) -> None:
             f"x.data of a tensor is set while the model is captured, at {where}: the graph would forget it\n"
             "Write into a buffer by buffer.copy_(y) under torch.no_grad(); name any other new tensor anew: x = y."
         )
+
+
+def refuse_detaching(name: str, args: Sequence[Any], where: str) -> None:
+    """Refuse ``x.detach_()``, which an exported program forgets, where ``x`` has a gradient."""
+    if name == "detach_" and args[0].requires_grad:
+        raise CaptureError(
+            f"detach_() of a tensor that has a gradient is called while the model is captured, at {where}\n"
+            "The graph would forget it; name the detached tensor anew: x = x.detach()."
+        )

@@ -54,9 +54,9 @@ def inline(program: torch.export.ExportedProgram) -> None:
             user.replace_all_uses_with(inner)
             graph.erase_node(user)
         graph.erase_node(node)
-    graph.eliminate_dead_code(lambda node: node.is_impure() or _begins_or_ends_vmap(node))
-    graph.lint()
-    owner.recompile()
+    for node in reversed(graph.nodes):
+        if not node.users and not node.is_impure() and not _begins_or_ends_vmap(node):
+            graph.erase_node(node)
 
 
 def _begins_or_ends_vmap(node: Node) -> bool:

@@ -69,11 +69,11 @@ def callers_source() -> str:
     return describe_frame(frame) if frame is not None else ""
 
 
-def place_of(frame: FrameType | None) -> str:
-    """Where ``frame`` stands now, with the whole path, for messages."""
+def place_of(frame: FrameType | None, source: str = "") -> str:
+    """Where ``frame`` stands now, with the whole path, for messages; ``source`` is its description, if known."""
     if frame is None:
         return ""
-    source = describe_frame(frame)
+    source = source or describe_frame(frame)
     return frame.f_code.co_filename + source[source.index(":") :]
 
 

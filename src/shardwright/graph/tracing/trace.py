@@ -19,13 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
+from shardwright.graph.functional.program import functional
 from shardwright.graph.tracing import answers, functions, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
-from shardwright.graph.tracing.in_place import InPlace, refuse_setting_data
+from shardwright.graph.tracing.in_place import InPlace, refuse_detaching, refuse_setting_data
 from shardwright.graph.tracing.open_sizes import OpenSizes, Sizes
 from shardwright.rules.notation import Operand
-from shardwright.rules.table import key_of
 
 LossFunction = Callable[[Any, Any], Any]
 SOURCE = "shardwright_source"  # keys of the annotations that every traced operator carries
@@ -68,7 +68,8 @@ class _Annotate(TorchFunctionMode):
         if known is not None:
             return known
         frame = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
-        source, where = sources.describe_frame(frame) if frame is not None else "", sources.place_of(frame)
+        source = sources.describe_frame(frame) if frame is not None else ""
+        where = sources.place_of(frame, source)
         refusals.refuse_backward(func, where)
         if func is torch.autograd.grad and not self.beneath_autograd:
             raise GradientTaken
@@ -78,6 +79,7 @@ class _Annotate(TorchFunctionMode):
         refusals.refuse_generator(name, (*args, *(kwargs or {}).values()), where)
         refusals.refuse_unknown_classes(name, args, kwargs or {}, where)
         refuse_setting_data(func, where)
+        refuse_detaching(name, args, where)
         before = self.in_place.before(args, kwargs or {})
         try:
             with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: _without_gradient(func, kwargs or {})}):
@@ -246,7 +248,7 @@ def _trace(
             program = torch.export.export(exported, tensors, strict=False, dynamic_shapes=shapes)
             open_sizes = OpenSizes(_inputs(program))
             regions.inline(program)
-            program = program.run_decompositions(_taken_apart())
+            program = functional(program)
         except CaptureError as error:
             raise refusals.of_installed(error, error.__traceback__, copied) from error.__cause__
         except (ShardwrightError, GradientTaken):
@@ -267,12 +269,6 @@ def _inputs(program: torch.export.ExportedProgram) -> list[torch.Tensor]:
     """The tensors that stand for those of the batch."""
     names = set(program.graph_signature.user_inputs)
     return [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in names]
-
-
-def _taken_apart() -> dict[Any, Callable[..., Any]]:
-    """How operators that have no rule are written by others, where torch itself computes them so."""
-    composite = torch_private.composite_operators()
-    return {operator: parts for operator, parts in composite.items() if key_of(str(operator)) is None}
 
 
 def _with_autocast(loss_fn: LossFunction, device: torch.device) -> LossFunction:

@@ -1,0 +1,57 @@
+"""An exported program -> one that changes nothing in place, whose operators have rules where torch writes them so."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+
+from shardwright import torch_private
+from shardwright.graph.functional import parts
+from shardwright.graph.functional.rewriting import Uncertain, rewrite
+
+
+def functional(program: ExportedProgram) -> ExportedProgram:
+    """The functional program: ``program`` itself, rewritten, or where that is not certain what a second trace gives."""
+    try:
+        _rewrite(program)
+    except Uncertain:
+        program.graph_module.recompile()  # of which nodes may have been replaced before
+        traced: ExportedProgram = program.run_decompositions(parts.taken_apart())
+        return traced
+    return program
+
+
+def _rewrite(program: ExportedProgram) -> None:
+    graph, signature = program.graph, program.graph_signature
+    placeholders = {node.name: node for node in graph.nodes if node.op == "placeholder"}
+    if not all(_is_plain(node) for node in placeholders.values()):
+        raise Uncertain
+    if any(spec.kind is not OutputKind.USER_OUTPUT for spec in signature.output_specs):
+        raise Uncertain
+    for spec in signature.input_specs:
+        if spec.kind is InputKind.PARAMETER and program.state_dict[str(spec.target)].requires_grad:
+            placeholders[spec.arg.name].meta[parts.TRAINED] = True
+    storages = Counter(torch_private.storage_key(node.meta["val"]) for node in placeholders.values())
+    targets = {
+        placeholders[spec.arg.name]: spec.target
+        for spec in signature.input_specs
+        if spec.kind is InputKind.BUFFER and isinstance(spec.arg, TensorArgument)
+    }
+    alone = [node for node in targets if storages[torch_private.storage_key(node.meta["val"])] == 1]
+    changed = rewrite(graph, alone)
+    names = [node.name for node in graph.output_node().args[0]]
+    kinds = [(OutputKind.BUFFER_MUTATION, targets[node]) for node in changed]
+    kinds += [(spec.kind, spec.target) for spec in signature.output_specs]
+    signature.output_specs[:] = [
+        OutputSpec(kind, TensorArgument(name), target) for (kind, target), name in zip(kinds, names, strict=True)
+    ]
+
+
+def _is_plain(placeholder: fx.Node) -> bool:
+    """Whether a placeholder is a tensor whose sizes are known."""
+    val = placeholder.meta.get("val")
+    return isinstance(val, torch.Tensor) and all(type(size) is int for size in val.shape)
