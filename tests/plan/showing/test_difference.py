@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.nn import functional as F
 
-from decoder import Decoder, batch_of, loss_fn
 from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
@@ -13,19 +14,30 @@ from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 
 
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(64, 256), nn.Linear(256, 64)
+
+    def forward(self, x):
+        return x + self.down(self.up(x).relu())
+
+
 def graph(layers):
     with torch.device("meta"):
-        return RuledGraph.of(captured_step(Decoder(layers, 64, 8, 4, 128, 256), loss_fn, batch_of(16, 32, 256), {}))
+        model = nn.Sequential(*(Layer() for _ in range(layers)))
+        batch = torch.randn(16, 64), torch.randn(16, 64)
+        return RuledGraph.of(captured_step(model, lambda m, b: F.mse_loss(m(b[0]), b[1]), batch, {}))
 
 
 def test_plans_differ_in_rows_that_are_folded_over_equal_layers():
-    model, request = graph(2), PlanRequest(Mesh.of(tp=4), hardware=read_hardware("h100"))
+    model, request = graph(3), PlanRequest(Mesh.of(tp=4), hardware=read_hardware("h100"))
     tensor, sharded, data = (make(model, request) for make in (tensor_parallel, fully_sharded, data_parallel))
     text = tensor.diff(data)
     assert text.startswith("this plan: mode auto, search none, mesh tp=4, 4 devices\nthe other: mode data, ")
     rows = {row[0]: row[1:] for row in ([c for c in line.split("  ") if c] for line in text.splitlines() if line)}
-    assert [cell.strip() for cell in rows["layers.0-1.gate.weight"]] == ["parameter", "2", "(4,1)", "(1,1)"]
-    assert "layers.0.gate" not in text
+    assert [cell.strip() for cell in rows["0-2.up.weight"]] == ["parameter", "3", "(4,1)", "(1,1)"]
+    assert "0.up" not in text
     stored = sharded.diff(data)
     assert "no operators differ" in stored
     assert f"{len(model.capture.of_kind('parameter'))} of {len(sharded.leaves)} leaves differ" in stored
