@@ -133,7 +133,7 @@ class Hosts:
         ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
         ssh.chmod(0o755)
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
-        (folder / "profile.py").write_text(PROFILE)
+        (folder / "measure_hosts.py").write_text(PROFILE)
         (folder / "train.py").write_text(TRAIN)
 
     def shape(self, megabits: int) -> None:
@@ -193,7 +193,7 @@ def main() -> None:
         hosts = Hosts(network, Path(name))
         for megabits in given.megabits:
             hosts.shape(megabits)
-            hosts.run("profile.py", "hardware.json", "quick" if given.quick else "all")
+            hosts.run("measure_hosts.py", "hardware.json", "quick" if given.quick else "all")
             for case, rows in CASES:
                 if given.only in case:
                     took = measured(hosts, case, rows, given)
