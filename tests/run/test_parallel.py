@@ -200,7 +200,7 @@ def refused(options):
     ("options", "message"),
     [
         ({"mode": "automatic"}, "UsageError: mode='automatic' is unknown; choose one of 'single', 'data', 'semi-auto'"),
-        ({"search": "guess"}, "UsageError: search='guess' is unknown; choose one of None, 'propagation', 'recursive', 'exact'"),
+        ({"search": "guess"}, "UsageError: search='guess' is unknown; choose one of None, 'propagation', 'recursive'"),
         ({"gradients": "average"}, "UsageError: gradients='average' is unknown; choose one of 'mean', 'sum'"),
         ({"batch": "whole"}, "UsageError: batch='whole' is unknown; choose one of None, 'local', 'global'"),
         ({"batch": None}, "UsageError: the batch is made of plain tensors: say batch='local'"),
