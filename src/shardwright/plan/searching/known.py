@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwright.graph.ir import Node, Value
-from shardwright.mesh.layout import Layout
+from shardwright.mesh.layout import WHOLE, Layout, Split
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import possible, redistribute
 from shardwright.plan.pricing.cost import Objective
@@ -22,6 +22,8 @@ from shardwright.rules.notation import Strategy
 
 # Larger three-way tables are not worth their sharing: the consumers of such a value are charged singly.
 SHARING_LIMIT = 4_000_000
+Cut = tuple[tuple[str, ...], int]
+Cuts = list[Cut]
 
 
 class Known:
@@ -39,7 +41,8 @@ class Known:
         self._targets: dict[Hashable, tuple[Target, ...]] = {}
         self._same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
         self._leaves: dict[Hashable, Costs] = {}
-        self._single: dict[Hashable, dict[tuple[Layout, Target], float]] = {}
+        self._ways: dict[Hashable, float] = {}
+        self._cut: dict[tuple[str, ...], Cut] = {}
         self._arrays: dict[Hashable, Costs] = {}
         self._edges: dict[Hashable, Edges] = {}
 
@@ -93,21 +96,66 @@ class Known:
 
     def array(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
         """What it costs to bring a value from each layout to each target."""
-        table = self._arrays.get((_alike(facts), layouts, targets))
-        if table is None:
-            known = self._single.setdefault(_alike(facts), {})
-            for pair in itertools.product(layouts, targets):
-                if pair not in known:
-                    known[pair] = self._cost(facts, *pair)
-            table = np.array([[known[layout, target] for target in targets] for layout in layouts])
-            self._arrays[_alike(facts), layouts, targets] = table
-        return table
+        key = _alike(facts), layouts, targets
+        if key not in self._arrays:
+            froms = [self._cuts(layout, facts.shape) for layout in layouts]
+            tos = [self._cuts(target.layout, facts.shape) for target in targets]
+            ways = ([(a, b, layout, target) for b, target in zip(tos, targets, strict=True)]
+                    for a, layout in zip(froms, layouts, strict=True))  # fmt: skip
+            self._arrays[key] = np.array([[self._way(facts, *way) for way in row] for row in ways])
+        return self._arrays[key]
 
-    def _cost(self, facts: Value, layout: Layout, target: Target) -> float:
-        if not possible(layout, target.layout):
+    def _way(self, facts: Value, source: Cuts | None, to: Cuts | None, layout: Layout, target: Target) -> float:
+        """What one transfer costs: as much as one without the dims that stay as they are, which is asked for once."""
+        if target.layout.partial and not possible(layout, target.layout):
             return math.inf
-        steps = redistribute(layout, target.layout, target.gradient_partial, facts.shape, self.mesh)
+        if source is None or to is None:
+            key: Hashable = _alike(facts), layout, target
+            if key not in self._ways:
+                self._ways[key] = self._cost(facts, layout, target, facts.shape)
+            return self._ways[key]
+        changed = tuple([(a, b) for a, b in zip(source, to, strict=True) if a is not b])
+        size = facts.bytes
+        for a, b in zip(source, to, strict=True):
+            if a is b:
+                size //= a[1]
+        partial = layout.partial, target.layout.partial, target.gradient_partial
+        key = changed, partial, size, facts.needs_gradient, facts.kind == "parameter"
+        if key not in self._ways:
+            self._ways[key] = self._cost_of_change(facts, changed, size, layout, target)
+        return self._ways[key]
+
+    def _cost_of_change(
+        self, facts: Value, changed: Sequence[tuple[Cut, Cut]], size: int, layout: Layout, target: Target
+    ) -> float:
+        """The cost for a tensor of as many bytes that has the dims alone that change, and one dim for all that stay.
+
+        All parts are even, so that the steps are those for any sizes, and the bytes of a part those of the whole by the
+        number of parts.
+        """
+        lengths = [math.lcm(a[1], b[1]) for a, b in changed]
+        each = facts.dtype.itemsize * math.prod(lengths)
+        stands_for = replace(facts, shape=(*lengths, size // each))
+        source = Layout((*(Split(a[0]) for a, _ in changed), WHOLE), layout.partial)
+        to = Layout((*(Split(b[0]) for _, b in changed), WHOLE), target.layout.partial)
+        anything = (self.mesh.size,) * len(stands_for.shape)
+        return self._cost(stands_for, source, Target(to, target.gradient_partial), anything)
+
+    def _cost(self, facts: Value, layout: Layout, target: Target, shape: tuple[int, ...]) -> float:
+        steps = redistribute(layout, target.layout, target.gradient_partial, shape, self.mesh)
         return self.objective.transfer(facts, steps, self.mesh)
+
+    def _cuts(self, layout: Layout, shape: tuple[int, ...]) -> Cuts | None:
+        """The axes and the number of parts of every dim, equal ones as one object; None where parts are uneven."""
+        found = []
+        for dim, size in zip(layout.dims, shape, strict=True):
+            cut = self._cut.get(dim.axes)
+            if cut is None:
+                cut = self._cut[dim.axes] = dim.axes, self.mesh.extent(dim.axes)
+            if dim.unit > 1 or size % cut[1] or not size:
+                return None
+            found.append(cut)
+        return found
 
     def _identity(self, kept: object) -> int:
         self._kept.append(kept)
