@@ -60,6 +60,7 @@ class Decisions:
     the search; None where nothing was searched, or for another graph. ``optimizer`` is what will update the
     parameters, and ``memory`` the bytes that a device may hold, where that was limited. ``again`` names
     parameters that are stored split and gathered for their use: the backward gathers them again, and no copy is kept.
+    ``considered`` says of each mesh what a plan on it costs or why there is none, where several were looked at.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -75,6 +76,7 @@ class Decisions:
     optimizer: OptimizerStates = ADAMW
     memory: int | None = None
     again: frozenset[str] = frozenset()
+    considered: tuple[str, ...] = ()
 
     @property
     def capture(self) -> Capture:

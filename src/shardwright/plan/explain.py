@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from shardwright.plan.decisions import Decisions, Priced
 from shardwright.plan.holding import held_by
-from shardwright.plan.searches import SEARCHES
+from shardwright.plan.searches import SEARCHES, Search
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -44,14 +44,23 @@ def holds(plan: Decisions) -> str:
 
 
 def certificate(plan: Decisions) -> Iterator[str]:
-    """How far the plan is above what no plan is below, by the costs of its search."""
-    if plan.cost is None or plan.bound is None:
-        return
-    counted = {row.unit for name, row in SEARCHES.items() if name == plan.search}
-    cost, bound = (in_bytes(x) if counted == {"B"} else f"{x * 1e3:.4g} ms" for x in (plan.cost, plan.bound))
-    gap = (plan.cost - plan.bound) / plan.cost if plan.cost else 0.0
-    fitting = "that fits its memory " if plan.memory else ""
-    yield f"by its search it costs {cost}; no plan {fitting}on this mesh costs less than {bound} (gap {gap:.2%})"
+    """How far the plan is above what no plan is below, by the costs of its search, and which meshes were considered."""
+    row = next((row for name, row in SEARCHES.items() if name == plan.search), None)
+    if plan.cost is not None and row is not None:
+        cost = f"by its search it costs {in_unit(plan.cost, row)}"
+        if plan.bound is None:
+            yield f"{cost}; what no plan is below was not searched for"
+        else:
+            gap = (plan.cost - plan.bound) / plan.cost if plan.cost else 0.0
+            fitting = "that fits its memory " if plan.memory else ""
+            yield f"{cost}; no plan {fitting}on this mesh costs less than {in_unit(plan.bound, row)} (gap {gap:.2%})"
+    if plan.considered:
+        yield "\n  ".join(["meshes considered:", *plan.considered])
+
+
+def in_unit(cost: float, row: Search) -> str:
+    """What a search counts, as people read it."""
+    return in_bytes(cost) if row.unit == "B" else f"{cost * 1e3:.4g} ms"
 
 
 def _operators(plan: Decisions) -> str:

@@ -7,24 +7,25 @@ says which strategies are choices and what is minimised over them (`searches.py`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
-from shardwright.errors import PlanError, StrategyError
+from shardwright.errors import PlanError
 from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
-from shardwright.plan.explain import holds, in_bytes
-from shardwright.plan.pins import pinned_strategies
+from shardwright.plan.explain import holds, in_bytes, in_unit
+from shardwright.plan.meshes import meshes_for
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.searches import MODES, SEARCHES
+from shardwright.plan.searches import MODES, SEARCHES, Search
 from shardwright.plan.searching.budget import Budget, OverBudget
 from shardwright.plan.searching.data import data_parallel
 from shardwright.plan.searching.exact import TooWide
 from shardwright.plan.searching.recursive import recursive
-from shardwright.plan.searching.search import search
+from shardwright.plan.searching.search import least_cost, search
 from shardwright.plan.searching.space import Choice
 from shardwright.plan.spaces import space_of
 
@@ -42,23 +43,46 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         return _following_the_batch(graph, request)
     row = SEARCHES[request.searched]
     most_axes = row.most_axes
+    considered: list[str] = []
     while True:
-        mesh = request.axes or _planning_mesh(graph, request.mesh, most_axes)
-        space = space_of(graph, mesh, request, row)
-        budget = _budget(graph, mesh, request, space.outputs)
-        find = recursive if row.by_axes else search
+        meshes = (request.axes,) if request.axes else meshes_for(graph, request, most_axes)
         try:
-            choice = find(space, row.objective(request.hardware), budget)
-            return _plan(graph, mesh, request, choice, space.outputs)
+            return _cheapest(graph, request, row, meshes, considered)
         except OverBudget:
             raise
         except PlanError as error:
             # A table over fewer axes is smaller, unless pins, the storage or the inputs name the axes that there are.
-            named = len(mesh.axes) > most_axes or request.storage or isinstance(request.inputs, Mapping)
+            named = len(meshes[0].axes) > most_axes or request.storage or isinstance(request.inputs, Mapping)
             if not isinstance(error, TooWide) or most_axes == 1 or named:
-                text = f"no plan was found on the mesh {mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'"
+                text = f"no plan was found on the mesh {meshes[0]}: {error}; try fewer axes, as in mesh='dp=4,tp=2'"
                 raise PlanError(text) from None
         most_axes -= 1
+
+
+def _cheapest(
+    graph: RuledGraph, request: PlanRequest, row: Search, meshes: Sequence[Mesh], considered: list[str]
+) -> Plan:
+    """The plan of the mesh whose plan costs least; what is said of each goes to ``considered``."""
+    best: Plan | None = None
+    first: PlanError | None = None
+    for mesh in meshes:
+        space, objective = space_of(graph, mesh, request, row), row.objective(request.hardware)
+        if best is not None and (least := least_cost(space, objective)) >= (best.cost or 0.0):
+            considered.append(f"{mesh} not searched: nothing on it costs less than {in_unit(least, row)}")
+            continue
+        find = recursive if row.by_axes else search
+        try:
+            choice = find(space, objective, _budget(graph, mesh, request, space.outputs))
+        except PlanError as error:
+            first = first or error
+            considered.append(f"{mesh} has no plan: {str(error).splitlines()[0]}")
+            continue
+        considered.append(f"{mesh} costs {in_unit(choice.cost or 0.0, row)}")
+        if best is None or (choice.cost or 0.0) < (best.cost or 0.0):
+            best = _plan(graph, mesh, request, choice, space.outputs)
+    if best is None:
+        raise first or PlanError("there is no mesh")
+    return replace(best, considered=tuple(considered) if len(considered) > 1 else ())
 
 
 def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, outputs: Mapping[str, Layout]) -> Plan:
@@ -117,18 +141,3 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     if request.memory is not None and plan.held.total > request.memory:
         raise OverBudget(f"{_too_much(plan)}; or mode='auto', which splits parameters too")
     return plan
-
-
-def _planning_mesh(graph: RuledGraph, mesh: Mesh, most_axes: int) -> Mesh:
-    """The axes that a search speaks of: as few as serve, unless pins need finer ones."""
-    atoms = mesh.atomic()
-    pinned = [node for node in graph.capture.nodes if node.pin is not None]
-    for count in range(most_axes, len(atoms.axes)):
-        coarse = mesh.grouped(count)
-        try:
-            for node in pinned:
-                pinned_strategies(node, graph.rules[node.name], coarse)
-            return coarse
-        except StrategyError:
-            continue
-    return atoms

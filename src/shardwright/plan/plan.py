@@ -92,6 +92,7 @@ class Plan(Decisions):
             "optimizer": asdict(self.optimizer),
             "memory": self.memory,
             "again": sorted(self.again),
+            "considered": list(self.considered),
             "named_mesh": _mesh_to_json(self.named),
             "mesh": _mesh_to_json(self.mesh),
             "graph": _fingerprint(self.capture),
@@ -133,6 +134,7 @@ class Plan(Decisions):
                 OptimizerStates(**document["optimizer"]) if "optimizer" in document else ADAMW,
                 document.get("memory"),
                 frozenset(document.get("again", ())),
+                tuple(document.get("considered", ())),
             )
             _refuse_incomplete(plan)
         except PlanError:

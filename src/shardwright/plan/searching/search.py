@@ -49,6 +49,18 @@ def search(space: Space, objective: Objective, budget: Budget | None = None) -> 
     return fitting(free, solve, budget)
 
 
+def least_cost(space: Space, objective: Objective) -> float:
+    """A cost that no choice is below: what the operators cost at least, each by itself."""
+    known, beside, rules = Known(space.graph, objective, space.mesh), operators_beside(space), space.graph.rules
+    total = 0.0
+    for node in space.graph.capture.nodes:
+        least = float(known.operator(node, space.strategies[node.name]).min())
+        if node.name in beside:
+            least = min(least, objective.operator(space.graph, node, rules[node.name].replicated(), space.mesh))
+        total += least
+    return total
+
+
 class _Both:
     """What is searched first, and what stands beside it."""
 

@@ -1,0 +1,87 @@
+"""Where the mesh is not given, those that the links distinguish are searched, and the plan says which."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwright.errors import PlanError
+from shardwright.graph.ir import Capture, Node, Pin, Value
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan import make
+from shardwright.plan.make import make_plan
+from shardwright.plan.meshes import cuts
+from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.hardware import shipped
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.searching.exact import TooWide
+from shardwright.rules.notation import Operand
+
+
+def sizes(devices, per_host, most):
+    return [tuple(axis.size for axis in mesh.axes) for mesh in cuts(Mesh.of(d=devices), per_host, most)]
+
+
+def test_every_way_that_links_distinguish():
+    assert sizes(64, None, 2) == [(8, 8), (4, 16), (2, 32)]
+    assert sizes(64, 8, 2) == [(8, 8)]
+    assert sizes(64, 8, 3) == [(2, 4, 8), (8, 2, 4)]
+    assert sizes(1024, 8, 3) == [(8, 16, 8), (4, 32, 8), (2, 64, 8), (128, 2, 4)]
+    assert sizes(16, 1, 2) == [(4, 4), (2, 8)]  # each on a host of its own
+    assert sizes(6, 4, 2) == [(2, 3)]
+    assert sizes(64, 8, 1) == [(64,)]  # which is inside of no host
+    assert [str(mesh) for mesh in cuts(Mesh.of(dp=4, tp=16), 8, 2)] == ["dp=4 tp=16"]
+
+
+def graph(pin=None):
+    """Wide layers over few rows, of which 48 do not divide by 32."""
+    facts = {"x": (48, 8192), "w": (8192, 8192), "y": (48, 8192), "loss": ()}
+    kinds = {"x": "input", "w": "parameter"}
+    values = {n: Value(n, kinds.get(n, "result"), n, s, torch.float32, n != "x") for n, s in facts.items()}
+    linear = Node("linear", "aten.linear.default", (Operand(0), Operand(1)), (), ("x", "w"), ("y",), "", "a.py:1", pin)
+    total = Node("sum", "aten.sum.default", (Operand(0),), (), ("y",), ("loss",), "", "a.py:2")
+    return Capture(values, (linear, total), "loss", (), None, {}, {}, {}, "")
+
+
+def planned(devices, capture=None, per_host=None, **options):
+    hardware = replace(shipped("h100"), ranks_per_host=per_host)
+    return make_plan(capture or graph(), PlanRequest(Mesh.of(d=devices), hardware=hardware, **options))
+
+
+def test_the_cheapest_mesh_is_taken_and_all_are_told():
+    plan = planned(64)
+    each = {mesh: planned(64, axes=mesh) for mesh in cuts(Mesh.of(d=64), None, 2)}
+    assert plan.cost == min(of.cost for of in each.values())
+    assert plan.mesh == min(each, key=lambda mesh: each[mesh].cost)
+    assert [line.partition(" costs")[0] for line in plan.considered] == [str(mesh) for mesh in each]
+    assert f"meshes considered:\n  {plan.considered[0]}" in str(plan)
+    assert Plan.from_json(plan.to_json(), plan.graph) == plan
+
+
+def test_a_mesh_on_which_nothing_can_be_cheaper_is_not_searched(monkeypatch):
+    monkeypatch.setattr(make, "least_cost", lambda space, objective: 1.0)
+    plan = planned(64)
+    assert [" not searched: nothing on it costs less than 1000 ms" in line for line in plan.considered] == [0, 1, 1]
+
+
+def test_fewer_axes_are_told(monkeypatch):
+    """And a mesh that was too wide beside another that was not."""
+    searched = make.search
+
+    def search(space, *more):
+        if [axis.size for axis in space.mesh.axes] != [4, 16]:
+            raise TooWide("the search would need a table of 9 entries")
+        return searched(space, *more)
+
+    monkeypatch.setattr(make, "search", search)
+    plan = planned(64)
+    assert str(plan.mesh) == "d.0=4 d.1=16"
+    assert plan.considered[0] == "d.0=8 d.1=8 has no plan: the search would need a table of 9 entries"
+    with pytest.raises(PlanError, match=r"no plan was found on the mesh d.0=32: .* try fewer axes"):
+        planned(32)
+
+
+def test_pins_have_the_axes_that_they_need():
+    """2 x 32 and 4 x 16 slices take other meshes."""
+    for slices, mesh in (((2, 32), "d.0=2 d.1=32"), ((4, 16), "d.0=4 d.1=16")):
+        assert str(planned(64, graph(Pin((slices, None), (None,), "a.py:1"))).mesh) == mesh
