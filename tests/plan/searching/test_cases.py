@@ -19,6 +19,7 @@ def chain_with_common(seed, length, size, common):
     tables += [Table((c, v), random.random((size, size))) for v in members for c in range(common)]
     tables.append(Table((0, 1), random.random((size, size))))
     forbidden = random.random((size, size)) < 0.2
+    forbidden[0, 0] = False  # something is possible
     tables.append(Table((common, common + 1), np.where(forbidden, np.inf, 0.0)))
     return domains, tables
 
