@@ -16,7 +16,6 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.explain import holds, in_bytes, in_unit
-from shardwright.plan.meshes import meshes_for
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
@@ -27,7 +26,7 @@ from shardwright.plan.searching.exact import TooWide
 from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
 from shardwright.plan.searching.space import Choice
-from shardwright.plan.spaces import space_of
+from shardwright.plan.spaces import meshes_for, space_of
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:

@@ -1,9 +1,10 @@
-"""What a search may choose for a graph on a mesh: strategies of operators, and layouts of the leaves that are free."""
+"""What a search may choose for a graph: meshes, strategies of operators, and layouts of the leaves that are free."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 
+from shardwright.errors import StrategyError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
@@ -12,6 +13,7 @@ from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import target_of
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import Search
+from shardwright.plan.searching.meshes import cuts
 from shardwright.plan.searching.space import Space
 from shardwright.rules.notation import OpRule, Strategy
 
@@ -63,3 +65,24 @@ def with_parameters(
             free = tuple(dict.fromkeys(layouts))
             found[value.name] = options.setdefault(free, free)
     return found
+
+
+def meshes_for(graph: RuledGraph, request: PlanRequest, most_axes: int) -> tuple[Mesh, ...]:
+    """The meshes to search, as coarse as serves; finer ones where pins need them."""
+    atoms = request.mesh.atomic()
+    for count in range(most_axes, len(atoms.axes)):
+        coarse = [mesh for mesh in cuts(request.mesh, request.hardware.ranks_per_host, count) if _serves(mesh, graph)]
+        if coarse:
+            return tuple(coarse)
+    return (atoms,)
+
+
+def _serves(mesh: Mesh, graph: RuledGraph) -> bool:
+    """Whether the mesh has the axes that pins need."""
+    try:
+        for node in graph.capture.nodes:
+            if node.pin is not None:
+                pinned_strategies(node, graph.rules[node.name], mesh)
+    except StrategyError:
+        return False
+    return True

@@ -10,11 +10,11 @@ from shardwright.graph.ir import Capture, Node, Pin, Value
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import make
 from shardwright.plan.make import make_plan
-from shardwright.plan.meshes import cuts
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searching.exact import TooWide
+from shardwright.plan.searching.meshes import cuts
 from shardwright.rules.notation import Operand
 
 

@@ -9,21 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.errors import StrategyError
 from shardwright.mesh.mesh import Axis, Mesh
-from shardwright.plan.pins import pinned_strategies
-from shardwright.plan.pricing.ruled import RuledGraph
-from shardwright.plan.request import PlanRequest
-
-
-def meshes_for(graph: RuledGraph, request: PlanRequest, most_axes: int) -> tuple[Mesh, ...]:
-    """The meshes to search, as coarse as serves; finer ones where pins need them."""
-    atoms = request.mesh.atomic()
-    for count in range(most_axes, len(atoms.axes)):
-        coarse = [mesh for mesh in cuts(request.mesh, request.hardware.ranks_per_host, count) if _serves(mesh, graph)]
-        if coarse:
-            return tuple(coarse)
-    return (atoms,)
 
 
 def cuts(mesh: Mesh, ranks_per_host: int | None, most_axes: int) -> tuple[Mesh, ...]:
@@ -58,14 +44,3 @@ def _factors(size: int, count: int, least: int = 2) -> Iterator[tuple[int, ...]]
     for factor in range(least, size + 1):
         if size % factor == 0:
             yield from ((factor, *others) for others in _factors(size // factor, count - 1, factor))
-
-
-def _serves(mesh: Mesh, graph: RuledGraph) -> bool:
-    """Whether the mesh has the axes that pins need."""
-    try:
-        for node in graph.capture.nodes:
-            if node.pin is not None:
-                pinned_strategies(node, graph.rules[node.name], mesh)
-    except StrategyError:
-        return False
-    return True
