@@ -154,6 +154,7 @@ for _ in range(3 + (rank != int(sys.argv[1]))):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("early", [0, 1])
 def test_a_script_that_ends_before_the_others_is_named(early):
     """Rank 0 serves the store by which the other one learns of it."""
@@ -164,7 +165,7 @@ def test_a_script_that_ends_before_the_others_is_named(early):
         environment = os.environ | told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
         command = [sys.executable, "-c", SCRIPT, str(early)]
         ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=100)[1] for rank in ranks]
+    said = [rank.communicate(timeout=250)[1] for rank in ranks]
     assert ranks[early].returncode == 0, said[early]
     assert ranks[1 - early].returncode == 1
     assert "UsageError: ranks do not come to call 4 of the model alike: rank 0 " in said[1 - early], said[1 - early]

@@ -75,6 +75,7 @@ class Lockstep:
         self._passed = self._together = 0  # the last call of which this rank knows what it came to; and where all came
         self._ended = threading.Event()
         self._aside: threading.Thread | None = None
+        self._broken = False  # whether others know already why no further call comes
         self._told: ShardwrightError | None = None  # what was raised, of which the others know
 
     @staticmethod
@@ -96,7 +97,7 @@ class Lockstep:
         if self._store is not None and self._posted == self._number > 0:
             with self._reaching_others():
                 self._store.delete_key(f"{self._number}/first")
-        self._number, self._came = self._number + 1, False
+        self._number, self._came, self._broken = self._number + 1, False, False
         try:
             yield
         except Exception as error:
@@ -200,16 +201,18 @@ class Lockstep:
         self._ended.set()
         if self._aside is not None:
             self._aside.join()  # the interpreter would end a thread that is in C++ by force
+        if self._broken:
+            return
         with suppress(Exception), self.call():  # where the store has gone, so have the others
             self._what, self._words, self._came = _END, f"has ended after {self._number - 1} calls", True
             self._post(self._store)
             self._store.add(f"{self._number}/ended", 1)
 
-    def wait_until_all(self, count: str, timeout_s: float) -> None:
-        """Wait until all have been counted so, or the time is over, or the store has gone."""
+    def wait_until_all(self, count: str, timeout_s: float, but: int = 0) -> None:
+        """Wait until all have been counted so, ``but`` for some, or the time is over, or the store has gone."""
         with suppress(DistError):
             for _ in self._pauses(timeout_s):
-                if self._store is None or self._store.add(f"{self._number}/{count}", 0) >= self._size:
+                if self._store is None or self._store.add(f"{self._number}/{count}", 0) >= self._size - but:
                     return
 
     def _count(self) -> str:
@@ -219,8 +222,9 @@ class Lockstep:
         """Write what this rank has come to, and raise where another one has come to something else."""
         self._post(store)
         if store.check([f"{self._number}/unlike"]):
-            self._told = self._error_of([_Card(**card) for card in json.loads(store.get(f"{self._number}/unlike"))])
-            self._let_others_know(store)
+            cards = [_Card(**card) for card in json.loads(store.get(f"{self._number}/unlike"))]
+            self._told = self._error_of(cards)
+            self._let_others_know(store, sum(card.what == _END for card in cards))
             raise self._told
 
     @contextmanager
@@ -234,10 +238,11 @@ class Lockstep:
                 "serves the store of the job (rank 0, if the launcher does not)"
             ) from error
 
-    def _let_others_know(self, store: Store) -> None:
-        """Give the others time to read what is wrong, before the store may go with this rank; where all know, none."""
+    def _let_others_know(self, store: Store, ended: int = 0) -> None:
+        """Give the others that have not ended time to read what is wrong: the store may go with this rank."""
+        self._broken = True
         store.add(f"{self._number}/knows", 1)
-        self.wait_until_all("knows", _KNOW_S)
+        self.wait_until_all("knows", _KNOW_S, ended)
 
     def _post(self, store: Store, failure: str = "") -> None:
         """Write what this rank has come to, and where that does not fit the first to write, the cards of both."""
