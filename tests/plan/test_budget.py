@@ -2,16 +2,19 @@
 
 import contextlib
 import itertools
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+import whole
 from models import NETWORKS
 from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.simulate import simulate
 from shardwright.plan import make
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
@@ -83,11 +86,38 @@ def test_a_budget_that_data_parallelism_exceeds_is_kept_and_exact():
     assert plenty.strategies == plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto").strategies
 
 
+def planned(plan):
+    found = Counter()
+    for priced in plan.collectives():
+        found[priced.collective.kind, priced.collective.axes] += priced.collective.bytes
+    return found
+
+
+def communicated(plan, model, batch, monkeypatch):
+    """What rank 0 communicates in a forward and a backward, as bytes by kind and axes."""
+    found = Counter()
+
+    def counting(mesh, fn):
+        def one(comm):
+            result = fn(comm)
+            if comm.rank == 0:
+                for collective in comm.collectives:
+                    found[collective.kind, collective.axes] += collective.bytes
+            return result
+
+        return simulate(mesh, one)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(whole, "simulate", counting)
+        run(plan, model, batch)
+    return found
+
+
 @pytest.mark.slow
 @pytest.mark.networks
 @pytest.mark.parametrize("mesh", [Mesh.of(d=4), Mesh.of(a=2, b=3)], ids=str)
 @pytest.mark.parametrize("name", list(NETWORKS))
-def test_tight_plans_of_whole_networks_are_exact(name, mesh):
+def test_tight_plans_of_whole_networks_are_exact(name, mesh, monkeypatch):
     """The least budgets of a series that some plan keeps: parameters are split, gathered, and gathered again."""
     torch.set_default_dtype(torch.float64)
     try:
@@ -96,16 +126,17 @@ def test_tight_plans_of_whole_networks_are_exact(name, mesh):
         model, batch = build(), batch_of(12)
         batch = tuple(t.double() if t.is_floating_point() else t for t in batch)
         captured = captured_step(model, loss_fn, batch, {})
-        whole = make.make_plan(captured, PlanRequest(mesh, "data")).held.total
+        data_bytes = make.make_plan(captured, PlanRequest(mesh, "data")).held.total
         plans = []
         for part in (0.8, 0.65, 0.5, 0.4):
             with contextlib.suppress(OverBudget):
-                plans.append(make.make_plan(captured, PlanRequest(mesh, "auto", memory=int(part * whole))))
+                plans.append(make.make_plan(captured, PlanRequest(mesh, "auto", memory=int(part * data_bytes))))
         assert plans
         reference = run(make.make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch, seed=3)
         for plan in plans:
             assert plan.held.total <= plan.memory
             same(run(plan, model, batch, seed=3), reference)
+            assert communicated(plan, model, batch, monkeypatch) == planned(plan)
     finally:
         torch.set_default_dtype(torch.float32)
 

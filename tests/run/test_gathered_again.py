@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 import whole
+from models import NETWORKS
 from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.lower.lower import lower
@@ -85,6 +86,23 @@ def test_what_is_gathered_again_is_what_was_kept_and_is_planned(monkeypatch):
     assert gathers == first + 2 * second  # the input of the first layer has no gradient, for which it would be needed
     assert communicated(again, model, batch, monkeypatch)[0] == planned
     assert type(again).from_json(again.to_json(), again.graph) == again
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["resnet", "transformer"])
+def test_any_value_that_only_moves_can_be_moved_again(name, monkeypatch):
+    torch.manual_seed(0)
+    make, of_batch, batch_of = NETWORKS[name]
+    model, batch = make(), batch_of(8)
+    kept = plan_of(model, of_batch, batch, Mesh.of(a=2, b=2), "auto", search="propagation")
+    again = replace(kept, again=frozenset(kept.capture.values))
+    repeated = [t.value for t in again.transfers if again.gathers_again(t)]
+    assert {again.capture.values[value].kind for value in repeated} >= {"result"}
+    same(run(again, model, batch), run(kept, model, batch), 0.0)
+    planned = Counter()
+    for priced in again.collectives():
+        planned[priced.collective.kind, priced.collective.axes] += priced.collective.bytes
+    assert communicated(again, model, batch, monkeypatch)[0] == planned
 
 
 def stepped(plan, model, batch, monkeypatch, between):

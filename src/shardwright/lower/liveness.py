@@ -47,7 +47,7 @@ class _Lives:
         self._sizes: list[int] = [0]
         self._holders: Counter[int] = Counter()
         self._keeps: dict[int, list[int]] = {}  # instruction -> the memory that it keeps
-        self._again: dict[int, int] = {}  # memory -> its bytes, which the backward gathers again
+        self._again: dict[int, int] = {}  # memory that the backward makes again -> the memory of which it does
         self._alive = 0
 
     def peak(self) -> Peak:
@@ -71,7 +71,6 @@ class _Lives:
 
     def _make(self, instruction: Instruction) -> None:
         """Where the results of an instruction lie."""
-        node = instruction.node
         for index, name in enumerate(instruction.outputs):
             read = instruction.reads[index if instruction.kind == "bucket" else 0] if instruction.reads else ""
             if instruction.kind == "bucket" or self._in_place(instruction):
@@ -80,8 +79,8 @@ class _Lives:
                 self._lies[name] = len(self._sizes)
                 self._sizes.append(self._bytes(instruction, name))
             self._hold(self._lies[name])
-        if instruction.again and node is None:
-            self._again[self._lies[instruction.outputs[0]]] = self._sizes[self._lies[instruction.outputs[0]]]
+        if instruction.again and instruction.value is not None:
+            self._again[self._lies[instruction.outputs[0]]] = self._lies[instruction.value.name]
 
     def _in_place(self, instruction: Instruction) -> bool:
         if instruction.node is not None:
@@ -112,7 +111,7 @@ class _Lives:
             return
         saved = self._kept.saved[node.name]
         names = [instruction.reads[i] for i in saved.operands or ()] + [node.results[i] for i in saved.results or ()]
-        kept = [self._lies[name] for name in names if self._lies[name] not in self._again]
+        kept = [self._again.get(self._lies[name], self._lies[name]) for name in names]
         if saved.beside:
             kept.append(len(self._sizes))
             self._sizes.append(self._beside(node))
@@ -135,8 +134,8 @@ class _Lives:
             results = {self._lies[name] for name in instruction.outputs}
             if instruction.kind != "bucket" and self._has_gradient(instruction):
                 new = self._gradients_of(instruction)
-                again = sum({m: self._again.get(m, 0) for m in map(self._lies.__getitem__, instruction.reads)}.values())
-                made = sum(size for _, size in new) + again * (instruction.node is not None)
+                read = {self._lies[name] for name in instruction.reads} if instruction.node else set()
+                made = sum(size for _, size in new) + sum(self._sizes[memory] for memory in read & set(self._again))
                 buffers = _buffers(instruction, self._program, backward=True)
                 self._note(self._alive + sum(gradients.values()) + done + made + buffers, instruction, "backward")
                 for memory in results - {memory for memory, _ in new}:

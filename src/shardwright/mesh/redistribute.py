@@ -160,6 +160,11 @@ def copies(steps: Sequence[Step]) -> bool:
     return any(step.kind != "enter" for step in steps)
 
 
+def moves_alone(steps: Sequence[Step]) -> bool:
+    """Whether these steps sum nothing, so that to do them twice gives the same to the last bit."""
+    return all(step.kind in ("all_gather", "all_to_all", "slice", "enter") for step in steps)
+
+
 def redistribute(
     src: Layout, dst: Layout, gradient_partial: tuple[str, ...], shape: Shape, mesh: Mesh
 ) -> tuple[Step, ...]:

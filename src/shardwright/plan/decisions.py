@@ -16,8 +16,8 @@ from functools import cached_property
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import Collective, Step, copies, redistribute
-from shardwright.plan.pricing.memory import Kept
+from shardwright.mesh.redistribute import Collective, Step, redistribute
+from shardwright.plan.pricing.memory import Kept, repeatable
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import Target, target_of
@@ -59,8 +59,9 @@ class Decisions:
     ``cost`` is what the search minimised, at these decisions, and ``bound`` what no decisions are below, in the unit of
     the search; None where nothing was searched, or for another graph. ``optimizer`` is what will update the
     parameters, and ``memory`` the bytes that a device may hold, where that was limited. ``again`` names
-    parameters that are stored split and gathered for their use: the backward gathers them again, and no copy is kept.
-    ``considered`` says of each mesh what a plan on it costs or why there is none, where several were looked at.
+    values, above all parameters that are stored split, that are gathered for their use: the backward gathers them
+    again, and no copy is kept. ``considered`` says of each mesh what a plan on it costs or why there is none, where
+    several were looked at.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -160,10 +161,10 @@ class Decisions:
         return {node.name: node for node in self.capture.nodes}
 
     def gathers_again(self, transfer: Transfer) -> int:
-        """How often the backward repeats the steps of a transfer: once for each operator that needs the result."""
-        if transfer.value not in self.again or not copies(transfer.steps):
+        """How often the backward repeats the steps of a transfer: once where operators need the result, else never."""
+        if transfer.value not in self.again or not repeatable(self.capture.values[transfer.value], transfer.steps):
             return 0
-        return sum(self.kept.times(self._nodes[name], index) for name, index in transfer.consumers if name)
+        return int(any(self.kept.times(self._nodes[name], index) for name, index in transfer.consumers if name))
 
     def moved_bytes(self) -> float:
         """Bytes that each device sends in one step, forward, backward and gradients."""

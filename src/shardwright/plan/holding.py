@@ -71,15 +71,11 @@ def saved_memory(plan: Decisions, rank: int = 0) -> dict[Storage, int]:
     kept = plan.kept
     read, sizes = _storages(plan, kept, rank)
     found: dict[Storage, int] = {}
-
-    def again(storage: Storage) -> bool:
-        return storage[0] == "moved" and storage[1] in plan.again
-
     for node in plan.capture.nodes:
         saved = kept.saved[node.name]
         lying = [read[node.name, i] for i in saved.operands or ()]
         lying += [read["", node.results[i]] for i in saved.results or ()]
-        found.update({storage: sizes[storage] for storage in lying if storage in sizes and not again(storage)})
+        found.update({storage: sizes[storage] for storage in lying if storage in sizes})
         layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)}
         layouts |= {name: plan.layout(name) for name in node.results} if saved.beside else {}
         found["beside", node.name] = kept.beside(node, layouts.__getitem__, plan.mesh, rank)
@@ -89,7 +85,7 @@ def saved_memory(plan: Decisions, rank: int = 0) -> dict[Storage, int]:
 def _storages(plan: Decisions, kept: Kept, rank: int) -> tuple[dict[tuple[str, object], Storage], dict[Storage, int]]:
     """Where each operand lies, by operator and index, and each value, by "" and its name; and how large that is.
 
-    Where leaves lie has no size.
+    Where leaves lie has no size. Of what the backward moves again, its source is kept.
     """
     capture = plan.capture
     way = {use: transfer for transfer in plan.transfers for use in transfer.consumers}
@@ -101,7 +97,7 @@ def _storages(plan: Decisions, kept: Kept, rank: int) -> tuple[dict[tuple[str, o
         for i, name in enumerate(node.operands):
             transfer = way[node.name, i]
             lies[node.name, i] = lies["", name]
-            if copies(transfer.steps):
+            if copies(transfer.steps) and not plan.gathers_again(transfer):
                 lies[node.name, i] = storage = ("moved", name, transfer.target)
                 sizes[storage] = local_bytes(capture.values[name], transfer.target.layout, plan.mesh, rank)
         for name in node.results:

@@ -116,7 +116,7 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
         yield f"%{name}: {_local(value, step.after, program)} = {step.kind}(%{read})  # {step.before} -> {step.after}"
         yield from _collective_lines(value, step, program)
         if instruction.again:
-            yield f"    # not kept: the backward does it again, {instruction.again} times in all"
+            yield "    # not kept: the backward does it again"
     else:
         for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.bucket, strict=True):
             yield f"%{output}: {_local(value, step.after, program)} = enter(%{read})  # {step.after}"

@@ -7,7 +7,7 @@ found out on torch's meta device, by the whole shapes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import cached_property
 
 import torch
@@ -18,6 +18,7 @@ from shardwright.graph.facts import operator_of, saved
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.redistribute import Step, copies, moves_alone
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.operator import Operator
 from shardwright.rules.row import Beside, Saved
@@ -51,6 +52,14 @@ ORDERS: Column[Callable[[Operator, Tensor], Tensor]] = column(("scaled_dot_produ
 def local_bytes(value: Value, layout: Layout, mesh: Mesh, rank: int = 0) -> int:
     """The bytes of a rank's part of a value; no rank has more than rank 0."""
     return torch.Size(layout.local_shape(value.shape, mesh, rank)).numel() * value.dtype.itemsize
+
+
+def repeatable(value: Value, steps: Sequence[Step]) -> bool:
+    """Whether the backward can move a value again in place of keeping it: parameters, and what has a gradient.
+
+    Other values, as targets of a loss, are small, and operators on local parts may keep them in another form.
+    """
+    return copies(steps) and moves_alone(steps) and (value.kind == "parameter" or value.needs_gradient)
 
 
 class Kept:

@@ -26,7 +26,7 @@ class Space:
 class Choice:
     """What was chosen and, where it was searched, the objective there and a bound that no choice is below.
 
-    ``again`` names the parameters that the backward gathers again, so that no gathered copy of them is kept.
+    ``again`` names the values that the backward gathers again, so that no gathered copy of them is kept.
     """
 
     strategies: Mapping[str, Strategy]

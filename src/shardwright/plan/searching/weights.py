@@ -4,8 +4,8 @@
                    + sum over operators:                results that they keep themselves, and what they make inside
                    + sum over operands that are kept:   the memory in which the operand lies
 
-Parameters that are gathered for an operator need not be kept so: the backward can gather them again, for what that
-costs. Such an operand counts what is less at a price, its bytes or the second gathering.
+What is gathered for operators need not be kept so: the backward can gather it again, for what that costs. Such an
+operand counts what is less at a price: its bytes, or those that it is gathered from and the second gathering.
 
 Several operands may lie in the same memory, which is held once. Each then counts a share of it, such that the shares of
 all that can lie together make one: where choices keep them apart after all, the sum is below what is held, and never
@@ -16,21 +16,29 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.redistribute import copies, possible, redistribute
-from shardwright.plan.pricing.memory import Kept, local_bytes
+from shardwright.plan.pricing.memory import Kept, local_bytes, repeatable
 from shardwright.plan.pricing.optimizers import OptimizerStates
 from shardwright.plan.pricing.ruled import Use
 from shardwright.plan.pricing.targets import Target
 from shardwright.plan.searching.exact import Costs, Table
 from shardwright.plan.searching.problem import Problem
 from shardwright.rules.notation import Strategy
+
+
+@dataclass(frozen=True)
+class Gathering:
+    """What is held of an operand that the backward gathers again, and what that costs; infinite where it cannot."""
+
+    bytes: Costs
+    costs: Costs
 
 
 class Weights:
@@ -41,13 +49,14 @@ class Weights:
         self._graph = problem.space.graph
         self._kept = Kept(self._graph)
         self._known: dict[Hashable, Costs] = {}
+        self._gatherings: dict[Hashable, Gathering] = {}
         self._held: list[object] = []  # so that no identity is given to another object
         self._priced: dict[tuple[int, int, float], Costs] = {}
-        self.gathered: list[tuple[str, Table, Costs]] = []
-        """Parameters that may be gathered, with the bytes of the copies, and what gathering them again costs."""
         self.fixed_bytes = 0
         """What all choices hold: inputs, buffers and constants."""
-        self.tables = [table for table in self._all() if table.costs.any()]
+        self.tables = [table for table in (*self._leaves(), *self._operators()) if table.costs.any()]
+        self.gathered = list(self._operands())
+        """Values that operators keep, with the bytes that this takes, and what it is to gather them again."""
 
     def at(self, price: float) -> list[Table]:
         """The tables at so much for a byte."""
@@ -57,31 +66,29 @@ class Weights:
             if key not in self._priced:
                 self._priced[key] = table.costs * price
             found.append(Table(table.scope, self._priced[key]))
-        for _, table, costs in self.gathered:
-            key = id(table.costs), id(costs), price
+        for _, table, again in self.gathered:
+            key = id(table.costs), id(again.costs), price
             if key not in self._priced:
-                self._priced[key] = np.minimum(table.costs * price, costs)
+                self._priced[key] = np.minimum(table.costs * price, again.bytes * price + again.costs)
             found.append(Table(table.scope, self._priced[key]))
         return found
 
     def again(self, price: float, picked: Sequence[int]) -> tuple[frozenset[str], float]:
-        """The parameters that are better gathered again than kept at a price of a byte, and what that costs."""
-        bytes_of: Counter[str] = Counter()
-        costs_of: Counter[str] = Counter()
-        for name, table, costs in self.gathered:
+        """The values that are better gathered again than kept at a price of a byte, and what that costs."""
+        saved: Counter[str] = Counter()
+        costs: Counter[str] = Counter()
+        for name, table, again in self.gathered:
             at = tuple(picked[v] for v in table.scope)
-            bytes_of[name] += table.costs[at]
-            costs_of[name] += costs[at]
-        again = frozenset(name for name in bytes_of if bytes_of[name] * price > costs_of[name])
-        return again, float(sum(costs_of[name] for name in again))
+            if math.isfinite(again.costs[at]):
+                saved[name] += table.costs[at] - again.bytes[at]
+                costs[name] += again.costs[at]
+        chosen = frozenset(name for name in saved if saved[name] * price > costs[name])
+        return chosen, float(sum(costs[name] for name in chosen))
 
     def of(self, picked: Sequence[int]) -> float:
         """The bytes of one choice for every variable, where nothing is gathered again."""
         tables = [*self.tables, *(table for _, table, _ in self.gathered)]
         return self.fixed_bytes + sum(float(t.costs[tuple(picked[v] for v in t.scope)]) for t in tables)
-
-    def _all(self) -> list[Table]:
-        return [*self._leaves(), *self._operators(), *self._operands()]
 
     def _leaves(self) -> list[Table]:
         found = []
@@ -122,7 +129,7 @@ class Weights:
         results = sum(local_bytes(self._value(name), layouts[name], mesh) for name in made)
         return results + self._kept.beside(node, layouts.__getitem__, mesh)
 
-    def _operands(self) -> list[Table]:
+    def _operands(self) -> Iterator[tuple[str, Table, Gathering]]:
         """What is kept of the operands, by the variables of who makes and who keeps them."""
         root = self._roots()
         uses = [
@@ -136,37 +143,48 @@ class Weights:
         kept_by_makers = {
             node.results[i] for node in self._graph.capture.nodes for i in self._kept.saved[node.name].results or ()
         }
-        found = []
         for (_, name), use in once.items():
             of = self._value(root[name])
             in_place = (
                 0.0 if of.kind != "result" or of.name in kept_by_makers else min(1.0, _size(of, self._value(name)))
             )
-            table = self._operand(name, use, in_place / sharing[of.name], 1 / sharing[of.name])
-            if table is not None and self._value(name).kind == "parameter":
-                self.gathered.append((name, table, self._gathering(name, use)))
-            elif table is not None:
-                found.append(table)
-        return found
+            shares = in_place / sharing[of.name], 1 / sharing[of.name]
+            table = self._operand(name, use, *shares)
+            if table is not None and table.costs.any():
+                yield name, table, self._gathering(name, use, *shares)
 
-    def _gathering(self, name: str, use: Use) -> Costs:
-        """What it costs to gather a parameter again for an operator, by the choices of both."""
-        problem, value = self._problem, replace(self._value(name), needs_gradient=False)
-        layouts, targets = (
-            problem.produced(name)[1],
-            problem.known.targets(use, problem.space.strategies[use.node.name]),
+    def _gathering(self, name: str, use: Use, in_place: float, moved: float) -> Gathering:
+        """What it is to gather an operand again, by the choices of who makes and who keeps it."""
+        problem, value = self._problem, self._value(name)
+        layouts = problem.produced(name)[1]
+        targets = problem.known.targets(use, problem.space.strategies[use.node.name])
+        key = (
+            value.shape,
+            value.dtype,
+            value.kind == "parameter",
+            value.needs_gradient,
+            in_place,
+            moved,
+            layouts,
+            self._identity(targets),
         )
-        key = "again", value.shape, value.dtype, layouts, self._identity(targets)
-        if key not in self._known:
-            self._known[key] = np.array([[self._again(value, a, b) for b in targets] for a in layouts])
-        return self._known[key]
+        if key not in self._gatherings:
+            kinds, wanted = list(dict.fromkeys(layouts)), list(dict.fromkeys(targets))
+            at = np.ix_([kinds.index(a) for a in layouts], [wanted.index(b) for b in targets])
+            costs = np.array([[self._again(value, a, b) * moved for b in wanted] for a in kinds])[at]
+            sizes = [in_place * local_bytes(value, layout, problem.space.mesh) for layout in layouts]
+            self._gatherings[key] = Gathering(np.array(sizes)[:, None].repeat(len(targets), axis=1), costs)
+        return self._gatherings[key]
 
     def _again(self, value: Value, layout: Layout, target: Target) -> float:
+        """What it costs to move a value once more, without its gradient; infinite where that would sum once more."""
         mesh = self._problem.space.mesh
         if not possible(layout, target.layout):
             return 0.0
         steps = redistribute(layout, target.layout, target.gradient_partial, value.shape, mesh)
-        return self._problem.known.objective.transfer(value, steps, mesh)
+        if copies(steps) and not repeatable(value, steps):
+            return math.inf
+        return self._problem.known.objective.transfer(replace(value, needs_gradient=False), steps, mesh)
 
     def _operand(self, name: str, use: Use, in_place: float, moved: float) -> Table | None:
         """The bytes of an operand where it is kept as it was made, and where it is moved first, by shares of each."""

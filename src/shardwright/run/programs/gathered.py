@@ -1,14 +1,15 @@
-"""Parameters that are stored split, gathered where they are used, and not kept whole until the backward.
+"""Tensors that are gathered where they are used, and not kept whole until the backward: above all split parameters.
 
 Autograd would keep the gathered tensor of every layer. While a program runs that gathers some again, what autograd is
-about to keep is compared with them: in their place it keeps this rank's part, and the backward gathers that once more.
-All ranks run the same operators, so that their backwards gather in the same order.
+about to keep is compared with them: in their place it keeps this rank's part. The first operator whose backward needs
+the whole gathers that once more, and it lives until the last has had it. All ranks run the same operators, so that
+their backwards gather in the same order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,26 +23,32 @@ from shardwright.torch_private import MemoryOf, changes_of
 Step = tuple[Callable[..., Tensor], dict[str, Any]]
 
 
-@dataclass(frozen=True)
 class _Gathered:
-    """How a gathered tensor is made of this rank's part."""
+    """How a gathered tensor is made of this rank's part, and for how many it is still to be made."""
 
-    name: str
-    part: Tensor
-    changes: int
-    comm: Communicator
-    steps: Sequence[Step]
+    def __init__(self, name: str, part: Tensor, comm: Communicator, steps: Sequence[Step]) -> None:
+        self._name, self._part, self._changes = name, part.detach(), changes_of(part)
+        self._comm, self._steps = comm, steps
+        self._whole: Tensor | None = None
+        self.needed = 0
 
     def again(self) -> Tensor:
-        if changes_of(self.part) != self.changes:
+        """The gathered tensor, for one of those that need it."""
+        whole = self._whole if self._whole is not None else self._gather()
+        self.needed -= 1
+        self._whole = whole if self.needed > 0 else None
+        return whole
+
+    def _gather(self) -> Tensor:
+        if changes_of(self._part) != self._changes:
             raise UsageError(
-                f"the parameter {self.name} was changed between the forward and the backward, which gathers it again; "
-                "call backward() before optimizer.step()"
+                f"{self._name}, which the backward gathers again, was changed in place since the forward; call "
+                "backward() before optimizer.step()"
             )
         with torch.no_grad():
-            whole = self.part
-            for function, arguments in self.steps:
-                whole = function(whole, self.comm, **arguments)
+            whole = self._part
+            for function, arguments in self._steps:
+                whole = function(whole, self._comm, **arguments)
         return whole
 
 
@@ -82,20 +89,24 @@ class GatheredAgain:
 
     def __call__(self, whole: Tensor, part: Tensor, name: str, comm: Communicator, steps: Sequence[Step]) -> Tensor:
         if torch.is_grad_enabled():
-            self._known[MemoryOf(whole)] = _Gathered(name, part.detach(), changes_of(part), comm, steps)
+            self._known[MemoryOf(whole)] = _Gathered(name, part, comm, steps)
         return whole
 
-    def keeping_parts(self) -> AbstractContextManager[None]:
-        """Inside, autograd keeps the parts of what is gathered again; what was noted before is forgotten."""
-        self._known = {}
-        hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack)
-        return hooks
+    @contextmanager
+    def keeping_parts(self) -> Iterator[None]:
+        """Inside, autograd keeps the parts of what is gathered again."""
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self._known = {}  # so that a part lives no longer than what needs it
 
     def _pack(self, kept: Tensor) -> _Part | _Whole:
         found = self._known.get(MemoryOf(kept))
         if found is None:
             # Detached: a result that its own backward kept with its history would never be freed.
             return _Whole(kept.detach(), changes_of(kept))
+        found.needed += 1
         return _Part(found, tuple(kept.size()), tuple(kept.stride()), int(kept.storage_offset()))
 
 
