@@ -21,7 +21,7 @@ from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MODES, SEARCHES, Search
 from shardwright.plan.searching.budget import Budget, OverBudget
-from shardwright.plan.searching.data import data_parallel
+from shardwright.plan.searching.data import data_parallel, or_data_parallel
 from shardwright.plan.searching.exact import TooWide
 from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
@@ -72,6 +72,7 @@ def _cheapest(
         find = recursive if row.by_axes else search
         try:
             choice = find(space, objective, _budget(graph, mesh, request, space.outputs))
+            choice = choice if request.memory else or_data_parallel(choice, space, objective)
         except PlanError as error:
             first = first or error
             considered.append(f"{mesh} has no plan: {str(error).splitlines()[0]}")
