@@ -11,6 +11,8 @@ from scipy.sparse import coo_array
 from torch import nn
 from torch.nn import functional as F
 
+from decoder import Decoder, batch_of
+from decoder import loss_fn as decoder_loss
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
@@ -185,6 +187,16 @@ def test_models(model, batch, loss, problems):
         exact = planned(captured, mesh, "exact")
         for method in ("recursive", "propagation"):
             assert exact.cost <= cost(planned(captured, mesh, method)) * (1 + 1e-12)
+
+
+@pytest.mark.slow
+def test_what_stands_beside_is_decided_with_the_rest_where_that_is_cheaper():
+    """The mask of a decoder, from a batch that is split: followed by it alone, the whole costs more."""
+    capture = captured_step(Decoder(), decoder_loss, batch_of(8, 16), {})
+    exact = planned(capture, Mesh.of(d=2), "exact")
+    assert exact.cost == exact.bound
+    for method in ("recursive", "propagation"):
+        assert exact.cost <= cost(planned(capture, Mesh.of(d=2), method)) * (1 + 1e-12)
 
 
 def test_recursive_decides_axis_by_axis(monkeypatch):

@@ -3,7 +3,8 @@
 Rotary tables, masks and position ids are read by every layer, and would tie all layers to each other. They have no
 gradient, and whole on every rank they are in every layout by local slices. What makes them stands *beside* the rest: it
 is left out at first, as if it cost nothing, and decided when the rest is. The first minimum, with what these operators
-cost at least, is a lower bound of every plan's cost; how far the final cost is above it is the gap.
+cost at least, is a lower bound of every plan's cost; how far the final cost is above it is the gap. Where there is one
+and little stands in the way, all is decided at once.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.searching.budget import Budget, fitting
-from shardwright.plan.searching.exact import Table, TooWide
+from shardwright.plan.searching.exact import Table, TooWide, minimise
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.problem import Problem, Solution
 from shardwright.plan.searching.space import Choice, Space
@@ -25,6 +26,8 @@ from shardwright.rules.notation import Strategy
 
 # A value from the batch that one operator reads ties nothing together.
 MANY_READERS = 2
+# A gap that is worth a search of all at once, where that needs no table of more entries.
+CLOSE, TIED = 1e-6, 1_000_000
 
 
 def search(space: Space, objective: Objective, budget: Budget | None = None) -> Choice:
@@ -36,6 +39,8 @@ def search(space: Space, objective: Objective, budget: Budget | None = None) -> 
     """
     both = _Both(space, objective)
     free = both.at()[0]
+    if both.beside and (free.cost or 0.0) - (free.bound or 0.0) > CLOSE * (free.cost or 0.0):
+        free = both.together() or free
     if budget is None:
         return free
     weights = Weights(both.main, budget.optimizer)
@@ -65,20 +70,20 @@ class _Both:
     """What is searched first, and what stands beside it."""
 
     def __init__(self, space: Space, objective: Objective) -> None:
-        self._space, self._beside = space, operators_beside(space)
+        self._space, self.beside = space, operators_beside(space)
         self._known = Known(space.graph, objective, space.mesh)
         self.main = self._first()
 
     def _first(self) -> Problem:
         names = {node.name for node in self._space.graph.capture.nodes}
-        return Problem(self._space, self._known, names - self._beside)
+        return Problem(self._space, self._known, names - self.beside)
 
     def at(self, more: Sequence[Table] = ()) -> tuple[Choice, float, list[int]]:
         """The choice with the least cost with ``more`` tables, a bound of that, and what was picked by variable."""
         found = self.main.minimum(more)
         bound, extra = found.bound, 0.0
         strategies, leaves = self.main.decided(found.picked)
-        if self._beside:
+        if self.beside:
             try:
                 extra, of_beside, their_leaves = self._following(strategies, leaves)
             except TooWide:
@@ -92,20 +97,29 @@ class _Both:
         cost = self.main.cost_of(found.picked) if more else found.cost
         return Choice(strategies, leaves, cost + extra, bound), bound, list(found.picked)
 
+    def together(self) -> Choice | None:
+        """The choice with the least cost of all operators at once; None where they tie too much together for that."""
+        problem = Problem(self._space, self._known, {node.name for node in self._space.graph.capture.nodes})
+        try:
+            cost, picked = minimise(problem.domains, problem.tables, limit=TIED)
+        except PlanError:
+            return None
+        return Choice(*problem.decided(picked), cost, cost)
+
     def _following(self, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout]) -> Solution:
-        return _beside(self._beside, self._space, self._known, strategies, leaves).solved()
+        return _beside(self.beside, self._space, self._known, strategies, leaves).solved()
 
     @cached_property
     def _without_sums(self) -> Problem:
         problem = self._first()
-        problem.demand_no_sums(self._beside)
+        problem.demand_no_sums(self.beside)
         return problem
 
     @cached_property
     def _least(self) -> float:
         """What the operators beside the rest cost at least."""
         graph, strategies = self._space.graph, self._space.strategies
-        nodes = [node for node in graph.capture.nodes if node.name in self._beside]
+        nodes = [node for node in graph.capture.nodes if node.name in self.beside]
         choices = ((node, [graph.rules[node.name].replicated(), *strategies[node.name]]) for node in nodes)
         return sum(float(self._known.operator(node, options).min()) for node, options in choices)
 
