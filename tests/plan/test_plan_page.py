@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -42,6 +42,9 @@ def milliseconds(text):
 def test_a_deep_model_takes_a_page(plan):
     page = plan_page(plan, H100)
     assert len(page.splitlines()) <= 60 < 2 * 60 < len(str(plan).splitlines())
+    wordy = plan_page(replace(plan, considered=tuple(f"mesh {i} costs 1 s" for i in range(15))), H100)
+    assert len(wordy.splitlines()) <= 57
+    assert "\nand " in wordy.split("\n\n")[1]
     rows = {row[0]: row[1:] for row in cells(page, "module")}
     assert rows["layers.0-5.gate"][0].startswith("linear (")
     assert not any(re.search(r"layers\.\d+\.", name) for name in rows)

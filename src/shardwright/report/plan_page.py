@@ -11,7 +11,8 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.report.plan_summary import ModuleRow, OperatorRow, PlanSummary, plan_summary
 
-MOST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 16, 6, 8, 4
+MOST_LINES = 57  # what follows the page, such as the seconds of planning, takes three more
+FEWEST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 8, 6, 8, 4
 
 
 def plan_page(plan: Plan, hardware: Hardware) -> str:
@@ -20,8 +21,10 @@ def plan_page(plan: Plan, hardware: Hardware) -> str:
     peak = peak_of(plan, lower(plan, 0))
     alive = f"at most {in_bytes(peak.bytes)} are alive at once, in the {peak.direction} of {peak.at}"
     head = "\n".join([*_head(summary), f"each device holds {holds(plan)}", alive, *certificate(plan)])
-    parts = [head, _modules(summary), _operators(summary), _collectives(summary), *_replicated(summary)]
-    return "\n\n".join(parts)
+    below = [_operators(summary), _collectives(summary), *_replicated(summary)]
+    taken = sum(len(part.splitlines()) + 1 for part in [head, *below])
+    most_modules = max(FEWEST_MODULES, MOST_LINES - taken - 3)  # beside the head of the table and what is left out
+    return "\n\n".join([head, _modules(summary, most_modules), *below])
 
 
 def _head(summary: PlanSummary) -> Iterator[str]:
@@ -34,11 +37,11 @@ def _head(summary: PlanSummary) -> Iterator[str]:
     yield f"each device sends {in_bytes(summary.sent_bytes)} per step"
 
 
-def _modules(summary: PlanSummary) -> str:
+def _modules(summary: PlanSummary, most: int) -> str:
     """The dearest rows, in the order of the model."""
     rows = summary.modules
-    spent = sorted((_spent(row) for row in rows), reverse=True)[:MOST_MODULES]
-    shown = [row for row in rows if spent and _spent(row) >= spent[-1]][:MOST_MODULES]
+    spent = sorted((_spent(row) for row in rows), reverse=True)[:most]
+    shown = [row for row in rows if spent and _spent(row) >= spent[-1]][:most]
     cells = [
         (row.module, _strategy(row), *map(in_time, _times(row)), *map(in_bytes, (row.sent_bytes, row.held_bytes)))
         for row in shown
