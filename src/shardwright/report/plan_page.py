@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.lower.liveness import peak_of
-from shardwright.lower.lower import lower
 from shardwright.plan.explain import certificate, holds, in_bytes, in_time, in_tuples, short, table
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware
@@ -18,8 +16,7 @@ FEWEST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 8, 6, 8, 4
 def plan_page(plan: Plan, hardware: Hardware) -> str:
     """The page, whose seconds are those of ``hardware``; `explain` shows every operator and collective."""
     summary = plan_summary(plan, hardware)
-    peak = peak_of(plan, lower(plan, 0))
-    alive = f"at most {in_bytes(peak.bytes)} are alive at once, in the {peak.direction} of {peak.at}"
+    alive = f"at most {in_bytes(summary.peak_bytes)} are alive at once, in the {summary.peak_at}"
     head = "\n".join([*_head(summary), f"each device holds {holds(plan)}", alive, *certificate(plan)])
     below = [_operators(summary), _collectives(summary), *_replicated(summary)]
     taken = sum(len(part.splitlines()) + 1 for part in [head, *below])

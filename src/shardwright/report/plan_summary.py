@@ -11,9 +11,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from shardwright.graph.ir import Node, Value
+from shardwright.lower.liveness import peak_of
+from shardwright.lower.lower import lower
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import joined, template
 from shardwright.plan.holding import held_by
+from shardwright.plan.plan import Plan
 from shardwright.plan.prices import Moved, Prices
 from shardwright.plan.pricing.cost import BACKWARD
 from shardwright.plan.pricing.hardware import Hardware
@@ -87,20 +90,23 @@ class PlanSummary:
     communicating_s: float
     sent_bytes: float
     held_bytes: dict[str, int]
+    peak_bytes: int  # alive at once at most, and where
+    peak_at: str
     memory: int | None
     optimizer: str
     replicated_s: float
     certificate: Certificate | None
+    considered: tuple[str, ...]  # what was found on each mesh, where several were searched
     modules: tuple[ModuleRow, ...] = field(repr=False)
     operators: tuple[OperatorRow, ...] = field(repr=False)
     collectives: tuple[CollectiveRow, ...] = field(repr=False)
 
 
-def plan_summary(plan: Decisions, hardware: Hardware) -> PlanSummary:
+def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
     """The numbers of a plan on ``hardware``."""
     prices = Prices(plan, hardware)
     operators = _operators(plan, prices)
-    held = held_by(plan, plan.optimizer)
+    held, peak = held_by(plan, plan.optimizer), peak_of(plan, lower(plan, 0))
     return PlanSummary(
         plan.mode,
         plan.search,
@@ -112,10 +118,13 @@ def plan_summary(plan: Decisions, hardware: Hardware) -> PlanSummary:
         prices.communicating_s,
         plan.moved_bytes(),
         {**dict(held.kinds()), "total": held.total},
+        peak.bytes,
+        f"{peak.direction} of {peak.at}",
         plan.memory,
         plan.optimizer.name,
         sum(row.replicated_s for row in operators),
         _certificate(plan),
+        tuple(plan.considered),
         tuple(_modules(plan, prices)),
         operators,
         _collectives(plan, prices),
