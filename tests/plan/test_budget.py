@@ -173,6 +173,6 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
         noise = [Table((v,), random.random(size) * 1e-5) for v, size in enumerate(both.main.domains)]
         picked = both.main.minimum([*weights.at(price), *noise]).picked
         strategies, leaves = both.main.decided(picked)
-        beside = both._following(strategies, leaves)[1:] if both._beside else ({}, {})
+        beside = both._following(strategies, leaves)[1:] if both.beside else ({}, {})
         held = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1]).held
         assert 0.85 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
