@@ -52,9 +52,9 @@ def _like(val: Any, trained: bool = False) -> Any:
 
 def result_of(operator: Any, call: fx.Node, args: tuple[Any, ...]) -> Any:
     """What ``operator`` returns for ``args``, which are arguments of ``call``."""
-    mode = torch_private.fake_mode()
 
     def found() -> Any:
+        mode = torch_private.fake_mode()
         given, kwargs = map_arg((args, call.kwargs), lambda node: _empty(node, mode))
         with mode, torch.no_grad():
             return operator(*given, **kwargs)
