@@ -1,8 +1,9 @@
 """Models of transformers at their published sizes, captured and planned on the meta device, on this machine alone.
 
-    python benchmarks/plan_models.py [--models gpt2-xl llama-3-8b ...] [--mesh 8 8,8 6] [--search exact]
+    python benchmarks/plan_models.py [--models gpt2-xl ...] [--mesh 8 8,8 6] [--search exact] [--memory 80GiB]
 
-The global batch has 192 rows, which 8, 64 and 6 devices divide, at the prices of H100s. Each case runs in a process of
+The global batch has 192 rows, which 8, 64 and 6 devices divide, at the prices of H100s; AdamW holds its states, and
+``--memory`` is what each device may hold. *Holds* is what it does. Each case runs in a process of
 its own. *Whole* is what operators cost that run whole on every device though the mesh has several, as a share of
 the step: those that share nothing out, without the many that take no time at all.
 """
@@ -105,13 +106,13 @@ def captured(name: str) -> Any:
         return captured_step(cls(config), _loss, batch(), {})
 
 
-def one_case(name: str, mesh: str, search: str) -> dict[str, float]:
+def one_case(name: str, mesh: str, search: str, memory: str | None) -> dict[str, float]:
     """What one case takes, in this process."""
     from shardwright.mesh.mesh import Mesh
     from shardwright.plan.make import make_plan
     from shardwright.plan.pricing.cost import Seconds
     from shardwright.plan.pricing.hardware import read_hardware
-    from shardwright.plan.request import PlanRequest
+    from shardwright.plan.request import PlanRequest, read_memory
 
     start = time.perf_counter()
     capture = captured(name)
@@ -119,7 +120,8 @@ def one_case(name: str, mesh: str, search: str) -> dict[str, float]:
     axes = Mesh.of(**{f"a{i}": int(size) for i, size in enumerate(mesh.split(","))})
     hardware = read_hardware("h100")
     start = time.perf_counter()
-    plan = make_plan(capture, PlanRequest(axes, "auto", search, "split", hardware))  # type: ignore[arg-type]
+    limit = None if memory is None else read_memory(memory)
+    plan = make_plan(capture, PlanRequest(axes, "auto", search, "split", hardware, memory=limit))  # type: ignore[arg-type]
     search_s = time.perf_counter() - start
     seconds, whole_s = Seconds(hardware), 0.0
     for node in capture.nodes:
@@ -137,6 +139,7 @@ def one_case(name: str, mesh: str, search: str) -> dict[str, float]:
         "step_s": plan.cost,
         "gap": (plan.cost - plan.bound) / plan.cost,
         "whole": whole_s / plan.cost,
+        "holds_gib": plan.held.total / 2**30,
         "without_rule": len(plan.graph.unlisted),
     }
 
@@ -146,17 +149,31 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--mesh", nargs="+", default=["8", "8,8", "6"])
     parser.add_argument("--search", default="exact")
+    parser.add_argument("--memory")
     parser.add_argument("--case", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.case:
         warnings.simplefilter("ignore")
-        print(json.dumps(one_case(given.models[0], given.mesh[0], given.search)))
+        print(json.dumps(one_case(given.models[0], given.mesh[0], given.search, given.memory)))
         return
-    print("| model | mesh | operators | capture, s | search, s | peak, GiB | step, ms | gap | whole | no rule |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    columns = [
+        "model",
+        "mesh",
+        "operators",
+        "capture, s",
+        "search, s",
+        "peak, GiB",
+        "step, ms",
+        "gap",
+        "holds, GiB",
+        "whole",
+        "no rule",
+    ]
+    print(f"| {' | '.join(columns)} |\n|{' --- |' * len(columns)}")
     for name in given.models:
         for mesh in given.mesh:
             command = [sys.executable, __file__, "--case", "--models", name, "--mesh", mesh, "--search", given.search]
+            command += ["--memory", given.memory] if given.memory else []
             done = subprocess.run(
                 command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
             )
@@ -167,7 +184,8 @@ def main() -> None:
             of = json.loads(done.stdout.splitlines()[-1])
             print(
                 f"{head} {of['operators']:,} | {of['capture_s']:.1f} | {of['search_s']:.2f} | {of['peak_gib']:.2f} | "
-                f"{of['step_s'] * 1e3:.1f} | {of['gap']:.3%} | {of['whole']:.2%} | {of['without_rule']} |",
+                f"{of['step_s'] * 1e3:.1f} | {of['gap']:.3%} | {of['holds_gib']:.1f} | "
+                f"{of['whole']:.2%} | {of['without_rule']} |",
                 flush=True,
             )
 

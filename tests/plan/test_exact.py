@@ -107,3 +107,11 @@ def test_too_wide_is_said_not_approximated():
     tables = [Table((a, b), random.random((10, 10))) for a, b in itertools.combinations(range(6), 2)]
     with pytest.raises(TooWide, match="1,000,000 entries"):
         minimise([10] * 6, tables, limit=1000)
+
+
+def test_values_that_are_left_out_leave_no_dims_behind():
+    """A hub with a hundred neighbours that have one value each that is needed: numpy has no arrays of so many dims."""
+    count = 100
+    tables = [Table((v,), np.array([0.0, 9.0])) for v in range(1, count)]
+    tables += [Table((0, v), np.array([[0.0, 0.0], [1.0, 1.0]])) for v in range(1, count)]
+    assert minimise([2] * count, tables, limit=64, wide=1) == (0.0, [0] * count)

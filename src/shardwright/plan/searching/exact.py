@@ -51,8 +51,7 @@ def minimise(
         PlanError: where every assignment has infinite cost.
         TooWide: where a table would be larger than ``limit``.
     """
-    # A variable of one value widens no table, so that nothing would keep the dims of tables below numpy's limit of 64.
-    elimination = _Elimination(list(domains), without_singles(tables, domains))
+    elimination = _Elimination(list(domains), tables)
     elimination.run(min(limit, wide), limit)
     if not math.isfinite(elimination.total):
         raise PlanError("no assignment is possible: every combination is forbidden")
@@ -97,9 +96,9 @@ class _Decision:
 class _Elimination:
     """The tables as variables leave them."""
 
-    def __init__(self, domains: list[int], tables: list[Table]) -> None:
+    def __init__(self, domains: list[int], tables: Sequence[Table]) -> None:
         self.domains = domains
-        self.total = sum(float(t.costs) for t in tables if not t.scope)
+        self.total = 0.0
         self.decisions: list[_Decision] = []
         self.left: dict[int, Indices] = {}  # what pruning left of a variable's values
         self._known: dict[Hashable, tuple[Indices, Costs]] = {}
@@ -108,7 +107,10 @@ class _Elimination:
         self._gather(tables)
 
     def _gather(self, tables: Sequence[Table]) -> None:
-        """Put the remaining variables in order: by width, then by age."""
+        """Put the remaining variables in order: by width, then by age. What has no choice is a cost."""
+        # A variable of one value widens no table: nothing would keep the dims of tables below numpy's limit of 64.
+        tables = without_singles(tables, self.domains)
+        self.total += sum(float(table.costs) for table in tables if not table.scope)
         self.pending: dict[int, list[Table]] = {variable: [] for variable in self._ages}
         for table in tables:
             for variable in table.scope:
