@@ -97,7 +97,7 @@ __all__ = [
     "tree_unflatten",
     "untraced",
     "version",
-    "without_missing",
+    "without_defaults",
 ]
 
 
@@ -557,11 +557,13 @@ def functional_form(operator: Any) -> Any:
     return None
 
 
-def without_missing(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without missing tensors at their end: torch's C++ gives them, where Python leaves out defaults."""
-    arguments = operator._schema.arguments
+def without_defaults(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The arguments without defaults at their end, as Python leaves them out; C++ takes no missing tensor for one."""
     count = len(args)
-    while count and args[count - 1] is None and arguments[count - 1].has_default_value():
+    for arg, argument in zip(reversed(args), reversed(operator._schema.arguments[:count]), strict=True):
+        default = argument.default_value
+        if not argument.has_default_value() or type(arg) is not type(default) or arg != default:
+            break
         count -= 1
     return args[:count]
 

@@ -91,7 +91,7 @@ def traced(call: fx.Node, *, returns: bool) -> fx.Graph:
             placeholder.meta[TRAINED] = True
     for part in graph.nodes:
         if torch_private.is_operator(part.target):
-            part.args = torch_private.without_missing(part.target, part.args)
+            part.args = torch_private.without_defaults(part.target, part.args)
     return graph
 
 
