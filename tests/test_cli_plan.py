@@ -207,6 +207,7 @@ def verify_command(*arguments):
     )
 
 
+@pytest.mark.slow  # the promise is verified by sw.verify in tests/verification
 def test_verify_of_a_right_plan_ends_with_0(monkeypatch, capsys):
     assert shardwright(
         monkeypatch, capsys, "plan", "net.py:build", "--devices", "2", "--mode", "data", "--save", "plan.json"

@@ -59,7 +59,7 @@ def summands(shape, mesh, axes, seed):
     return [by_coordinates[tuple(mesh.coordinates(rank)[axis] for axis in axes)] for rank in range(mesh.size)], whole
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_values_gradients_and_bytes(case):
     mesh, shape, src, dst, gradient_partial = case
@@ -89,7 +89,7 @@ def test_values_gradients_and_bytes(case):
     assert results[0][3] == [backward for _, backward in reversed(planned) if backward]
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_steps_form_a_chain(case):
     mesh, shape, src, dst, gradient_partial = case
@@ -104,7 +104,7 @@ def test_steps_form_a_chain(case):
         assert code.startswith({"slice": "local_slice"}.get(step.kind, step.kind) + "(x, comm, ")
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cases())
 def test_no_detour_by_the_whole_tensor_is_cheaper(case):
     mesh, _, src, dst, _ = case

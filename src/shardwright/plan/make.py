@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, StrategyError
 from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -47,7 +47,7 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         meshes = (request.axes,) if request.axes else meshes_for(graph, request, most_axes)
         try:
             return _cheapest(graph, request, row, meshes, considered)
-        except OverBudget:
+        except (OverBudget, StrategyError):
             raise
         except PlanError as error:
             # A table over fewer axes is smaller, unless pins, the storage or the inputs name the axes that there are.
