@@ -17,6 +17,7 @@ from shardwright.graph.tracing.frozen import FrozenWarning
 from shardwright.run.programs import programs
 
 PLANS = {"data": {"mode": "data"}, "split": {"mode": "auto", "search": "propagation"}}
+on_two_and_four = pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 SCALE = 1.0  # read by `Net.forward`
 
 
@@ -98,9 +99,10 @@ def losses_with_changes(plan):
     return found
 
 
+@on_two_and_four
 @pytest.mark.parametrize("plan", PLANS)
-def test_what_changes_between_steps_counts(plan):
-    for found in run_ranks(2, losses_with_changes, plan):
+def test_what_changes_between_steps_counts(plan, ranks):
+    for found in run_ranks(ranks, losses_with_changes, plan):
         for name, ((losses, mean), (expected, expected_mean)) in found.items():
             assert losses == pytest.approx(expected, rel=1e-10), name
             assert mean == pytest.approx(expected_mean, rel=1e-10, abs=1e-14), name
@@ -132,9 +134,10 @@ def model_of(parallel):
     return copy
 
 
+@on_two_and_four
 @pytest.mark.parametrize("plan", PLANS)
-def test_tensors_that_the_loss_closes_over_are_read_anew(plan):
-    for losses, expected in run_ranks(2, with_tensors_beside, plan):
+def test_tensors_that_the_loss_closes_over_are_read_anew(plan, ranks):
+    for losses, expected in run_ranks(ranks, with_tensors_beside, plan):
         assert losses == pytest.approx(expected, rel=1e-10)
 
 
@@ -157,13 +160,14 @@ def optimizer_made_before(plan, steps_before):
     return loss.item(), norm
 
 
-def test_an_optimizer_may_be_made_before():
+@on_two_and_four
+def test_an_optimizer_may_be_made_before(ranks):
     [(expected, norm)] = run_ranks(1, optimizer_made_before, "data", 0)
     for plan in PLANS:
-        for loss, their_norm in run_ranks(2, optimizer_made_before, plan, 0):
+        for loss, their_norm in run_ranks(ranks, optimizer_made_before, plan, 0):
             assert loss == pytest.approx(expected, rel=1e-10)
             assert their_norm == pytest.approx(norm, rel=1e-10)
-    for said in run_ranks(2, optimizer_made_before, "split", 1):
+    for said in run_ranks(ranks, optimizer_made_before, "split", 1):
         assert said.startswith("this AdamW has made steps with parameters that sw.parallelize has split since; make it")
 
 
@@ -182,8 +186,9 @@ def numbers_of_gradients(plan):
     ]
 
 
-def test_numbers_read_of_split_gradients_are_those_of_the_whole():
-    for found in run_ranks(2, numbers_of_gradients, "split"):
+@on_two_and_four
+def test_numbers_read_of_split_gradients_are_those_of_the_whole(ranks):
+    for found in run_ranks(ranks, numbers_of_gradients, "split"):
         for name, number, expected in found:
             assert number == pytest.approx(expected, rel=1e-10, abs=1e-14), name
 
@@ -250,8 +255,9 @@ def every_refusal():
     return {what: refused(what) for what in REFUSALS}
 
 
-def test_what_ranks_have_otherwise_is_refused():
-    for said in run_ranks(2, every_refusal):
+@on_two_and_four
+def test_what_ranks_have_otherwise_is_refused(ranks):
+    for said in run_ranks(ranks, every_refusal):
         for what, text in REFUSALS.items():
             assert said[what].startswith(text), (what, said[what])
 
@@ -339,9 +345,10 @@ def uncaptured(kind):
         return str(error)
 
 
-def test_a_loss_that_is_no_mean_does_not_fall_back():
-    for loss, expected in run_ranks(2, uncaptured, "mean"):
+@on_two_and_four
+def test_a_loss_that_is_no_mean_does_not_fall_back(ranks):
+    for loss, expected in run_ranks(ranks, uncaptured, "mean"):
         assert loss == pytest.approx(expected, rel=1e-12)
     for kind in ("sum", "masked", "weighted"):
-        for said in run_ranks(2, uncaptured, kind):
+        for said in run_ranks(ranks, uncaptured, kind):
             assert "it is no mean over samples" in said
