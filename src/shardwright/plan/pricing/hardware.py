@@ -162,6 +162,8 @@ class Hardware:
         rank take as long, and the latency grows with the steps of a tree, log2(ranks). Of the curves between hosts
         those count whose groups have as many ranks on each host, or the next smaller number.
         """
+        if where == "inside":
+            per_host = 1  # all ranks are on one host, whose network they do not share
         key = kind, ranks, where, per_host
         if key not in self._chosen:
             links = [c for c in self.links if c.collective == kind and c.where == where]
