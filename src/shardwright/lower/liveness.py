@@ -174,6 +174,6 @@ class _Lives:
 
 def _buffers(instruction: Instruction, program: LocalProgram, *, backward: bool = False) -> int:
     """What the collectives of an instruction take beside what they start from and result in."""
-    ways = {"backward"} if backward else {"forward"}
-    found = (c.bytes for _, way, c in instruction.collectives(program.mesh) if way in ways and c.kind != "all_reduce")
+    wanted = "backward" if backward else "forward"
+    found = (c.bytes for _, way, c in instruction.collectives(program.mesh) if way == wanted and c.kind != "all_reduce")
     return max(found, default=0)

@@ -8,7 +8,6 @@ are both derived from `transfers`, so that nothing is priced that is not run, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +16,7 @@ from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, Step, redistribute
-from shardwright.plan.pricing.memory import Kept, repeatable
+from shardwright.plan.pricing.memory import Kept, local_bytes, repeatable
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import Target, target_of
@@ -44,7 +43,7 @@ class Priced:
     """One collective of the plan: where it comes from, in which direction of the step, and what it moves."""
 
     cause: str  # the label of the value or the name of the operator
-    scope: str
+    module: str  # for which it is: its parameter's, or where the value is made
     direction: str  # "forward" or "backward"
     collective: Collective
     bytes: float  # sent by each device
@@ -140,16 +139,16 @@ class Decisions:
         """What a transfer communicates, forward and backward."""
         value = self.capture.values[transfer.value]
         producer = self.graph.producers.get(transfer.value)
-        scope = producer[0].scope if producer else ""
+        module = producer[0].scope if producer else value.label.rpartition(".")[0] if value.kind == "parameter" else ""
         again = self.gathers_again(transfer)
         for step in transfer.steps:
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
             if forward:
-                yield Priced(value.label, scope, "forward", forward, forward.sent_bytes(self.mesh))
+                yield Priced(value.label, module, "forward", forward, forward.sent_bytes(self.mesh))
                 for _ in range(again):
-                    yield Priced(value.label, scope, "backward", forward, forward.sent_bytes(self.mesh))
+                    yield Priced(value.label, module, "backward", forward, forward.sent_bytes(self.mesh))
             if backward and transfer.gradient:
-                yield Priced(value.label, scope, "backward", backward, backward.sent_bytes(self.mesh))
+                yield Priced(value.label, module, "backward", backward, backward.sent_bytes(self.mesh))
 
     @cached_property
     def kept(self) -> Kept:
@@ -166,6 +165,13 @@ class Decisions:
             return 0
         return int(any(self.kept.times(self._nodes[name], index) for name, index in transfer.consumers if name))
 
+    @property
+    def gap(self) -> float | None:
+        """How far the cost is above what no decisions are below, as a share of it; None where that is not known."""
+        if self.cost is None or self.bound is None:
+            return None
+        return (self.cost - self.bound) / self.cost if self.cost else 0.0
+
     def moved_bytes(self) -> float:
         """Bytes that each device sends in one step, forward, backward and gradients."""
         return sum(priced.bytes for priced in self.collectives())
@@ -176,8 +182,7 @@ class Decisions:
 
     def bytes_of(self, leaf: Value) -> int:
         """Bytes of a leaf that rank 0 holds, which no rank exceeds."""
-        shape = self.leaves[leaf.name].local_shape(leaf.shape, self.mesh, 0)
-        return leaf.dtype.itemsize * math.prod(shape)
+        return local_bytes(leaf, self.leaves[leaf.name], self.mesh)
 
     def in_strategy(self, node: Node) -> tuple[tuple[int, ...], ...]:
         """The number of slices per dim of every operand, as users write it in `shard`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Sequence
 
-from shardwright.plan.decisions import Decisions, Priced
-from shardwright.plan.holding import held_by
+from shardwright.plan.decisions import Decisions
+from shardwright.plan.holding import Held, held_by
 from shardwright.plan.searches import SEARCHES, Search
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
@@ -25,7 +25,7 @@ def explain(plan: Decisions) -> str:
         _collectives(plan),
         _modules(plan),
         f"each device sends {in_bytes(plan.moved_bytes())} per step ({in_bytes(sent['forward'])} forward, "
-        f"{in_bytes(sent['backward'])} backward) and holds {holds(plan)}",
+        f"{in_bytes(sent['backward'])} backward) and holds {holds(plan, held_by(plan, plan.optimizer))}",
         *certificate(plan),
     ]
     if unlisted:
@@ -34,9 +34,8 @@ def explain(plan: Decisions) -> str:
     return "\n\n".join(parts)
 
 
-def holds(plan: Decisions) -> str:
+def holds(plan: Decisions, held: Held) -> str:
     """The bytes that each device holds, by kind; kinds that take none are left out."""
-    held = held_by(plan, plan.optimizer)
     named = {"optimizer": f"states of {plan.optimizer.name}", "activations": "activations for the backward"}
     shown = [f"{in_bytes(size)} of {named.get(kind, kind)}" for kind, size in held.kinds() if size]
     limit = f", of {in_bytes(plan.memory)} that it may hold" if plan.memory else ""
@@ -45,17 +44,22 @@ def holds(plan: Decisions) -> str:
 
 def certificate(plan: Decisions) -> Iterator[str]:
     """How far the plan is above what no plan is below, by the costs of its search, and which meshes were considered."""
-    row = next((row for name, row in SEARCHES.items() if name == plan.search), None)
+    row = search_of(plan)
     if plan.cost is not None and row is not None:
         cost = f"by its search it costs {in_unit(plan.cost, row)}"
         if plan.bound is None:
             yield f"{cost}; what no plan is below was not searched for"
         else:
-            gap = (plan.cost - plan.bound) / plan.cost if plan.cost else 0.0
             fitting = "that fits its memory " if plan.memory else ""
-            yield f"{cost}; no plan {fitting}on this mesh costs less than {in_unit(plan.bound, row)} (gap {gap:.2%})"
+            bound = f"no plan {fitting}on this mesh costs less than {in_unit(plan.bound, row)}"
+            yield f"{cost}; {bound} (gap {plan.gap:.2%})"
     if plan.considered:
         yield "\n  ".join(["meshes considered:", *plan.considered])
+
+
+def search_of(plan: Decisions) -> Search | None:
+    """The search that decided, None where nothing was searched."""
+    return next((row for name, row in SEARCHES.items() if name == plan.search), None)
 
 
 def in_unit(cost: float, row: Search) -> str:
@@ -91,19 +95,12 @@ def _modules(plan: Decisions) -> str:
         module = value.label.rpartition(".")[0]
         held[module] = held.get(module, 0) + plan.bytes_of(value)
     sent: dict[str, float] = {}
-    parameters = {value.label for value in plan.capture.of_kind("parameter")}
     for priced in plan.collectives():
-        module = module_of(priced, parameters)
-        sent[module] = sent.get(module, 0) + priced.bytes
+        sent[priced.module] = sent.get(priced.module, 0) + priced.bytes
     rows = [("module", "parameters held", "bytes sent")]
     for module in dict.fromkeys([*held, *sent]):
         rows.append((module or "-", in_bytes(held.get(module, 0)), in_bytes(sent.get(module, 0))))
     return table(rows)
-
-
-def module_of(priced: Priced, parameters: set[str]) -> str:
-    """The module that a collective belongs to: its parameter's, or where the value was made."""
-    return priced.cause.rpartition(".")[0] if priced.cause in parameters else priced.scope
 
 
 def in_tuples(strategies: Sequence[tuple[int, ...]]) -> str:

@@ -52,9 +52,8 @@ def tensor_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:
     leaves = fixed_leaves(graph.capture, mesh, request.inputs, {}, every_rank=False)
     outputs = output_layouts(graph.capture, mesh, leaves)
     following = data_parallel(graph, request).strategies
-    alike: dict[
-        tuple[Strategy, ...], tuple[Strategy, ...]
-    ] = {}  # equal choices are one object, which a search asks for
+    # Equal choices are one object, which a search asks for.
+    alike: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
     strategies = {}
     for node in graph.capture.nodes:
         found = tuple(_over_weights(node, graph, following[node.name], mesh))

@@ -120,8 +120,8 @@ def _too_much(plan: Plan) -> str:
     """What is said of a plan that holds more than it may, none that was found holding less."""
     return (
         f"no plan was found under which a device holds {in_bytes(plan.memory or 0)} or less: on the mesh {plan.mesh}, "
-        f"mode {plan.mode}, the one that holds least holds {holds(plan)}; type a larger memory=, more devices, a "
-        "smaller batch, or an optimizer that keeps less"
+        f"mode {plan.mode}, the one that holds least holds {holds(plan, plan.held)}; type a larger memory=, more "
+        "devices, a smaller batch, or an optimizer that keeps less"
     )
 
 

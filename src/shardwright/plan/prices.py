@@ -20,7 +20,7 @@ class Moved:
     kinds: tuple[str, ...]  # "all_reduce forward", each once
     axes: tuple[str, ...]
     cause: str  # the label of the value, or the name of the operator
-    scope: str
+    module: str  # for which it is: its parameter's, or where the value is made
     collectives: int
     bytes: float  # sent by each device
     seconds: float
@@ -99,7 +99,7 @@ class Prices:
         kinds = tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found))
         axes = _axes([priced.collective for priced in found])
         sent = sum(priced.bytes for priced in found)
-        return Moved(kinds, axes, value.label, found[0].scope, len(found), sent, spent, transfer.value)
+        return Moved(kinds, axes, value.label, found[0].module, len(found), sent, spent, transfer.value)
 
 
 def _axes(collectives: Sequence[Collective]) -> tuple[str, ...]:

@@ -91,7 +91,7 @@ class Why:
         nodes = [node for node in self.nodes.values() if _within(node.scope, name)]
         values = [value for label, value in self.parameters.items() if _within(label, name)]
         held = sum(self.plan.bytes_of(value) for value in values)
-        moved = [m for m in self.prices.moved if _within(self._place(m), name)]
+        moved = [m for m in self.prices.moved if _within(m.module, name)]
         computing = in_time(self._computes(nodes))
         communicating = in_time(_seconds(moved))
         step = f"the {in_time(self.prices.step_s)} of a step on {self.prices.hardware.name}"
@@ -238,10 +238,6 @@ class Why:
     def _spent(self, node: Node) -> float:
         inside = self.prices.inside.get(node.name)
         return self.prices.computes_s[node.name] + (inside.seconds if inside else 0.0)
-
-    def _place(self, moved: Moved) -> str:
-        """The module for which something is communicated: its parameter's, or where the value is made."""
-        return moved.cause if moved.cause in self.parameters else moved.scope
 
     def _concerns(self, moved: Moved, node: Node) -> bool:
         return moved.value in (*node.operands, *node.results) if moved.value else moved.cause == node.name

@@ -5,35 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from shardwright.errors import PlanError, StrategyError
-from shardwright.plan.decisions import Decisions
+from shardwright.errors import PlanError
 from shardwright.plan.explain import in_bytes, in_time, table
-from shardwright.plan.holding import held_by
 from shardwright.plan.known_plans import KNOWN_PLANS
+from shardwright.plan.plan import Plan
 from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.request import PlanRequest
 
 
-def with_known_plans(plan: Decisions, request: PlanRequest) -> dict[str, Decisions | str]:
+def with_known_plans(plan: Plan, request: PlanRequest) -> dict[str, Plan | str]:
     """The found plan and the known ones by name; a known plan that there is not is told by the reason."""
-    found: dict[str, Decisions | str] = {"this plan": plan}
+    found: dict[str, Plan | str] = {"this plan": plan}
     for name, make in KNOWN_PLANS.items():
         try:
             found[name] = make(plan.graph, request)
-        except (PlanError, StrategyError) as error:
+        except PlanError as error:
             found[name] = str(error)
     return found
 
 
-def in_numbers(plans: Mapping[str, Decisions | str], hardware: Hardware) -> dict[str, dict[str, Any]]:
+def in_numbers(plans: Mapping[str, Plan | str], hardware: Hardware) -> dict[str, dict[str, Any]]:
     """What each plan takes, sends and holds, by name, or why there is none."""
     return {
         name: {"error": plan} if isinstance(plan, str) else _numbers(plan, hardware) for name, plan in plans.items()
     }
 
 
-def comparison(plans: Mapping[str, Decisions | str], hardware: Hardware) -> str:
+def comparison(plans: Mapping[str, Plan | str], hardware: Hardware) -> str:
     """A table of what each plan takes, sends and holds; the seconds are those of ``hardware``."""
     head = (
         "plan",
@@ -54,15 +53,15 @@ def comparison(plans: Mapping[str, Decisions | str], hardware: Hardware) -> str:
     return "\n".join([table([head, *rows]), *missing])
 
 
-def _numbers(plan: Decisions, hardware: Hardware) -> dict[str, float]:
-    prices, held = Prices(plan, hardware), held_by(plan, plan.optimizer)
+def _numbers(plan: Plan, hardware: Hardware) -> dict[str, float]:
+    prices = Prices(plan, hardware)
     return {
         "step_s": prices.step_s,
         "computing_s": prices.computing_s,
         "communicating_s": prices.communicating_s,
         "sent_bytes": plan.moved_bytes(),
-        "parameter_bytes": held.parameters,
-        "held_bytes": held.total,
+        "parameter_bytes": plan.held.parameters,
+        "held_bytes": plan.held.total,
     }
 
 

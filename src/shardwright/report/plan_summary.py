@@ -14,13 +14,11 @@ from shardwright.graph.ir import Node, Value
 from shardwright.lower.liveness import peak_of
 from shardwright.lower.lower import lower
 from shardwright.plan.decisions import Decisions
-from shardwright.plan.explain import joined, template
-from shardwright.plan.holding import held_by
+from shardwright.plan.explain import joined, search_of, template
 from shardwright.plan.plan import Plan
 from shardwright.plan.prices import Moved, Prices
 from shardwright.plan.pricing.cost import BACKWARD
 from shardwright.plan.pricing.hardware import Hardware
-from shardwright.plan.searches import SEARCHES
 
 Slices = tuple[tuple[int, ...], ...]
 
@@ -106,7 +104,7 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
     """The numbers of a plan on ``hardware``."""
     prices = Prices(plan, hardware)
     operators = _operators(plan, prices)
-    held, peak = held_by(plan, plan.optimizer), peak_of(plan, lower(plan, 0))
+    peak = peak_of(plan, lower(plan, 0))
     return PlanSummary(
         plan.mode,
         plan.search,
@@ -117,7 +115,7 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         prices.computing_s,
         prices.communicating_s,
         plan.moved_bytes(),
-        {**dict(held.kinds()), "total": held.total},
+        {**dict(plan.held.kinds()), "total": plan.held.total},
         peak.bytes,
         f"{peak.direction} of {peak.at}",
         plan.memory,
@@ -132,10 +130,10 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
 
 
 def _certificate(plan: Decisions) -> Certificate | None:
-    if plan.cost is None or plan.bound is None:
+    if plan.cost is None or plan.bound is None or plan.gap is None:
         return None
-    unit = next((row.unit for name, row in SEARCHES.items() if name == plan.search), "s")
-    return Certificate(unit, plan.cost, plan.bound, (plan.cost - plan.bound) / plan.cost if plan.cost else 0.0)
+    row = search_of(plan)
+    return Certificate(row.unit if row else "s", plan.cost, plan.bound, plan.gap)
 
 
 @dataclass
@@ -153,7 +151,7 @@ def _modules(plan: Decisions, prices: Prices) -> Iterable[ModuleRow]:
         modules[node.scope].nodes.append(node)
         modules[node.scope].computing_s += prices.computes_s[node.name]
     for moved in prices.moved:
-        modules[_module_of(moved, plan)].moved.append(moved)
+        modules[moved.module].moved.append(moved)
     for value in plan.capture.of_kind("parameter"):
         modules[value.label.rpartition(".")[0]].held_bytes += plan.bytes_of(value)
     alike: dict[object, list[str]] = defaultdict(list)
@@ -179,12 +177,6 @@ def _module_row(plan: Decisions, prices: Prices, names: Sequence[str], modules: 
         sum(each.bytes for each in moved),
         sum(module.held_bytes for module in modules),
     )
-
-
-def _module_of(moved: Moved, plan: Decisions) -> str:
-    """The module that something is communicated for: its parameter's, or where the value was made."""
-    parameter = moved.value is not None and plan.capture.values[moved.value].kind == "parameter"
-    return moved.cause.rpartition(".")[0] if parameter else moved.scope
 
 
 def _operators(plan: Decisions, prices: Prices) -> tuple[OperatorRow, ...]:
@@ -237,4 +229,4 @@ def _collectives(plan: Decisions, prices: Prices) -> tuple[CollectiveRow, ...]:
 
 def _cause(value: Value, moved: Moved) -> str:
     """For what a value is communicated: a parameter by its name, any other by the module that makes it."""
-    return value.label if value.kind == "parameter" else moved.scope
+    return value.label if value.kind == "parameter" else moved.module

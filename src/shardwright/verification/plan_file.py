@@ -13,7 +13,6 @@ import torch
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.decisions import Decisions
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
@@ -62,7 +61,7 @@ class PlannedFile:
         return found | {"notes": list(self.notes), "seconds": dict(self.seconds)}
 
     @cached_property
-    def _known_plans(self) -> Mapping[str, Decisions | str]:
+    def _known_plans(self) -> Mapping[str, Plan | str]:
         return with_known_plans(self.plan, self.request)
 
     def _with_notes(self, text: str) -> str:

@@ -22,10 +22,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.errors import PlanError
-from shardwright.plan.searching.exact import Costs, Table, TooWide, minimise, widest
+from shardwright.plan.searching.exact import LIMIT, Costs, Table, TooWide, minimise, widest
+from shardwright.plan.searching.tables import aligned, join
 
-LIMIT = 40_000_000
-"""The largest table that is built, in entries."""
 # Where it takes more variables, no few tie the others together.
 MOST_COMMON = 16
 ROUNDS = 6
@@ -83,16 +82,15 @@ class _Cases:
         self._domains, self._tables, self._limit = domains, tables, limit
         self._common = sorted(common)
         self._apart = [table for table in tables if not common & set(table.scope)]
-        self._reading = [table for table in tables if common & set(table.scope) and set(table.scope) - common]
+        reading = [table for table in tables if common & set(table.scope) and set(table.scope) - common]
         only = [table for table in tables if set(table.scope) <= common and table.scope]
         self._readers: dict[tuple[int, ...], list[int]] = defaultdict(list)  # by the common variables that they read
         self._costs: list[Costs] = []  # of each table that reads common variables, these first
         self._rest: list[tuple[int, ...]] = []
-        for at, table in enumerate(self._reading):
+        for at, table in enumerate(reading):
             shared = tuple(variable for variable in table.scope if variable in common)
             self._rest.append(tuple(variable for variable in table.scope if variable not in common))
-            order = [table.scope.index(variable) for variable in (*shared, *self._rest[-1])]
-            self._costs.append(table.costs.transpose(order).reshape([self._size(shared), -1]))
+            self._costs.append(aligned(table, (*shared, *self._rest[-1])).reshape([self._size(shared), -1]))
             self._readers[shared].append(at)
         self._alone = sum(self._share_out(table) for table in only)
         self._prices = [np.zeros(len(costs)) for costs in self._costs]
@@ -123,9 +121,7 @@ class _Cases:
         reading = [(shared, at) for shared, all_of in self._readers.items() for at in all_of]
         among = [(shared, at) for shared, at in reading if set(table.scope) <= set(shared)]
         for shared, at in among:
-            order = [table.scope.index(variable) for variable in shared if variable in table.scope]
-            ones = [self._domains[variable] if variable in table.scope else 1 for variable in shared]
-            whole = np.broadcast_to(table.costs.transpose(order).reshape(ones), [self._domains[v] for v in shared])
+            whole = join([table], shared, self._domains)
             self._costs[at] = self._costs[at] + whole.reshape(-1, 1) / len(among)
         return 0.0 if among else float(table.costs.min())
 

@@ -27,7 +27,10 @@ from shardwright.errors import PlanError
 from shardwright.plan.searching.prune import needed
 from shardwright.plan.searching.tables import Costs, Indices, Table, join, width, without_singles
 
-__all__ = ["Costs", "Table", "TooWide", "minimise", "widest"]
+__all__ = ["LIMIT", "Costs", "Table", "TooWide", "minimise", "widest"]
+
+LIMIT = 40_000_000
+"""The largest table that is built, in entries."""
 
 # A table of more entries is worth a look at which of them are needed; and again one that is so many times larger.
 WIDE, WIDER = 1_000_000, 8
@@ -38,7 +41,7 @@ class TooWide(PlanError):
 
 
 def minimise(
-    domains: Sequence[int], tables: Sequence[Table], limit: int = 40_000_000, wide: int = WIDE
+    domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT, wide: int = WIDE
 ) -> tuple[float, list[int]]:
     """The minimum and an assignment that attains it; among equals, the first value of a variable is preferred.
 

@@ -30,7 +30,7 @@ from collections.abc import Hashable, Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.plan.searching.tables import Costs, Indices, Table
+from shardwright.plan.searching.tables import Costs, Indices, Table, aligned
 
 # Of every table so many columns are looked at first: where a value is better in one of them, it is not dominated.
 COLUMNS = 48
@@ -98,9 +98,7 @@ def _rows(tables: Sequence[Table], variable: int) -> list[Costs]:
             found.append(table)
         else:
             scope = found[wide].scope
-            order = [table.scope.index(v) for v in scope if v in table.scope]
-            shape = [n if v in table.scope else 1 for v, n in zip(scope, found[wide].costs.shape, strict=True)]
-            found[wide] = Table(scope, found[wide].costs + table.costs.transpose(order).reshape(shape))
+            found[wide] = Table(scope, found[wide].costs + aligned(table, scope))
     return [np.moveaxis(t.costs, t.scope.index(variable), 0).reshape(t.costs.shape[t.scope.index(variable)], -1)
             for t in found]  # fmt: skip
 

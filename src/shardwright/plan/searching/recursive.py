@@ -66,15 +66,14 @@ def _leaves(space: Space, axes: Set[str]) -> dict[str, Sequence[Layout]]:
 
 def _strategy(strategy: Strategy, axes: Set[str]) -> Strategy:
     """What a strategy does over these axes."""
-    kept = tuple(tuple(axis for axis in of if axis in axes) for of in strategy.axes)
-    return Strategy(kept, tuple(axis for axis in strategy.partial if axis in axes))
+    return Strategy(tuple(_kept(of, axes) for of in strategy.axes), _kept(strategy.partial, axes))
 
 
 def _layout(layout: Layout, axes: Set[str]) -> Layout:
     """How a layout cuts over these axes."""
-    dims = tuple(Split(kept, dim.unit) if (kept := _kept(dim, axes)) else WHOLE for dim in layout.dims)
-    return Layout(dims, tuple(axis for axis in layout.partial if axis in axes))
+    dims = tuple(Split(kept, dim.unit) if (kept := _kept(dim.axes, axes)) else WHOLE for dim in layout.dims)
+    return Layout(dims, _kept(layout.partial, axes))
 
 
-def _kept(dim: Split, axes: Set[str]) -> tuple[str, ...]:
-    return tuple(axis for axis in dim.axes if axis in axes)
+def _kept(of: Sequence[str], axes: Set[str]) -> tuple[str, ...]:
+    return tuple(axis for axis in of if axis in axes)

@@ -42,6 +42,12 @@ def join(tables: Sequence[Table], scope: tuple[int, ...], domains: Sequence[int]
     """The sum of the tables, over all variables of ``scope``."""
     joined = np.zeros([domains[v] for v in scope])
     for table in tables:
-        order = [table.scope.index(v) for v in scope if v in table.scope]
-        joined += table.costs.transpose(order).reshape([domains[v] if v in table.scope else 1 for v in scope])
+        joined += aligned(table, scope)
     return joined
+
+
+def aligned(table: Table, scope: Sequence[int]) -> Costs:
+    """The costs with a dim for every variable of ``scope``, of one entry for those that the table does not mention."""
+    ordered = table.costs.transpose([table.scope.index(v) for v in scope if v in table.scope])
+    sizes = iter(ordered.shape)
+    return ordered.reshape([next(sizes) if v in table.scope else 1 for v in scope])

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -169,9 +169,7 @@ class Weights:
             self._identity(targets),
         )
         if key not in self._gatherings:
-            kinds, wanted = list(dict.fromkeys(layouts)), list(dict.fromkeys(targets))
-            at = np.ix_([kinds.index(a) for a in layouts], [wanted.index(b) for b in targets])
-            costs = np.array([[self._again(value, a, b) * moved for b in wanted] for a in kinds])[at]
+            costs = _for_each(layouts, targets, lambda a, b: self._again(value, a, b) * moved)
             sizes = [in_place * local_bytes(value, layout, problem.space.mesh) for layout in layouts]
             self._gatherings[key] = Gathering(np.array(sizes)[:, None].repeat(len(targets), axis=1), costs)
         return self._gatherings[key]
@@ -196,9 +194,7 @@ class Weights:
         targets = problem.known.targets(use, problem.space.strategies[use.node.name])
         key = value.shape, value.dtype, in_place, moved, layouts, self._identity(targets)
         if key not in self._known:
-            kinds, wanted = list(dict.fromkeys(layouts)), list(dict.fromkeys(targets))
-            array = np.array([[self._way(value, a, b, in_place, moved) for b in wanted] for a in kinds])
-            self._known[key] = array[np.ix_([kinds.index(a) for a in layouts], [wanted.index(b) for b in targets])]
+            self._known[key] = _for_each(layouts, targets, lambda a, b: self._way(value, a, b, in_place, moved))
         return Table((producer, problem.node_variables[use.node.name]), self._known[key])
 
     def _way(self, value: Value, layout: Layout, target: Target, in_place: float, moved: float) -> float:
@@ -223,6 +219,13 @@ class Weights:
     def _identity(self, kept: object) -> int:
         self._held.append(kept)
         return id(kept)
+
+
+def _for_each(layouts: Sequence[Layout], targets: Sequence[Target], find: Callable[[Layout, Target], float]) -> Costs:
+    """What is found for each layout and target, asked once for equal ones."""
+    kinds, wanted = list(dict.fromkeys(layouts)), list(dict.fromkeys(targets))
+    array = np.array([[find(layout, target) for target in wanted] for layout in kinds])
+    return array[np.ix_([kinds.index(a) for a in layouts], [wanted.index(b) for b in targets])]
 
 
 def _size(of: Value, value: Value) -> float:
