@@ -21,7 +21,7 @@ INSIDE = {
     "graph": ("functional", "tracing"),
     "plan": ("pricing", "searching"),
     "run": ("graphs", "programs"),
-    "cluster": ("bench",),
+    "cluster": ("bench", "doctor", "trust"),
 }
 STANDARD_LIBRARY_ONLY = {"errors", "whole_file", "package", "pulse", "hosts", "launch"}
 MOST_FILES = 15

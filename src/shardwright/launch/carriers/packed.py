@@ -2,7 +2,7 @@
 
 The remote interpreter is started with `BOOT`, which reads from its standard input how long the first program is and
 runs it. That program, which any Python understands, says that it is there (after whatever the host's shell printed),
-tells of a Python that is too old, and otherwise keeps the zip file that follows in memory and starts `agent.main` from
+tells of a Python that is too old, and otherwise keeps the zip file that follows in memory and starts a `main` from
 it.
 """
 
@@ -32,7 +32,7 @@ with open(packed, "wb", closefd=False) as file:
     file.write(f.read({size}))
 if not sys.flags.safe_path: del sys.path[0]
 sys.path.insert(0, "/proc/self/fd/%d" % packed)
-from shardwright.launch.carriers.agent import main
+from {module} import main
 del sys.path[0]
 main(packed)
 """
@@ -53,13 +53,13 @@ def sources() -> dict[str, bytes]:
     return {f"{package.FOLDER.name}/{name}": data for name, data in files.items()}
 
 
-def pack(files: Mapping[str, bytes]) -> tuple[bytes, bytes]:
-    """What to send to one interpreter, and the line after which its answers begin."""
+def pack(files: Mapping[str, bytes], module: str = "shardwright.launch.carriers.agent") -> tuple[bytes, bytes]:
+    """What to send to one interpreter, and the line after which its answers begin. It runs ``main`` of ``module``."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as packed:
         for name, data in files.items():
             packed.writestr(name, data)
     zipped = buffer.getvalue()
     mark = f"\nshardwright-agent-{secrets.token_hex(8)}\n".encode()
-    first = _FIRST.format(mark=mark, lowest=LOWEST_PYTHON, size=len(zipped)).encode()
+    first = _FIRST.format(mark=mark, lowest=LOWEST_PYTHON, size=len(zipped), module=module).encode()
     return b"%d\n" % len(first) + first + zipped, mark

@@ -51,6 +51,17 @@ _SSH = (
 )  # fmt: skip
 
 
+def login_command(host: Host, python: str, connect_timeout_s: float, batch: bool = True) -> list[str]:
+    """The command that starts an interpreter on a host by ssh, which then runs what is sent to it.
+
+    Without ``batch`` ssh may ask the person at the terminal.
+    """
+    words = ["BatchMode=no" if word == "BatchMode=yes" and not batch else word for word in _SSH]
+    user = ["-l", host.user] if host.user else []
+    timeout = ["-o", f"ConnectTimeout={max(1, round(connect_timeout_s))}"]
+    return [*words, *timeout, *user, host.name, f"exec {shlex.quote(python)} -c {shlex.quote(BOOT)}"]
+
+
 class SshCarrier(Carrier):
     """Reaches the hosts of a job by ssh, and this one without."""
 
@@ -143,9 +154,7 @@ class SshCarrier(Carrier):
         python = self.python(host)
         if self._here[host]:
             return [python, "-c", BOOT]
-        user = ["-l", host.user] if host.user else []
-        timeout = ["-o", f"ConnectTimeout={max(1, round(self.remote.connect_timeout_s))}"]
-        return [*_SSH, *timeout, *user, host.name, f"exec {shlex.quote(python)} -c {shlex.quote(BOOT)}"]
+        return login_command(host, python, self.remote.connect_timeout_s)
 
     def pack_for(self, host: Host) -> tuple[bytes, bytes]:
         """What is sent to the host, and the line after which its answers begin."""

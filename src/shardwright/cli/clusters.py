@@ -1,0 +1,50 @@
+"""The commands that prepare hosts: `shardwright doctor` looks, `hosts trust` and `hosts check` are about logins."""
+
+from __future__ import annotations
+
+import sys
+
+import click
+
+from shardwright.cli.group import cli
+
+_HOST = click.option("-H", "--host", "hosts", metavar="a,b", help="The hosts; without any this one alone.")
+_HOSTFILE = click.option("--hostfile", metavar="FILE", help="The same as lines `a slots=8`.")
+_PYTHON = click.option(
+    "--python",
+    multiple=True,
+    metavar="[HOST=]PATH",
+    help="The interpreter on the hosts; without it the path of this one.",
+)
+_TIMEOUT = click.option(
+    "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
+)
+
+
+@cli.command()
+@_HOST
+@_HOSTFILE
+@_PYTHON
+@_TIMEOUT
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the table.")
+@click.option("--fix-script", "script", is_flag=True, help="Print a script of what to type; nothing is run.")
+def doctor(
+    hosts: str | None,
+    hostfile: str | None,
+    python: tuple[str, ...],
+    connect_timeout_s: float,
+    as_json: bool,
+    script: bool,
+) -> None:
+    """Look for what is in the way of a job on this host or on several, and say what to type.
+
+    \b
+    shardwright doctor
+    shardwright doctor -H a,b
+    shardwright doctor -H a,b --fix-script > fix.sh
+
+    The exit code is 0, or 1 where something slows or endangers a job, or 2 where something is in its way.
+    """
+    from shardwright.cluster.doctor.command import doctor as run
+
+    sys.exit(run(hosts, hostfile, python, connect_timeout_s, as_json, script))

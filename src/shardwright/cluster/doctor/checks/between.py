@@ -1,0 +1,246 @@
+"""Checks between hosts: what differs, whose clock is wrong, and who does not reach whom."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from statistics import median_low
+from typing import Any
+
+from shardwright.cluster.doctor import wanted
+from shardwright.cluster.doctor.checks.gpus import gpus
+from shardwright.cluster.doctor.checks.network import interfaces, unreached
+from shardwright.cluster.doctor.checks.packages import pip
+from shardwright.cluster.doctor.finding import Finding, Found, Severity, ok, problem, unknown, warning
+from shardwright.cluster.doctor.reach import Cluster, Way, addresses_of
+from shardwright.cluster.doctor.reading import Reading, Unreadable, typed
+
+_WARN_CLOCK_S, _BAD_CLOCK_S = 0.5, 5.0
+GROUP = "between hosts"
+
+
+@dataclass(frozen=True)
+class Drift:
+    """Something that is to be the same on all hosts: what it is on one, how bad a difference is, and what to type."""
+
+    name: str
+    value: Callable[[Reading], str | None]
+    severity: Severity
+    remedy: Callable[[Reading, str], tuple[str, ...]] = lambda *_: ()
+
+
+def _pip_same(name: str) -> Callable[[Reading, str], tuple[str, ...]]:
+    return lambda reading, version: (pip(reading, f"{name}=={version}"),)
+
+
+def _driver(reading: Reading) -> str | None:
+    return next((gpu.driver for gpu in gpus(reading)), None)
+
+
+def _mpi(reading: Reading) -> str | None:
+    return next(iter((reading.ran(wanted.MPIRUN) or "").splitlines()), None)
+
+
+def _nccl(reading: Reading) -> str | None:
+    found = reading.facts.get("nccl")
+    return str(found["version"]) if isinstance(found, dict) else None
+
+
+DRIFTS = (
+    Drift("Python", lambda r: ".".join(r.fact("python", str).split(".")[:2]), Severity.PROBLEM),
+    Drift("torch", lambda r: r.package("torch"), Severity.PROBLEM, _pip_same("torch")),
+    Drift("shardwright", lambda r: r.package("shardwright"), Severity.PROBLEM, _pip_same("shardwright")),
+    Drift("code", lambda r: r.facts.get("code"), Severity.WARNING),
+    Drift("numpy", lambda r: r.package("numpy"), Severity.WARNING, _pip_same("numpy")),
+    Drift("GPU driver", _driver, Severity.WARNING),
+    Drift("NCCL", _nccl, Severity.PROBLEM),
+    Drift("MPI", _mpi, Severity.WARNING),
+    Drift("user", lambda r: r.fact("user", str), Severity.WARNING),
+)
+
+
+def check_between(cluster: Cluster) -> list[Found]:
+    """All findings between the hosts of a cluster, and of those that say nothing."""
+    found = [_found("reached", unreached(why, name), name) for name, why in cluster.silent.items()]
+    if len(cluster.readings) > 1:
+        for check in (versions, clocks, _names, _ports, _mtus, logins):
+            found += check(cluster)
+    return found
+
+
+def _found(name: str, finding: Finding, *hosts: str) -> Found:
+    return Found(GROUP, name, hosts, finding)
+
+
+def _most(values: Mapping[str, Any]) -> Any:
+    """The most common value; of equally common ones that of the first host."""
+    return Counter(values.values()).most_common(1)[0][0]
+
+
+def versions(cluster: Cluster) -> Iterator[Found]:
+    """What is to be the same on all hosts, and is not."""
+    same = []
+    for drift in DRIFTS:
+        values: dict[str, str] = {}
+        for name, reading in cluster.readings.items():
+            try:
+                if (value := drift.value(reading)) is not None:
+                    values[name] = str(value)
+            except Unreadable as error:
+                yield _found(drift.name, unknown(str(error)), name)
+        if not values:
+            continue
+        expected = _most(values)
+        like = next(name for name, value in values.items() if value == expected)
+        for name in (name for name, value in values.items() if value != expected):
+            lines = drift.remedy(cluster.readings[name], expected)
+            text = f"{drift.name} {values[name]} here, but {expected} on {like}"
+            yield _found(drift.name, Finding(drift.severity, text, lines), name)
+        if set(values.values()) == {expected}:
+            same.append(drift.name)
+    if same:
+        yield _found("versions", ok(f"the same everywhere: {', '.join(same)}"), *cluster.readings)
+
+
+def clocks(cluster: Cluster) -> Iterator[Found]:
+    """Each clock against that in the middle."""
+    ahead = {name: seconds for name, seconds in cluster.ahead_s.items() if name in cluster.readings}
+    if not ahead:
+        return
+    middle = median_low(ahead.values())
+    like = next(name for name, seconds in ahead.items() if seconds == middle)
+    for name, seconds in ahead.items():
+        if (off := seconds - middle) and abs(off) > _WARN_CLOCK_S:
+            reading = cluster.readings[name]
+            text = (
+                f"{abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} that of {like}: logs and causes are mixed up"
+            )
+            finding = problem if abs(off) > _BAD_CLOCK_S else warning
+            line = reading.as_root("chronyc makestep")
+            if "chronyd" not in reading.facts.get("programs", ()):
+                line = reading.as_root("systemctl restart systemd-timesyncd")
+            yield _found("clock", finding(text, line), name)
+    if all(abs(seconds - middle) <= _WARN_CLOCK_S for seconds in ahead.values()):
+        widest = max(ahead.values()) - min(ahead.values())
+        yield _found("clock", ok(f"within {widest * 1000:.0f} ms of each other"), *ahead)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _names(cluster: Cluster) -> Iterator[Found]:
+    """Each host knows the names of the others, by addresses that are theirs."""
+    bad = False
+    for (here, there), way in cluster.ways.items():
+        theirs = addresses_of(cluster.readings[there])
+        if _is_address(there) or set(way.addresses) & set(theirs):
+            continue
+        bad = True
+        leads = f"{there} is {', '.join(way.addresses)} here, none of its addresses" if way.addresses else ""
+        address = way.best.address if way.best else next(iter(theirs), None)
+        entry = typed("echo", f"{address} {there}")
+        add = (f"{entry} | {cluster.readings[here].as_root('tee -a /etc/hosts')}",) if address else ()
+        yield _found("names", warning(leads or f"nobody here knows the name {there}", *add), here)
+    if not bad and cluster.ways:
+        yield _found("names", ok("every host knows the names of the others"), *cluster.readings)
+
+
+def _ports(cluster: Cluster) -> Iterator[Found]:
+    """Each host reaches the others by TCP, on a port that nobody has set aside."""
+    bad = False
+    for (here, there), way in cluster.ways.items():
+        if way.best is not None:
+            continue
+        bad = True
+        how = ", ".join(dict.fromkeys(_how(t.how, t.said) for t in way.tcp)) or "it has no address"
+        back = cluster.ways.get((there, here))
+        mine = back.best.address if back is not None and back.best else None
+        source = mine or next(iter(addresses_of(cluster.readings[here])), None)
+        text = f"{here} does not reach a free TCP port of this host ({how}): ranks meet at such ports"
+        yield _found("ports", problem(text, *_opened(cluster.readings[there], source)), there)
+    if not bad and cluster.ways:
+        by = dict.fromkeys(_leaving(cluster, here, way) for (here, _), way in cluster.ways.items())
+        yield _found("ports", ok(f"TCP in all directions, by {', '.join(filter(None, by))}"), *cluster.readings)
+
+
+def _how(how: str, said: str) -> str:
+    return {"refused": "refused", "another": "another host answers there"}.get(how, said or "no answer")
+
+
+def _leaving(cluster: Cluster, host: str, way: Way) -> str:
+    """The interface by which a host leaves for another."""
+    names = {str(address): str(name) for name, address, _ in cluster.readings[host].facts["addresses"]}
+    return names.get(str(way.best.mine), "") if way.best else ""
+
+
+def _opened(reading: Reading, source: str | None) -> tuple[str, ...]:
+    """What lets an address in, by the firewall that the host has."""
+    programs = reading.facts.get("programs", ())
+    if source is None:
+        return ()
+    if "ufw" in programs:
+        return (reading.as_root(f"ufw allow from {source}"),)
+    if "firewall-cmd" in programs:
+        lines = (f"firewall-cmd --permanent --zone=trusted --add-source={source}", "firewall-cmd --reload")
+        return tuple(map(reading.as_root, lines))
+    if "iptables" in programs:
+        return (reading.as_root(f"iptables -I INPUT -s {source} -j ACCEPT"),)
+    if "nft" in programs:
+        return (reading.as_root(f"nft insert rule inet filter input ip saddr {source} accept"),)
+    return (f"# open TCP from {source} in what guards the network; here that may be:", "ip rule show")
+
+
+def _mtus(cluster: Cluster) -> Iterator[Found]:
+    """The MTU of the interfaces by which hosts reach each other, and whether packets of full size come through."""
+    stalls = [pair for pair, way in cluster.ways.items() if way.best is not None and way.best.how == "stalls"]
+    used: dict[tuple[str, str], int] = {}
+    for (here, there), way in cluster.ways.items():
+        if way.best is not None:
+            for host, address in ((here, way.best.mine), (there, way.best.address)):
+                known = {a: i for i in interfaces(cluster.readings[host]) for a in i.addresses}
+                if address in known:
+                    used[host, known[address].name] = known[address].mtu
+    if not used:
+        return
+    counts = Counter(used.values())
+    most = max(counts.values())
+    common = [mtu for mtu, count in counts.items() if count == most]
+    expected = min(common) if stalls else max(common)
+    differing = {key: mtu for key, mtu in used.items() if mtu != expected}
+    for (host, name), mtu in differing.items():
+        line = cluster.readings[host].as_root(typed("ip", "link", "set", "dev", name, "mtu", expected))
+        text = f"MTU {mtu} on {name}, but {expected} on most others"
+        yield _found("MTU", (problem if stalls else warning)(f"{text}: packets may be lost", line), host)
+    for here, there in stalls:
+        text = f"{there} connects, but what it sends is lost: a small MTU on the way, or a firewall"
+        least = min(1500, expected)
+        names = [name for host, name in used if host == here]
+        lines = [cluster.readings[here].as_root(typed("ip", "link", "set", "dev", n, "mtu", least)) for n in names]
+        yield _found("MTU", problem(text, *(() if differing else lines)), here)
+    if not differing and not stalls:
+        yield _found("MTU", ok(f"{expected} everywhere, and packets of full size come through"), *cluster.readings)
+
+
+def logins(cluster: Cluster) -> Iterator[Found]:
+    """ssh from each host to each, without a password: mpirun and others need it, launch only from here."""
+    bad = False
+    trust = typed("shardwright", "hosts", "trust", "-H", ",".join(host.address for host in cluster.hosts))
+    for (here, there), way in cluster.ways.items():
+        if way.ssh.code == 0:
+            continue
+        bad = True
+        said = way.ssh.last_words()
+        keys = any(word in said for word in ("Permission denied", "Host key verification", "host key is known"))
+        line = (
+            f"{trust}   # where you launch from" if keys else typed("ssh", "-v", "-o", "BatchMode=yes", there, "true")
+        )
+        yield _found("ssh", warning(f"ssh to {there} fails: {said}", line), here)
+    if not bad and cluster.ways:
+        yield _found("ssh", ok(f"without a password, {len(cluster.ways)} ways"), *cluster.readings)

@@ -1,0 +1,228 @@
+"""Checks of NVIDIA GPUs: the driver, CUDA and NCCL that go together, and the state of each GPU."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from shardwright.cluster.doctor import wanted
+from shardwright.cluster.doctor.checks.packages import install, pip
+from shardwright.cluster.doctor.checks.software import numbers
+from shardwright.cluster.doctor.finding import Check, Finding, moot, note, ok, problem, warning
+from shardwright.cluster.doctor.reading import Reading, Unreadable, plain
+
+# The newest CUDA of a branch of the driver, as nvidia-smi shows it beside the driver.
+# Source: NVIDIA CUDA Toolkit release notes, table "CUDA Toolkit and Corresponding Driver Versions",
+# https://docs.nvidia.com/cuda/cuda-toolkit-release-notes/
+DRIVER_CUDA = {
+    410: (10, 0), 418: (10, 1), 440: (10, 2), 450: (11, 0), 455: (11, 1), 460: (11, 2), 465: (11, 3), 470: (11, 4),
+    495: (11, 5), 510: (11, 6), 515: (11, 7), 520: (11, 8), 525: (12, 0), 530: (12, 1), 535: (12, 2), 545: (12, 3),
+    550: (12, 4), 555: (12, 5), 560: (12, 6), 565: (12, 7), 570: (12, 8), 575: (12, 9), 580: (13, 0), 590: (13, 1),
+}  # fmt: skip
+# The oldest driver on which all of a major version of CUDA runs ("minor version compatibility").
+# Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+OLDEST_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
+# The wheels of torch, newest first, with the driver branch that has their CUDA.
+_WHEELS = ((580, "cu130"), (525, "cu126"), (450, "cu118"))
+_BRANCH = {11: "470", 12: "570", 13: "580"}
+_NVIDIA, _DISPLAY = "0x10de", "0x03"
+_NO_ECC = ("[N/A]", "N/A", "[Not Supported]")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A row of nvidia-smi's answer; ``errors`` are those that ECC could not correct, None where there is no ECC."""
+
+    index: int
+    name: str
+    driver: str
+    persistent: bool
+    errors: int | None
+
+
+def gpus(reading: Reading) -> tuple[Gpu, ...]:
+    """The GPUs by nvidia-smi, none where it is not there. Raises `Unreadable` where it fails or says something else."""
+    return tuple(_rows(reading.ran(wanted.NVIDIA_QUERY) or ""))
+
+
+def _rows(text: str) -> Iterator[Gpu]:
+    for line in filter(str.strip, text.splitlines()):
+        words = [word.strip() for word in line.split(",")]
+        if len(words) != 5 or not words[0].isdecimal() or (words[4] not in _NO_ECC and not words[4].isdecimal()):
+            raise Unreadable(f"nvidia-smi says {plain(line, 60)!r}, expected index, name, driver, persistence, errors")
+        errors = None if words[4] in _NO_ECC else int(words[4])
+        yield Gpu(int(words[0]), words[1], words[2], words[3] == "Enabled", errors)
+
+
+def on_the_bus(reading: Reading) -> int:
+    """How many GPUs of NVIDIA the machine has, by the PCI bus, whether there is a driver or not."""
+    vendors = reading.glob("/sys/bus/pci/devices/*/vendor")
+    kinds = reading.glob("/sys/bus/pci/devices/*/class")
+    return sum(
+        vendor == _NVIDIA and kinds.get(path.removesuffix("vendor") + "class", "").startswith(_DISPLAY)
+        for path, vendor in vendors.items()
+    )
+
+
+def driver(reading: Reading) -> Finding:
+    """Whether there is a driver where there are GPUs, and whether it answers."""
+    ran = reading.command(wanted.NVIDIA_QUERY)
+    if ran is None or (ran.code != 0 and "version mismatch" not in ran.last_words()):
+        if (count := on_the_bus(reading)) == 0 and ran is None:
+            return note("no NVIDIA GPU here")
+        count_text = f"{count or 'no'} GPU{'s' * (count != 1)} on the PCI bus"
+        why = "there is no nvidia-smi" if ran is None else f"nvidia-smi fails: {ran.last_words()}"
+        major = _torch_cuda(reading)[:1] or (12,)
+        return problem(f"{count_text}, but {why}", *install(reading, "driver", _BRANCH.get(major[0], "580")))
+    if ran.code != 0:
+        what = "the driver in the kernel is not that of the libraries: it was updated since the machine was started"
+        return problem(what, reading.as_root("reboot"))
+    found = gpus(reading)
+    if not found:
+        return problem("nvidia-smi answers, but knows no GPU", "nvidia-smi -L", reading.as_root("dmesg | grep -i nvrm"))
+    kinds = ", ".join(f"{sum(g.name == name for g in found)} x {name}" for name in dict.fromkeys(g.name for g in found))
+    return ok(f"{found[0].driver}, {kinds}")
+
+
+def _torch_cuda(reading: Reading) -> tuple[int, ...]:
+    cuda = reading.facts.get("torch_cuda")
+    return numbers(cuda) if isinstance(cuda, str) else ()
+
+
+def newest_cuda(version: str) -> tuple[int, int]:
+    """The newest CUDA that a driver knows itself, by its branch.
+
+    >>> newest_cuda("470.57.02")
+    (11, 4)
+    """
+    branch = numbers(version)[0]
+    known = [number for number in DRIVER_CUDA if number <= branch]
+    if not known:
+        raise Unreadable(f"driver {version} is older than all that are known here")
+    return DRIVER_CUDA[max(known)]
+
+
+def cuda(reading: Reading) -> Finding:
+    """The driver against the CUDA that torch was built for."""
+    if not (found := gpus(reading)):
+        return moot()
+    version, built = found[0].driver, _torch_cuda(reading)
+    wheel = next((name for branch, name in _WHEELS if numbers(version)[0] >= branch), "cu118")
+    index = f"https://download.pytorch.org/whl/{wheel}"
+    fitting = pip(reading, "--force-reinstall", "torch", "--index-url", index)
+    if not built:
+        return problem(f"torch was built without CUDA, but there are {len(found)} GPUs", fitting)
+    newest = newest_cuda(version)
+    says = f"driver {version} has CUDA {newest[0]}.{newest[1]}, torch was built for {_dotted(built)}"
+    oldest = OLDEST_DRIVER.get(built[0])
+    if oldest is None:
+        raise Unreadable(f"torch was built for CUDA {_dotted(built)}, of which no driver is known here")
+    if numbers(version) < oldest:
+        need = f"{says}, which needs driver {'.'.join(f'{part:02}' for part in oldest)} or newer"
+        return problem(need, *install(reading, "driver", _BRANCH.get(built[0], "580")), f"# or: {fitting}")
+    return ok(says)
+
+
+def _dotted(version: tuple[int, ...]) -> str:
+    return ".".join(map(str, version[:2]))
+
+
+def nvcc(reading: Reading) -> Finding:
+    """The toolkit, which only those need who compile kernels."""
+    said, built = reading.ran(wanted.NVCC), _torch_cuda(reading)
+    lines = install(reading, "nvcc", cuda="-".join(map(str, built[:2]))) if built else ()
+    if said is None:
+        return note("no nvcc; only who compiles kernels needs it", *lines)
+    if (match := re.search(r"release (\d+\.\d+)", said)) is None:
+        raise Unreadable("`nvcc --version` names no release")
+    if built and numbers(match[1])[0] != built[0]:
+        return warning(
+            f"nvcc is of CUDA {match[1]}, torch of {_dotted(built)}: kernels compiled here may not load", *lines
+        )
+    return ok(f"CUDA {match[1]}")
+
+
+def persistence(reading: Reading) -> Finding:
+    if not (found := gpus(reading)):
+        return moot()
+    if off := [gpu.index for gpu in found if not gpu.persistent]:
+        what = f"off on GPU {_listed(off)}: the driver is loaded anew for each job, which takes seconds"
+        return warning(what, reading.as_root("nvidia-smi -pm 1"))
+    return ok(f"on, {len(found)} GPUs")
+
+
+def ecc(reading: Reading) -> Finding:
+    if not (found := gpus(reading)):
+        return moot()
+    if bad := [gpu.index for gpu in found if gpu.errors]:
+        count = sum(gpu.errors or 0 for gpu in found)
+        what = (
+            f"{count} memory errors that could not be corrected, on GPU {_listed(bad)}; if they come again, replace it"
+        )
+        return problem(what, *(reading.as_root(f"nvidia-smi -i {index} --gpu-reset") for index in bad))
+    without = all(gpu.errors is None for gpu in found)
+    return ok("these GPUs have none" if without else "no errors that could not be corrected")
+
+
+def _listed(indices: list[int]) -> str:
+    return ", ".join(map(str, indices))
+
+
+def topology(reading: Reading) -> Finding:
+    """How GPUs are connected, by the words of `nvidia-smi topo -m`: NV# is NVLink, SYS goes from socket to socket."""
+    if len(gpus(reading)) < 2:
+        return moot()
+    if (said := reading.ran(wanted.NVIDIA_TOPOLOGY)) is None:
+        raise Unreadable("`nvidia-smi topo -m` was not asked")
+    links = list(_links(said))
+    if not links:
+        raise Unreadable("`nvidia-smi topo -m` has no rows of GPUs")
+    worst = [f"GPU{a} and GPU{b}" for a, b, word in links if word == "SYS"]
+    kinds = ", ".join(dict.fromkeys(word for _, _, word in links))
+    if worst:
+        what = f"{len(worst)} pairs without NVLink across sockets (SYS), as {worst[0]}; links: {kinds}"
+        return note(what, "nvidia-smi topo -m")
+    return ok(f"links: {kinds}")
+
+
+def _links(said: str) -> Iterator[tuple[int, int, str]]:
+    """Each pair of GPUs once. The first line names the columns, which are separated by tabs."""
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in said.splitlines()]
+    rows = [line.split() for line in lines if re.match(r"\s*GPU\d+\s", line)]
+    body = [row for row in rows if "X" in row]
+    for a, row in enumerate(body):
+        for b in range(a + 1, len(body)):
+            yield a, b, row[1 + b]
+
+
+def nccl(reading: Reading) -> Finding:
+    """The NCCL of torch's CUDA, and whether it can be loaded."""
+    built, found = _torch_cuda(reading), reading.facts.get("nccl")
+    if not built:
+        return moot()
+    wanted_name = f"nvidia-nccl-cu{built[0]}"
+    if found is None:
+        return note("no package of NCCL is installed: torch brings its own, or none", pip(reading, wanted_name))
+    package, version = str(found["package"]), str(found["version"])
+    others = [name for name in wanted.PACKAGES if name.startswith("nvidia-nccl") and reading.package(name)]
+    if wanted_name not in others:
+        return problem(
+            f"{package} {version} is for another CUDA than torch's {_dotted(built)}", pip(reading, wanted_name)
+        )
+    if not found["loads"]:
+        why = plain(str(found["said"]).strip().splitlines()[-1] if str(found["said"]).strip() else "no reason", 120)
+        lines = pip(reading, "--force-reinstall", "--no-deps", f"{wanted_name}=={version}")
+        return problem(f"NCCL {version} does not load: {why}", lines)
+    return ok(f"{version}, loads")
+
+
+CHECKS = (
+    Check("GPUs", "driver", driver),
+    Check("GPUs", "CUDA", cuda),
+    Check("GPUs", "NCCL", nccl),
+    Check("GPUs", "nvcc", nvcc),
+    Check("GPUs", "persistence", persistence),
+    Check("GPUs", "memory errors", ecc),
+    Check("GPUs", "links", topology),
+)

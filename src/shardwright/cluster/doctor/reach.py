@@ -1,0 +1,161 @@
+"""Several hosts, each looked at by one probe that ssh starts there: what each says, and how each reaches the others.
+
+doctor ─┬─ ssh ── probe      host a   ─┐
+        ├─ ssh ── probe      host b    ├─ try the way to each other
+        └─ probe             this host ─┘
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import secrets
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardwright.cluster.doctor import probe
+from shardwright.cluster.doctor.connection import Probe, Silent
+from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable
+from shardwright.hosts.hosts import Host, Hosts
+from shardwright.launch.asked.host_options import PerHost
+
+_LOOKS_AT_CLOCK = 3
+MOST_PAIRED = 12
+"""So many hosts try the way to all others; of more, each tries those after it in the list."""
+_AFTER = 3
+
+
+@dataclass(frozen=True)
+class Try:
+    """How one got to an address: ``how`` as `probe._connect` says it; ``mine`` is the address of this end."""
+
+    address: str
+    how: str
+    mine: str | None
+    said: str
+
+
+@dataclass(frozen=True)
+class Way:
+    """From one host to another: by TCP to each address, the addresses of its name (none where nobody knows it), ssh."""
+
+    tcp: tuple[Try, ...]
+    addresses: tuple[str, ...]
+    ssh: Ran
+
+    @property
+    def best(self) -> Try | None:
+        """The address that lets everything through, or one that lets something through."""
+        return next((t for how in ("all", "stalls") for t in self.tcp if t.how == how), None)
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """What several hosts say. ``ahead_s`` has each clock against this machine's; ``silent`` why others say nothing."""
+
+    hosts: Hosts
+    readings: Mapping[str, Reading]
+    silent: Mapping[str, str] = field(default_factory=dict)
+    ahead_s: Mapping[str, float] = field(default_factory=dict)
+    ways: Mapping[tuple[str, str], Way] = field(default_factory=dict)
+
+
+def ask_all(hosts: Hosts, python: PerHost, connect_timeout_s: float) -> Cluster:
+    """Look at all hosts at once. Raises `LaunchError` where ssh itself cannot be started here."""
+    opened: dict[str, Probe] = {}
+    silent: dict[str, str] = {}
+    readings: dict[str, Reading] = {}
+    ahead_s: dict[str, float] = {}
+    ports: dict[str, int] = {}
+
+    def look(host: Host) -> None:
+        try:
+            one = opened[host.name] = Probe(
+                host, probe.__name__, python.on(host.name) or sys.executable, connect_timeout_s
+            )
+            ahead_s[host.name] = _ahead_s(one)
+            answer = one.ask({"order": "look"})
+            readings[host.name], ports[host.name] = Reading.of(host.name, answer), int(answer["port"])
+        except (Silent, Unreadable) as error:
+            silent[host.name] = str(error)
+        except (KeyError, TypeError, ValueError) as error:
+            silent[host.name] = f"it answered in another form than expected: {error!r}"
+
+    with ThreadPoolExecutor(max(1, len(hosts))) as pool:
+        try:
+            list(pool.map(look, hosts))
+            good = [host for host in hosts if host.name not in silent]
+            ways = _ways(good, readings, ports, opened, pool)
+        finally:
+            list(pool.map(lambda one: one.close(), opened.values()))
+    order = {host.name: readings[host.name] for host in good}
+    return Cluster(hosts, order, silent, ahead_s, ways)
+
+
+def _ahead_s(one: Probe) -> float:
+    """How far a host's clock is ahead of ours, by the quickest of some answers."""
+    best = (float("inf"), 0.0)
+    for _ in range(_LOOKS_AT_CLOCK):
+        asked_s = time.time()
+        theirs_s = float(one.ask({"order": "clock"})["time_s"])
+        answered_s = time.time()
+        best = min(best, (answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2))
+    return best[1]
+
+
+def _ways(
+    hosts: Sequence[Host], readings: Mapping[str, Reading], ports: Mapping[str, int], opened: Mapping[str, Probe],
+    pool: ThreadPoolExecutor,
+) -> dict[tuple[str, str], Way]:  # fmt: skip
+    word = secrets.token_hex(16)
+    found: dict[tuple[str, str], Way] = {}
+
+    def reach(host: Host) -> None:
+        peers = [_peer(other, readings[other.name], ports[other.name]) for other in others_of(host, hosts)]
+        try:
+            answer = opened[host.name].ask({"order": "reach", "peers": peers, "word": word})
+        except Silent:
+            return
+        for other in others_of(host, hosts):
+            found[host.name, other.name] = _way(answer.get(other.name))
+
+    if len(hosts) > 1:
+        list(pool.map(reach, hosts))
+    return found
+
+
+def others_of(host: Host, hosts: Sequence[Host]) -> list[Host]:
+    """Those to which a host tries the way."""
+    at = hosts.index(host)
+    after = [hosts[(at + step) % len(hosts)] for step in range(1, len(hosts))]
+    return after if len(hosts) <= MOST_PAIRED else after[:_AFTER]
+
+
+def _peer(host: Host, reading: Reading, port: int) -> dict[str, Any]:
+    target = f"{host.user}@{host.name}" if host.user else host.name
+    return {
+        "name": host.name, "target": target, "resolve": host.name, "port": port, "addresses": addresses_of(reading),
+    }  # fmt: skip
+
+
+def addresses_of(reading: Reading) -> list[str]:
+    """The addresses that a host says it has, of those that are addresses."""
+    found = []
+    for _, address, _ in reading.facts.get("addresses", ()):
+        try:
+            found.append(str(ipaddress.ip_address(address)))
+        except ValueError:
+            continue
+    return found
+
+
+def _way(answer: Any) -> Way:
+    try:
+        tcp = tuple(Try(str(t["address"]), str(t["how"]), t["mine"], str(t["said"])) for t in answer["tcp"])
+        ssh = Ran(answer["ssh"]["code"], str(answer["ssh"]["out"]), str(answer["ssh"]["err"]))
+        return Way(tcp, tuple(str(address) for address in answer["addresses"] or ()), ssh)
+    except (KeyError, TypeError):
+        return Way((), (), Ran(None, "", "it did not say"))

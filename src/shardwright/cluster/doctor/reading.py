@@ -1,0 +1,118 @@
+"""What was read of one host: files, what commands said, and facts. Checks see a host by this alone.
+
+Nothing of it is believed: it may have any form and any character. A check asks for what it needs by `file`, `glob`,
+`ran` and `fact`; what is there but cannot be read is `Unreadable`.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+_LONGEST = 300
+T = TypeVar("T")
+
+
+class Unreadable(Exception):
+    """Something that a check needs is there, but does not say what it should; the text says why."""
+
+
+@dataclass(frozen=True)
+class Ran:
+    """How a command ended; ``code`` is None where it did not."""
+
+    code: int | None
+    out: str
+    err: str
+
+    def last_words(self) -> str:
+        lines = [line for line in (self.err.strip() or self.out.strip()).splitlines() if line.strip()]
+        return lines[-1].strip() if lines else f"exit code {self.code}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One host. ``files`` are texts by path, ``unreadable`` the reasons for those that could not be read."""
+
+    name: str
+    files: Mapping[str, str] = field(default_factory=dict)
+    unreadable: Mapping[str, str] = field(default_factory=dict)
+    commands: Mapping[str, Ran] = field(default_factory=dict)
+    facts: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, answer: Mapping[str, Any]) -> Reading:
+        """What a probe answered. Raises `Unreadable` where it has another form."""
+        try:
+            ran = {str(k): Ran(v["code"], str(v["out"]), str(v["err"])) for k, v in answer["commands"].items()}
+            files, unreadable = ({str(k): str(v) for k, v in answer[key].items()} for key in ("files", "unreadable"))
+            return cls(name, files, unreadable, ran, {str(k): v for k, v in answer["facts"].items()})
+        except (KeyError, TypeError, AttributeError) as error:
+            raise Unreadable(f"the host answered in another form than expected: {error!r}") from None
+
+    def file(self, path: str) -> str | None:
+        """The text of a file, without the last line's end; None where it is not there."""
+        if path in self.unreadable:
+            raise Unreadable(f"{path} cannot be read: {self.unreadable[path]}")
+        text = self.files.get(path)
+        return None if text is None else text.strip()
+
+    def glob(self, pattern: str) -> dict[str, str]:
+        """The texts of the files whose paths match, of those that can be read."""
+        if refused := fnmatch.filter(self.unreadable, pattern):
+            raise Unreadable(f"{refused[0]} cannot be read: {self.unreadable[refused[0]]}")
+        return {path: self.files[path].strip() for path in fnmatch.filter(self.files, pattern)}
+
+    def command(self, words: Sequence[str]) -> Ran | None:
+        """How a command ended; None where the program is not there."""
+        return self.commands.get(" ".join(words))
+
+    def ran(self, words: Sequence[str]) -> str | None:
+        """What a command printed; None where the program is not there."""
+        if (ran := self.command(words)) is None:
+            return None
+        if ran.code != 0:
+            raise Unreadable(f"`{' '.join(words)}` failed: {ran.last_words()}")
+        return ran.out
+
+    def fact(self, name: str, kind: type[T]) -> T:
+        value = self.facts.get(name)
+        if not isinstance(value, kind):
+            raise Unreadable(f"the host did not say its {name.replace('_', ' ')}")
+        return value
+
+    def package(self, name: str) -> str | None:
+        """The version of an installed package."""
+        version = self.fact("packages", dict).get(name)
+        return None if version is None else str(version)
+
+    def as_root(self, line: str) -> str:
+        """A line to type that needs the superuser."""
+        return line if self.facts.get("root") is True else f"sudo {line}"
+
+    def changed(self, **facts: Any) -> Reading:
+        """The same host with other facts."""
+        return replace(self, facts={**self.facts, **facts})
+
+
+def plain(text: object, longest: int = _LONGEST) -> str:
+    r"""Text of a host as it may stand on a terminal: one line, nothing that a terminal would take as an order.
+
+    >>> plain("mlx5_0\x1b[2J\nup")
+    'mlx5_0\\x1b[2J up'
+    """
+    words = " ".join(str(text).split())
+    safe = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in words)
+    return safe if len(safe) <= longest else f"{safe[: longest - 3]}..."
+
+
+def typed(*words: object) -> str:
+    """A line to type, of which every word is quoted where a shell would take it apart.
+
+    >>> typed("ip", "link", "set", "dev", "eth0; rm -rf /", "mtu", 1500)
+    "ip link set dev 'eth0; rm -rf /' mtu 1500"
+    """
+    return shlex.join(plain(word) for word in words)

@@ -1,0 +1,125 @@
+"""Findings for people and programs: the table, JSON, and a script of what to type."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from rich.console import Console
+from rich.text import Text
+
+from shardwright.cluster.doctor.finding import Found, Severity
+from shardwright.cluster.doctor.reading import Reading, plain, typed
+
+_WORDS = {
+    Severity.PROBLEM: ("PROBLEM", "bold red"),
+    Severity.WARNING: ("warning", "yellow"),
+    Severity.UNKNOWN: ("unknown", "magenta"),
+    Severity.NOTE: ("note", "cyan"),
+    Severity.OK: ("ok", "green"),
+}
+_INDENT, _WORD, _NAME = 2, 9, 15
+_OF_A_SHELL = ("unset ", "export ", "ulimit ")  # what a script would do for itself alone
+
+
+def merge(found: Iterable[Found]) -> list[Found]:
+    """Findings with something to say; what several hosts have in common is one."""
+    hosts: dict[tuple[object, ...], list[str]] = {}
+    for one in found:
+        if one.finding.text:
+            key = (one.group, one.name, one.finding)
+            hosts.setdefault(key, []).extend(name for name in one.hosts if name not in hosts.get(key, ()))
+    merged = [Found(str(k[0]), str(k[1]), tuple(names), k[2]) for k, names in hosts.items()]  # type: ignore[arg-type]
+    worst = {group: max(f.finding.severity for f in merged if f.group == group) for group in {f.group for f in merged}}
+    first = {group: at for at, group in reversed(list(enumerate(f.group for f in merged)))}
+    return sorted(merged, key=lambda f: (-worst[f.group], first[f.group], -f.finding.severity))
+
+
+def summary(found: Sequence[Found]) -> str:
+    """How many findings there are of each severity, worst first."""
+    counts = Counter(one.finding.severity for one in found)
+    words = {Severity.PROBLEM: "problem", Severity.WARNING: "warning", Severity.NOTE: "note"}
+    shown = [
+        f"{counts[s]} {words.get(s, s.name.lower())}{'s' * (s in words and counts[s] != 1)}"
+        for s in sorted(counts, reverse=True)
+    ]
+    return ", ".join(shown)
+
+
+def show(found: Sequence[Found], hosts: Sequence[str], console: Console) -> None:
+    """The table: groups with the worst finding first, and under each finding what to type."""
+    _line(console, Text(f"{', '.join(plain(name) for name in hosts)}: {summary(found)}", "bold"))
+    for group in dict.fromkeys(one.group for one in found):
+        _line(console, Text(f"\n{group}", "bold"))
+        for one in (one for one in found if one.group == group):
+            _row(one, hosts, console)
+
+
+def _row(one: Found, hosts: Sequence[str], console: Console) -> None:
+    word, style = _WORDS[one.finding.severity]
+    about = "" if set(one.hosts) >= set(hosts) else f"{', '.join(one.hosts)}: "
+    space = max(20, console.width - _INDENT - _WORD - _NAME)
+    first, *rest = textwrap.wrap(plain(f"{about}{one.finding.text}", 2000), space) or [""]
+    _line(console, Text.assemble(" " * _INDENT, (f"{word:{_WORD}}", style), f"{one.name:{_NAME}}", first))
+    for text in rest:
+        _line(console, Text(" " * (_INDENT + _WORD + _NAME) + text))
+    for typed_line in one.finding.remedy:
+        _line(
+            console, Text(" " * (_INDENT + _WORD) + plain(typed_line, 2000), "dim" if typed_line[:1] == "#" else "bold")
+        )
+
+
+def _line(console: Console, text: Text) -> None:
+    """One line, which a terminal may fold but nothing cuts, so that it can be copied."""
+    console.print(text, soft_wrap=True, highlight=False)
+
+
+def to_json(found: Sequence[Found], hosts: Sequence[str]) -> str:
+    """The findings as JSON, in the order of the table."""
+    worst = max((one.finding.severity for one in found), default=Severity.OK)
+    rows = [
+        {
+            "group": one.group,
+            "check": one.name,
+            "hosts": list(one.hosts),
+            "severity": one.finding.severity.name.lower(),
+            "finding": one.finding.text,
+            "type": list(one.finding.remedy),
+        }
+        for one in found
+    ]
+    return json.dumps({"hosts": list(hosts), "worst": worst.name.lower(), "findings": rows}, indent=2)
+
+
+def fix_script(found: Sequence[Found], readings: Mapping[str, Reading]) -> str:
+    """A script for sh with what to type, to be read and run on each host by a person. Notes are commented out."""
+    lines = [
+        "#!/bin/sh",
+        "# What `shardwright doctor` found to type. Nothing of it was run. Read it, then run it on each host.",
+        'case "$(hostname)" in',
+    ]
+    for name, reading in readings.items():
+        own = typed(reading.facts.get("name", name))
+        mine = [
+            one for one in found if name in one.hosts and one.finding.remedy and one.finding.severity != Severity.OK
+        ]
+        lines += [f"{own})", *(_script_lines(mine) or ["  # nothing"]), "  ;;"]
+    return "\n".join([*lines, "esac", ""])
+
+
+def _script_lines(found: Iterable[Found]) -> list[str]:
+    lines: list[str] = []
+    for one in found:
+        lines.append(f"  # {one.finding.severity.name.lower()}: {one.name}: {plain(one.finding.text)}")
+        for line in dict.fromkeys(plain(text, 2000) for text in one.finding.remedy):
+            if line.startswith("#"):
+                lines.append(f"  {line}")
+            elif line.startswith(_OF_A_SHELL):
+                lines.append(f"  # in the shell from which you launch: {line}")
+            elif one.finding.severity == Severity.NOTE:
+                lines.append(f"  # if you want it: {line}")
+            else:
+                lines.append(f"  {line}")
+    return lines

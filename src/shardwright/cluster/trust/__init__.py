@@ -1,0 +1,1 @@
+"""Logins between hosts without a password: made, proved pair by pair, and undone."""

@@ -1,0 +1,47 @@
+"""Hosts whose answers were recorded: files, commands and facts in a TOML file, as `Reading` has them."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from shardwright.cluster.doctor import wanted
+from shardwright.cluster.doctor.reading import Ran, Reading
+
+RECORDED = Path(__file__).parent / "recorded"
+GPUS = " ".join(wanted.NVIDIA_QUERY)
+LINKS = " ".join(wanted.NVIDIA_TOPOLOGY)
+
+
+def recorded(name: str) -> Reading:
+    """The host of a file of that name."""
+    said = tomllib.loads((RECORDED / f"{name}.toml").read_text())
+    commands = {words: {"code": 0, "out": out.lstrip("\n"), "err": ""} for words, out in said["commands"].items()}
+    return Reading.of(
+        said["name"], {"files": said["files"], "unreadable": {}, "commands": commands, "facts": said["facts"]}
+    )
+
+
+def altered(
+    reading: Reading,
+    files: Mapping[str, str | None] | None = None,
+    unreadable: Mapping[str, str] | None = None,
+    commands: Mapping[str, str | Ran | None] | None = None,
+    facts: Mapping[str, Any] | None = None,
+) -> Reading:
+    """The same host with other files, commands and facts; None takes one away."""
+    ran = {name: Ran(0, said, "") if isinstance(said, str) else said for name, said in (commands or {}).items()}
+    return replace(
+        reading,
+        files=_with(reading.files, files or {}),
+        unreadable={**reading.unreadable, **(unreadable or {})},
+        commands=_with(reading.commands, ran),
+        facts=_with(reading.facts, facts or {}),
+    )
+
+
+def _with(before: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in {**before, **changes}.items() if value is not None}

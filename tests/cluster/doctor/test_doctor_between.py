@@ -1,0 +1,107 @@
+"""Findings between hosts, from what recorded hosts said of each other."""
+
+import pytest
+from recorded_hosts import altered, recorded
+
+from shardwright.cluster.doctor.checks.between import check_between
+from shardwright.cluster.doctor.finding import Severity
+from shardwright.cluster.doctor.reach import Cluster, Try, Way
+from shardwright.cluster.doctor.reading import Ran
+from shardwright.hosts.hosts import Hosts
+
+OK, NOTE, UNKNOWN, WARNING, PROBLEM = Severity
+ADDRESS = {name: f"10.0.0.{number}" for number, name in enumerate("abc", 1)}
+GOOD = Ran(0, "", "")
+
+
+def host(name, **facts):
+    base = {"name": name, "addresses": [["eth0", ADDRESS[name], 0]], "own_name": [ADDRESS[name]]}
+    return altered(recorded("dgx"), facts=base | facts)
+
+
+def way(here, there, how="all", said="", ssh=GOOD, addresses=None):
+    mine = ADDRESS[here] if how in ("all", "stalls") else None
+    return Way((Try(ADDRESS[there], how, mine, said),), (ADDRESS[there],) if addresses is None else addresses, ssh)
+
+
+def three(ways=None, ahead_s=None, **changed):
+    readings = {name: changed.get(name) or host(name) for name in "abc"}
+    every = {(x, y): way(x, y) for x in "abc" for y in "abc" if x != y}
+    clocks = dict.fromkeys("abc", 0.0) | (ahead_s or {})
+    return Cluster(Hosts.from_list("a,b,c"), readings, ahead_s=clocks, ways=every | (ways or {}))
+
+
+def small_mtu(name, mtu="1400"):
+    return altered(host(name), files={"/sys/class/net/eth0/mtu": mtu})
+
+
+DENIED = Ran(255, "", "alice@b: Permission denied (publickey).\r\n")
+# what is wrong -> check, severity, host, words, what to type
+CASES = {
+    "torch": (
+        three(b=host("b", packages={"torch": "2.12.0"})),
+        ("torch", PROBLEM, "b", "torch 2.12.0 here, but 2.13.0+cu126 on a", "-m pip install torch==2.13.0+cu126"),
+    ),
+    "code": (three(c=host("c", code="ffff")), ("code", WARNING, "c", "code ffff here, but 0123456789ab on a", "")),
+    "user": (three(c=host("c", user="bob")), ("user", WARNING, "c", "user bob here, but alice on a", "")),
+    "clock": (
+        three(ahead_s={"b": 40.0}),
+        ("clock", PROBLEM, "b", "40.0 s ahead of that of a", "sudo systemctl restart"),
+    ),
+    "slow clock": (three(ahead_s={"b": -0.9}), ("clock", WARNING, "b", "0.9 s behind that of", "systemctl")),
+    "names": (
+        three({("a", "b"): way("a", "b", addresses=())}),
+        ("names", WARNING, "a", "nobody here knows the name b", "echo '10.0.0.2 b' | sudo tee -a /etc/hosts"),
+    ),
+    "loopback": (
+        three({("a", "b"): way("a", "b", addresses=("127.0.1.1",))}),
+        ("names", WARNING, "a", "b is 127.0.1.1 here, none of its addresses", "echo '10.0.0.2 b'"),
+    ),
+    "closed port": (
+        three({("a", "b"): way("a", "b", "silent", "timed out")}),
+        (
+            "ports",
+            PROBLEM,
+            "b",
+            "a does not reach a free TCP port of this host (timed out)",
+            "sudo ufw allow from 10.0.0.1",
+        ),
+    ),
+    "mtu": (
+        three(b=small_mtu("b")),
+        ("MTU", WARNING, "b", "MTU 1400 on eth0, but 1500 on most others", "sudo ip link set dev eth0 mtu 1500"),
+    ),
+    "mtu on the way": (
+        three(dict.fromkeys([("a", "b")], way("a", "b", "stalls")), **{n: small_mtu(n, "9000") for n in "abc"}),
+        ("MTU", PROBLEM, "a", "b connects, but what it sends is lost", "sudo ip link set dev eth0 mtu 1500"),
+    ),
+    "one-way ssh": (
+        three({("a", "b"): way("a", "b", ssh=DENIED)}),
+        ("ssh", WARNING, "a", "ssh to b fails: alice@b: Permission denied", "shardwright hosts trust -H a,b,c"),
+    ),
+    "unreached": (
+        Cluster(Hosts.from_list("a,b"), {"a": host("a")}, {"b": "it did not answer within 5 s"}),
+        ("reached", PROBLEM, "b", "did not answer within 5 s", "ssh -v -o BatchMode=yes b true"),
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", CASES)
+def test_what_is_wrong_between_hosts_is_found_and_nothing_else(wrong):
+    cluster, (name, severity, at, words, line) = CASES[wrong]
+    bad = [one for one in check_between(cluster) if one.finding.severity > NOTE]
+    assert [(one.name, one.finding.severity, one.hosts) for one in bad] == [(name, severity, (at,))], bad
+    assert words in bad[0].finding.text
+    assert any(line in typed for typed in bad[0].finding.remedy) if line else not bad[0].finding.remedy
+
+
+def test_all_is_well():
+    found = check_between(three())
+    assert {one.finding.severity for one in found} == {OK}
+    assert [one.name for one in found] == ["versions", "clock", "names", "ports", "MTU", "ssh"]
+
+
+def test_what_cannot_be_read_of_a_host_is_unknown():
+    found = check_between(three(b=altered(host("b"), facts={"packages": None, "python": 3})))
+    unknown = {one.name: one.hosts for one in found if one.finding.severity == UNKNOWN}
+    assert unknown == dict.fromkeys(("Python", "torch", "shardwright", "numpy"), ("b",))
