@@ -22,6 +22,7 @@ import ipaddress
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -69,15 +70,16 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def host_network(count: int, folder: Path) -> Iterator[HostNetwork]:
+def host_network(count: int, folder: Path, homes: bool = False) -> Iterator[HostNetwork]:
     """``count`` hosts, host1 and so on, reachable when this returns. Keys, logs and configurations are in ``folder``.
+    With ``homes`` each has a ~/.ssh of its own, empty, in ``folder/host1_home`` and so on, which its sshd reads too.
 
     The test is skipped, with the reason, where hosts cannot be made.
     """
     remove_stale()
     if reason := why_not():
         pytest.skip(reason)
-    network = HostNetwork(folder)
+    network = HostNetwork(folder, homes)
     try:
         network.start(count)
         yield network
@@ -88,8 +90,8 @@ def host_network(count: int, folder: Path) -> Iterator[HostNetwork]:
 class HostNetwork:
     """The hosts by name, and their links. One at a time in a process."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, homes: bool = False) -> None:
+        self.folder, self.homes = folder, homes
         self.config = folder / "ssh_config"
         self.hosts: dict[str, NetworkHost] = {}
         self.bridge = f"swb{os.getpid()}"
@@ -205,7 +207,8 @@ class HostNetwork:
         config = self.folder / f"{name}_sshd_config"
         config.write_text(
             f"Port 22\nAddressFamily inet\nHostKey {self.folder}/{name}_key\nPidFile none\n"
-            f"AuthorizedKeysFile {self.folder}/authorized_keys\nAuthenticationMethods publickey\nStrictModes no\n"
+            f"AuthorizedKeysFile {self.folder}/authorized_keys .ssh/authorized_keys\n"
+            "AuthenticationMethods publickey\nStrictModes no\n"
             "PermitRootLogin prohibit-password\nUsePAM no\nUseDNS no\nPrintMotd no\nMaxStartups 100\nMaxSessions 100\n"
             "Subsystem sftp internal-sftp\n"
         )
@@ -213,6 +216,7 @@ class HostNetwork:
         script = f"""
             hostname {name}
             mount --bind {self.folder}/hosts /etc/hosts
+            {self._own_home(name) if self.homes else ""}
             exec {_program("sshd")} -D -e -f {config}
         """
         with open(self.folder / f"{name}.log", "wb") as log:
@@ -226,6 +230,15 @@ class HostNetwork:
             )  # fmt: skip
         self._started.append(process)
         return process
+
+    def _own_home(self, name: str) -> str:
+        """What gives a host a home of its own, in which all folders but .ssh are those of this machine's."""
+        (own := self.folder / f"{name}_home").mkdir()
+        folders = [path for path in Path.home().iterdir() if path.is_dir() and path.name != ".ssh"]
+        for path in folders:
+            (own / path.name).mkdir()
+        binds = [f"mount --bind {shlex.quote(f'{path}')} {shlex.quote(f'{own / path.name}')}" for path in folders]
+        return "; ".join([*binds, f"mount --rbind {own} {Path.home()}"])
 
 
 def remove_stale() -> None:
