@@ -112,7 +112,7 @@ def test_ssh_in_one_direction(network):
         assert list(found) == ["ssh"]
         assert found["ssh"]["hosts"] == ["host2"]
         assert "ssh to host1 fails" in found["ssh"]["finding"]
-        assert found["ssh"]["type"] == ["shardwright hosts trust -H host1,host2   # where you launch from"]
+        assert found["ssh"]["type"] == ["shardwright hosts trust -H host1,host2  # where you launch from"]
         assert done.returncode == 1
     finally:
         config.write_text(before)

@@ -19,6 +19,7 @@ from shardwright.cluster.doctor.reading import Reading, Unreadable, typed
 
 _WARN_CLOCK_S, _BAD_CLOCK_S = 0.5, 5.0
 GROUP = "between hosts"
+_OF_KEYS = ("Permission denied", "Host key verification", "host key is known")  # what `hosts trust` mends
 
 
 @dataclass(frozen=True)
@@ -230,17 +231,17 @@ def _mtus(cluster: Cluster) -> Iterator[Found]:
 
 def logins(cluster: Cluster) -> Iterator[Found]:
     """ssh from each host to each, without a password: mpirun and others need it, launch only from here."""
-    bad = False
-    trust = typed("shardwright", "hosts", "trust", "-H", ",".join(host.address for host in cluster.hosts))
+    refused: dict[tuple[str, bool], list[str]] = {}
     for (here, there), way in cluster.ways.items():
-        if way.ssh.code == 0:
-            continue
-        bad = True
-        said = way.ssh.last_words()
-        keys = any(word in said for word in ("Permission denied", "Host key verification", "host key is known"))
-        line = (
-            f"{trust}   # where you launch from" if keys else typed("ssh", "-v", "-o", "BatchMode=yes", there, "true")
-        )
-        yield _found("ssh", warning(f"ssh to {there} fails: {said}", line), here)
-    if not bad and cluster.ways:
+        if way.ssh.code != 0:
+            keys = any(word in way.ssh.last_words() for word in _OF_KEYS)
+            refused.setdefault((here, keys), []).append(there)
+    trust = typed("shardwright", "hosts", "trust", "-H", ",".join(host.address for host in cluster.hosts))
+    for (here, keys), others in refused.items():
+        said = cluster.ways[here, others[0]].ssh.last_words()
+        lines = [typed("ssh", "-v", "-o", "BatchMode=yes", there, "true") for there in others]
+        if keys:
+            lines = [f"{trust}  # where you launch from"]
+        yield _found("ssh", warning(f"ssh to {', '.join(others)} fails: {said}", *lines), here)
+    if not refused and cluster.ways:
         yield _found("ssh", ok(f"without a password, {len(cluster.ways)} ways"), *cluster.readings)
