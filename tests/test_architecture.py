@@ -20,7 +20,7 @@ INSIDE = {
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
     "graph": ("functional", "tracing"),
     "plan": ("pricing", "searching"),
-    "run": ("graphs", "programs"),
+    "run": ("graphs", "programs", "placing"),
     "cluster": ("bench", "doctor", "trust"),
 }
 STANDARD_LIBRARY_ONLY = {"errors", "whole_file", "package", "pulse", "hosts", "launch"}

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from shardwright.lower import draws
+from shardwright.lower import draws, randomness
 from shardwright.lower.randomness import kept, uniform
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -113,3 +113,31 @@ def test_normal_numbers():
     assert abs(drawn.var().item() - 1) < 0.01
     assert abs((drawn**4).mean().item() - 3) < 0.06
     assert torch.isfinite(drawn).all()
+
+
+@pytest.mark.slow
+def test_one_compiled_kernel_gives_the_bits_of_the_mask():
+    """As on a GPU, where it takes the place of the operators."""
+    mask = randomness.one_kernel(CPU)
+    assert mask is not None
+    for key, p, place in itertools.product((3, -1), (0.1, 0.7), [(slice(0, 7), slice(0, 6), slice(0, 10))]):
+        for cut in (place, (slice(2, 7), slice(1, 4), slice(3, 10)), (slice(1, 2), slice(0, 6), slice(0, 10))):
+            starts, sizes = [s.start for s in cut], [s.stop - s.start for s in cut]
+            runs = randomness._runs(SHAPE, starts, sizes, CPU)
+            found = mask(*runs, randomness.mixed(key), round((1 - p) * 2**32)).view(sizes)
+            assert torch.equal(found, kept(key, p, SHAPE, starts, sizes, CPU))
+
+
+def test_where_no_kernel_can_be_compiled_the_operators_are_used_and_it_is_said(monkeypatch):
+    def fails(*_, **__):
+        raise RuntimeError("no compiler here\nmore")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    randomness.one_kernel.cache_clear()
+    with pytest.warns(UserWarning, match="as it cannot be by one: RuntimeError: no compiler here$"):
+        assert randomness.one_kernel(CPU) is None
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda *args: ~function(*args))
+    randomness.one_kernel.cache_clear()
+    with pytest.warns(UserWarning, match="the kernel gives other bits"):
+        assert randomness.one_kernel(CPU) is None
+    randomness.one_kernel.cache_clear()

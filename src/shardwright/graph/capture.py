@@ -26,18 +26,20 @@ def capture(
     *,
     training: bool = True,
     predict: bool = False,
+    device: torch.device | None = None,
 ) -> Capture:
     """Capture ``loss_fn(model, batch)`` for batches like ``sample_batch``.
 
     The model and the batch may be real, fake or on the meta device: only shapes, dtypes and devices are looked at,
     and nothing of the model is changed. With ``training`` the loss needs gradients, and modules keep the flags they
     have if the model is in training mode, or are put into it. With ``predict`` the model is captured in evaluation
-    mode, and the outputs are what the loss function returns beside the loss: ``loss`` is then ``""``.
+    mode, and the outputs are what the loss function returns beside the loss: ``loss`` is then ``""``. ``device`` is
+    where the model is to run, which may not hold it yet; by default where it is.
 
     Raises:
         CaptureError: where the step is not one graph of known shapes; names the user's line and the remedy.
     """
-    return Capturing(model, loss_fn, sample_batch, training=training, predict=predict).capture()
+    return Capturing(model, loss_fn, sample_batch, training=training, predict=predict, device=device).capture()
 
 
 class Capturing:
@@ -52,14 +54,15 @@ class Capturing:
         training: bool = True,
         predict: bool = False,
         open_dims: Sequence[Collection[int]] = (),
+        device: torch.device | None = None,
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         leaves, spec = torch_private.tree_flatten(sample_batch)
         self._labels = [path or "batch" for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._train, self._predict = training and not predict, predict
-        self._key = _key(model, leaves, train=self._train, predict=predict)
+        self._key = _key(capture_device(model, device), leaves, train=self._train, predict=predict)
         values = [leaf for _, leaf in leaves]
-        self._traced = trace(model, loss_fn, values, spec, train=self._train, open_dims=open_dims)
+        self._traced = trace(model, loss_fn, values, spec, train=self._train, open_dims=open_dims, device=device)
 
     def capture(self) -> Capture:
         """The graph for the sample batch. Raises as the function of that name does."""
@@ -95,10 +98,9 @@ def flatten_batch(batch: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in torch_private.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _key(model: torch.nn.Module, leaves: list[tuple[str, Any]], *, train: bool, predict: bool) -> str:
-    device_type = capture_device(model).type
+def _key(device: torch.device, leaves: list[tuple[str, Any]], *, train: bool, predict: bool) -> str:
     parts = ["training" if train else "predict" if predict else "evaluation"]
-    if torch.is_autocast_enabled(device_type):
-        parts.append(f"autocast {str(torch.get_autocast_dtype(device_type)).removeprefix('torch.')}")
+    if torch.is_autocast_enabled(device.type):
+        parts.append(f"autocast {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}")
     parts += [f"{path}={leaf!r}" for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]
     return ", ".join(parts)

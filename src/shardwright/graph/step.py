@@ -35,9 +35,11 @@ def captured_step(
     pins: Mapping[str, Any],
     kind: StepKind = "training",
     batch_norm: Literal["global", "per-replica"] = "global",
+    device: torch.device | None = None,
 ) -> Capture:
     """The graph of a step, rewritten and pinned. Raises as `capture` and `apply_pins` do."""
-    captured = capture(model, loss_fn, batch, training=kind == "training", predict=kind == "predict")
+    training, predict = kind == "training", kind == "predict"
+    captured = capture(model, loss_fn, batch, training=training, predict=predict, device=device)
     return apply_pins(rewrite(captured, batch_norm=batch_norm), pins)
 
 
@@ -57,9 +59,12 @@ class OpenStep:
         kind: StepKind,
         batch_norm: Literal["global", "per-replica"],
         open_dims: Sequence[Collection[int]],
+        device: torch.device | None = None,
     ) -> None:
         training, predict = kind == "training", kind == "predict"
-        self._capturing = Capturing(model, loss_fn, batch, training=training, predict=predict, open_dims=open_dims)
+        self._capturing = Capturing(
+            model, loss_fn, batch, training=training, predict=predict, open_dims=open_dims, device=device
+        )
         self._pins: Mapping[str, Any] = pins
         self._batch_norm: Literal["global", "per-replica"] = batch_norm
 

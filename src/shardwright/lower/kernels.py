@@ -12,7 +12,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwright.graph.tracing import written
-from shardwright.lower.draws import dropout
+from shardwright.lower.attention import attention_with_dropout as attention_with_dropout
+from shardwright.lower.attention import causal_attention as causal_attention
 from shardwright.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
@@ -124,40 +125,6 @@ def embedding(weight: Tensor, indices: Tensor, padding_idx: int, first_row: int,
         local.masked_fill(outside, 0), weight, padding if padding_idx >= 0 and 0 <= padding < held else None
     )
     return found.masked_fill(outside.unsqueeze(-1), 0)
-
-
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, first_query: int, scale: float | None, enable_gqa: bool
-) -> Tensor:
-    """Causal attention of the queries from ``first_query`` on, over all keys."""
-    seen = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril(first_query)
-    return functional.scaled_dot_product_attention(
-        query, key, value, attn_mask=seen, scale=scale, enable_gqa=enable_gqa
-    )
-
-
-def attention_with_dropout(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, p: float, is_causal: bool, scale: float | None,
-    random_key: int, shape: Sizes, offsets: Sizes,
-) -> Tensor:  # fmt: skip
-    """Attention taken apart, so that its dropout is drawn by the global position of every score.
-
-    ``shape`` is the global shape of the scores (batch, heads, queries, keys), of which the part here starts at
-    ``offsets``.
-    """
-    groups = query.shape[-3] // max(key.shape[-3], 1)
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, -3), value.repeat_interleave(groups, -3)
-    scores = query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale) @ key.transpose(-2, -1)
-    if is_causal:
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril(offsets[-2])
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -math.inf) if mask.dtype == torch.bool else scores + mask
-    probabilities = scores.softmax(-1)
-    if mask is not None:  # a query that sees no key attends to nothing, as in torch
-        blind = (scores == -math.inf).all(-1, keepdim=True)
-        probabilities = scores.masked_fill(blind, 0).softmax(-1).masked_fill(blind, 0)
-    return dropout(probabilities, p, random_key, shape, offsets) @ value
 
 
 class _BatchNorm(torch.autograd.Function):

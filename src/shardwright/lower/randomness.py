@@ -9,7 +9,9 @@ the streams of two keys are not shifts or permutations of each other.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -87,10 +89,49 @@ def kept(
     if threshold in (0, _WORD):
         return torch.full(tuple(local_shape), threshold > 0, device=device)
 
+    if device.type == "cuda" and (mask := one_kernel(device)) is not None:
+        return mask(*_runs(shape, offsets, local_shape, device), mixed(key), threshold).view(tuple(local_shape))
+
     def write(word: Tensor, mask: Tensor) -> None:
         torch.lt(word, threshold - _WORD // 2, out=mask)
 
     return _filled(torch.bool, write, key, shape, offsets, local_shape, device)
+
+
+Mask = Callable[[Tensor, int, int, int], Tensor]
+"""Of runs (as of `_runs`), a mixed key and a threshold makes the mask that `kept` gives, a row for each run."""
+
+
+@cache
+def one_kernel(device: torch.device) -> Mask | None:
+    """What makes a mask in one pass over memory in place of a dozen; None where that cannot be.
+
+    Torch compiles the kernel of the very operators that are called without it, once for all shapes, keys and
+    thresholds. It is used after it has given the same bits here.
+    """
+
+    def mask(bases: Tensor, length: int, key: int, threshold: int) -> Tensor:
+        words = (_signed(key), _signed(key >> 32), threshold - _WORD // 2)
+        return compiled(bases, length, *(torch.full((), word, dtype=torch.int32, device=device) for word in words))
+
+    bases = torch.arange(67, dtype=torch.int32, device=device) * 64_000_003
+    key, threshold = mixed(1), _WORD // 3
+    try:
+        compiled = torch.compile(_below, dynamic=True)
+        expected = _below(bases, 1001, _signed(key), _signed(key >> 32), threshold - _WORD // 2)
+        problem = "" if torch.equal(mask(bases, 1001, key, threshold), expected) else "the kernel gives other bits"
+    except Exception as error:  # there are as many as there are compilers that may be missing
+        problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+    if not problem:
+        return mask
+    warnings.warn(f"each dropout mask is made by a dozen kernels, as it cannot be by one: {problem}", stacklevel=2)
+    return None
+
+
+def _below(bases: Tensor, length: int, first: Tensor | int, second: Tensor | int, limit: Tensor | int) -> Tensor:
+    """Whether the words of runs are below a limit."""
+    position = bases[:, None] + torch.arange(length, dtype=torch.int32, device=bases.device)
+    return _finalised(position, first, second) < limit
 
 
 def mixed(value: int) -> int:
@@ -123,17 +164,19 @@ def _filled(
         for row in range(0, len(bases), rows):
             part = filled[row : row + rows, column : column + columns]
             position = (bases[row : row + rows, None] + _signed(column)) + step[: part.shape[1]]
-            words_of = [_finalised(position.clone(), of) for of in keys[:-1]]
-            write(*words_of, _finalised(position, keys[-1]), part)
+            words_of = [_finalised(position.clone(), _signed(of), _signed(of >> 32)) for of in keys[:-1]]
+            last = _finalised(position, _signed(keys[-1]), _signed(keys[-1] >> 32))
+            write(*words_of, last, part)
     return filled.view(tuple(local_shape))
 
 
-def _finalised(word: Tensor, key: int) -> Tensor:
-    """32 random bits in place of each position. int32 wraps around; >> repeats the sign bit, which is masked away."""
-    word ^= _signed(key)
+def _finalised(word: Tensor, first: Tensor | int, second: Tensor | int) -> Tensor:
+    """32 random bits in place of each position, by the two halves of a key. int32 wraps around; >> repeats the sign
+    bit, which is masked away."""
+    word ^= first
     word ^= (word >> 16).bitwise_and_(0xFFFF)
     word *= _signed(_FIRST)
-    word ^= _signed(key >> 32)
+    word ^= second
     word ^= (word >> 15).bitwise_and_(0x1FFFF)
     word *= _signed(_SECOND)
     word ^= (word >> 16).bitwise_and_(0xFFFF)

@@ -24,6 +24,8 @@ from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
 from shardwright.run.model import ParallelModel, Replay
+from shardwright.run.placing.initialising import Init
+from shardwright.run.placing.placing import place
 from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
@@ -31,7 +33,7 @@ from shardwright.run.programs.inputs import BatchKind, Rows, rows_of, rows_of_pa
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs
 from shardwright.run.programs.splitting import is_split
-from shardwright.run.programs.storage import ModelState, agree_on_weights, refuse_meta
+from shardwright.run.programs.storage import ModelState, layouts_by_name
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.ranks import ranks_by_collectives
@@ -45,6 +47,7 @@ class Options:
     batch: BatchKind | None
     gradients: Literal["mean", "sum"]
     save_graphs: SaveGraphs | None
+    init: Init | None = None
 
 
 class Parallel(ParallelModel):
@@ -65,20 +68,18 @@ class Parallel(ParallelModel):
         plan: Plan | str | None = None,
     ) -> None:
         model = planner.module
-        refuse_meta(model)
-        model.to(world.device)
         self.options, self.world = options, world
         self._reduction = GradientReduction()
         self._closed = False
         self._pulse = own_pulse()
         self._between_steps = True
         seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
-        agree_on_weights(model)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
         self._same_batch = SameBatch(world.device, lockstep)
         self._communicator = communicator_over(self.plan.mesh, lockstep)
+        place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
         self._state = ModelState(model, self.plan, seed, world.device)
         self._split = is_split(model)
         super().__init__(model, lockstep)

@@ -30,6 +30,7 @@ from shardwright.run.eager_parallel import parallelize_eagerly
 from shardwright.run.graphs.captures import Captures
 from shardwright.run.graphs.dynamic import Dynamic, dynamic_problem, labels_and_shapes
 from shardwright.run.model import ParallelModel
+from shardwright.run.placing.initialising import Init, init_problem
 from shardwright.run.programs.batches import problem_with_sample
 from shardwright.run.programs.inputs import BatchKind, mesh_for
 from shardwright.run.programs.planner import Planner, hardware_of
@@ -64,12 +65,14 @@ def parallelize(
     memory: int | str | None = None,
     optimizer: OptimizerStates | Optimizer | type[Optimizer] | str = ADAMW,
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
+    init: Init | None = None,
 ) -> ParallelModel:
     """Train ``model`` on all ranks as on one; every rank calls this with the same model and arguments.
 
     Args:
-        model: moved to this rank's device; all ranks get rank 0's parameters and buffers. Its parameters become
-            DTensors where the plan splits some of them, and stay plain tensors where it splits none.
+        model: brought to this rank's device, tensor by tensor, of which only what the plan stores here stays; all
+            ranks get rank 0's parameters and buffers. Its parameters become DTensors where the plan splits some of
+            them, and stay plain tensors where it splits none. What is on the meta device is given values by ``init``.
         loss_fn: ``loss_fn(model, batch) -> loss`` or ``(loss, aux)``; the loss is a scalar of any form.
         sample_batch: one global batch, or a batch as ``parallel`` will get them.
         mode: "single" splits nothing; "data" splits the batch; "semi-auto" propagates what `sw.shard` and ``pins``
@@ -100,6 +103,10 @@ def parallelize(
             torch.optim, or an optimizer with its settings.
         save_graphs: a folder for dumps, or (folder, level): level 1 the strategies of all operators, level 2, the
             default, the program of each rank too. Without it, what ``shardwright launch --save-graphs`` says.
+        init: ``init(module)`` gives values to the parameters and buffers of one module that are on the meta device, in
+            place, as for ``Module.apply``; by default ``module.reset_parameters()`` is called. It is called on rank 0,
+            on its device, children first, with random numbers of ``torch.initial_seed()``: the values are those of
+            ``model.to_empty(device=...)`` and ``model.apply(init)`` after `set_seed`, for any plan and number of ranks.
 
     What it returns has process groups of its own, which live until its ``close()``, the end of a ``with
     sw.parallelize(...) as parallel:``, or that of the process.
@@ -123,7 +130,7 @@ def parallelize(
         states = states_of(optimizer)
     except UsageError as error:
         problem = problem or str(error)
-    problem = problem or problem_with_sample(sample_batch)
+    problem = problem or problem_with_sample(sample_batch) or init_problem(init)
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         problem = problem or (
@@ -143,9 +150,9 @@ def parallelize(
     devices = mesh_for(mesh, world.size)
     request = PlanRequest(devices, mode, search, inputs, hardware_of(world, known), memory=limit, optimizer=states)
     predict = predict_fn and outputs_alone(predict_fn)
-    planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic), request)
+    planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device), request)
     try:
-        return Parallel(planner, sample_batch, Options(batch, gradients, dumps), world, plan)
+        return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init), world, plan)
     except CaptureError as error:
         if MODES[mode].captured or limit is not None or (batch_norm == "global" and _has_batch_norm(model)):
             raise

@@ -151,8 +151,11 @@ def _loss_and_aux(output: Any) -> tuple[torch.Tensor, Any]:
     return loss, aux
 
 
-def capture_device(model: torch.nn.Module) -> torch.device:
-    """The device as of which the model is traced: that of its first parameter, the CPU for a model on meta."""
+def capture_device(model: torch.nn.Module, device: torch.device | None = None) -> torch.device:
+    """The device as of which the model is traced: ``device`` where it is on its way there, else that of its first
+    parameter, the CPU for a model on meta."""
+    if device is not None:
+        return device
     for tensor in (*model.parameters(), *model.buffers()):
         if tensor.device.type != "meta":
             return tensor.device
@@ -188,10 +191,12 @@ def trace(
     *,
     train: bool,
     open_dims: Sequence[Collection[int]] = (),
+    device: torch.device | None = None,
 ) -> Trace:
     """Export the step for a batch of these leaves.
 
     Args:
+        device: as of which the model is traced, wherever its tensors are now; by default that of these.
         open_dims: the dims of every tensor of the batch whose sizes are left open; none by default.
 
     Raises:
@@ -199,11 +204,11 @@ def trace(
     """
     refusals.refuse_compiled(model)
     try:
-        return _trace(model, loss_fn, leaves, spec, train=train, open_dims=open_dims)
+        return _trace(model, loss_fn, leaves, spec, train=train, open_dims=open_dims, device=device)
     except GradientTaken:
         if any(open_dims):  # the first of its two traces would not note what it decides
             raise CaptureError("sizes cannot be left open where the loss function takes a gradient") from None
-        return _trace(model, loss_fn, leaves, spec, train=train, beneath_autograd=True)
+        return _trace(model, loss_fn, leaves, spec, train=train, beneath_autograd=True, device=device)
 
 
 def _trace(
@@ -215,8 +220,9 @@ def _trace(
     train: bool,
     open_dims: Sequence[Collection[int]] = (),
     beneath_autograd: bool = False,
+    device: torch.device | None = None,
 ) -> Trace:
-    device = capture_device(model)
+    device = capture_device(model, device)
     mode = torch_private.fake_mode()
     copied = _copy_without_storage(model, device, mode)
     if model.training != train:  # else single modules may be in another mode, which is kept

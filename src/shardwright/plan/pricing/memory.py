@@ -21,23 +21,19 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Step, copies, moves_alone
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.operator import Operator
-from shardwright.rules.row import Beside, Saved
+from shardwright.rules.row import Saved
 from shardwright.rules.table import Column, column, row_of
 
 _META = torch.device("meta")
 
 
 def _dropping(op: Operator) -> Saved | None:
-    """Attention whose dropout is drawn by position is taken apart (`lower.kernels`), and keeps its scores twice."""
-    if not op["dropout_p"]:
-        return None
-    scores = op.operands[1][-2] / op.operands[2][-1]  # for each entry of the result
-    drawn = Beside("result", 0, times=scores), Beside("result", 0, times=scores), Beside("result", 0, 1, scores)
-    return Saved(beside=(*(Beside("operand", i) for i in range(3)), *drawn))
+    """Attention whose dropout is drawn by position keeps what it is made of, and makes its scores again."""
+    return Saved(operands=tuple(range(len(op.operands)))) if op["dropout_p"] else None
 
 
 def _queries_outside(op: Operator, result: Tensor) -> Tensor:
-    """The kernels of attention write a query's heads beside each other; taken apart, it writes head by head."""
+    """The kernels of attention write a query's heads beside each other; ours, which drops, head by head."""
     return (
         result if op["dropout_p"] or result.ndim < 4 else torch.empty_like(result.transpose(-3, -2)).transpose(-3, -2)
     )

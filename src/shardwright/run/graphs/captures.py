@@ -67,6 +67,7 @@ class Captures:
     Args:
         predict_fn: gives outputs beside no loss, as `outputs_alone` makes it; by default the loss function is called.
         dynamic: which sizes are left open; see `dynamic.py`.
+        device: where the model runs, or will when its tensors have been brought there; by default where it is.
     """
 
     module: nn.Module
@@ -75,6 +76,7 @@ class Captures:
     batch_norm: Literal["global", "per-replica"] = "global"
     predict_fn: LossFunction | None = None
     dynamic: Dynamic = False
+    device: torch.device | None = None
     _known: dict[str, _Known] = field(default_factory=dict, init=False, repr=False)
 
     def function(self, kind: StepKind) -> LossFunction:
@@ -86,7 +88,7 @@ class Captures:
         leaves, spec = torch_private.tree_flatten(batch)
         tensors = [(str(leaf.dtype), leaf.ndim) for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = [repr(leaf) for _, leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        device = capture_device(self.module).type
+        device = capture_device(self.module, self.device).type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         trained = "".join("1" if p.requires_grad else "0" for p in self.module.parameters())
         return json.dumps([kind, tensors, others, str(spec), autocast, trained])
@@ -104,7 +106,7 @@ class Captures:
             if of.confirmed:
                 return capture
         start = time.perf_counter()
-        captured = captured_step(self.module, self.function(kind), batch, self.pins, kind, self.batch_norm)
+        captured = captured_step(self.module, self.function(kind), batch, self.pins, kind, self.batch_norm, self.device)
         if self.dynamic:
             self._learn(known, following, captured, kind, batch)
         known.shapes.append(shapes)
@@ -150,7 +152,7 @@ class Captures:
         dims = open_dims(self.dynamic, labels_and_shapes(batch)[0], [*known.shapes, shapes])
         if not any(dims):
             return
-        step = OpenStep(self.module, self.function(kind), batch, self.pins, kind, self.batch_norm, dims)
+        step = OpenStep(self.module, self.function(kind), batch, self.pins, kind, self.batch_norm, dims, self.device)
         if not _same(step.at(shapes), captured):
             known.reason = _OTHER_GRAPH
             return

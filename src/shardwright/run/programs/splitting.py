@@ -26,45 +26,47 @@ from shardwright.mesh.dtensor import device_mesh, gathered, layout_of, to_placem
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
-from shardwright.run.programs.optimizers import note_successor, watch_optimizers
 
 # Parameter -> whoever runs a program with it as a plain tensor.
 _whole: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
 
 
-def split_parameters(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, device: torch.device) -> None:
-    """Replace every parameter of the model by a DTensor that holds this rank's part of it.
+@dataclass(frozen=True)
+class Splitting:
+    """How the parameters of a model are stored on this rank: all as DTensors, or, with ``splits`` False, all plain.
 
-    ``layouts`` maps the names of `Module.named_parameters` to layouts. Nothing happens where none splits: the
-    parameters then stay the plain tensors that they are. Other ranks' parts are freed. Those that an earlier call has
-    made DTensors stay as they are.
-
-    Raises:
-        UsageError: where a parameter has hooks, which its successor would not have.
+    ``layouts`` are those of parameters by the names of `Module.named_parameters`; others are whole on every rank.
     """
-    if not any(layout.split_axes for layout in layouts.values()) and not is_split(model):
-        return
-    _refuse_hooks(model)
-    watch_optimizers()
+
+    layouts: Mapping[str, Layout]
+    mesh: Mesh
+    device: torch.device
+    splits: bool
+
+    @staticmethod
+    def of(model: nn.Module, layouts: Mapping[str, Layout], mesh: Mesh, device: torch.device) -> Splitting:
+        """DTensors where some layout splits its parameter, or an earlier call has made some of the model's."""
+        return Splitting(layouts, mesh, device, any(of.split_axes for of in layouts.values()) or is_split(model))
+
+    def part(self, name: str, parameter: nn.Parameter, whole: Tensor) -> nn.Parameter:
+        """This rank's part of a parameter that is ``whole`` here, as the DTensor that takes the parameter's place."""
+        layout = self.layouts.get(name, Layout.replicated(parameter.ndim))
+        part = whole.detach()[layout.local_slice(parameter.shape, self.mesh, dist.get_rank())].clone()
+        stored = DTensor.from_local(
+            part,
+            device_mesh(self.mesh, self.device.type),
+            to_placements(layout, self.mesh),
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+        return nn.Parameter(stored, requires_grad=parameter.requires_grad)
+
+
+def watch_split(model: nn.Module) -> None:
+    """Let calls of the modules of a model that was split by hand be told what to call, and numbers be read whole."""
     torch_private.read_whole_numbers()
-    torch_mesh = device_mesh(mesh, device.type)
-    rank = dist.get_rank()
-    replaced: dict[int, nn.Parameter] = {}
-    owners = dict(model.named_modules(remove_duplicate=False))
-    for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        if isinstance(parameter, DTensor):
-            continue
-        if id(parameter) not in replaced:
-            layout = layouts.get(name, Layout.replicated(parameter.ndim))
-            part = parameter.detach()[layout.local_slice(parameter.shape, mesh, rank)].clone()
-            stored = DTensor.from_local(
-                part, torch_mesh, to_placements(layout, mesh), shape=parameter.shape, stride=parameter.stride()
-            )
-            replaced[id(parameter)] = nn.Parameter(stored, requires_grad=parameter.requires_grad)
-            note_successor(parameter, replaced[id(parameter)])
-        owner, _, attribute = name.rpartition(".")
-        setattr(owners[owner], attribute, replaced[id(parameter)])
-    for module in {model, *(owners[name.rpartition(".")[0]] for name, _ in model.named_parameters())}:
+    holding = (module for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
+    for module in {model, *holding}:
         module.register_forward_pre_hook(_refuse_plain_inputs, with_kwargs=True)
 
 
@@ -167,10 +169,17 @@ def note_whole(model: nn.Module, holder: object) -> None:
             _whole[parameter] = weakref.ref(holder)
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    hooked = [n for n, p in model.named_parameters() if p._backward_hooks or torch_private.has_post_hooks(p)]
+def refuse_hooks(model: nn.Module, splits: bool, makes_new: bool) -> None:
+    """Refuse hooks of parameters where ``makes_new`` says that others are put in their places.
+
+    Raises:
+        UsageError: where there is one, which its parameter's successor would not have.
+    """
+    named = model.named_parameters() if makes_new else ()
+    hooked = [n for n, p in named if p._backward_hooks or torch_private.has_post_hooks(p)]
     if hooked:
+        why = "the plan splits parameters" if splits else "parameters are on the meta device"
         raise UsageError(
-            f"{hooked[0]} has a hook (register_hook), and the plan splits parameters, which makes new ones; register "
-            "hooks after sw.parallelize, on the parameters of what it returns"
+            f"{hooked[0]} has a hook (register_hook), and {why}, which makes new ones; register hooks after "
+            "sw.parallelize, on the parameters of what it returns"
         )

@@ -19,7 +19,7 @@ from shardwright.mesh.redistribute import redistribute
 from shardwright.plan.plan import Plan
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import StepArguments
-from shardwright.run.programs.splitting import local_part, note_whole, split_parameters
+from shardwright.run.programs.splitting import local_part, note_whole
 from shardwright.world.ranks import alone
 
 
@@ -34,17 +34,24 @@ def agree_on_weights(model: nn.Module) -> None:
 
 
 def refuse_meta(model: nn.Module) -> None:
-    """Raises `UsageError` where a parameter or buffer has no storage yet."""
+    """Raises `UsageError` where a parameter or buffer has no storage, and so no numbers to be verified with."""
     empty = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if empty:
         raise UsageError(
-            f"{len(empty)} parameters and buffers are on the meta device ({', '.join(empty[:3])}, ...): they can be "
-            "planned but not trained; call model.to_empty(device=...) and initialise them first"
+            f"{len(empty)} parameters and buffers are on the meta device ({', '.join(empty[:3])}, ...) and have no "
+            "numbers that could be verified; call model.to_empty(device=...) and initialise them first"
         )
 
 
+def layouts_by_name(plan: Plan) -> dict[str, Layout]:
+    """How the plan stores each parameter that its step uses, by every name that it has in the model."""
+    storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
+    names = {**{name: name for name in storage}, **plan.capture.tied}
+    return {name: storage[first] for name, first in names.items() if first in storage}
+
+
 class ModelState:
-    """The tensors of ``module``, whose parameters it splits as ``plan`` says, and what random numbers depend on.
+    """The tensors of ``module``, whose parameters are stored as ``plan`` says, and what random numbers depend on.
 
     ``seed`` and ``step``, the training steps so far, fix the random numbers of a step, together with positions.
     """
@@ -54,9 +61,6 @@ class ModelState:
         self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
         """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
         self._module, self._plan, self._device = module, plan, device
-        names = {**{name: name for name in self.storage}, **plan.capture.tied}
-        layouts = {name: self.storage[first] for name, first in names.items() if first in self.storage}
-        split_parameters(module, layouts, plan.mesh, device)
         note_whole(module, self)
 
     @cached_property

@@ -1,0 +1,37 @@
+"""The parameters and buffers of a model, each with the modules that hold it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True, eq=False)
+class Member:
+    """A parameter or buffer of a model: ``name`` is the first of its names there, ``holders`` have it as attributes."""
+
+    tensor: Tensor
+    name: str
+    holders: tuple[tuple[nn.Module, str], ...]
+
+    def put(self, tensor: Tensor) -> None:
+        """Let all who hold it hold ``tensor`` in its place."""
+        for module, attribute in self.holders:
+            setattr(module, attribute, tensor)
+
+
+def members(model: nn.Module) -> list[Member]:
+    """All parameters and buffers, in the order of `Module.named_modules`; one that several modules hold comes once."""
+    found: dict[int, Member] = {}
+    for path, module in model.named_modules():
+        for name, tensor in own_tensors(module).items():
+            known = found.get(id(tensor), Member(tensor, f"{path}.{name}".lstrip("."), ()))
+            found[id(tensor)] = replace(known, holders=(*known.holders, (module, name)))
+    return list(found.values())
+
+
+def own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The parameters and buffers that a module itself holds, by the names of its attributes."""
+    parameters = module.named_parameters(recurse=False, remove_duplicate=False)
+    return {**dict(parameters), **dict(module.named_buffers(recurse=False, remove_duplicate=False))}
