@@ -45,7 +45,10 @@ class RemoteAttempts:
         options = replace(self.options, restarts=restarts)
         if restarts.count == 0:
             carrier = self.make_carrier(options, self.remote)
-            _prepare(carrier)
+            try:
+                _prepare(carrier)
+            except LaunchError as error:
+                raise LaunchError(f"{error}{carrier.closer_look()}") from None
             self.hosts, self.ranks = carrier.known, carrier.ranks
             try:
                 restarts.check(self.ranks)

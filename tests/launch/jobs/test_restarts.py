@@ -13,10 +13,12 @@ from shardwright.errors import LaunchError, UsageError
 from shardwright.hosts.hosts import Hosts
 from shardwright.hosts.placement import Placement
 from shardwright.launch.asked.carrier_facts import TORCHRUN
-from shardwright.launch.asked.host_options import RemoteOptions
+from shardwright.launch.asked.host_options import PerHost, RemoteOptions
 from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.asked.restart_options import RestartOptions
 from shardwright.launch.carriers.agent_connection import AgentConnection
+from shardwright.launch.carriers.srun import SrunCarrier
+from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.host.program import Program
 from shardwright.launch.remote import RemoteAttempts
 
@@ -229,6 +231,9 @@ class Carrier:
     def close(self):
         self.closed = True
 
+    def closer_look(self):
+        return "\nlook closer"
+
 
 class Job:
     """Attempts at a job on ``hosts``, of which some may be lost before each."""
@@ -298,6 +303,16 @@ def test_a_job_that_is_not_elastic_needs_all_its_hosts():
     job.attempt()
     with pytest.raises(LaunchError, match=r"(?s)1 hosts cannot be used:\n  b\nwith --elastic the job would go on"):
         job.attempt("b")
+
+
+def test_a_job_that_cannot_start_points_to_a_closer_look():
+    with pytest.raises(LaunchError, match=r"1 hosts cannot be used:\n  b\nlook closer"):
+        Job("a:1,b:1").attempt("b")
+    options = LaunchOptions(Program("script", ("train.py",)), 0)
+    remote = RemoteOptions(Hosts.from_list("a:2,bob@b:2"), python=PerHost("/opt/py", {"a": "/my py"}))
+    typed = "shardwright doctor -H a,bob@b --python /opt/py --python 'a=/my py'"
+    assert SshCarrier(options, remote).closer_look() == f"\nfor a closer look type `{typed}`"
+    assert SrunCarrier(options, remote).closer_look() == ""
 
 
 def test_ranks_that_are_shown_and_no_longer_there_are_no_mistake():

@@ -226,7 +226,7 @@ def main(_packed: int) -> None:
     answers: dict[str, Callable[[dict[str, Any]], Any]] = {
         "clock": lambda _: {"time_s": time.time()},
         "look": lambda _: {**look(), "port": listening.getsockname()[1]},
-        "reach": lambda order: _reach(order["peers"], order["word"]),
+        "reach": lambda order: _reach(order["peers"]),
     }
     with os.fdopen(os.dup(0), "rb") as orders:
         for line in orders:
@@ -250,9 +250,9 @@ def _send(connected: socket.socket, word: bytes) -> None:
         connected.sendall(word + bytes(BULK_BYTES))
 
 
-def _reach(peers: Sequence[dict[str, Any]], word: str) -> dict[str, Any]:
+def _reach(peers: Sequence[dict[str, Any]]) -> dict[str, Any]:
     with ThreadPoolExecutor(max(1, 3 * len(peers))) as pool:
-        tcp = {p["name"]: pool.submit(_connect_all, p["addresses"], p["port"], word.encode()) for p in peers}
+        tcp = {p["name"]: pool.submit(_connect_all, p["addresses"], p["port"], p["word"].encode()) for p in peers}
         names = {p["name"]: pool.submit(_resolve, p["resolve"]) for p in peers}
         ssh = {p["name"]: pool.submit(_ssh, p["target"]) for p in peers}
         return {

@@ -88,7 +88,7 @@ def ask_all(hosts: Hosts, python: PerHost, connect_timeout_s: float) -> Cluster:
         try:
             list(pool.map(look, hosts))
             good = [host for host in hosts if host.name not in silent]
-            ways = _ways(good, readings, ports, opened, pool)
+            ways = _ways(good, readings, ports, opened, silent, pool)
         finally:
             list(pool.map(lambda one: one.close(), opened.values()))
     order = {host.name: readings[host.name] for host in good}
@@ -108,18 +108,20 @@ def _ahead_s(one: Probe) -> float:
 
 def _ways(
     hosts: Sequence[Host], readings: Mapping[str, Reading], ports: Mapping[str, int], opened: Mapping[str, Probe],
-    pool: ThreadPoolExecutor,
+    silent: dict[str, str], pool: ThreadPoolExecutor,
 ) -> dict[tuple[str, str], Way]:  # fmt: skip
-    word = secrets.token_hex(16)
+    words = {host.name: secrets.token_hex(16) for host in hosts}
     found: dict[tuple[str, str], Way] = {}
 
     def reach(host: Host) -> None:
-        peers = [_peer(other, readings[other.name], ports[other.name]) for other in others_of(host, hosts)]
+        others = others_of(host, hosts)
+        peers = [_peer(other, readings[other.name], ports[other.name], words[other.name]) for other in others]
         try:
-            answer = opened[host.name].ask({"order": "reach", "peers": peers, "word": word})
-        except Silent:
+            answer = opened[host.name].ask({"order": "reach", "peers": peers, "word": words[host.name]})
+        except Silent as error:
+            silent[host.name] = f"it was looked at, but then: {error}"
             return
-        for other in others_of(host, hosts):
+        for other in others:
             found[host.name, other.name] = _way(answer.get(other.name))
 
     if len(hosts) > 1:
@@ -134,10 +136,11 @@ def others_of(host: Host, hosts: Sequence[Host]) -> list[Host]:
     return after if len(hosts) <= MOST_PAIRED else after[:_AFTER]
 
 
-def _peer(host: Host, reading: Reading, port: int) -> dict[str, Any]:
+def _peer(host: Host, reading: Reading, port: int, word: str) -> dict[str, Any]:
     target = f"{host.user}@{host.name}" if host.user else host.name
     return {
-        "name": host.name, "target": target, "resolve": host.name, "port": port, "addresses": addresses_of(reading),
+        "name": host.name, "target": target, "resolve": host.name, "port": port, "word": word,
+        "addresses": addresses_of(reading),
     }  # fmt: skip
 
 

@@ -68,6 +68,9 @@ class SrunCarrier(SshCarrier):
     def other_way(self) -> str:
         return ""
 
+    def closer_look(self) -> str:
+        return ""  # doctor goes by ssh, which an allocation need not let in
+
     def why_silent(self, connection: AgentConnection) -> str:
         said = connection.said_lines()
         if connection.has(TooOld) or not any(line.startswith(("srun:", "slurmstepd")) for line in said):

@@ -149,6 +149,13 @@ class SshCarrier(Carrier):
         in_allocation = "SLURM_JOB_NODELIST" in os.environ
         return "; in this allocation of Slurm --via srun may do without ssh" if in_allocation else ""
 
+    def closer_look(self) -> str:
+        """What says more than the checks before the start, to be added to what they found."""
+        pythons = [self.remote.python.everywhere, *(f"{h}={p}" for h, p in self.remote.python.by_host.items())]
+        named = ",".join(host.address for host in self.remote.hosts)
+        words = [word for python in pythons if python is not None for word in ("--python", python)]
+        return f"\nfor a closer look type `{shlex.join(['shardwright', 'doctor', '-H', named, *words])}`"
+
     def command(self, host: Host) -> list[str]:
         """The command that starts an agent on the host: here, or by ssh."""
         python = self.python(host)
