@@ -22,6 +22,7 @@ INSIDE = {
     "plan": ("pricing", "searching"),
     "run": ("graphs", "programs", "placing"),
     "cluster": ("bench", "doctor", "trust"),
+    "ocr": ("libraries", "networks", "samples", "asked", "scoring"),
 }
 STANDARD_LIBRARY_ONLY = {"errors", "whole_file", "package", "pulse", "hosts", "launch"}
 MOST_FILES = 15

@@ -33,6 +33,7 @@ ROOMS = (
     "verification",
     "cluster",
     "zoo",
+    "ocr",
     "cli",
 )
 

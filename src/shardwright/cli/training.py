@@ -27,6 +27,29 @@ def digits(format: str, out: str, force: bool) -> None:
         click.echo(path)
 
 
+@data.command()
+@click.option("--out", type=click.Path(file_okay=False), required=True, metavar="DIR", help="The folder to write to.")
+@click.option("--count", type=click.IntRange(2), default=100, show_default=True, help="Images for detection.")
+@click.option("--words", type=click.IntRange(2), default=1000, show_default=True, help="Words for recognition.")
+@click.option("--seed", type=click.IntRange(0), default=0, show_default=True, help="Other images for another number.")
+@click.option("--size", type=click.IntRange(64), default=640, show_default=True, help="The sides of an image, pixels.")
+@click.option("--alphabet", metavar="TEXT", help="The characters of which words are made; by default 0-9a-z.")
+@click.option("--longest", type=click.IntRange(3), default=8, show_default=True, help="The longest word.")
+@click.option("--force", is_flag=True, help="Write into a folder that has something already.")
+def ocr(
+    out: str, count: int, words: int, seed: int, size: int, alphabet: str | None, longest: int, force: bool
+) -> None:
+    """Draw images of texts, one of five to test, labelled by the lines of ICDAR 2015, JSON, lists and LMDB."""
+    from pathlib import Path
+
+    from shardwright.ocr.samples.dictionary import LETTERS
+    from shardwright.ocr.samples.drawn import Drawing, write_images
+
+    drawing = Drawing(count, seed, words, size, alphabet=alphabet or LETTERS, longest=longest)
+    for path in write_images(Path(out), drawing, force):
+        click.echo(path)
+
+
 @cli.command()
 @click.option("--config", required=True, metavar="FILE.yaml", help="A file, or the name of a shipped configuration.")
 @click.option("-o", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key: -o train.epochs=3.")
@@ -43,10 +66,13 @@ def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:
     from shardwright.hosts.environment import read_environment
 
     try:
+        from shardwright.ocr import training as texts
+        from shardwright.ocr.settings import is_text_configuration
         from shardwright.zoo import train as zoo
 
+        of_texts = is_text_configuration(config)
         if ranks is None:
-            zoo.train(config, overrides)
+            (texts.train if of_texts else zoo.train)(config, overrides)
             return
     except KeyboardInterrupt:
         if read_environment(os.environ).size == 1:  # else the launcher says it, once
@@ -55,5 +81,5 @@ def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:
     from shardwright.launch.start import launch as launch_job
 
     job = zoo.job(config, overrides, ranks)
-    zoo.prepare(config, overrides, job.ranks)
+    (texts.prepare if of_texts else zoo.prepare)(config, overrides, job.ranks)
     sys.exit(launch_job(job))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -17,14 +18,13 @@ def loss_line(epoch: int, step: int, loss: float) -> str:
 
 
 def validation_line(epoch: int, loss: float, metrics: Mapping[str, float]) -> str:
-    """The line of one validation, with four decimals.
+    """The line of one validation, with four decimals; a loss that is nan was not computed.
 
     >>> validation_line(3, 0.12341, {"accuracy": 0.9876})
     'val | epoch: 3 | loss: 0.1234 | accuracy: 0.9876'
     """
-    return " | ".join(
-        ["val", f"epoch: {epoch}", *(f"{name}: {value:.4f}" for name, value in {"loss": loss, **metrics}.items())]
-    )
+    values = metrics if math.isnan(loss) else {"loss": loss, **metrics}
+    return " | ".join(["val", f"epoch: {epoch}", *(f"{name}: {value:.4f}" for name, value in values.items())])
 
 
 def start_line(micro_batches: Sequence[int], ranks: int, rates: Sequence[float], precision: str) -> str:

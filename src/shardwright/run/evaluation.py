@@ -17,7 +17,7 @@ from shardwright.world.agreement import from_all_ranks
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The mean loss and metrics over ``samples`` samples, each counted once."""
+    """The mean loss, nan where none was computed, and metrics over ``samples`` samples, each counted once."""
 
     loss: float
     metrics: Mapping[str, float]

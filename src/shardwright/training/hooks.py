@@ -16,6 +16,9 @@ from shardwright.run.evaluation import Evaluation
 from shardwright.run.model import ParallelModel
 from shardwright.world.world import World
 
+Validation = Iterable[Any] | Callable[[ParallelModel], Evaluation]
+"""Batches to evaluate by the loss function, or a function that evaluates the model in its own way."""
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RunView:
@@ -46,7 +49,7 @@ class RunView:
     evaluated: int
 
     stop: Callable[[], None]
-    evaluate: Callable[[Iterable[Any]], Evaluation]
+    evaluate: Callable[[Validation], Evaluation]
     state_dict: Callable[[], dict[str, Any]]
 
 

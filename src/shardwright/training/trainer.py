@@ -25,7 +25,7 @@ from shardwright.run.evaluation import Evaluation, together
 from shardwright.run.like_module import evaluating
 from shardwright.run.model import ParallelModel
 from shardwright.training.checkpointing import ModelCheckpoint
-from shardwright.training.hooks import Callback, RunView
+from shardwright.training.hooks import Callback, RunView, Validation
 from shardwright.training.resuming import Begun, Continuation, resume
 from shardwright.training.traffic import TrafficWatch
 from shardwright.world.precision import Precision, autocast, check_precision, gradient_scaler
@@ -86,6 +86,7 @@ class Trainer:
         self.batches = 0
         self._stopping = self._stopped = self._announced = False
         self._begun = Begun()
+        self._validates: Callable[[int], bool] = lambda epoch: True
         self._pulse = own_pulse()
         self._continues: Continuation | None = None
 
@@ -149,13 +150,15 @@ class Trainer:
         loader: Iterable[Any],
         epochs: int = 1,
         *,
-        validate: Iterable[Any] | None = None,
+        validate: Validation | None = None,
         steps: int | None = None,
+        validate_when: Callable[[int], bool] = lambda epoch: True,
     ) -> None:
         """Train for ``epochs`` passes over ``loader``, or until ``steps`` optimizer steps where those are fewer.
 
-        After every epoch, and at the end, ``validate`` is evaluated and rank 0 prints its line. A run on several ranks
-        ends with what the network devices moved, beside what the plan predicted (`shardwright.training.traffic`).
+        After every epoch, and at the end, ``validate`` is evaluated and rank 0 prints its line, where
+        ``validate_when(epoch)`` says so. A run on several ranks ends with what the network devices moved, beside what
+        the plan predicted (`shardwright.training.traffic`).
         """
         if epochs < 1 or (steps is not None and steps < 1):
             raise UsageError(f"expected epochs and steps of at least 1, got epochs={epochs}, steps={steps}")
@@ -165,7 +168,7 @@ class Trainer:
         last_epoch = self._begun.epoch + epochs
         last_step = None if steps is None else self._begun.steps + steps
         self._stopping = self._stopped or (last_step is not None and self.steps >= last_step)
-        self.loader = loader
+        self.loader, self._validates = loader, validate_when
         with ExitStack() as closing:
             for callback in self.callbacks:
                 closing.callback(self._close, callback)
@@ -183,7 +186,7 @@ class Trainer:
         self,
         loader: Iterable[Any],
         last_step: int | None,
-        validate: Iterable[Any] | None,
+        validate: Validation | None,
         continues: Continuation | None,
     ) -> None:
         """One epoch, or the rest of the one that is under way."""
@@ -193,7 +196,7 @@ class Trainer:
             self.under_way = True
             continues = None
         self._train_epoch(loader, last_step, continues)
-        if validate is not None:
+        if validate is not None and self._validates(self.epoch):
             self._validate(validate)
         self._call_all("on_epoch_end")
         self.under_way = False
@@ -260,10 +263,11 @@ class Trainer:
 
     # Evaluating
 
-    def evaluate(self, loader: Iterable[Any]) -> Evaluation:
+    def evaluate(self, loader: Validation) -> Evaluation:
         """The mean loss and metrics over all samples of ``loader``, each counted once, in evaluation mode.
 
-        Metrics are what the loss function gives beside the loss if that is a mapping of scalars: integers count samples
+        In the place of a loader may stand a function, which all ranks call with the model. Metrics are what the loss
+        function gives beside the loss if that is a mapping of scalars: integers count samples
         (``(logits.argmax(1) == y).sum()``), floats are means over the batch.
 
         Raises:
@@ -274,7 +278,10 @@ class Trainer:
                 stack.enter_context(_call(callback, "evaluating", self._view()))
             stack.enter_context(torch.no_grad())
             stack.enter_context(evaluating(self.parallel.module))
-            evaluation = together(self._evaluated(batch) for batch in loader)
+            if callable(loader):
+                evaluation: Evaluation | None = loader(self.parallel)
+            else:
+                evaluation = together(self._evaluated(batch) for batch in loader)
         if evaluation is None:
             raise UsageError("there is nothing to evaluate: the loader gave no batch")
         return evaluation
@@ -283,7 +290,7 @@ class Trainer:
         with autocast(self.precision, self.world.device):
             return self.parallel.evaluate(batch)
 
-    def _validate(self, loader: Iterable[Any]) -> None:
+    def _validate(self, loader: Validation) -> None:
         self.evaluation, self.evaluated = self.evaluate(loader), self.epoch
         if self.world.rank == 0:
             print(validation_line(self.epoch, self.evaluation.loss, self.evaluation.metrics), flush=True)

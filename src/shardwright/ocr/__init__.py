@@ -1,0 +1,1 @@
+"""Text detection (DBNet) and recognition (CRNN), trained as a configuration file says."""

@@ -1,0 +1,170 @@
+"""The sections of a configuration of text detection or recognition: the keys that users know, with types and ranges."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from shardwright.ocr.asked.parts import BACKBONES, HEADS, LOSSES, METRICS, NECKS, POSTPROCESSES
+from shardwright.ocr.samples.sample import Task
+from shardwright.zoo.ranges import at_least, between, more_than
+
+
+@dataclass(frozen=True, kw_only=True)
+class System:
+    """How processes run.
+
+    ``mode`` 0 and 1 split the batch, as "data" does, and "auto" decides what is split. ``amp_level`` O0 computes in
+    float32, the others by autocast in float16, with a scaler, or in ``amp_dtype``. Validations come after every
+    ``val_interval`` epochs from ``val_start_epoch`` on. ``distribute`` takes the ranks that a launcher has started.
+    """
+
+    mode: Literal[0, 1, "data", "auto", "semi-auto", "single"] = 0
+    distribute: bool = True
+    amp_level: Literal["O0", "O1", "O2", "O3"] = "O0"
+    amp_dtype: Literal["fp16", "bf16"] = "fp16"
+    dtype: Literal["float32", "float64"] = "float32"
+    seed: int = at_least(0, 42)
+    log_interval: int = at_least(1, 100)
+    val_while_train: bool = True
+    val_start_epoch: int = at_least(1, 1)
+    val_interval: int = at_least(1, 1)
+    drop_overflow_update: bool = True
+    ckpt_save_policy: Literal["top_k", "latest_k"] = "top_k"
+    ckpt_max_keep: int = at_least(1, 5)
+    backend: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """``pretrained`` is a checkpoint whose weights are the first ones; ``resume`` goes on from the newest checkpoint of
+    the run (true), or from the one at a path."""
+
+    type: Task
+    transform: str | None = None
+    backbone: Any = field(metadata={"table": BACKBONES})
+    neck: Any = field(metadata={"table": NECKS})
+    head: Any = field(metadata={"table": HEADS})
+    pretrained: str | None = None
+    resume: bool | str = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scheduler:
+    """The rate in optimizer steps: it rises over ``warmup_epochs``, then falls to ``min_lr`` over ``num_epochs``.
+
+    ``decay_rate`` is the power of polynomial_decay, and the factor of step_decay after every ``decay_epochs``.
+    """
+
+    scheduler: Literal[
+        "constant", "warmup_cosine_decay", "cosine_decay", "polynomial_decay", "step_decay"
+    ] = "constant"  # fmt: skip
+    lr: float = more_than(0, 0.01)
+    min_lr: float = at_least(0, 0.0)
+    num_epochs: int = at_least(1, 200)
+    warmup_epochs: float = at_least(0, 0.0)
+    decay_epochs: float = at_least(0, 10.0)
+    decay_rate: float = more_than(0, 0.9)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """``filter_bias_and_bn`` spares biases and normalisations the weight decay."""
+
+    opt: Literal["sgd", "SGD", "momentum", "nesterov", "adamw"] = "adamw"
+    filter_bias_and_bn: bool = True
+    momentum: float = between(0, 1, 0.9)
+    weight_decay: float = at_least(0, 0.0)
+    nesterov: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossScaler:
+    """Loss scaling of float16 is dynamic and begins at ``loss_scale``."""
+
+    type: Literal["static", "dynamic"] = "dynamic"
+    loss_scale: float = more_than(0, 65536.0)
+    scale_factor: float = more_than(1, 2.0)
+    scale_window: int = at_least(1, 1000)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dataset:
+    """Where samples come from: one path below ``dataset_root``, or a list of them.
+
+    ``data_dir`` has the images, or the databases of LMDBDataset. ``label_file`` is a file of lines with JSON
+    (detection) or of words (recognition), or the folder of ICDAR's files. ``sample_ratio`` is the share that is taken,
+    of all or of each. At most ``max_failed_samples`` samples may fail on a rank; in evaluation none may.
+    """
+
+    type: Literal["DetDataset", "RecDataset", "LMDBDataset"]
+    dataset_root: str = ""
+    data_dir: str | tuple[str, ...] = ""
+    label_file: str | tuple[str, ...] | None = None
+    sample_ratio: float | tuple[float, ...] = 1.0
+    shuffle: bool | None = None
+    transform_pipeline: tuple[Any, ...] = ()
+    output_columns: tuple[str, ...] | None = None
+    net_input_column_index: tuple[int, ...] | None = None
+    label_column_index: tuple[int, ...] | None = None
+    max_failed_samples: int = at_least(0, 10)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loading:
+    """``batch_size`` counts the samples of one rank, ``global_batch_size`` in its place those of all ranks together."""
+
+    shuffle: bool | None = None
+    batch_size: int | None = at_least(1, None)
+    global_batch_size: int | None = at_least(1, None)
+    drop_remainder: bool = False
+    num_workers: int = at_least(0, 0)
+    max_rowsize: int | None = at_least(1, None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Train:
+    """How a run goes; its checkpoints, curve and table of results are in ``ckpt_save_dir``.
+
+    ``steps`` ends it early, counted in optimizer steps.
+    """
+
+    ckpt_save_dir: str = "./tmp"
+    gradient_accumulation_steps: int = at_least(1, 1)
+    clip_grad: bool = False
+    clip_norm: float = more_than(0, 1.0)
+    ema: bool = False
+    ema_decay: float = between(0, 1, 0.9999)
+    steps: int | None = at_least(1, None)
+    pred_cast_fp32: bool = True
+    dataset_sink_mode: bool = False
+    dataset: Dataset
+    loader: Loading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluating:
+    """What the run, or ``tools/eval.py``, is evaluated on; the latter evaluates the checkpoint ``ckpt_load_path``."""
+
+    ckpt_load_path: str | None = None
+    dataset_sink_mode: bool = False
+    dataset: Dataset
+    loader: Loading
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """A whole configuration. ``common`` and ``predict`` are free: the first is for YAML's anchors."""
+
+    system: System = field(default_factory=System)
+    common: dict[str, Any] = field(default_factory=dict)
+    model: Model
+    postprocess: Any = field(metadata={"table": POSTPROCESSES})
+    metric: Any = field(metadata={"table": METRICS})
+    loss: Any = field(metadata={"table": LOSSES})
+    scheduler: Scheduler = field(default_factory=Scheduler)
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    loss_scaler: LossScaler = field(default_factory=LossScaler)
+    train: Train
+    eval: Evaluating
+    predict: dict[str, Any] = field(default_factory=dict)

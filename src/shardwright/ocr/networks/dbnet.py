@@ -1,0 +1,114 @@
+"""Text detection: Liao et al., *Real-time Scene Text Detection with Differentiable Binarization*, 2019,
+arXiv:1911.08947."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from shardwright.zoo.models.resnet import BasicBlock, ResNet, resnet18, resnet50
+
+STRIDE = 32
+"""Sides of images are multiples of this."""
+
+
+class ResNetPyramid(nn.Module):
+    """A ResNet without its head: [n, 3, h, w] -> its four stages, at strides 4, 8, 16 and 32."""
+
+    def __init__(self, network: ResNet) -> None:
+        super().__init__()
+        self.stem, self.stages = network.stem, network.stages
+        blocks = [stage[-1] for stage in self.stages]  # type: ignore[index]
+        self.channels = [
+            (block.conv2 if isinstance(block, BasicBlock) else block.conv3).out_channels for block in blocks
+        ]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.stem(x)
+        found = []
+        for stage in self.stages:
+            x = stage(x)
+            found.append(x)
+        return found
+
+
+def resnet18_pyramid(width: int = 64) -> ResNetPyramid:
+    """64, 128, 256 and 512 channels."""
+    return ResNetPyramid(resnet18(1, "imagenet", width))
+
+
+def resnet50_pyramid(width: int = 64) -> ResNetPyramid:
+    """256, 512, 1024 and 2048 channels."""
+    return ResNetPyramid(resnet50(1, "imagenet", width))
+
+
+class Neck(nn.Module):
+    """A feature pyramid (Lin et al., 2016, arXiv:1612.03144) whose levels are joined: four tensors at strides 4 to 32
+    -> [n, outputs, h / 4, w / 4], the coarsest level first."""
+
+    def __init__(self, channels: Sequence[int], outputs: int = 256, bias: bool = False) -> None:
+        super().__init__()
+        self.lateral = nn.ModuleList(nn.Conv2d(inputs, outputs, 1, bias=bias) for inputs in channels)
+        part = outputs // len(channels)
+        self.smooth = nn.ModuleList(nn.Conv2d(outputs, part, 3, padding=1, bias=bias) for _ in channels)
+        self.outputs = part * len(channels)
+
+    def forward(self, features: Sequence[Tensor]) -> Tensor:
+        levels = [lateral(feature) for lateral, feature in zip(self.lateral, features, strict=True)]
+        for fine in range(len(levels) - 2, -1, -1):
+            levels[fine] = levels[fine] + _enlarged(levels[fine + 1], levels[fine])
+        parts = [smooth(level) for smooth, level in zip(self.smooth, levels, strict=True)]
+        return torch.cat([_enlarged(part, parts[0]) for part in reversed(parts)], dim=1)
+
+
+def _enlarged(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.shape[-2:] == like.shape[-2:] else F.interpolate(x, size=like.shape[-2:], mode="nearest")
+
+
+class Maps(nn.Sequential):
+    """The logits of one map in the size of the image: [n, inputs, h / 4, w / 4] -> [n, h, w]."""
+
+    def __init__(self, inputs: int, bias: bool = False) -> None:
+        inner = inputs // 4
+        super().__init__(
+            nn.Conv2d(inputs, inner, 3, padding=1, bias=bias), nn.BatchNorm2d(inner), nn.ReLU(),
+            nn.ConvTranspose2d(inner, inner, 2, 2), nn.BatchNorm2d(inner), nn.ReLU(),
+            nn.ConvTranspose2d(inner, 1, 2, 2),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = super().forward(x)  # type: ignore[no-untyped-call]
+        return logits.squeeze(1)
+
+
+class DBNet(nn.Module):
+    """Images [n, 3, h, w], whose sides are multiples of 32 -> the probability [n, h, w] that a pixel is of a text.
+
+    In training the result is a pair: the logits of the probability and of the threshold map, whose difference the loss
+    binarises.
+    """
+
+    def __init__(self, backbone: nn.Module, width: int = 256, bias: bool = False) -> None:
+        super().__init__()
+        self.backbone = backbone
+        channels: list[int] = backbone.channels  # type: ignore[assignment]
+        self.neck = Neck(channels, width, bias)
+        self.probability = Maps(self.neck.outputs, bias)
+        self.threshold = Maps(self.neck.outputs, bias)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for part in (self.neck, self.probability, self.threshold):
+            for module in part.modules():
+                if isinstance(module, (nn.Conv2d, nn.ConvTranspose2d)):
+                    nn.init.kaiming_normal_(module.weight)
+
+    def forward(self, images: Tensor) -> Tensor | tuple[Tensor, Tensor]:
+        features = self.neck(self.backbone(images))
+        probability = self.probability(features)
+        if self.training:
+            return probability, self.threshold(features)
+        return torch.sigmoid(probability)

@@ -1,0 +1,1 @@
+"""Images of texts: read, prepared for networks, and drawn."""

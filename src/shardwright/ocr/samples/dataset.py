@@ -1,0 +1,189 @@
+"""Labelled images as `sw.loader` reads them: each sample of fixed shapes, and failing ones counted, named, replaced."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.data.order import permutation
+from shardwright.errors import DataError
+from shardwright.ocr.samples.labels import read_detection_list, read_icdar, read_word_list
+from shardwright.ocr.samples.sample import Sample, Source, Step, Task, generator
+from shardwright.ocr.samples.words import WordDatabase
+
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp")
+
+
+class Sources:
+    """Samples by their number, some of which are left out where only a share of them is asked for."""
+
+    def __init__(self, size: int, source: Callable[[int], Source], share: float, where: str) -> None:
+        self._source = source
+        if not size:
+            raise DataError(f"{where} has no samples")
+        kept = max(1, round(size * share))
+        self._kept = None if kept == size else np.sort(permutation(size, seed=0)[:kept])
+        self.size = kept
+
+    def __getitem__(self, number: int) -> Source:
+        return self._source(number if self._kept is None else int(self._kept[number]))
+
+
+def file_sources(listed: Sequence[Source], share: float, where: str) -> Sources:
+    """Sources that are known one by one."""
+    return Sources(len(listed), listed.__getitem__, share, where)
+
+
+def detection_images(images: Path, labels: Path, share: float) -> Sources:
+    """The images of a folder, labelled by one file of lines with JSON or by a folder of ICDAR's files.
+
+    Raises:
+        DataError: where a file is missing or a line is broken.
+    """
+    if not labels.is_dir():
+        listed = [Source(name, _reader(images / name), boxes) for name, boxes in read_detection_list(labels)]
+        return file_sources(listed, share, str(labels))
+    files = sorted(path for path in images.glob("*") if path.suffix.lower() in IMAGES)
+    listed = [Source(path.name, _reader(path), read_icdar(labels / f"gt_{path.stem}.txt")) for path in files]
+    return file_sources(listed, share, f"the folder {images}")
+
+
+def word_images(images: Path, labels: Path, share: float) -> Sources:
+    """The images of a folder and their words, listed in a file.
+
+    Raises:
+        DataError: where the file is missing or a line is broken.
+    """
+    listed = [Source(name, _reader(images / name), text=text) for name, text in read_word_list(labels)]
+    return file_sources(listed, share, str(labels))
+
+
+def word_database(folder: Path, share: float) -> Sources:
+    """The words of a database of LMDB, or of all those below a folder, one after the other.
+
+    Raises:
+        DataError: where there is none, or one of them is empty.
+    """
+    folders = [folder] if (folder / "data.mdb").is_file() else sorted(path.parent for path in folder.rglob("data.mdb"))
+    databases = [WordDatabase(each) for each in folders or [folder]]
+    ends = np.cumsum([database.size for database in databases])
+
+    def source(number: int) -> Source:
+        at = int(np.searchsorted(ends, number, side="right"))
+        return databases[at].source(number - int(ends[at] - databases[at].size) + 1)
+
+    return Sources(int(ends[-1]), source, share, str(folder))
+
+
+def _reader(path: Path) -> Callable[[], bytes]:
+    def read() -> bytes:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError as error:
+            raise DataError(f"there is no image {path}, which the labels name") from error
+
+    return read
+
+
+@dataclass(frozen=True)
+class Limit:
+    """How many samples may fail on one rank before it gives up."""
+
+    failures: int
+
+
+class TextImages(torch.utils.data.Dataset[Any]):
+    """Samples from one source after the other, prepared by ``steps``; a sample is a tuple of tensors, ``columns``.
+
+    A sample that fails is named on stderr, and the next one that does not takes its place; this happens to at most
+    ``limit.failures`` samples on a rank, then a `DataError` ends the run. ``failed`` counts them, those of loading
+    processes too.
+    """
+
+    def __init__(
+        self, sources: Sequence[Sources], steps: Sequence[Step], columns: Sequence[str], limit: Limit, task: Task
+    ) -> None:
+        self._sources, self._steps, self.columns, self._limit = list(sources), list(steps), tuple(columns), limit
+        self.task = task
+        self._ends = np.cumsum([each.size for each in sources])
+        self._failed = torch.zeros(len(self), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def failed(self) -> int:
+        """How many samples have failed so far."""
+        return int(self._failed.sum())
+
+    def source(self, index: int) -> Source:
+        """Where sample ``index`` comes from, and its label."""
+        at = int(np.searchsorted(self._ends, index, side="right"))
+        return self._sources[at][index - int(self._ends[at] - self._sources[at].size)]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        """One sample; what is random in it is as in the first epoch of seed 0."""
+        return tuple(column[0] for column in self.gather([index]))
+
+    def gather(self, indices: Sequence[int], seed: int = 0, epoch: int = 0) -> tuple[Tensor, ...]:
+        """The collated batch of one or more ``indices``."""
+        samples = [self._sample(int(index), seed, epoch) for index in indices]
+        return tuple(torch.from_numpy(np.stack(column)) for column in zip(*samples, strict=True))
+
+    def _sample(self, index: int, seed: int, epoch: int) -> list[Any]:
+        for skipped in range(len(self)):
+            at = (index + skipped) % len(self)
+            try:
+                return self._columns(self.prepared(at, generator(seed, epoch, index)), at)
+            except Exception as error:  # of any library that reads or turns images
+                self._note(at, error)
+        raise DataError("not one of the samples can be read")
+
+    def prepared(self, index: int, random: np.random.Generator) -> Sample:
+        """Sample ``index`` after all steps."""
+        source = self.source(index)
+        sample = Sample(source.name, np.frombuffer(source.read(), np.uint8), list(source.boxes), source.text)
+        for step in self._steps:
+            step(sample, random)
+        return sample
+
+    def _columns(self, sample: Sample, index: int) -> list[Any]:
+        made = {
+            "image": sample.image.astype(np.float32, copy=False),
+            "index": np.asarray(index, np.int64),
+            "shape": np.asarray([*sample.shape, *sample.ratio], np.float64),
+        }
+        return [(made | sample.columns)[name] for name in self.columns]
+
+    def _note(self, index: int, error: Exception) -> None:
+        known = bool(self._failed[index])
+        self._failed[index] = 1
+        what = f"{type(error).__name__}: " * (not isinstance(error, DataError)) + str(error)
+        name = _name(self, index)
+        if self.failed > self._limit.failures:
+            allowed = self._limit.failures
+            raise DataError(
+                f"sample {index} ({name}) failed: {what}"
+                + (f"; {self.failed} samples have failed, max_failed_samples allows {allowed}" if allowed else "")
+            ) from error
+        if not known:
+            print(
+                f"sample {index} ({name}) failed and the next one takes its place, {self.failed} of at most "
+                f"{self._limit.failures}: {what}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _name(images: TextImages, index: int) -> str:
+    try:
+        return images.source(index).name
+    except Exception:  # the label itself cannot be read
+        return f"number {index}"

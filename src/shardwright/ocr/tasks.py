@@ -1,0 +1,216 @@
+"""What differs between detection and recognition, one row each: nothing else asks which of them it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from shardwright.errors import UsageError
+from shardwright.ocr.asked.options import Dataset, Settings
+from shardwright.ocr.asked.parts import BACKBONES
+from shardwright.ocr.networks.crnn import CRNN
+from shardwright.ocr.networks.dbnet import DBNet
+from shardwright.ocr.networks.losses import DetectionLoss, LossFunction, detection_loss, recognition_loss
+from shardwright.ocr.samples.dataset import Limit, Sources, TextImages, detection_images, word_database, word_images
+from shardwright.ocr.samples.dictionary import Dictionary
+from shardwright.ocr.samples.pipeline import read_steps
+from shardwright.ocr.samples.sample import Task
+from shardwright.ocr.scoring.boxes import detect
+from shardwright.ocr.scoring.counts import (
+    Counts,
+    DetectionCounts,
+    RecognitionCounts,
+    count_detections,
+    count_word,
+)
+
+
+@dataclass(frozen=True)
+class TaskRow:
+    """A task.
+
+    Attributes:
+        model: makes the network.
+        loss: makes ``loss_fn(model, batch)``.
+        columns: what a sample for training is made of.
+        predict: what the network is asked for in evaluation: ``predict_fn(model, batch)``.
+        evaluated: what a sample for evaluation is made of.
+        count: counts what was predicted for the samples of a batch: ``(settings, images, batch, outputs)``.
+        problems: in which the parts contradict each other, one line each.
+    """
+
+    model: Callable[[Settings], nn.Module]
+    loss: Callable[[Settings], LossFunction]
+    columns: tuple[str, ...]
+    predict: LossFunction
+    evaluated: tuple[str, ...]
+    none: Counts
+    count: Callable[[Settings, TextImages, Sequence[Tensor], Any], Counts]
+    problems: Callable[[Settings], list[str]]
+
+
+def _backbone(settings: Settings) -> nn.Module:
+    options = settings.model.backbone
+    make = BACKBONES.row(options).make
+    assert make is not None
+    return make(options)
+
+
+def _detector(settings: Settings) -> DBNet:
+    return DBNet(_backbone(settings), settings.model.neck.out_channels, settings.model.neck.bias)
+
+
+def _detection_loss(settings: Settings) -> LossFunction:
+    loss = settings.loss
+    return detection_loss(DetectionLoss(settings.model.head.k, loss.l1_scale, loss.bce_scale, loss.eps))
+
+
+def probabilities(model: nn.Module, batch: Any) -> Tensor:
+    """The map of each image."""
+    result: Tensor = model(batch[0].to(next(model.parameters()).dtype))
+    return result
+
+
+def _count_boxes(settings: Settings, images: TextImages, batch: Sequence[Tensor], maps: Any) -> Counts:
+    total = DetectionCounts()
+    for index, shape, one in zip(batch[1].tolist(), batch[2].tolist(), maps.float().cpu().numpy(), strict=True):
+        found = [detection.points for detection in detect(one, shape, settings.postprocess)]
+        total += count_detections(found, images.source(index).boxes, settings.metric.iou)
+    return total
+
+
+def _detection_problems(settings: Settings) -> list[str]:
+    channels = settings.model.neck.out_channels
+    return [] if channels % 16 == 0 else [f"model.neck.out_channels: expected a multiple of 16, got {channels}"]
+
+
+def _recogniser(settings: Settings) -> CRNN:
+    return CRNN(_backbone(settings), settings.model.head.out_channels, settings.model.neck.hidden_size)
+
+
+def best_path(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """The likeliest id at each step of each word, and how likely these are."""
+    logits = model(batch[0].to(next(model.parameters()).dtype))
+    likely, ids = logits.float().softmax(-1).max(-1)
+    return ids, likely
+
+
+def dictionary_of(settings: Settings) -> Dictionary:
+    """The characters for the ids that a recogniser gives."""
+    how = settings.postprocess
+    return Dictionary.of(how.character_dict_path, how.use_space_char)
+
+
+def _count_words(settings: Settings, images: TextImages, batch: Sequence[Tensor], outputs: Any) -> Counts:
+    dictionary, total = dictionary_of(settings), RecognitionCounts()
+    for index, ids in zip(batch[1].tolist(), outputs[0].tolist(), strict=True):
+        said = dictionary.decode(ids)
+        total += count_word(said, images.source(index).text, dictionary, settings.metric.ignore_space)
+    return total
+
+
+def _recognition_problems(settings: Settings) -> list[str]:
+    classes = dictionary_of(settings).classes
+    given = settings.model.head.out_channels
+    problems = []
+    if given != classes:
+        problems.append(
+            f"model.head.out_channels: expected {classes}, the {classes - 1} characters of the dictionary and the "
+            f"blank, got {given}"
+        )
+    problems += _length_problems(settings)
+    return problems
+
+
+def _length_problems(settings: Settings) -> list[str]:
+    width = _input_width(settings)
+    with torch.device("meta"):
+        steps = _backbone(settings)(torch.zeros(1, 3, 32, width)).shape[-1]
+    said = settings.loss.pred_seq_len
+    return [] if said in (None, steps) else [f"loss.pred_seq_len: the network gives {steps} steps, got {said}"]
+
+
+def _input_width(settings: Settings) -> int:
+    for step in settings.train.dataset.transform_pipeline:
+        keys = step.get("RecResizeImg") if isinstance(step, dict) else None
+        if keys:
+            return int(keys.get("image_shape", (32, 100))[-1])
+    return 100
+
+
+TASKS: Mapping[Task, TaskRow] = {
+    "det": TaskRow(
+        _detector, _detection_loss, ("image", "binary_map", "mask", "thresh_map", "thresh_mask"),
+        probabilities, ("image", "index", "shape"), DetectionCounts(), _count_boxes, _detection_problems,
+    ),
+    "rec": TaskRow(
+        _recogniser, lambda settings: recognition_loss, ("image", "text_seq", "text_length"),
+        best_path, ("image", "index"), RecognitionCounts(), _count_words, _recognition_problems,
+    ),
+}  # fmt: skip
+
+
+# Data sets
+
+
+def _lmdb(root: Path, data: str, label: str | None, share: float) -> Sources:
+    return word_database(root / data, share)
+
+
+def _labelled(
+    reader: Callable[[Path, Path, float], Sources], root: Path, data: str, label: str | None, share: float
+) -> Sources:
+    if not label:
+        raise UsageError("label_file is missing: it says what the images show")
+    return reader(root / data, root / label, share)
+
+
+DATASETS: Mapping[str, tuple[Task, Callable[[Path, str, str | None, float], Sources]]] = {
+    "DetDataset": ("det", partial(_labelled, detection_images)),
+    "RecDataset": ("rec", partial(_labelled, word_images)),
+    "LMDBDataset": ("rec", _lmdb),
+}
+
+
+def text_images(options: Dataset, task: Task, path: str, training: bool) -> TextImages:
+    """The samples of a section ``dataset``, which stands at ``path`` in the configuration.
+
+    Raises:
+        UsageError, DataError: where keys or files do not fit.
+    """
+    kind, read = DATASETS[options.type]
+    if kind != task:
+        fitting = " or ".join(name for name, (of, _) in DATASETS.items() if of == task)
+        raise UsageError(f"{path}.type: {options.type} has no samples of {task}; use {fitting}")
+    folders = _each(options.data_dir)
+    labels = _each(options.label_file) if options.label_file else [None] * len(folders)
+    shares = _each(options.sample_ratio) * (1 if isinstance(options.sample_ratio, tuple) else len(folders))
+    if not len(folders) == len(labels) == len(shares):
+        raise UsageError(
+            f"{path}: expected as many label_file and sample_ratio as data_dir, got {len(labels)}, {len(shares)} and "
+            f"{len(folders)}"
+        )
+    bad = [share for share in shares if not 0 < share <= 1]
+    if bad:
+        raise UsageError(f"{path}.sample_ratio: expected more than 0 and at most 1, got {bad[0]}")
+    root = Path(options.dataset_root)
+    sources = [read(root, *one) for one in zip(folders, labels, shares, strict=True)]
+    steps = read_steps(options.transform_pipeline, task, f"{path}.transform_pipeline", training)
+    columns = TASKS[task].columns if training else TASKS[task].evaluated
+    return TextImages(sources, steps, columns, Limit(options.max_failed_samples if training else 0), task)
+
+
+def _each(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def as_numpy(outputs: Any) -> Any:
+    """A tensor, or each of several, in numpy."""
+    return [as_numpy(one) for one in outputs] if isinstance(outputs, (tuple, list)) else np.asarray(outputs.cpu())

@@ -1,0 +1,252 @@
+"""Training text detection and recognition as a configuration says, checked before any process group is there."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwright.checkpoint.api import load
+from shardwright.data.loading.loader import Loader, loader
+from shardwright.errors import DataError, UsageError
+from shardwright.hosts.environment import read_environment
+from shardwright.ocr.asked.options import Loading, Scheduler, Settings
+from shardwright.ocr.results import BestWeights, ResultTable
+from shardwright.ocr.samples.dataset import TextImages
+from shardwright.ocr.settings import ineffective, load_settings, to_yaml
+from shardwright.ocr.tasks import TASKS, text_images
+from shardwright.ocr.validation import Validator
+from shardwright.plan.searches import Mode
+from shardwright.run.model import ParallelModel
+from shardwright.run.parallel import parallelize
+from shardwright.training.callbacks import EMA, LossMonitor, NanGuard
+from shardwright.training.checkpointing import ModelCheckpoint
+from shardwright.training.hooks import Callback
+from shardwright.training.schedules import constant_schedule, cosine_schedule, polynomial_schedule, step_schedule
+from shardwright.training.trainer import Trainer
+from shardwright.whole_file import write_whole
+from shardwright.world.precision import Precision, autocast
+from shardwright.world.seed import set_seed
+from shardwright.world.world import World, init
+from shardwright.zoo.optimizers import AdamW, Sgd, groups_of, make_adamw, make_sgd
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A configuration and its images, which fit together; ``test`` is None where nothing is evaluated."""
+
+    name: str
+    settings: Settings
+    train: TextImages
+    test: TextImages | None
+    without_effect: tuple[str, ...] = ()
+
+
+def prepare(name: str, overrides: Sequence[str] = (), ranks: int | None = None) -> Experiment:
+    """Everything that can be known before processes meet, one sample of each data set included.
+
+    Raises:
+        UsageError, DataError: with a line for each thing that is wrong or does not fit another.
+    """
+    settings = load_settings(name, overrides)
+    _check_launch(settings)
+    task, problems, found = settings.model.type, list[str](), list[TextImages]()
+    for path, options, training in (
+        ("train.dataset", settings.train.dataset, True), ("eval.dataset", settings.eval.dataset, False),
+    ):  # fmt: skip
+        if not training and not settings.system.val_while_train:
+            continue
+        try:
+            found.append(text_images(options, task, path, training))
+            found[-1].gather([0])
+        except (DataError, UsageError) as error:
+            problems += [f"{path}: {line}" for line in str(error).splitlines()]
+    if problems:
+        raise UsageError("\n".join([f"{name}:", *(f"  {problem}" for problem in problems)]))
+    return Experiment(name, settings, found[0], found[1] if found[1:] else None, tuple(ineffective(name, overrides)))
+
+
+def _check_launch(settings: Settings) -> None:
+    environment = read_environment(os.environ)
+    if environment.size > 1 and not settings.system.distribute:
+        raise UsageError(
+            f"system.distribute: False trains alone, but {environment.launcher} started {environment.size} processes; "
+            "type -o system.distribute=True, or start one"
+        )
+
+
+def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
+    """Train by the configuration ``name`` with ``overrides``; on every rank that a launcher started, or alone."""
+    experiment = prepare(name, overrides)
+    settings = experiment.settings
+    world = init(settings.system.backend) if settings.system.distribute else init(rank=0, world_size=1)
+    set_seed(settings.system.seed)
+    folder = Path(settings.train.ckpt_save_dir)
+    if world.rank == 0:
+        _begin(experiment, folder)
+    parallel = _parallelize(experiment, world)
+    batches = _batches(experiment.train, settings.train.loader, settings, world, parallel.plan)
+    steps = -(-len(batches) // settings.train.gradient_accumulation_steps)
+    optimizer = make_optimizer(settings, parallel)
+    trainer = Trainer(
+        parallel,
+        optimizer,
+        _callbacks(experiment, folder),
+        scheduler=make_schedule(settings.scheduler, optimizer, steps),
+        clip_norm=settings.train.clip_norm if settings.train.clip_grad else None,
+        accumulate=settings.train.gradient_accumulation_steps,
+        precision=precision_of(settings),
+    )
+    _scale(trainer, settings)
+    if settings.model.resume:
+        trainer.resume("auto" if settings.model.resume is True else settings.model.resume)
+    system = settings.system
+    trainer.fit(
+        batches,
+        settings.scheduler.num_epochs,
+        validate=None
+        if experiment.test is None
+        else Validator(settings, experiment.test, world, precision_of(settings)),
+        steps=settings.train.steps,
+        validate_when=lambda epoch: (
+            epoch >= system.val_start_epoch and (epoch - system.val_start_epoch) % system.val_interval == 0
+        ),
+    )
+    if experiment.train.failed:
+        print(f"rank {world.rank}: {experiment.train.failed} samples failed and were replaced", flush=True)
+    return trainer
+
+
+def _begin(experiment: Experiment, folder: Path) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    text = to_yaml(experiment.settings)
+    write_whole(folder / "config.yaml", lambda path: path.write_text(text))
+    print(f"configuration: {folder / 'config.yaml'}", flush=True)
+    if experiment.without_effect:
+        print(f"without effect here: {', '.join(experiment.without_effect)}", flush=True)
+
+
+def make_model(settings: Settings) -> nn.Module:
+    """The network, with the weights of ``model.pretrained`` where it says so."""
+    dtype = getattr(torch, settings.system.dtype)
+    return TASKS[settings.model.type].model(settings).to(dtype)
+
+
+def _parallelize(experiment: Experiment, world: World) -> ParallelModel:
+    settings = experiment.settings
+    row = TASKS[settings.model.type]
+    model = make_model(settings)
+    if settings.model.pretrained:
+        load(settings.model.pretrained, model)
+    if world.rank == 0:
+        count = sum(parameter.numel() for parameter in model.parameters())
+        print(f"model: {settings.model.backbone.name}, {count:,} parameters; mode: {mode_of(settings)}", flush=True)
+    sample = _batches(experiment.train, settings.train.loader, settings, world, None).sample_batch()
+    with autocast(precision_of(settings), world.device):
+        return parallelize(
+            model, row.loss(settings), sample, mode_of(settings), predict_fn=row.predict,
+            optimizer="adamw" if settings.optimizer.opt == "adamw" else "sgd",
+        )  # fmt: skip
+
+
+def mode_of(settings: Settings) -> Mode:
+    """0 and 1, the graph and the eager mode of MindSpore, both split the batch here."""
+    mode = settings.system.mode
+    return "data" if isinstance(mode, int) else mode
+
+
+def precision_of(settings: Settings) -> Precision:
+    """What forwards compute in."""
+    return "float32" if settings.system.amp_level == "O0" else settings.system.amp_dtype
+
+
+def _batches(images: TextImages, options: Loading, settings: Settings, world: World, plan: Any) -> Loader:
+    return loader(
+        images,
+        options.global_batch_size,
+        per_rank_batch_size=options.batch_size,
+        seed=settings.system.seed,
+        shuffle=options.shuffle,
+        drop_last=options.drop_remainder,
+        num_workers=options.num_workers,
+        world=world,
+        plan=plan,
+        check_data=plan is None,
+    )
+
+
+def make_optimizer(settings: Settings, parallel: ParallelModel) -> torch.optim.Optimizer:
+    """The optimizer of all parameters, in two groups where biases and normalisations are spared the weight decay."""
+    options, lr = settings.optimizer, settings.scheduler.lr
+    common: dict[str, Any] = {
+        "weight_decay": options.weight_decay, "decay": "matrices" if options.filter_bias_and_bn else "all",
+    }  # fmt: skip
+    if options.opt == "adamw":
+        adamw = AdamW(name="adamw", lr=lr, **common)
+        return make_adamw(adamw, groups_of(adamw, parallel.parameters()), lr)
+    momentum = 0.0 if options.opt == "sgd" and options.momentum == 0 else options.momentum
+    nesterov = (options.nesterov or options.opt == "nesterov") and momentum > 0
+    sgd = Sgd(name="sgd", lr=lr, momentum=momentum, nesterov=nesterov, **common)
+    return make_sgd(sgd, groups_of(sgd, parallel.parameters()), lr)
+
+
+def make_schedule(options: Scheduler, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> LambdaLR:
+    """The rate of every optimizer step of the run."""
+    steps, warmup = options.num_epochs * steps_per_epoch, round(options.warmup_epochs * steps_per_epoch)
+    if warmup >= steps:
+        raise UsageError(
+            f"scheduler.warmup_epochs: expected less than num_epochs, {options.num_epochs}, got {options.warmup_epochs}"
+        )
+    floor = options.min_lr / options.lr
+    if options.scheduler in ("warmup_cosine_decay", "cosine_decay"):
+        return cosine_schedule(optimizer, steps=steps, warmup_steps=warmup, floor=floor)
+    if options.scheduler == "polynomial_decay":
+        return polynomial_schedule(optimizer, steps=steps, power=options.decay_rate, warmup_steps=warmup, floor=floor)
+    if options.scheduler == "step_decay":
+        every = max(1, round(options.decay_epochs * steps_per_epoch))
+        return step_schedule(optimizer, every_steps=every, factor=options.decay_rate, warmup_steps=warmup)
+    return constant_schedule(optimizer, warmup_steps=warmup)
+
+
+def _scale(trainer: Trainer, settings: Settings) -> None:
+    """Begin the loss scaling as the configuration says; a static scale does not grow."""
+    options = settings.loss_scaler
+    if trainer.scaler.is_enabled():
+        trainer.scaler = torch.amp.GradScaler(
+            trainer.world.device.type,
+            init_scale=options.loss_scale,
+            growth_factor=options.scale_factor,
+            backoff_factor=1 / options.scale_factor,
+            growth_interval=options.scale_window if options.type == "dynamic" else 2**31,
+        )
+
+
+def _callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
+    """In the order in which they are to act: what averages before what saves."""
+    settings = experiment.settings
+    indicator = indicator_of(settings)
+    callbacks: list[Callback] = [LossMonitor(settings.system.log_interval), NanGuard()]
+    if settings.train.ema:
+        callbacks.append(EMA(settings.train.ema_decay))
+    if experiment.test is not None:
+        callbacks.append(BestWeights(folder, indicator))
+    keep = settings.system.ckpt_max_keep
+    best = settings.system.ckpt_save_policy == "top_k" and experiment.test is not None
+    checkpoints = ModelCheckpoint(
+        folder / "checkpoints",
+        latest_k=1 if best else keep,
+        top_k=(indicator, keep, "max") if best else None,
+        config=to_yaml(settings),
+    )
+    return [*callbacks, ResultTable(folder, indicator), checkpoints]
+
+
+def indicator_of(settings: Settings) -> str:
+    """The metric by which the best is told; the harmonic mean has two names."""
+    return {"f-score": "hmean"}.get(settings.metric.main_indicator, str(settings.metric.main_indicator))

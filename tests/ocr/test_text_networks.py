@@ -1,0 +1,92 @@
+"""The networks of text detection and recognition: published sizes, and any plan gives what one device gives."""
+
+import pytest
+import torch
+
+from shardwright.ocr.networks.crnn import CRNN, VGG7, ResNet34
+from shardwright.ocr.networks.dbnet import DBNet, resnet18_pyramid, resnet50_pyramid
+from shardwright.ocr.networks.losses import DetectionLoss, detection_loss, recognition_loss
+from shardwright.ocr.networks.mobilenet import MobileNetPyramid
+from whole import like_plain
+
+
+@pytest.fixture
+def _float64():
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def parameters(model):
+    return sum(p.numel() for p in model.parameters())
+
+
+# The published 8.72 and 24.48 millions, to the last one.
+@pytest.mark.parametrize(("backbone", "count", "steps"), [(VGG7, 8_725_413, 24), (ResNet34, 24_481_029, 25)])
+def test_recognisers_have_the_published_size_and_steps(backbone, count, steps):
+    with torch.device("meta"):
+        model = CRNN(backbone())
+        assert parameters(model) == count
+        images = torch.empty(2, 3, 32, 100)
+        assert model.backbone(images).shape == (2, 512, 1, steps)
+        assert model(images).shape == (2, steps, 37)
+
+
+HEADS = 2 * (256 * 64 * 9 + 2 * 64 + (64 * 64 * 4 + 64) + 2 * 64 + (64 * 4 + 1))
+LEVELS = 4 * 256 * 64 * 9
+# name -> pyramid, its parameters without the classes of ImageNet, its channels
+PYRAMIDS = {
+    "resnet18": (resnet18_pyramid, 11_689_512 - 513_000, [64, 128, 256, 512]),
+    "resnet50": (resnet50_pyramid, 25_557_032 - 2_049_000, [256, 512, 1024, 2048]),
+    "mobilenet": (MobileNetPyramid, None, [16, 24, 56, 480]),
+}
+
+
+@pytest.mark.parametrize("name", PYRAMIDS)
+def test_detectors_have_the_published_size_and_strides(name):
+    make, count, channels = PYRAMIDS[name]
+    with torch.device("meta"):
+        model = DBNet(make())
+        own = parameters(model.backbone)
+        assert count is None or own == count
+        assert parameters(model) == own + 256 * sum(channels) + LEVELS + HEADS
+        features = model.backbone(torch.empty(2, 3, 64, 96))
+        assert [tuple(f.shape) for f in features] == [
+            (2, c, 64 // stride, 96 // stride) for c, stride in zip(channels, (4, 8, 16, 32), strict=True)
+        ]
+        assert model.neck(features).shape == (2, 256, 16, 24)
+        probability, threshold = model(torch.empty(2, 3, 64, 96))
+        assert probability.shape == threshold.shape == (2, 64, 96)
+        assert model.eval()(torch.empty(2, 3, 64, 96)).shape == (2, 64, 96)
+
+
+def words(rows):
+    lengths = torch.arange(rows) % 3 + 1
+    return torch.randn(rows, 3, 32, 20), torch.randint(0, 6, (rows, 3)), lengths
+
+
+def scenes(rows):
+    maps = [(torch.rand(rows, 32, 32) < share).double() for share in (0.1, 0.9, 0.5, 0.6)]
+    return torch.randn(rows, 3, 32, 32), maps[0], maps[1], 0.3 + 0.4 * maps[2], maps[3]
+
+
+# name -> (model, loss function, batch of so many rows)
+NETWORKS = {
+    "vgg7": (lambda: CRNN(VGG7(4), 7, 5), recognition_loss, words),
+    "resnet34": (lambda: CRNN(ResNet34(4), 7, 5), recognition_loss, words),
+    "resnet18": (lambda: DBNet(resnet18_pyramid(4), 16), detection_loss(DetectionLoss()), scenes),
+    "resnet50": (lambda: DBNet(resnet50_pyramid(4), 16), detection_loss(DetectionLoss()), scenes),
+    "mobilenet": (lambda: DBNet(MobileNetPyramid(0.1), 16), detection_loss(DetectionLoss()), scenes),
+}
+
+
+@pytest.mark.networks
+@pytest.mark.usefixtures("_float64")
+@pytest.mark.parametrize("name", ["vgg7", *(pytest.param(n, marks=pytest.mark.slow) for n in list(NETWORKS)[1:])])
+def test_plans_of_text_networks_give_what_one_device_gives(name):
+    """Captured, each loss a quotient of sums over all ranks; uneven on 2 ranks."""
+    make, loss_fn, batch_of = NETWORKS[name]
+    torch.manual_seed(0)
+    plans = like_plain(make().train(), loss_fn, batch_of(5), sizes=(2,) if name == "vgg7" else (2, 3), tolerance=1e-9)
+    for plan in plans:
+        assert plan.graph.unlisted == ()

@@ -1,0 +1,130 @@
+"""Boxes from maps, and what is counted as right, beside examples worked by hand and shapely's areas."""
+
+import math
+
+import numpy as np
+import pytest
+import shapely
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from shardwright.ocr.asked.parts import DetectionPostprocess
+from shardwright.ocr.libraries import geometry
+from shardwright.ocr.samples.dictionary import Dictionary
+from shardwright.ocr.samples.sample import TextBox, corners
+from shardwright.ocr.scoring.boxes import detect
+from shardwright.ocr.scoring.counts import DetectionCounts, RecognitionCounts, count_detections, count_word
+
+HOW = DetectionPostprocess(name="DBPostprocess")
+
+
+def box(left, top, right, bottom):
+    return corners([[left, top], [right, top], [right, bottom], [left, bottom]])
+
+
+def text(points, word="x"):
+    return TextBox(points, word)
+
+
+A, B = box(0, 0, 10, 10), box(20, 0, 30, 10)
+COUNTS = {
+    "all found": ([A, B], [text(A), text(B)], (2, 2, 2)),
+    "nothing there": ([], [], (0, 0, 0)),
+    "nothing found": ([], [text(A)], (1, 0, 0)),
+    "half of it is not more than half": ([box(0, 0, 10, 5)], [text(A)], (1, 1, 0)),
+    "a little more than half": ([box(0, 0, 10, 5.1)], [text(A)], (1, 1, 1)),
+    "a second hit is wrong": ([A, A], [text(A)], (1, 2, 1)),
+    "one hit matches one text": ([A], [text(A), text(A)], (2, 1, 1)),
+    "unreadable texts are not demanded": ([], [text(A, "###"), text(B, "*")], (0, 0, 0)),
+    "a hit inside an unreadable text drops": ([box(1, 1, 4, 4), B], [text(A, "###"), text(B)], (1, 1, 1)),
+    "half inside an unreadable text stays": ([box(5, 0, 15, 10)], [text(A, "###")], (0, 1, 0)),
+    "an odd hit": ([corners([[0, 0], [1, 1]]), corners([[0, 0], [4, 4], [4, 0], [0, 4]])], [text(A)], (1, 2, 0)),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_detections_are_matched_by_the_rule_of_icdar(name):
+    detections, texts, (given, detected, matched) = COUNTS[name]
+    assert count_detections(detections, texts) == DetectionCounts(1, given, detected, matched)
+
+
+def test_counts_are_added_before_they_are_divided():
+    both = DetectionCounts(1, 4, 2, 2) + DetectionCounts(1, 0, 2, 0)
+    assert both.metrics() == {"precision": 0.5, "recall": 0.5, "hmean": 0.5}
+    assert DetectionCounts().metrics() == {"precision": 0.0, "recall": 0.0, "hmean": 0.0}
+    words = RecognitionCounts(1, 1, 0.0) + RecognitionCounts(3, 0, 1.5)
+    assert words.metrics() == {"acc": 0.25, "norm_edit_distance": 0.625}
+
+
+@pytest.mark.parametrize(
+    ("said", "label", "right", "distance"),
+    [
+        ("cat", "C.A-T", 1, 0.0),
+        ("cat", "cart", 0, 0.25),
+        ("", "cart", 0, 1.0),
+        ("", "!", 1, 0.0),
+        ("a b", "ab", 1, 0.0),
+    ],
+)
+def test_words_are_compared_by_what_the_dictionary_knows(said, label, right, distance):
+    assert count_word(said, label, Dictionary.of(None)) == RecognitionCounts(1, right, distance)
+
+
+def test_boxes_of_a_map_are_those_of_the_image_as_it_was():
+    """Two texts of a map that is half as high and a quarter as wide; a faint one and a speck are none."""
+    probability = np.zeros((64, 96), np.float32)
+    probability[10:20, 8:40] = 0.9
+    probability[40:50, 50:90] = 0.7
+    probability[30:36, 10:40] = 0.5  # below box_thresh
+    probability[60:62, 2:4] = 1.0  # smaller than min_size
+    found = sorted(detect(probability, (128, 384, 0.5, 0.25), HOW), key=lambda one: one.points[0][1])
+    assert [round(one.score, 1) for one in found] == [0.9, 0.7]
+    for one, (left, top, right, bottom) in zip(found, ((8, 10, 39, 19), (50, 40, 89, 49)), strict=True):
+        high, wide = bottom - top, right - left
+        grown = 1.5 * high * wide / (2 * (high + wide))
+        expected = box(left - grown, top - grown, right + grown, bottom + grown) / (0.25, 0.5)
+        assert np.allclose(one.points, expected.clip(0, (384, 128)), atol=0.1)
+
+
+def test_an_empty_map_has_no_texts():
+    assert detect(np.zeros((32, 32), np.float32), (32, 32, 1, 1), HOW) == []
+
+
+number = st.floats(-300, 300, allow_nan=False)
+polygons = st.lists(st.tuples(number, number), max_size=7).map(corners)
+
+
+@given(polygons, st.floats(-50, 50))
+@settings(max_examples=60, deadline=None)
+def test_any_polygon_has_a_size_and_can_be_grown_and_shrunk(points, distance):
+    """Empty ones, those that cross themselves and those of no extent too."""
+    assert geometry.area(points) >= 0
+    assert math.isfinite(geometry.shrink_distance(points, 0.4))
+    moved = geometry.offset(points, distance)
+    if geometry.is_simple(points) and distance > 1:
+        assert sum(map(geometry.area, moved)) > geometry.area(points)
+    both, mine, _ = geometry.overlaps([points], [points, A])
+    assert both.shape == (1, 2)
+    assert both[0, 0] == pytest.approx(mine[0], abs=1e-6)
+
+
+@given(st.lists(polygons, max_size=4), st.lists(st.tuples(polygons, st.sampled_from(["x", "###"])), max_size=4))
+@settings(max_examples=60, deadline=None)
+def test_any_detections_and_texts_can_be_counted(detections, texts):
+    counts = count_detections(detections, [TextBox(*one) for one in texts])
+    assert counts.matched <= min(counts.texts, counts.detected) <= 4
+    assert counts.texts == sum(word == "x" for _, word in texts)
+
+
+@given(st.floats(1, 80), st.floats(1, 80), st.floats(0, 3))
+@settings(max_examples=40, deadline=None)
+def test_rectangles_shrink_as_the_paper_says(width, height, angle):
+    turn = np.array([[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]])
+    points = box(0, 0, width, height) @ turn.T
+    distance = geometry.shrink_distance(points, 0.4)
+    assert distance == pytest.approx(width * height * 0.84 / (2 * (width + height)), rel=1e-6)
+    shrunk = sum(map(geometry.area, geometry.offset(points, -distance)))
+    assert shrunk == pytest.approx(
+        max(0, width - 2 * distance) * max(0, height - 2 * distance), abs=0.05 * (width + height)
+    )
+    assert shapely.Polygon(points).area == pytest.approx(geometry.area(points))

@@ -1,0 +1,9 @@
+"""Find and read the texts in images, and draw them:
+
+python tools/predict.py --det-config FILE.yaml --rec-config FILE.yaml --out DIR IMAGE...
+"""
+
+from shardwright.cli.texts import run_prediction
+
+if __name__ == "__main__":
+    run_prediction()
