@@ -152,13 +152,13 @@ class Trainer:
         *,
         validate: Validation | None = None,
         steps: int | None = None,
-        validate_when: Callable[[int], bool] = lambda epoch: True,
+        validate_when: Callable[[int], bool] | None = None,
     ) -> None:
         """Train for ``epochs`` passes over ``loader``, or until ``steps`` optimizer steps where those are fewer.
 
-        After every epoch, and at the end, ``validate`` is evaluated and rank 0 prints its line, where
-        ``validate_when(epoch)`` says so. A run on several ranks ends with what the network devices moved, beside what
-        the plan predicted (`shardwright.training.traffic`).
+        After every epoch, or after those for which ``validate_when(epoch)`` says so, ``validate`` is evaluated and rank
+        0 prints its line. A run on several ranks ends with what the network devices moved, beside what the plan
+        predicted (`shardwright.training.traffic`).
         """
         if epochs < 1 or (steps is not None and steps < 1):
             raise UsageError(f"expected epochs and steps of at least 1, got epochs={epochs}, steps={steps}")
@@ -168,7 +168,7 @@ class Trainer:
         last_epoch = self._begun.epoch + epochs
         last_step = None if steps is None else self._begun.steps + steps
         self._stopping = self._stopped or (last_step is not None and self.steps >= last_step)
-        self.loader, self._validates = loader, validate_when
+        self.loader, self._validates = loader, validate_when or (lambda epoch: True)
         with ExitStack() as closing:
             for callback in self.callbacks:
                 closing.callback(self._close, callback)
