@@ -114,7 +114,7 @@ def _laid_out(value: Tensor, own: Tensor) -> Tensor:
 
 def local_part(parameter: Tensor) -> Tensor:
     """What this rank holds of a parameter, differentiably."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return torch_private.local_part(parameter) if isinstance(parameter, DTensor) else parameter
 
 
 @dataclass(frozen=True)
