@@ -48,3 +48,51 @@ def doctor(
     from shardwright.cluster.doctor.command import doctor as run
 
     sys.exit(run(hosts, hostfile, python, connect_timeout_s, as_json, script))
+
+
+@cli.group()
+def hosts() -> None:
+    """Let hosts log in to each other without a password, and prove that they do."""
+
+
+@hosts.command()
+@_HOST
+@_HOSTFILE
+@_PYTHON
+@_TIMEOUT
+@click.option("--dry-run", "dry", is_flag=True, help="Show what would be done, and end.")
+@click.option("--undo", is_flag=True, help="Put everything back as it was before.")
+@click.option("-y", "--yes", is_flag=True, help="Do not ask before it is done.")
+def trust(
+    hosts: str | None,
+    hostfile: str | None,
+    python: tuple[str, ...],
+    connect_timeout_s: float,
+    dry: bool,
+    undo: bool,
+    yes: bool,
+) -> None:
+    """Let every host log in to every other one by ssh without a password.
+
+    \b
+    shardwright hosts trust -H a,b,c --dry-run
+    shardwright hosts trust -H a,b,c
+
+    A key is made where a host has none; none is overwritten. The hosts' keys that this machine knows are made known to
+    all of them. What will be done is shown first. ssh asks for a password where it needs one; it is not kept.
+    """
+    from shardwright.cluster.trust.command import trust as run
+
+    sys.exit(run(hosts, hostfile, python, connect_timeout_s, dry, undo, yes))
+
+
+@hosts.command("check")
+@_HOST
+@_HOSTFILE
+@_PYTHON
+@_TIMEOUT
+def check_hosts(hosts: str | None, hostfile: str | None, python: tuple[str, ...], connect_timeout_s: float) -> None:
+    """Try ssh from every host to every other one; the exit code is 0 where no pair needs a password."""
+    from shardwright.cluster.trust.command import check as run
+
+    sys.exit(run(hosts, hostfile, python, connect_timeout_s))

@@ -1,0 +1,177 @@
+"""`shardwright hosts trust` and `hosts check`: logins between hosts without a password, made and proved."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import click
+
+from shardwright.cluster.doctor.connection import Probe, Silent
+from shardwright.cluster.doctor.reading import plain
+from shardwright.cluster.trust import on_host
+from shardwright.cluster.trust.host_keys import known_lines
+from shardwright.cluster.trust.plan import Lacking, Look, authorized_line, plan
+from shardwright.errors import LaunchError, UsageError
+from shardwright.hosts.hosts import Host, Hosts
+from shardwright.launch.asked.host_options import HostRequest, PerHost
+
+Opened = Mapping[str, Probe]
+
+
+def trust(
+    hosts: str | None, hostfile: str | None, python: Sequence[str], timeout_s: float, dry: bool, undo: bool, yes: bool
+) -> int:
+    """Show what will be done, do it, and prove it; returns the exit code."""
+    named = _named(hosts, hostfile)
+    with _open(named, PerHost.read("--python", python, named), timeout_s, batch=False) as opened:
+        looks = {host.name: Look.of(host, _ask(opened, host, {"order": "look"})) for host in named}
+        if undo:
+            return _undo(named, opened, looks, dry, yes)
+        known = {host.name: known_lines(host) for host in named}
+        lacking = plan(named.hosts, looks, known)
+        for line in (line for one in lacking for line in one.lines()):
+            click.echo(line)
+        if dry:
+            return 0
+        if not all(one.nothing for one in lacking):
+            if not _may(yes):
+                return 1
+            _apply(named, opened, lacking, looks, known)
+        return _prove(named, opened)
+
+
+def check(hosts: str | None, hostfile: str | None, python: Sequence[str], timeout_s: float) -> int:
+    """Try ssh between all pairs; the exit code is 0 where every one needs no password."""
+    named = _named(hosts, hostfile)
+    with _open(named, PerHost.read("--python", python, named), timeout_s, batch=True) as opened:
+        return _prove(named, opened)
+
+
+def _named(hosts: str | None, hostfile: str | None) -> Hosts:
+    named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
+    if named is None:
+        raise UsageError("no hosts are named; type -H a,b,... or --hostfile FILE")
+    if len(named) < 2:
+        raise UsageError(f"one host logs in to nobody, got {named.hosts[0].address}; type -H with two or more")
+    return named
+
+
+@contextlib.contextmanager
+def _open(hosts: Hosts, python: PerHost, timeout_s: float, batch: bool) -> Iterator[Opened]:
+    """The program on each host, connected. One after the other where ssh may ask the person for passwords."""
+    opened: dict[str, Probe] = {}
+    silent: dict[str, str] = {}
+
+    def connect(host: Host) -> None:
+        one = opened[host.name] = Probe(
+            host, on_host.__name__, python.on(host.name) or sys.executable, timeout_s, batch
+        )
+        try:
+            one.ask({"order": "login", "targets": []})
+        except Silent as error:
+            silent[host.name] = str(error)
+
+    with ThreadPoolExecutor(max(1, len(hosts)) if batch else 1) as pool:
+        try:
+            list(pool.map(connect, hosts))
+            if silent:
+                listed = "".join(f"\n  {name}: {plain(why)}" for name, why in silent.items())
+                raise LaunchError(
+                    f"{len(silent)} of {len(hosts)} hosts cannot be used, and nothing was changed:{listed}"
+                )
+            yield opened
+        finally:
+            list(pool.map(lambda one: one.close(), opened.values()))
+
+
+def _ask(opened: Opened, host: Host, order: Mapping[str, Any]) -> dict[str, Any]:
+    """The answer of a host. Raises `LaunchError` where it fails there."""
+    try:
+        answer = opened[host.name].ask(order)
+    except Silent as error:
+        raise LaunchError(f"{host.name}: {plain(error)}") from None
+    if "failed" in answer:
+        raise LaunchError(f"{host.name}: {plain(answer['failed'])}")
+    return answer
+
+
+def _may(yes: bool) -> bool:
+    if yes:
+        return True
+    if not sys.stdin.isatty():
+        click.echo("nothing was changed: nobody is here to ask; type --yes", err=True)
+        return False
+    return click.confirm("Go on?")
+
+
+def _apply(
+    hosts: Hosts, opened: Opened, lacking: Sequence[Lacking], looks: Mapping[str, Look],
+    known: Mapping[str, Sequence[str]],
+) -> None:  # fmt: skip
+    """Make keys, then let every host in at every other one."""
+    keys: dict[str, str] = {}
+    try:
+        for one in lacking:
+            made = looks[one.host.name]
+            if one.makes_key:
+                made = Look.of(one.host, {**_ask(opened, one.host, {"order": "key"}), **_EMPTY})
+            if made.key is None:
+                raise LaunchError(f"{one.host.name}: no key was made")
+            keys[one.host.name] = made.key
+        for one in lacking:
+            lines = [authorized_line(o, keys[o.name]) for o in hosts if o.name in one.lets_in]
+            names = [line for name in one.knows for line in known[name]]
+            if lines or names:
+                _ask(opened, one.host, {"order": "add", "authorized": lines, "known": names})
+    except LaunchError as error:
+        typed = ",".join(host.address for host in hosts)
+        raise LaunchError(f"{error}\nwhat was done until then is undone by `hosts trust -H {typed} --undo`") from None
+
+
+_EMPTY: Mapping[str, Any] = {"user": "", "authorized": (), "known": (), "undo": ()}
+
+
+def _undo(hosts: Hosts, opened: Opened, looks: Mapping[str, Look], dry: bool, yes: bool) -> int:
+    for host in hosts:
+        files = ", ".join(f"~/.ssh/{plain(name)}" for name in looks[host.name].undo)
+        click.echo(f"{host.name}: {f'put back {files}' if files else 'nothing to undo'}")
+    if dry or not any(look.undo for look in looks.values()):
+        return 0
+    if not _may(yes):
+        return 1
+    for host in hosts:
+        told = _ask(opened, host, {"order": "undo"})
+        for name in told.get("cleaned", ()):
+            click.echo(f"{host.name}: ~/.ssh/{plain(name)} was changed by others since; only our lines were taken out")
+        for name in told.get("left", ()):
+            click.echo(f"{host.name}: ~/.ssh/{plain(name)} was changed by others since, and was left")
+    return 0
+
+
+def _prove(hosts: Hosts, opened: Opened) -> int:
+    """Try every pair, and tell."""
+    targets = {host.name: (f"{host.user}@{host.name}" if host.user else host.name) for host in hosts}
+
+    def ask(host: Host) -> dict[str, str | None]:
+        others = {name: target for name, target in targets.items() if name != host.name}
+        said = _ask(opened, host, {"order": "login", "targets": list(others.values())}).get("logins")
+        if not isinstance(said, dict) or any(target not in said for target in others.values()):
+            raise LaunchError(f"{host.name} did not say whom it reaches")
+        return {name: said[target] for name, target in others.items()}
+
+    with ThreadPoolExecutor(len(hosts)) as pool:
+        found = dict(zip((host.name for host in hosts), pool.map(ask, hosts), strict=True))
+    bad = 0
+    for name, others in found.items():
+        if good := [other for other, why in others.items() if why is None]:
+            click.echo(f"{name} → {', '.join(good)}: no password")
+        for other, why in ((other, why) for other, why in others.items() if why is not None):
+            bad += 1
+            click.echo(f"{name} → {other}: {plain(why)}")
+    count = len(hosts) * (len(hosts) - 1)
+    click.echo(f"{count - bad} of {count} ways need no password")
+    return 1 if bad else 0
