@@ -35,8 +35,8 @@ def hosts(network, *words, **streams):
 
 def homes(network):
     """What is in the ~/.ssh of each host."""
-    paths = [path for name in NAMES for path in sorted((network.folder / f"{name}_home").glob(".ssh*/**"))]
-    paths += [path for name in NAMES for path in sorted((network.folder / f"{name}_home").glob(".ssh/*"))]
+    folders = [network.folder / f"{name}_home" / ".ssh" for name in NAMES]
+    paths = [path for folder in folders for path in (folder, *folder.glob("*")) if path.exists()]
     return {str(path): (path.is_file() and path.read_bytes(), path.stat().st_mode) for path in paths}
 
 
@@ -63,6 +63,7 @@ def test_from_nothing_to_all_pairs_and_back(network):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "6 of 6 ways need no password" in done.stdout
     trusted = homes(network)
+    assert len(trusted) == 3 * 6  # the folder, two parts of a key, authorized_keys, known_hosts, our record
     again = hosts(network, "trust")
     assert again.returncode == 0, again.stderr
     assert "host2 (root): nothing to do" in again.stdout
@@ -89,5 +90,8 @@ def test_a_host_whose_key_nobody_knows_is_refused(network):
     known.write_text("".join(line for line in known.read_text().splitlines(True) if ".3 " not in line))
     refused = hosts(network, "trust", "--yes")
     assert refused.returncode == 2
-    assert "1 of 3 hosts cannot be used, and nothing was changed:\n  host3: " in refused.stderr
+    assert (
+        "1 of 3 hosts cannot be used, and nothing was changed:\n  host3: its host key is not known here"
+        in refused.stderr
+    )
     assert not homes(network)

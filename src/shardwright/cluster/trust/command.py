@@ -27,7 +27,8 @@ def trust(
 ) -> int:
     """Show what will be done, do it, and prove it; returns the exit code."""
     named = _named(hosts, hostfile)
-    with _open(named, PerHost.read("--python", python, named), timeout_s, batch=False) as opened:
+    alone = not sys.stdin.isatty()  # nobody whom ssh could ask
+    with _open(named, PerHost.read("--python", python, named), timeout_s, batch=alone) as opened:
         looks = {host.name: Look.of(host, _ask(opened, host, {"order": "look"})) for host in named}
         if undo:
             return _undo(named, opened, looks, dry, yes)
