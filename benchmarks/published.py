@@ -216,7 +216,7 @@ def cost_of(plan: Plan, seconds: Seconds) -> Cost:
         strategy = plan.strategies[node.name]
         inside = operator_collectives(plan.graph, node, strategy, plan.mesh)
         times = 1 + BACKWARD * plan.graph.needs_gradient(node)
-        sent = sum(seconds.collective_s(c, plan.mesh) for c in inside)
+        sent = sum(seconds.collective(c, plan.mesh) for c in inside)
         once = (seconds.operator(plan.graph, node, strategy, plan.mesh) - sent) / times
         core = once if node.scope.endswith("core") else 0.0
         found += Cost(forward=once, backward=once * (times - 1), core=core, sent_forward=sent)
@@ -230,7 +230,7 @@ def _transferred(plan: Plan, transfer: Transfer, seconds: Seconds) -> Cost:
     spent = {"forward": 0.0, "backward": 0.0}
     for priced in plan.transfer_collectives(transfer):
         shared = parameter and [step.kind for step in transfer.steps] == ["enter"]
-        spent[priced.direction] += seconds.collective_s(priced.collective, plan.mesh, shared=shared)
+        spent[priced.direction] += seconds.collective(priced.collective, plan.mesh, shared=shared)
     if not parameter:
         return Cost(sent_forward=spent["forward"], sent_backward=spent["backward"])
     if spent["forward"]:

@@ -188,7 +188,7 @@ def test_groups_between_hosts_share_the_network_of_a_host():
     a100 = Seconds(replace(shipped("a100"), ranks_per_host=8))
 
     def seconds(mesh, kind="all_reduce"):
-        return a100.collective_s(Collective(kind, ("dp",), 2**33), mesh)
+        return a100.collective(Collective(kind, ("dp",), 2**33), mesh)
 
     alone, two, eight = (seconds(Mesh.of(dp=256 // tp, tp=tp)) for tp in (1, 2, 8))
     assert two / alone == pytest.approx(2, rel=0.02)
@@ -210,7 +210,7 @@ def test_the_cost_asks_the_curve_of_kind_link_and_ranks():
     cost = Seconds(hardware())
     mesh = Mesh.of(dp=2, tp=2, ep=2)  # 4 ranks per host: ep and tp inside, dp between
     prices = {
-        axes: cost.collective_s(Collective("all_gather", axes, MIB), mesh) for axes in (("dp",), ("tp",), ("tp", "ep"))
+        axes: cost.collective(Collective("all_gather", axes, MIB), mesh) for axes in (("dp",), ("tp",), ("tp", "ep"))
     }
     assert prices[("tp",)] == 2e-4 + MIB / 1e9
     assert prices[("dp",)] == 2e-3 + MIB / 1e9
@@ -221,9 +221,9 @@ def test_an_axis_with_a_link_of_its_own_does_not_ask():
     cost = Seconds(hardware())
     mesh = Mesh((Axis("dp", 2, Link(1.0, 1e6)), Axis("tp", 2)))
     sent = Collective("all_reduce", ("dp",), MIB).sent_bytes(mesh)
-    assert cost.collective_s(Collective("all_reduce", ("dp",), MIB), mesh) == 1.0 + sent / 1e6
-    assert cost.collective_s(Collective("all_reduce", ("tp",), MIB), mesh) == 1e-4 + MIB / 1e9
-    both = cost.collective_s(Collective("all_reduce", ("dp", "tp"), MIB), mesh)
+    assert cost.collective(Collective("all_reduce", ("dp",), MIB), mesh) == 1.0 + sent / 1e6
+    assert cost.collective(Collective("all_reduce", ("tp",), MIB), mesh) == 1e-4 + MIB / 1e9
+    both = cost.collective(Collective("all_reduce", ("dp", "tp"), MIB), mesh)
     assert both == 1.0 + MIB * 1.5 / 1e6
 
 

@@ -176,3 +176,15 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
         beside = both._following(strategies, leaves)[1:] if both.beside else ({}, {})
         held = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1]).held
         assert 0.85 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
+
+
+@pytest.mark.parametrize("search", ["recursive", "propagation"])
+def test_other_searches_keep_a_budget_and_are_exact(search):
+    model, loss_fn, batch = wide()
+    half = plan_of(model, loss_fn, batch, Mesh.of(d=4), "data").held.total // 2
+    plan = plan_of(model, loss_fn, batch, Mesh.of(a=2, b=2), "auto", search=search, memory=half)
+    assert plan.search == search
+    assert plan.held.total <= half
+    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
+    with pytest.raises(PlanError, match="no plan was found under which a device holds 1 B or less"):
+        plan_of(model, loss_fn, batch, Mesh.of(a=2, b=2), "auto", search=search, memory=1)

@@ -38,7 +38,7 @@ StepKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_t
 AdjointKind = Literal["slice", "all_gather", "reduce_scatter", "all_reduce", "all_to_all", "nothing"]
 CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
-_COLLECTIVES: dict[str, CollectiveKind] = {
+COLLECTIVES: dict[str, CollectiveKind] = {
     "all_gather": "all_gather",
     "reduce_scatter": "reduce_scatter",
     "all_reduce": "all_reduce",
@@ -94,7 +94,7 @@ class Step:
         buffer_bytes = piece if self.kind in ("all_reduce", "enter") else piece * parts
 
         def collective(kind: str) -> Collective | None:
-            return Collective(_COLLECTIVES[kind], self.axes, buffer_bytes) if kind in _COLLECTIVES else None
+            return Collective(COLLECTIVES[kind], self.axes, buffer_bytes) if kind in COLLECTIVES else None
 
         return collective(self.kind), collective(self.adjoint)
 
@@ -195,15 +195,36 @@ def _redistribute(
             f"a gradient can be partial only over axes on which its value is replicated; {dst} with a gradient "
             f"partial over {', '.join(wrong)} is not such a value"
         )
-    moves = _merged(_Route(src, dst, shape, mesh).moves(frozenset(gradient_partial)))
+    moves = moves_between(src, dst, gradient_partial, shape, mesh)
+    return tuple(_steps(src, moves, *sums_between(src, dst, gradient_partial, moves, mesh), shape, mesh))
+
+
+def moves_between(src: Layout, dst: Layout, gradient_partial: Sequence[str], shape: Shape, mesh: Mesh) -> list[Move]:
+    """The steps that change how dims are cut, adjacent all-gathers of one dim as one."""
+    return _merged(Route(src, dst, shape, mesh).moves(frozenset(gradient_partial)))
+
+
+def sums_between(
+    src: Layout, dst: Layout, gradient_partial: Sequence[str], moves: Sequence[Move], mesh: Mesh
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The axes over which the value, and those over which its gradient, is added up beside the moves."""
     scattered = {axis for move in moves if move.kind == "reduce_scatter" for axis in move.axes}
     summed = mesh.ordered(set(src.partial) - set(dst.partial) - scattered)
-    entered = mesh.ordered(set(gradient_partial) - src.split_axes)
-    return tuple(_steps(src, moves, summed, entered, shape, mesh))
+    return summed, mesh.ordered(set(gradient_partial) - src.split_axes)
+
+
+def where_to_sum(sizes: Sequence[int], moves: Sequence[Move], summed: Sequence[str]) -> tuple[int, int]:
+    """Before which move the value, and before which its gradient is added up: where the local tensor is smallest.
+
+    ``sizes`` are those of the local tensor before each move and after the last.
+    """
+    # An axis has to be summed over before it cuts a dim.
+    cut = [index for index, move in enumerate(moves) if move.kind == "slice" and set(move.axes) & set(summed)]
+    return sizes.index(min(sizes[: min(cut, default=len(moves)) + 1])), sizes.index(min(sizes))
 
 
 @dataclass(frozen=True)
-class _Move:
+class Move:
     """A step without the partial axes: the dims after it say enough."""
 
     kind: StepKind
@@ -214,7 +235,7 @@ class _Move:
     to_dim: int | None = None
 
 
-class _Route:
+class Route:
     """Finds the moves, one at a time, from the dims as they stand towards the target's."""
 
     def __init__(self, src: Layout, dst: Layout, shape: Shape, mesh: Mesh) -> None:
@@ -226,7 +247,7 @@ class _Route:
         self.mesh = mesh
         self.kept: list[int] = []  # for every dim, how many of its major axes already cut it as the target demands
 
-    def moves(self, gradient_partial: frozenset[str]) -> Iterator[_Move]:
+    def moves(self, gradient_partial: frozenset[str]) -> Iterator[Move]:
         """Whatever shrinks the local tensor, as long as there is such a move; else one all-gather; until done."""
         while True:
             self.kept = [self._kept(dim) for dim in range(len(self.dims))]
@@ -265,25 +286,25 @@ class _Route:
         now = self.dims[dim]
         self.dims[dim] = Split(now.axes[:-count], now.unit) if now.axes[:-count] else WHOLE
 
-    def _slice(self) -> _Move | None:
+    def _slice(self) -> Move | None:
         held = self.partial.union(*(split.axes for split in self.dims))
         for dim in range(len(self.dims)):
             run = tuple(takewhile(lambda axis: axis not in held, self._missing(dim)))
             if run:
                 self._append(dim, run)
-                return _Move("slice", "all_gather", run, dim, tuple(self.dims))
+                return Move("slice", "all_gather", run, dim, tuple(self.dims))
         return None
 
-    def _reduce_scatter(self) -> _Move | None:
+    def _reduce_scatter(self) -> Move | None:
         for dim in range(len(self.dims)):
             run = tuple(takewhile(lambda axis: axis in self.partial, self._missing(dim)))
             if run:
                 self._append(dim, run)
                 self.partial.difference_update(run)
-                return _Move("reduce_scatter", "all_gather", run, dim, tuple(self.dims))
+                return Move("reduce_scatter", "all_gather", run, dim, tuple(self.dims))
         return None
 
-    def _all_to_all(self) -> _Move | None:
+    def _all_to_all(self) -> Move | None:
         for to_dim in range(len(self.dims)):
             missing = self._missing(to_dim)
             if not missing:
@@ -294,10 +315,10 @@ class _Route:
                     if excess[-count:] == missing[:count]:
                         self._remove(dim, count)
                         self._append(to_dim, missing[:count])
-                        return _Move("all_to_all", "all_to_all", missing[:count], dim, tuple(self.dims), to_dim)
+                        return Move("all_to_all", "all_to_all", missing[:count], dim, tuple(self.dims), to_dim)
         return None
 
-    def _all_gather(self, gradient_partial: frozenset[str]) -> _Move | None:
+    def _all_gather(self, gradient_partial: frozenset[str]) -> Move | None:
         """Gather the trailing axis that stands most in the way, or, where none does, any that has to go."""
 
         def key(dim: int) -> tuple[bool, bool, int]:
@@ -314,35 +335,32 @@ class _Route:
         axis = self.dims[dim].axes[-1]
         self._remove(dim, 1)
         adjoint: AdjointKind = "reduce_scatter" if axis in gradient_partial else "slice"
-        return _Move("all_gather", adjoint, (axis,), dim, tuple(self.dims))
+        return Move("all_gather", adjoint, (axis,), dim, tuple(self.dims))
 
 
-def _merged(moves: Iterator[_Move]) -> list[_Move]:
+def _merged(moves: Iterator[Move]) -> list[Move]:
     """Adjacent all-gathers of one dim become one."""
-    merged: list[_Move] = []
+    merged: list[Move] = []
     for move in moves:
         last = merged[-1] if merged else None
         if last and move.kind == "all_gather" and (last.kind, last.adjoint, last.dim) == (
             move.kind, move.adjoint, move.dim,
         ):  # fmt: skip
-            merged[-1] = _Move(move.kind, move.adjoint, move.axes + last.axes, move.dim, move.dims)
+            merged[-1] = Move(move.kind, move.adjoint, move.axes + last.axes, move.dim, move.dims)
         else:
             merged.append(move)
     return merged
 
 
 def _steps(
-    src: Layout, moves: Sequence[_Move], summed: tuple[str, ...], entered: tuple[str, ...], shape: Shape, mesh: Mesh
+    src: Layout, moves: Sequence[Move], summed: tuple[str, ...], entered: tuple[str, ...], shape: Shape, mesh: Mesh
 ) -> Iterator[Step]:
     """The moves as steps, with the all-reduces, forward and backward, where the local tensor is smallest."""
     sum_at = enter_at = 0
     if moves and (summed or entered):
         stages = [src.dims, *(move.dims for move in moves)]
         sizes = [math.prod(map(_longest, shape, dims, [mesh] * len(shape))) for dims in stages]
-        enter_at = sizes.index(min(sizes))
-        # An axis has to be summed over before it cuts a dim.
-        cut = [index for index, move in enumerate(moves) if move.kind == "slice" and set(move.axes) & set(summed)]
-        sum_at = sizes.index(min(sizes[: min(cut, default=len(moves)) + 1]))
+        sum_at, enter_at = where_to_sum(sizes, moves, summed)
     now = src
     for index in range(len(moves) + 1):
         if index == sum_at and summed:

@@ -16,6 +16,7 @@ from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, Step, redistribute
+from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.pricing.memory import Kept, local_bytes, repeatable
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
@@ -60,7 +61,7 @@ class Decisions:
     parameters, and ``memory`` the bytes that a device may hold, where that was limited. ``again`` names
     values, above all parameters that are stored split, that are gathered for their use: the backward gathers them
     again, and no copy is kept. ``considered`` says of each mesh what a plan on it costs or why there is none, where
-    several were looked at.
+    several were looked at. ``hardware`` is what the plan was priced with.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -77,6 +78,7 @@ class Decisions:
     memory: int | None = None
     again: frozenset[str] = frozenset()
     considered: tuple[str, ...] = ()
+    hardware: Hardware | None = field(default=None, repr=False)
 
     @property
     def capture(self) -> Capture:

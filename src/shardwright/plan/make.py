@@ -19,9 +19,10 @@ from shardwright.plan.explain import holds, in_bytes, in_unit
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
+from shardwright.plan.rivals import or_known
 from shardwright.plan.searches import MODES, SEARCHES, Search
 from shardwright.plan.searching.budget import Budget, OverBudget
-from shardwright.plan.searching.data import data_parallel, or_data_parallel
+from shardwright.plan.searching.data import data_parallel
 from shardwright.plan.searching.exact import TooWide
 from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
@@ -71,8 +72,8 @@ def _cheapest(
             continue
         find = recursive if row.by_axes else search
         try:
-            choice = find(space, objective, _budget(graph, mesh, request, space.outputs))
-            choice = choice if request.memory else or_data_parallel(choice, space, objective)
+            budget = _budget(graph, mesh, request, space.outputs)
+            choice = or_known(find(space, objective, budget), space, row, request, budget)
         except PlanError as error:
             first = first or error
             considered.append(f"{mesh} has no plan: {str(error).splitlines()[0]}")
@@ -101,6 +102,7 @@ def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, o
         request.optimizer,
         request.memory,
         choice.again,
+        hardware=request.hardware,
     )
 
 

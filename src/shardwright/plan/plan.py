@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from shardwright.errors import PlanError
+from shardwright.errors import PlanError, UsageError
 from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Axis, Link, Mesh
@@ -42,18 +42,18 @@ class Plan(Decisions):
         """The bytes that each device holds, by kind."""
         return held_by(self, self.optimizer)
 
-    def explain(self, name: str, hardware: Hardware | str = "cpu") -> str:
+    def explain(self, name: str, hardware: Hardware | str | None = None) -> str:
         """What the plan does with a module, an operator or a parameter, what that costs, and why it is so.
 
         Args:
             name: as ``model.named_modules()`` and ``model.named_parameters()`` have it, or of an operator, as
                 ``print(plan)`` shows it.
-            hardware: whose seconds; those that the plan was searched with tell the truth about why.
+            hardware: whose seconds; by default those of what the plan was priced with, which tell the truth about why.
 
         Raises:
             UsageError: where nothing has that name, with the names that are near.
         """
-        return Why(self, read_hardware(hardware)).answer(name)
+        return Why(self, read_hardware(hardware or self.hardware or "cpu")).answer(name)
 
     def diff(self, other: Plan) -> str:
         """What another plan of the same graph does otherwise, equal layers once.
@@ -93,6 +93,7 @@ class Plan(Decisions):
             "memory": self.memory,
             "again": sorted(self.again),
             "considered": list(self.considered),
+            "hardware": self.hardware and json.loads(self.hardware.to_json()),
             "named_mesh": _mesh_to_json(self.named),
             "mesh": _mesh_to_json(self.mesh),
             "graph": _fingerprint(self.capture),
@@ -135,6 +136,7 @@ class Plan(Decisions):
                 document.get("memory"),
                 frozenset(document.get("again", ())),
                 tuple(document.get("considered", ())),
+                _hardware_from_json(document.get("hardware")),
             )
             _refuse_incomplete(plan)
         except PlanError:
@@ -219,3 +221,11 @@ def _layout_to_json(layout: Layout) -> dict[str, Any]:
 
 def _layout_from_json(document: dict[str, Any]) -> Layout:
     return Layout(tuple(Split(tuple(axes), unit) for axes, unit in document["dims"]), tuple(document["partial"]))
+
+
+def _hardware_from_json(document: dict[str, Any] | None) -> Hardware | None:
+    """What the plan was priced with; plans of earlier releases do not say."""
+    try:
+        return None if document is None else Hardware.from_json(json.dumps(document), "the hardware of the plan")
+    except UsageError as error:
+        raise PlanError(str(error)) from None

@@ -82,7 +82,7 @@ class Prices:
         found = operator_collectives(plan.graph, node, strategy, plan.mesh)
         if not found:
             return None
-        spent = sum(self.objective.collective_s(c, plan.mesh) for c in found)
+        spent = sum(self.objective.collective(c, plan.mesh) for c in found)
         sent = sum(c.sent_bytes(plan.mesh) for c in found)
         kinds = tuple(dict.fromkeys(c.kind for c in found))
         return Moved(kinds, _axes(found), node.name, node.scope, len(found), sent, spent)

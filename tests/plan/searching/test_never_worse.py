@@ -16,16 +16,23 @@ from decoder import loss_fn as decoder_loss
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.known_plans import KNOWN_PLANS
 from shardwright.plan.make import make_plan
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
+from shardwright.plan.pricing.optimizers import ADAMW
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.searches import MINDSPORE
+from shardwright.plan.rivals import or_known
+from shardwright.plan.searches import MINDSPORE, SEARCHES
 from shardwright.plan.searching import recursive as axis_by_axis
-from shardwright.plan.searching.exact import minimise
+from shardwright.plan.searching.budget import OverBudget
+from shardwright.plan.searching.exact import Table, minimise
 from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.search import search
-from shardwright.plan.searching.space import Space
+from shardwright.plan.searching.space import Choice, Space
+from shardwright.plan.searching.weights import Weights
+from shardwright.plan.spaces import space_of
 from shardwright.rules.notation import Operand
 from shardwright.zoo import GPT
 
@@ -102,12 +109,16 @@ def tried(domains, tables):
     return total.min()
 
 
-def programmed(domains, tables):
-    """The same minimum by HiGHS: a binary per value of a variable and per entry of a table, marginals tied together."""
+def programmed(domains, tables, held=None, limit=None):
+    """The same minimum by HiGHS: a binary per value of a variable and per entry of a table, marginals tied together.
+
+    Of the entries of each table, those of `held` together are no more than the limit.
+    """
     first = np.cumsum([0, *domains])
     costs = [np.zeros(first[-1])]
     rows, columns, signs, bounds, at = [], [], [], [], int(first[-1])
     upper = [np.ones(first[-1])]
+    weights = [np.zeros(first[-1])]
 
     def tie(row, entries, sign):
         rows.extend([row] * len(entries))
@@ -123,16 +134,21 @@ def programmed(domains, tables):
         finite = np.isfinite(table.costs).ravel()
         costs.append(np.where(finite, table.costs.ravel(), 0))
         upper.append(finite.astype(float))
+        sizes = held.get(id(table)) if held else None
+        weights.append(np.zeros(table.costs.size) if sizes is None else sizes.ravel() / limit)
         for axis, v in enumerate(table.scope):
             for i in range(domains[v]):
                 tie(len(bounds), ids.take(i, axis).ravel().tolist(), 1)
                 tie(len(bounds), [first[v] + i], -1)
                 bounds.append(0)
     matrix = coo_array((signs, (rows, columns)), (len(bounds), at)).tocsr()
+    limits = [LinearConstraint(matrix, bounds, bounds)]
+    if held:
+        limits.append(LinearConstraint(np.concatenate(weights)[None], -np.inf, 1))
     scale = 1e3  # milliseconds, which HiGHS's tolerances fit
     found = milp(
         np.concatenate(costs) * scale, integrality=np.ones(at), bounds=(0, np.concatenate(upper)),
-        constraints=LinearConstraint(matrix, bounds, bounds), options={"mip_rel_gap": 0},
+        constraints=limits, options={"mip_rel_gap": 0},
     )  # fmt: skip
     return found.fun / scale
 
@@ -197,6 +213,68 @@ def test_what_stands_beside_is_decided_with_the_rest_where_that_is_cheaper():
     assert exact.cost == exact.bound
     for method in ("recursive", "propagation"):
         assert exact.cost <= cost(planned(capture, Mesh.of(d=2), method)) * (1 + 1e-12)
+
+
+def within(capture, mesh, method, memory):
+    request = PlanRequest(mesh, "auto", method, hardware=HARDWARE, axes=mesh, memory=memory)
+    try:
+        return make_plan(capture, request)
+    except OverBudget:
+        return None
+
+
+@pytest.mark.parametrize("seed", [2, 5, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(30, 42))])
+def test_with_a_budget_the_gap_is_true_by_integer_programming(seed, problems):
+    """Whether an operand is kept or gathered again is a variable of its own there."""
+    capture, mesh = graph_of(seed), Mesh.of(d=2)
+    free = planned(capture, mesh, "exact")
+    problems.clear()
+    limit = int(free.held.total * 0.75)
+    plan = within(capture, mesh, "exact", limit)
+    if plan is None:
+        return
+    domains, tables, held = list(problems[0].domains), list(problems[0].tables), {}
+    weights = Weights(problems[0], ADAMW)
+    for table in weights.tables:
+        tables.append(Table(table.scope, np.zeros(table.costs.shape)))
+        held[id(tables[-1])] = table.costs
+    for _, table, again in weights.gathered:
+        tables.append(Table((*table.scope, len(domains)), np.stack([np.zeros(table.costs.shape), again.costs], -1)))
+        held[id(tables[-1])] = np.stack([table.costs, again.bytes], -1)
+        domains.append(2)
+    best = programmed(domains, tables, held, limit - weights.fixed_bytes)
+    assert plan.held.total <= limit
+    assert plan.bound <= best * (1 + 1e-6)
+    assert best <= plan.cost * (1 + 1e-6)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 20))])
+def test_within_a_budget_exact_is_never_worse_than_others(seed):
+    capture, mesh = graph_of(200 + seed), Mesh.of(a=2, b=2)
+    memory = int(planned(capture, mesh, "exact").held.total * 0.7)
+    exact, recursive = (within(capture, mesh, method, memory) for method in ("exact", "recursive"))
+    if recursive is not None:
+        assert recursive.held.total <= memory
+        assert recursive.bound is None
+        assert exact.cost <= recursive.cost * (1 + 1e-9)
+
+
+def test_where_a_gap_is_left_the_best_of_what_is_known_is_taken():
+    """A choice that splits nothing, with a bound that says nothing: each of the others is looked at."""
+    capture, mesh = graph_of(3), Mesh.of(a=2, b=4)
+    request = PlanRequest(mesh, "auto", "exact", hardware=HARDWARE, axes=mesh)
+    row, graph = SEARCHES["exact"], RuledGraph.of(capture)
+    space = space_of(graph, mesh, request, row)
+    whole = {node.name: graph.rules[node.name].replicated() for node in capture.nodes}
+    poor = Choice(whole, {name: of[0] for name, of in space.leaves.items()}, 1e9, 0.0)
+    found = or_known(poor, space, row, request, None)
+    assert found.bound == 0.0
+    others = [planned(capture, mesh, "recursive"), planned(capture, mesh, "propagation")]
+    others += [planned(capture, mesh, None, "data"), *(make(graph, request) for make in KNOWN_PLANS.values())]
+    assert all(found.cost <= cost(other) * (1 + 1e-12) for other in others)
+    exact = planned(capture, mesh, "exact")
+    assert or_known(replace(poor, cost=1.0, bound=1.0), space, row, request, None).strategies == whole
+    assert exact.cost <= found.cost
 
 
 def test_recursive_decides_axis_by_axis(monkeypatch):

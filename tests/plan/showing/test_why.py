@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from decoder import Decoder, batch_of, loss_fn
-from shardwright.errors import UsageError
+from shardwright.errors import PlanError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
@@ -129,3 +129,13 @@ def test_what_binds_is_named():
 def test_an_unknown_name_is_refused_with_those_near_it(small):
     with pytest.raises(UsageError, match=r"no module, operator or parameter '0.wight'; near it: 0.weight"):
         small.explain("0.wight", H100)
+
+
+def test_a_plan_knows_what_it_was_priced_with(small, tmp_path):
+    """Without hardware it answers as with that, also when it was read from a file."""
+    assert small.explain("0") == small.explain("0", H100) != small.explain("0", "cpu")
+    small.save(tmp_path / "plan.json")
+    assert type(small).load(tmp_path / "plan.json", small.graph).hardware == H100
+    text = (tmp_path / "plan.json").read_text().replace('"memory_bandwidth": ', '"memory_bandwidth": "much",\n "was": ')
+    with pytest.raises(PlanError, match="the hardware of the plan: memory_bandwidth is 'much'"):
+        type(small).from_json(text, small.graph)

@@ -39,6 +39,9 @@ class Objective(Protocol):
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         """What bringing a value to a target costs, forward and backward."""
 
+    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
+        """What one collective costs; with ``shared`` it is part of a larger one."""
+
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         """What holding a parameter, buffer, input or constant in a layout costs."""
 
@@ -73,8 +76,11 @@ class Bytes:
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         return 0.0
 
+    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
+        return collective.sent_bytes(mesh) + self.per_collective
+
     def _sum(self, collectives: list[Collective], mesh: Mesh) -> float:
-        return sum(c.sent_bytes(mesh) + self.per_collective for c in collectives)
+        return sum(self.collective(c, mesh) for c in collectives)
 
 
 @dataclass(frozen=True)
@@ -100,9 +106,9 @@ class Seconds:
         return 0.0
 
     def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
-        return sum(self.collective_s(c, mesh, shared=shared) for c in collectives)
+        return sum(self.collective(c, mesh, shared=shared) for c in collectives)
 
-    def collective_s(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
+    def collective(self, collective: Collective, mesh: Mesh, *, shared: bool = False) -> float:
         """Seconds of one collective; with ``shared`` it is part of a larger one and pays for its bytes alone."""
         ranks, where, per_host, given = _road(mesh, collective.axes, self.hardware.ranks_per_host)
         seconds = 0.0

@@ -29,6 +29,7 @@ from shardwright.plan.searching.tables import aligned, join
 MOST_COMMON = 16
 ROUNDS = 6
 ENOUGH = 1e-3  # a gap, as a share of the cost, that is worth no further round
+TRIES = 1000  # of values for what ties all together, until something is possible
 
 
 @dataclass(frozen=True)
@@ -94,24 +95,90 @@ class _Cases:
             self._readers[shared].append(at)
         self._alone = sum(self._share_out(table) for table in only)
         self._prices = [np.zeros(len(costs)) for costs in self._costs]
+        self._others = [1 if variable in common else size for variable, size in enumerate(domains)]
+        self._best, self._tried = Minimum(math.inf, -math.inf, []), set[tuple[int, ...]]()
 
     def found(self) -> Minimum:
-        """The best choice of some rounds, and the best bound."""
-        best, bound = Minimum(math.inf, -math.inf, []), -math.inf
-        tried: set[tuple[int, ...]] = set()
-        for _ in range(ROUNDS):
+        """The best choice of some rounds, and the best bound.
+
+        Raises:
+            PlanError: where every assignment has infinite cost.
+            TooWide: where none was found that is possible.
+        """
+        bound = -math.inf
+        for at in range(ROUNDS):
             relaxed, chosen, picked = self._relaxed()
             bound = max(bound, relaxed)
             for case in self._candidates(chosen, picked):
-                if case not in tried:
-                    tried.add(case)
-                    best = min(best, self._decided(case), key=lambda minimum: minimum.cost)
-            if best.cost - bound <= ENOUGH * abs(best.cost):
+                self._try(case)
+            if at == 0 and not math.isfinite(self._best.cost):
+                self._try(self._possible(chosen))
+            if self._best.cost - bound <= ENOUGH * abs(self._best.cost):
                 break
-            self._raise_prices(chosen, best.cost - relaxed if math.isfinite(best.cost) else abs(relaxed) / 100)
-        if not math.isfinite(best.cost):
-            raise TooWide("the search would need a larger table, and no choice for what ties it together is possible")
-        return Minimum(best.cost, min(bound, best.cost), best.picked)
+            possible = math.isfinite(self._best.cost)
+            self._raise_prices(chosen, self._best.cost - relaxed if possible else abs(relaxed) / 100)
+        if not math.isfinite(self._best.cost):
+            raise TooWide("the search would need a larger table, and no possible choice was found for what ties it")
+        return Minimum(self._best.cost, min(bound, self._best.cost), self._best.picked)
+
+    def _try(self, case: tuple[int, ...] | None) -> None:
+        """Keep the best of this case; where it is the best so far, try what is best beside it, too."""
+        while case is not None and case not in self._tried:
+            self._tried.add(case)
+            decided = self._decided(case)
+            if decided.cost >= self._best.cost:
+                return
+            self._best = decided
+            case = self._best_beside(decided.picked)
+
+    def _possible(self, chosen: Sequence[int]) -> tuple[int, ...] | None:
+        """A case that is possible, one common variable settled after the other; None where none was found.
+
+        A value is taken where everything else would be possible if each table chose what is not settled for itself.
+        Where none of a variable is, the one before takes another.
+
+        Raises:
+            PlanError: where there is none.
+        """
+        votes = self._votes(chosen)
+        in_turn = [
+            [*dict.fromkeys([*(value for value, _ in votes[variable].most_common()), *range(self._domains[variable])])]
+            for variable in self._common
+        ]
+        case: list[int] = []
+        left = [list(in_turn[0])]
+        for _ in range(TRIES):
+            if left[-1]:
+                case.append(left[-1].pop(0))
+                if not self._may_be(case):
+                    case.pop()
+                elif len(case) == len(self._common):
+                    return tuple(case)
+                else:
+                    left.append(list(in_turn[len(case)]))
+            elif case:
+                left.pop()
+                case.pop()
+            else:
+                raise PlanError("no assignment is possible: every combination is forbidden")
+        return None
+
+    def _may_be(self, case: Sequence[int]) -> bool:
+        """Whether anything is possible with the first common variables settled, each table choosing the others."""
+        settled = dict(zip(self._common, case, strict=False))
+        free = set(self._common) - settled.keys()
+        tables = []
+        for table in self._tables:
+            at = _at(table, settled)
+            dims = tuple(i for i, variable in enumerate(at.scope) if variable in free)
+            tables.append(Table(at.scope, at.costs.min(axis=dims, keepdims=True)) if dims else at)
+        try:
+            minimise(self._others, tables, self._limit)
+        except TooWide:
+            raise
+        except PlanError:
+            return False
+        return True
 
     def _size(self, variables: Sequence[int]) -> int:
         return math.prod(self._domains[variable] for variable in variables)
@@ -131,8 +198,7 @@ class _Cases:
         for costs, prices, rest in zip(self._costs, self._prices, self._rest, strict=True):
             of = (costs + prices[:, None]).min(axis=0)
             tables.append(Table(rest, of.reshape([self._domains[variable] for variable in rest])))
-        left = [1 if variable in self._common else size for variable, size in enumerate(self._domains)]
-        cost, picked = minimise(left, tables, self._limit)
+        cost, picked = minimise(self._others, tables, self._limit)
         chosen = []
         for costs, prices, rest in zip(self._costs, self._prices, self._rest, strict=True):
             at = np.ravel_multi_index([picked[v] for v in rest], [self._domains[v] for v in rest])
@@ -141,17 +207,21 @@ class _Cases:
 
     def _candidates(self, chosen: Sequence[int], picked: list[int]) -> Iterator[tuple[int, ...]]:
         """What to try for the common variables: what most tables chose, and what is best for all others as picked."""
+        votes = self._votes(chosen)
+        yield tuple(votes[variable].most_common(1)[0][0] if votes[variable] else 0 for variable in self._common)
+        best = self._best_beside(picked)
+        if best is not None:
+            yield best
+
+    def _votes(self, chosen: Sequence[int]) -> Mapping[int, Counter[int]]:
+        """How many tables chose each value of a common variable."""
         votes: dict[int, Counter[int]] = defaultdict(Counter)
         for shared, readers in self._readers.items():
             for at in readers:
                 each = np.unravel_index(chosen[at], [self._domains[variable] for variable in shared])
                 for variable, value in zip(shared, each, strict=True):
                     votes[variable][int(value)] += 1
-        voted = tuple(votes[variable].most_common(1)[0][0] if votes[variable] else 0 for variable in self._common)
-        yield voted
-        best = self._best_beside(picked)
-        if best is not None:
-            yield best
+        return votes
 
     def _best_beside(self, picked: Sequence[int]) -> tuple[int, ...] | None:
         """The common variables that are best where all others are as picked; None where nothing is possible."""
@@ -168,9 +238,8 @@ class _Cases:
         """The best choice where the common variables are those of a case."""
         fixed = dict(zip(self._common, case, strict=True))
         tables = [_at(table, fixed) for table in self._tables]
-        domains = [1 if variable in fixed else size for variable, size in enumerate(self._domains)]
         try:
-            cost, picked = minimise(domains, tables, self._limit)
+            cost, picked = minimise(self._others, tables, self._limit)
         except TooWide:
             raise
         except PlanError:

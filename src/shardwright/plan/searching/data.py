@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 
 from shardwright.errors import PlanError
 from shardwright.graph.ir import Node
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import redistribute
-from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import target_of
-from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.problem import Problem
-from shardwright.plan.searching.space import Choice, Space
+from shardwright.plan.searching.space import Choice
 from shardwright.rules.notation import OpRule, Strategy
 
 
@@ -41,25 +37,6 @@ def data_parallel(
         for i, name in enumerate(node.results):
             layouts[name] = rule.result_layout(i, strategy, mesh).normalised(capture.values[name].shape, mesh)
     return Choice(strategies, chosen_leaves)
-
-
-def or_data_parallel(choice: Choice, space: Space, objective: Objective) -> Choice:
-    """The choice, or data parallelism where that costs less, as it may where not everything was decided at once."""
-    if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - 1e-9):
-        return choice
-    other = data_parallel(space.graph, space.mesh, space.leaves, space.outputs)
-    if any(strategy not in space.strategies[name] for name, strategy in other.strategies.items()):
-        return choice  # pins, or parts that are not even
-    only = replace(
-        space,
-        strategies={name: (strategy,) for name, strategy in other.strategies.items()},
-        leaves={name: (layout,) for name, layout in other.leaves.items()},
-    )
-    try:
-        cost = Problem(only, Known(space.graph, objective, space.mesh), set(other.strategies)).solved()[0]
-    except PlanError:  # impossible on this mesh
-        return choice
-    return replace(other, cost=cost, bound=choice.bound) if cost < choice.cost else choice
 
 
 def _following(node: Node, rule: OpRule, layouts: Mapping[str, Layout]) -> Iterator[Strategy]:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
 from shardwright.graph.ir import Node, Value
-from shardwright.mesh.layout import WHOLE, Layout, Split
+from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import possible, redistribute
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.pricing.ruled import RuledGraph, Use
 from shardwright.plan.pricing.targets import Target, target_of
 from shardwright.plan.searching.exact import Costs
+from shardwright.plan.searching.pairs import Pairs
 from shardwright.rules.notation import Strategy
 
 # Larger three-way tables are not worth their sharing: the consumers of such a value are charged singly.
 SHARING_LIMIT = 4_000_000
-Cut = tuple[tuple[str, ...], int]
-Cuts = list[Cut]
 
 
 class Known:
@@ -35,14 +32,13 @@ class Known:
 
     def __init__(self, graph: RuledGraph, objective: Objective, mesh: Mesh) -> None:
         self.graph, self.objective, self.mesh = graph, objective, mesh
+        self.pairs = Pairs(objective, mesh)
         self._kept: list[object] = []  # so that no identity is given to another object
         self._operators: dict[Hashable, Costs] = {}
         self._layouts: dict[Hashable, tuple[Layout, ...]] = {}
         self._targets: dict[Hashable, tuple[Target, ...]] = {}
         self._same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
         self._leaves: dict[Hashable, Costs] = {}
-        self._ways: dict[Hashable, float] = {}
-        self._cut: dict[tuple[str, ...], Cut] = {}
         self._arrays: dict[Hashable, Costs] = {}
         self._edges: dict[Hashable, Edges] = {}
 
@@ -90,7 +86,8 @@ class Known:
         key = _alike(facts), self._identity(layouts), tuple(self._identity(targets) for targets in demanded)
         if key not in self._edges:
             kinds, targets = tuple(dict.fromkeys(layouts)), tuple(dict.fromkeys(itertools.chain(*demanded)))
-            costs = self.array(facts, kinds, targets)[[kinds.index(layout) for layout in layouts]]
+            at = {layout: i for i, layout in enumerate(kinds)}
+            costs = self.array(facts, kinds, targets)[[at[layout] for layout in layouts]]
             self._edges[key] = _edges(costs, targets, demanded)
         return self._edges[key]
 
@@ -98,64 +95,8 @@ class Known:
         """What it costs to bring a value from each layout to each target."""
         key = _alike(facts), layouts, targets
         if key not in self._arrays:
-            froms = [self._cuts(layout, facts.shape) for layout in layouts]
-            tos = [self._cuts(target.layout, facts.shape) for target in targets]
-            ways = ([(a, b, layout, target) for b, target in zip(tos, targets, strict=True)]
-                    for a, layout in zip(froms, layouts, strict=True))  # fmt: skip
-            self._arrays[key] = np.array([[self._way(facts, *way) for way in row] for row in ways])
+            self._arrays[key] = self.pairs.costs(facts, layouts, targets)
         return self._arrays[key]
-
-    def _way(self, facts: Value, source: Cuts | None, to: Cuts | None, layout: Layout, target: Target) -> float:
-        """What one transfer costs: as much as one without the dims that stay as they are, which is asked for once."""
-        if target.layout.partial and not possible(layout, target.layout):
-            return math.inf
-        if source is None or to is None:
-            key: Hashable = _alike(facts), layout, target
-            if key not in self._ways:
-                self._ways[key] = self._cost(facts, layout, target, facts.shape)
-            return self._ways[key]
-        changed = tuple([(a, b) for a, b in zip(source, to, strict=True) if a is not b])
-        size = facts.bytes
-        for a, b in zip(source, to, strict=True):
-            if a is b:
-                size //= a[1]
-        partial = layout.partial, target.layout.partial, target.gradient_partial
-        key = changed, partial, size, facts.needs_gradient, facts.kind == "parameter"
-        if key not in self._ways:
-            self._ways[key] = self._cost_of_change(facts, changed, size, layout, target)
-        return self._ways[key]
-
-    def _cost_of_change(
-        self, facts: Value, changed: Sequence[tuple[Cut, Cut]], size: int, layout: Layout, target: Target
-    ) -> float:
-        """The cost for a tensor of as many bytes that has the dims alone that change, and one dim for all that stay.
-
-        All parts are even, so that the steps are those for any sizes, and the bytes of a part those of the whole by the
-        number of parts.
-        """
-        lengths = [math.lcm(a[1], b[1]) for a, b in changed]
-        each = facts.dtype.itemsize * math.prod(lengths)
-        stands_for = replace(facts, shape=(*lengths, size // each))
-        source = Layout((*(Split(a[0]) for a, _ in changed), WHOLE), layout.partial)
-        to = Layout((*(Split(b[0]) for _, b in changed), WHOLE), target.layout.partial)
-        anything = (self.mesh.size,) * len(stands_for.shape)
-        return self._cost(stands_for, source, Target(to, target.gradient_partial), anything)
-
-    def _cost(self, facts: Value, layout: Layout, target: Target, shape: tuple[int, ...]) -> float:
-        steps = redistribute(layout, target.layout, target.gradient_partial, shape, self.mesh)
-        return self.objective.transfer(facts, steps, self.mesh)
-
-    def _cuts(self, layout: Layout, shape: tuple[int, ...]) -> Cuts | None:
-        """The axes and the number of parts of every dim, equal ones as one object; None where parts are uneven."""
-        found = []
-        for dim, size in zip(layout.dims, shape, strict=True):
-            cut = self._cut.get(dim.axes)
-            if cut is None:
-                cut = self._cut[dim.axes] = dim.axes, self.mesh.extent(dim.axes)
-            if dim.unit > 1 or size % cut[1] or not size:
-                return None
-            found.append(cut)
-        return found
 
     def _identity(self, kept: object) -> int:
         self._kept.append(kept)
@@ -186,7 +127,7 @@ def _edges(costs: Costs, targets: Sequence[Target], demanded: Sequence[tuple[Tar
     shared = _shareable(costs, columns)
     if not shared:
         return Edges(None, tuple(costs[:, at] for at in columns))
-    free = [np.array([[s == c for s in [*shared, -1]] for c in at]) for at in columns]  # consumer x hub
+    free = [at[:, None] == np.array([*shared, -1]) for at in columns]  # consumer x hub
     cubes = (np.where(f[None], 0.0, costs[:, at][:, :, None]) for at, f in zip(columns, free, strict=True))
     return Edges(np.concatenate([costs[:, shared], np.zeros((len(costs), 1))], axis=1), tuple(cubes))
 

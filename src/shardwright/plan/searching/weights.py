@@ -16,15 +16,14 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
-from shardwright.mesh.redistribute import copies, possible, redistribute
-from shardwright.plan.pricing.memory import Kept, local_bytes, repeatable
+from shardwright.plan.pricing.memory import Kept, local_bytes
 from shardwright.plan.pricing.optimizers import OptimizerStates
 from shardwright.plan.pricing.ruled import Use
 from shardwright.plan.pricing.targets import Target
@@ -169,20 +168,20 @@ class Weights:
             self._identity(targets),
         )
         if key not in self._gatherings:
-            costs = _for_each(layouts, targets, lambda a, b: self._again(value, a, b) * moved)
-            sizes = [in_place * local_bytes(value, layout, problem.space.mesh) for layout in layouts]
-            self._gatherings[key] = Gathering(np.array(sizes)[:, None].repeat(len(targets), axis=1), costs)
+            costs = self._again(value, layouts, targets) * moved
+            sizes = in_place * self._parts(value, layouts)
+            self._gatherings[key] = Gathering(sizes[:, None].repeat(len(targets), axis=1), costs)
         return self._gatherings[key]
 
-    def _again(self, value: Value, layout: Layout, target: Target) -> float:
+    def _again(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
         """What it costs to move a value once more, without its gradient; infinite where that would sum once more."""
-        mesh = self._problem.space.mesh
-        if not possible(layout, target.layout):
-            return 0.0
-        steps = redistribute(layout, target.layout, target.gradient_partial, value.shape, mesh)
-        if copies(steps) and not repeatable(value, steps):
-            return math.inf
-        return self._problem.known.objective.transfer(replace(value, needs_gradient=False), steps, mesh)
+        pairs = self._problem.known.pairs
+        costs = pairs.costs(replace(value, needs_gradient=False), layouts, targets)
+        moves = pairs.moves(value.shape, layouts, targets)
+        again = moves.alone & (value.kind == "parameter" or value.needs_gradient)
+        costs[moves.possible & moves.copies & ~again] = math.inf
+        costs[~moves.possible] = 0.0
+        return costs
 
     def _operand(self, name: str, use: Use, in_place: float, moved: float) -> Table | None:
         """The bytes of an operand where it is kept as it was made, and where it is moved first, by shares of each."""
@@ -194,16 +193,16 @@ class Weights:
         targets = problem.known.targets(use, problem.space.strategies[use.node.name])
         key = value.shape, value.dtype, in_place, moved, layouts, self._identity(targets)
         if key not in self._known:
-            self._known[key] = _for_each(layouts, targets, lambda a, b: self._way(value, a, b, in_place, moved))
+            moves = problem.known.pairs.moves(value.shape, layouts, targets)
+            there = moved * self._parts(value, [target.layout for target in targets])
+            here = in_place * self._parts(value, layouts)
+            self._known[key] = np.where(moves.possible, np.where(moves.copies, there[None], here[:, None]), 0.0)
         return Table((producer, problem.node_variables[use.node.name]), self._known[key])
 
-    def _way(self, value: Value, layout: Layout, target: Target, in_place: float, moved: float) -> float:
-        mesh = self._problem.space.mesh
-        if not possible(layout, target.layout):
-            return 0.0
-        if copies(redistribute(layout, target.layout, target.gradient_partial, value.shape, mesh)):
-            return moved * local_bytes(value, target.layout, mesh)
-        return in_place * local_bytes(value, layout, mesh)
+    def _parts(self, value: Value, layouts: Sequence[Layout]) -> Costs:
+        """The bytes that a device holds of a value in each layout."""
+        sizes = {layout: local_bytes(value, layout, self._problem.space.mesh) for layout in dict.fromkeys(layouts)}
+        return np.array([sizes[layout] for layout in layouts], dtype=float)
 
     def _roots(self) -> Mapping[str, str]:
         """Value -> the value in whose memory it lies as long as nothing is moved."""
@@ -219,13 +218,6 @@ class Weights:
     def _identity(self, kept: object) -> int:
         self._held.append(kept)
         return id(kept)
-
-
-def _for_each(layouts: Sequence[Layout], targets: Sequence[Target], find: Callable[[Layout, Target], float]) -> Costs:
-    """What is found for each layout and target, asked once for equal ones."""
-    kinds, wanted = list(dict.fromkeys(layouts)), list(dict.fromkeys(targets))
-    array = np.array([[find(layout, target) for target in wanted] for layout in kinds])
-    return array[np.ix_([kinds.index(a) for a in layouts], [wanted.index(b) for b in targets])]
 
 
 def _size(of: Value, value: Value) -> float:

@@ -19,6 +19,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware, for_device
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
+from shardwright.plan.searching.budget import OverBudget
 from shardwright.run.graphs.captures import Captures
 from shardwright.run.programs.inputs import Rows, global_shapes
 from shardwright.run.programs.plan_cache import remembered
@@ -81,10 +82,12 @@ class Planner:
 
         def make() -> Plan:
             capture = self._captured_later(kind, batch, rows)
+            if (plan := _unchanged(first, capture, kind)) is not None:
+                return plan
             try:
-                return first.for_capture(capture)
-            except PlanError:
                 return make_plan(capture, self._alongside(first, storage, capture))
+            except OverBudget as error:
+                raise OverBudget(f"a batch of {_shapes_of(capture)} came: {error}") from None
 
         return from_rank_zero(ranks_by_collectives("making the plan"), make)
 
@@ -102,6 +105,7 @@ class Planner:
             search=None if first.search == "none" else first.search,  # type: ignore[arg-type]  # nor is its search another
             storage={v.name: storage[v.label] for v in capture.of_kind("parameter") if v.label in storage},
             axes=first.mesh,
+            memory=first.memory or self.request.memory,
         )
 
     def _captured_later(self, kind: StepKind, batch: Any, rows: Rows) -> Capture:
@@ -129,3 +133,17 @@ class Planner:
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
     """What plans for these ranks are priced by: what was asked for or the shipped profile, on the hosts there are."""
     return (asked or for_device(world.device.type)).on_hosts(world.hosts)
+
+
+def _shapes_of(capture: Capture) -> str:
+    """The shapes of the tensors of a batch, by name."""
+    return ", ".join(f"{value.label} {list(value.shape)}" for value in capture.of_kind("input"))
+
+
+def _unchanged(first: Plan, capture: Capture, kind: StepKind) -> Plan | None:
+    """The decisions of the first plan for another batch; None where they are impossible or hold more than they may."""
+    try:
+        plan = first.for_capture(capture)
+    except PlanError:
+        return None
+    return None if plan.memory and kind == "training" and plan.held.total > plan.memory else plan
