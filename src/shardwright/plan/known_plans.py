@@ -16,9 +16,9 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.rivals import in_parts, tensor_space
 from shardwright.plan.searching.search import search
 from shardwright.plan.searching.space import Space
+from shardwright.plan.spaces import in_parts, tensor_space
 
 
 def data_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:

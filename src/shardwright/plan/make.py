@@ -3,31 +3,41 @@
 Where the mode searches nothing, every operator follows the split of the batch (`data.py`). Else the row of the search
 says which strategies are choices and what is minimised over them (`searches.py`); `search.py` finds the minimum, and
 `recursive.py` what is the best axis by axis.
+
+An exact search leaves a gap where a budget of bytes binds, or where what ties everything together is decided by cases.
+Another way to plan may then be better by chance, unless each is looked at: the plans that are known by name, and those
+of the other searches. The bound stays that of the search.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 from shardwright.errors import PlanError, StrategyError
 from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
+from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import holds, in_bytes, in_unit
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.rivals import or_known
 from shardwright.plan.searches import MODES, SEARCHES, Search
 from shardwright.plan.searching.budget import Budget, OverBudget
 from shardwright.plan.searching.data import data_parallel
 from shardwright.plan.searching.exact import TooWide
+from shardwright.plan.searching.known import Known
+from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
-from shardwright.plan.searching.space import Choice
-from shardwright.plan.spaces import meshes_for, space_of
+from shardwright.plan.searching.space import Choice, Space
+from shardwright.plan.spaces import in_parts, meshes_for, space_of, tensor_space
+
+EQUAL = 1e-9  # a gap of such a share is none
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:
@@ -143,3 +153,80 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     if request.memory is not None and plan.held.total > request.memory:
         raise OverBudget(f"{_too_much(plan)}; or mode='auto', which splits parameters too")
     return plan
+
+
+def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, budget: Budget | None) -> Choice:
+    """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
+    if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
+        return choice
+    best, objective = choice, row.objective(request.hardware)
+    known = Known(space.graph, objective, space.mesh)
+    for other in _others(space, row, request, budget):
+        if not _allowed(other, space, request):
+            continue
+        try:
+            cost = _cost(other, space, known)
+        except PlanError:  # impossible on this mesh
+            continue
+        if cost < (best.cost or 0.0) and (budget is None or budget.weigh(other) <= budget.limit_bytes):
+            best = replace(other, cost=cost, bound=choice.bound)
+    return best
+
+
+def _others(space: Space, row: Search, request: PlanRequest, budget: Budget | None) -> Iterator[Choice]:
+    """Data parallel, fully sharded without and with a second gathering, tensor parallel, and other searches."""
+    graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware)
+    data = data_parallel(graph, mesh, space.leaves, space.outputs)
+    yield data
+    parts = {v.name: in_parts(v, mesh) for v in graph.capture.of_kind("parameter") if v.name not in request.storage}
+    yield replace(data, leaves={**data.leaves, **parts})
+    yield replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
+    settled = {name: of for name, of in space.leaves.items() if name not in parts}
+    tensor = tensor_space(graph, mesh, data.strategies, replace(space, leaves=settled))
+    searches: list[Callable[[], Choice]] = [partial(search, tensor, objective, budget)]
+    if not row.by_axes:
+        searches.append(partial(recursive, space, objective, budget))
+    if (other := SEARCHES["propagation"]) is not row:
+        searches.append(
+            lambda: search(space_of(graph, mesh, request, other), other.objective(request.hardware), budget)
+        )
+    for find in searches:
+        try:
+            found = find()
+        except PlanError:
+            continue
+        yield found
+
+
+def _allowed(other: Choice, space: Space, request: PlanRequest) -> bool:
+    """Whether pins, parts and what is stored already admit a choice."""
+    values = space.graph.capture.values
+    if any(strategy not in space.strategies[name] for name, strategy in other.strategies.items()):
+        return False
+    return all(
+        layout in space.leaves[name] or (values[name].kind == "parameter" and name not in request.storage)
+        for name, layout in other.leaves.items()
+    )
+
+
+def _cost(other: Choice, space: Space, known: Known) -> float:
+    """What a choice costs, with what the backward gathers again."""
+    only = replace(
+        space,
+        strategies={name: (strategy,) for name, strategy in other.strategies.items()},
+        leaves={name: (layout,) for name, layout in other.leaves.items()},
+    )
+    cost = Problem(only, known, set(other.strategies)).solved()[0]
+    return cost + (_gathered_again(other, space, known.objective) if other.again else 0.0)
+
+
+def _gathered_again(other: Choice, space: Space, objective: Objective) -> float:
+    values, mesh = space.graph.capture.values, space.mesh
+    decided = (other.strategies, other.leaves, space.outputs)
+    plan = Decisions(space.graph, mesh, mesh, "auto", "none", *decided, again=other.again)
+    again = [(transfer, plan.gathers_again(transfer)) for transfer in plan.transfers if transfer.value in other.again]
+    return sum(
+        times * objective.transfer(replace(values[transfer.value], needs_gradient=False), transfer.steps, mesh)
+        for transfer, times in again
+        if times
+    )

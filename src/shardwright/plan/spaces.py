@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 
 from shardwright.errors import StrategyError
+from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
@@ -86,3 +87,54 @@ def _serves(mesh: Mesh, graph: RuledGraph) -> bool:
     except StrategyError:
         return False
     return True
+
+
+def tensor_space(graph: RuledGraph, mesh: Mesh, following: Mapping[str, Strategy], leaves_of: Space) -> Space:
+    """The choices of tensor parallelism: weights split over the last axis of the mesh, the batch over the others.
+
+    Over the last axis every operator that has a matrix of weights splits it where it can, the others follow, and the
+    batch is whole.
+
+    Args:
+        following: the strategies that follow the batch.
+        leaves_of: what else is asked for: the layouts of the leaves that are settled, and of the outputs.
+    """
+    # Equal choices are one object, which a search asks for.
+    alike: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+    strategies = {}
+    for node in graph.capture.nodes:
+        found = tuple(_over_weights(node, graph, following[node.name], mesh))
+        strategies[node.name] = alike.setdefault(found, found)
+    leaves = with_parameters(graph, mesh, strategies, leaves_of.leaves)
+    return Space(graph, mesh, strategies, leaves, leaves_of.outputs)
+
+
+def in_parts(value: Value, mesh: Mesh) -> Layout:
+    """Cut the first dim that gives every device as much, else the first that gives every device something."""
+    fits = [dim for dim, size in enumerate(value.shape) if size % mesh.size == 0]
+    fits += [dim for dim, size in enumerate(value.shape) if size >= mesh.size]
+    return Layout.split(len(value.shape), dict.fromkeys(fits[:1], mesh.names))
+
+
+def _over_weights(node: Node, graph: RuledGraph, following: Strategy, mesh: Mesh) -> Iterator[Strategy]:
+    """The batch over all axes but the last; over the last the weights, where there are any, else what there is."""
+    rule = graph.rules[node.name]
+    *others, last = mesh.names
+    batch = {factor.name: tuple(others) for factor, axes in zip(rule.factors, following.axes, strict=True) if axes}
+    summed = tuple(others) if following.partial else ()
+    splittable = [rule.factors[i].name for i in rule.splittable]
+    free = [name for name in splittable if name not in batch and rule.sizes[name] % mesh.sizes[last] == 0]
+    weights = [name for name in free if name in _of_weights(node, graph, rule)]
+    if not weights:
+        yield rule.strategy(batch, summed)
+        if rule.linear_operands and not any(factor.kind == "sum" for factor in rule.factors):
+            yield rule.strategy(batch, (*summed, last))
+    for name in weights or free:
+        yield rule.strategy(batch | {name: (last,)}, summed)
+
+
+def _of_weights(node: Node, graph: RuledGraph, rule: OpRule) -> set[str]:
+    """The factors that are dims of a matrix of parameters which the operator reads."""
+    values = [graph.capture.values[name] for name in node.operands]
+    matrices = [dims for value, dims in zip(values, rule.operands, strict=True) if value.kind == "parameter"]
+    return {dim[0] for dims in matrices if len(dims) > 1 for dim in dims if dim}

@@ -17,13 +17,12 @@ from shardwright.graph.ir import Capture, Node, Value
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.known_plans import KNOWN_PLANS
-from shardwright.plan.make import make_plan
+from shardwright.plan.make import make_plan, or_known
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.rivals import or_known
 from shardwright.plan.searches import MINDSPORE, SEARCHES
 from shardwright.plan.searching import recursive as axis_by_axis
 from shardwright.plan.searching.budget import OverBudget
