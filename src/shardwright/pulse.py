@@ -6,6 +6,10 @@ also one that was started as a program of its own, finds it as ``/proc/<supervis
 Behind these bytes the same file takes the stacks of the rank's threads, which faulthandler writes there at
 `STACK_SIGNAL` whatever the rank is busy with.
 
+Where collectives run beside the program, as on GPUs, to call one is to put it at the end of a queue. A thread of the
+rank then asks the device how far it has come (`shardwright.world.following`), and what is written is the collective at
+the front of the queue. Asked by its supervisor, it also leaves here what torch has recorded of its collectives.
+
 Without ``--stall-timeout`` nobody reads, and a rank writes into memory of its own.
 """
 
@@ -16,14 +20,17 @@ import mmap
 import os
 import signal
 import struct
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Protocol
 
 PULSE_VARIABLE = "SHARDWRIGHT_PULSE"
 # Ignored unless somebody handles it, and hardly anybody does: it tells of out-of-band data on sockets.
 STACK_SIGNAL = signal.SIGURG
 
-_LAYOUT = 1
+_LAYOUT = 2
 _OPERATION_BYTES = 32
 _SITE_BYTES = 256
 _LISTENER = struct.Struct("<II")  # the layout, and the pid that writes its stacks at the signal
@@ -33,8 +40,34 @@ _COUNTS_AT = _LISTENER.size
 _OPERATION_AT = _COUNTS_AT + _COUNTS.size
 _SITE = struct.Struct(f"<Q{_SITE_BYTES}s")  # how far in the step, and the words
 _SITE_AT = _OPERATION_AT + _OPERATION_BYTES
-_USED_BYTES = _SITE_AT + _SITE.size
-_STACKS_AT = 4096
+# One more than the collectives that the device has not ended, 0 where nobody asks it; whether it has come to the first
+# of them; the step of that one.
+_DEVICE = struct.Struct("<QQQ")
+_DEVICE_AT = _SITE_AT + _SITE.size
+_ASKED = struct.Struct("<Q")  # how often the supervisor has asked for what was recorded
+_ASKED_AT = _DEVICE_AT + _DEVICE.size
+_ANSWER = struct.Struct("<QI")  # the last of these questions that was answered, and the length of the answer
+_ANSWER_AT = _ASKED_AT + _ASKED.size
+_USED_BYTES = _ANSWER_AT + _ANSWER.size
+_RECORDED_AT = 4096
+_STACKS_AT = 1 << 16
+
+
+class Mark(Protocol):
+    """A place in what a device has to do."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+
+
+class _Queued:
+    """A collective that the device has been asked for: it begins after ``begin`` and ends before ``end``."""
+
+    __slots__ = ("begin", "end", "operation", "site", "step")
+
+    def __init__(self, operation: bytes, site: bytes, step: int, begin: Mark) -> None:
+        self.operation, self.site, self.step, self.begin = operation, site, step, begin
+        self.end: Mark | None = None  # as long as the program is still asking
 
 
 class Pulse:
@@ -42,13 +75,16 @@ class Pulse:
     collective; `at` says for what the next ones are.
     """
 
-    __slots__ = ("_beats", "_collectives", "_memory", "_numbered", "_steps", "watched")
+    __slots__ = ("_beats", "_collectives", "_mark", "_memory", "_numbered", "_queue", "_site", "_steps", "watched")
 
     def __init__(self, memory: bytearray | mmap.mmap, watched: bool) -> None:
         self.watched = watched
         self._memory = memory
         self._numbered = False
         self._beats, self._steps, self._collectives = _COUNTS.unpack_from(memory, _COUNTS_AT)
+        self._mark: Callable[[], Mark] | None = None
+        self._queue: deque[_Queued] = deque()
+        self._site = NOWHERE
 
     def beat(self) -> None:
         """A sign of life."""
@@ -70,11 +106,17 @@ class Pulse:
 
     def at(self, site: bytes) -> None:
         """For what the next collectives are; as `site` makes it."""
-        self._memory[_SITE_AT:_USED_BYTES] = site
+        self._site = site
+        if self._mark is None:
+            self._memory[_SITE_AT:_DEVICE_AT] = site
 
     def __call__(self, operation: bytes) -> Pulse:
         self._beats += 1
         self._collectives += 1
+        if self._mark is not None:
+            self._queue.append(_Queued(operation, self._site, self._steps, self._mark()))
+            _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
+            return self
         _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
         return self
 
@@ -83,7 +125,50 @@ class Pulse:
 
     def __exit__(self, *_: object) -> None:
         self._beats += 1
+        if self._mark is not None:
+            self._queue[-1].end = self._mark()
+            return
         _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, b"")
+
+    @property
+    def follows(self) -> bool:
+        """Whether collectives run on a device, which somebody asks."""
+        return self._mark is not None
+
+    def follow(self, mark: Callable[[], Mark]) -> None:
+        """From now on collectives run on a device. ``mark`` gives the place after all that it was asked for so far;
+        somebody calls `look` now and then.
+        """
+        self._mark = mark
+        self.look()
+
+    def look(self) -> None:
+        """Ask the device how far it has come, and write that."""
+        queue, moved = self._queue, False
+        while queue and (end := queue[0].end) is not None and end.query():
+            queue.popleft()
+            moved = True
+        first = queue[0] if queue else None
+        self._memory[_OPERATION_AT:_SITE_AT] = (first.operation if first else b"").ljust(_OPERATION_BYTES, b"\0")
+        if first is not None:
+            self._memory[_SITE_AT:_DEVICE_AT] = first.site
+        reached, step = (first.begin.query(), first.step) if first else (True, self._steps)
+        _DEVICE.pack_into(self._memory, _DEVICE_AT, len(queue) + 1, reached, step)
+        if moved:
+            self.beat()
+
+    def is_asked(self) -> bool:
+        """Whether the supervisor waits for what was recorded."""
+        [asked] = _ASKED.unpack_from(self._memory, _ASKED_AT)
+        answered, _ = _ANSWER.unpack_from(self._memory, _ANSWER_AT)
+        return bool(asked != answered)
+
+    def answer(self, text: str) -> None:
+        """Leave what was recorded for the supervisor, as much of it as there is room for."""
+        [asked] = _ASKED.unpack_from(self._memory, _ASKED_AT)
+        data = text.encode()[: _STACKS_AT - _RECORDED_AT]
+        self._memory[_RECORDED_AT : _RECORDED_AT + len(data)] = data
+        _ANSWER.pack_into(self._memory, _ANSWER_AT, asked, len(data))
 
 
 def site(text: str, position: int) -> bytes:
@@ -144,7 +229,8 @@ def answer_with_stacks(path: str) -> None:
 class Reading:
     """What a rank has written. ``listener`` is the pid that answers with its stacks, 0 for nobody; ``operation`` is the
     collective that it is in, empty outside of any; ``site`` says for what its last one was, and ``position`` how far
-    in its step that is.
+    in its step that is. Of collectives on a device ``queued`` have been begun and not ended, where somebody asks it
+    (else -1); ``operation`` is the first of them, of step ``queued_step``; the device has come to it if ``reached``.
     """
 
     listener: int
@@ -154,6 +240,14 @@ class Reading:
     operation: str
     site: str
     position: int = 0
+    queued: int = -1
+    reached: bool = True
+    queued_step: int = 0
+
+    @property
+    def step(self) -> int:
+        """The step of the collective, and else the last one that the program has begun."""
+        return self.queued_step if self.queued > 0 else self.steps
 
 
 class PulseFile:
@@ -173,7 +267,20 @@ class PulseFile:
         _, listener = _LISTENER.unpack_from(data)
         beats, steps, collectives, operation = _STATE.unpack_from(data, _COUNTS_AT)
         position, words = _SITE.unpack_from(data, _SITE_AT)
-        return Reading(listener, beats, steps, collectives, _text(operation), _text(words), position)
+        queued, reached, step = _DEVICE.unpack_from(data, _DEVICE_AT)
+        said = _text(operation), _text(words), position
+        return Reading(listener, beats, steps, collectives, *said, queued - 1, bool(reached), step)
+
+    def ask(self) -> None:
+        """Ask the rank for what it has recorded."""
+        [asked] = _ASKED.unpack(os.pread(self.fd, _ASKED.size, _ASKED_AT))
+        os.pwrite(self.fd, _ASKED.pack(asked + 1), _ASKED_AT)
+
+    def recorded(self) -> str | None:
+        """The answer; None as long as there is none."""
+        [asked] = _ASKED.unpack(os.pread(self.fd, _ASKED.size, _ASKED_AT))
+        answered, length = _ANSWER.unpack(os.pread(self.fd, _ANSWER.size, _ANSWER_AT))
+        return os.pread(self.fd, length, _RECORDED_AT).decode(errors="replace") if asked == answered else None
 
     def stacks_bytes(self) -> int:
         return os.fstat(self.fd).st_size - _STACKS_AT

@@ -54,6 +54,7 @@ __all__ = [
     "empty_like_on",
     "expression_of",
     "fake_mode",
+    "flight_recorder",
     "functional_form",
     "functions_apply",
     "gradient_transforms_call",
@@ -98,6 +99,7 @@ __all__ = [
     "tree_leaves",
     "tree_map",
     "tree_unflatten",
+    "unbound",
     "untraced",
     "version",
     "without_defaults",
@@ -109,6 +111,35 @@ def add_gloo_inside(group: dist.ProcessGroup, store: Store, timeout: timedelta) 
     subclass, and adding a backend to a group has no public name."""
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+
+
+def flight_recorder() -> bytes | str:
+    """What torch has recorded of collectives, as JSON: its documented way is to write files when a job is given up."""
+    c10d: Any = torch._C._distributed_c10d
+    dump = getattr(c10d, "_dump_nccl_trace_json", None) or c10d._dump_fr_trace_json
+    found: bytes | str = dump()
+    return found
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Inside, groups are made as if the group of all ranks had no GPU of its own.
+
+    torch splits the communicator of a new group off that of all ranks where these are bound to their GPUs. Every rank
+    has to come to that, also one that is no member; but where the members have another backend, or make the group by
+    themselves, some do not, and the others wait for ever. No argument of ``new_group`` says that nothing is to be
+    split.
+    """
+    world = distributed_c10d._get_default_group()
+    bound = world.bound_device_id
+    if bound is None:
+        yield
+        return
+    world.bound_device_id = None
+    try:
+        yield
+    finally:
+        world.bound_device_id = bound
 
 
 def new_group_of_members(ranks: Sequence[int]) -> dist.ProcessGroup | None:
@@ -124,9 +155,11 @@ def new_group_of_members(ranks: Sequence[int]) -> dist.ProcessGroup | None:
     number = job_store().add(f"groups/{key}/made by {dist.get_rank()}", 1)
     before = distributed_c10d._process_group_name
     name = distributed_c10d.GroupName(f"members {key} number {number}")
+    device = distributed_c10d._get_default_group().bound_device_id
     distributed_c10d._process_group_name = lambda *_, **__: name
     try:
-        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True)
+        with unbound():
+            group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
         return group
     finally:
         distributed_c10d._process_group_name = before

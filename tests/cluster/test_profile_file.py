@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -83,11 +84,21 @@ def test_newer_gpus_are_faster():
         ("cuda", "NVIDIA H200", "h200"),
         ("cuda", "NVIDIA A100-SXM4-80GB", "a100"),
         ("cuda", "Tesla V100-SXM2-16GB", "v100"),
-        ("cuda", "Some GPU", "h100"),
+        ("cuda", "NVIDIA H100 80GB HBM3", "h100"),
+        ("cuda", "", "h100"),
     ],
 )
 def test_the_profile_of_a_device(device, told, name):
     assert for_device(device, lambda: told).name == name
+
+
+@pytest.mark.parametrize(
+    "told", ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA GH200 480GB", "NVIDIA RTX A1000", "NVIDIA H200 NVL",
+             "NVIDIA A100-PCIE-40GB", "NVIDIA A100-SXM4-80GB MIG 1g.10gb", "Some GPU"],
+)  # fmt: skip
+def test_a_gpu_of_which_nothing_is_shipped_is_told(told):
+    with pytest.warns(UserWarning, match=f"no figures for {re.escape(told)} are shipped.*--save-profile"):
+        assert for_device("cuda", lambda: told).name == "h100"
 
 
 def broken(path, value):

@@ -212,7 +212,8 @@ class TestGpus:
                 gpu_index(cards, rank)
             assert str(error.value) == (
                 "a has 3 ranks (ranks 1-3), but they see 2 GPUs (CUDA_VISIBLE_DEVICES=4,5); start at most 2 ranks "
-                "there, or pass sw.init(backend='gloo') to train on the CPUs"
+                "there, or pass sw.init(backend='gloo') to train on the CPUs, with device='cuda' beside it to share "
+                "GPUs"
             )
 
     def test_a_device_number_is_found_among_the_visible_ones(self, monkeypatch):

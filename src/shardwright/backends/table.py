@@ -44,7 +44,8 @@ class Backend:
     Attributes:
         name: what is typed after ``--backend`` and given to `sw.init`.
         says: what stands behind the name where the choices are listed.
-        device: where ranks compute that ask for it.
+        device: where ranks compute that ask for it and for no device.
+        moves: the devices whose tensors it moves.
         torch_name: what torch calls it, where that is another name.
         module: the module whose ``prepare(environment)`` makes it known to torch before the ranks meet.
         sends_messages: whether two ranks can send each other tensors of the CPU with a time limit, so that the end of
@@ -61,6 +62,7 @@ class Backend:
     name: str
     says: str = ""
     device: DeviceType = "cpu"
+    moves: tuple[DeviceType, ...] = ("cpu", "cuda")
     torch_name: str = ""
     module: str | None = None
     sends_messages: bool = False
@@ -102,10 +104,11 @@ GLOO = Backend(
     },
     header_bytes=144,
 )
-NCCL = Backend(name="nccl", says="GPU", device="cuda", names_network=True)
+NCCL = Backend(name="nccl", says="GPU", device="cuda", moves=("cuda",), names_network=True)
 # torch has taken the name "mpi" for a backend that it must be built with.
 MPI = Backend(
-    name="mpi", says="CPU, started by mpirun", torch_name="shardwright_mpi", module="shardwright.backends.mpi"
+    name="mpi", says="CPU, started by mpirun", moves=("cpu",), torch_name="shardwright_mpi",
+    module="shardwright.backends.mpi",
 )  # fmt: skip
 BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI)}
 
@@ -153,6 +156,17 @@ def backend_moving(device: str, text: str) -> Backend:
     """
     rows = backends_by_device(text)
     return rows.get(device) or next(iter(rows.values()))
+
+
+def moves(device: str, text: str) -> bool:
+    """Whether one of the backends that a text names moves tensors of such devices.
+
+    >>> [[moves(device, text) for device in ("cpu", "cuda")] for text in ("gloo", "nccl", "cpu:gloo,cuda:nccl")]
+    [[True, True], [False, True], [True, True]]
+    """
+    rows = backends_by_device(text)
+    row = rows.get(device) or rows.get("")
+    return row is not None and device in row.moves
 
 
 def on_gpus(text: str) -> bool:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Axis, Mesh
+from shardwright.world.control import finish_queued
 
 
 def to_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
@@ -106,6 +107,7 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     made = _made.setdefault(world, {})
     key = (device_type, tuple(mesh.sizes.items()))
     if key not in made:
+        finish_queued()
         made[key] = init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
     return made[key]
 

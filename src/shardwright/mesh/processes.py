@@ -14,6 +14,7 @@ from shardwright.errors import LoweringError, WorldError
 from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
+from shardwright.world.control import finish_queued
 from shardwright.world.lockstep import Lockstep
 
 
@@ -59,10 +60,12 @@ class ProcessCommunicator:
 
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
         """Make the groups for these sets of axes. All ranks call it together, with the same sets in any order."""
-        missing = {self.mesh.ordered(axes) for axes in axes_sets if self.mesh.extent(axes) > 1}
-        for axes in sorted(missing):
-            if frozenset(axes) not in self._groups:
-                self._groups[frozenset(axes)] = self._new_group(axes)
+        wanted = {self.mesh.ordered(axes) for axes in axes_sets if self.mesh.extent(axes) > 1}
+        missing = [axes for axes in sorted(wanted) if frozenset(axes) not in self._groups]
+        if missing:
+            finish_queued()
+        for axes in missing:
+            self._groups[frozenset(axes)] = self._new_group(axes)
         calm_receivers()
 
     def _new_group(self, axes: Axes) -> dist.ProcessGroup:

@@ -77,7 +77,7 @@ class Parallel(ParallelModel):
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
-        self._same_batch = SameBatch(world.device, lockstep)
+        self._same_batch = SameBatch(lockstep)
         self._communicator = communicator_over(self.plan.mesh, lockstep)
         place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
         self._state = ModelState(model, self.plan, seed, world.device)
@@ -177,7 +177,7 @@ class Parallel(ParallelModel):
         """Which rows this rank was given. Where each has its own part, all compare what they have."""
         if self.options.batch != "local" or isinstance(batch, Batch) or self.world.size == 1:
             return rows_of(batch, tensors, self.options.batch)
-        return rows_of_parts(tensors, self._programs.captures.key(kind, batch), self.world.device, self._lockstep)
+        return rows_of_parts(tensors, self._programs.captures.key(kind, batch), self._lockstep)
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
         arguments = self._arguments(prepared, inputs, self._state.step)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwright.errors import ShardwrightError, UsageError
+from shardwright.world.control import control_group
 from shardwright.world.ranks import Lost, Ranks, alone
 
 T = TypeVar("T")
@@ -21,7 +22,7 @@ def from_all_ranks(mine: T) -> list[T]:
     if alone():
         return [mine]
     everyone = [mine] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    dist.all_gather_object(everyone, mine, group=control_group())
     return everyone
 
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from shardwright.backends.gloo_threads import calm_receivers
 from shardwright.errors import UsageError
 from shardwright.torch_private import new_group_of_members
+from shardwright.world.control import finish_queued
 from shardwright.world.world import current_world
 
 Group = dist.ProcessGroup
@@ -85,6 +86,8 @@ def create_group(ranks: Sequence[int]) -> Group:
         raise UsageError(
             f"create_group got the ranks {list(ranks)}; expected distinct ranks from 0 to {world.size - 1}"
         )
+    if world.rank in chosen:
+        finish_queued()
     group = new_group_of_members(chosen)
     calm_receivers()
     if group is None:  # torch's answer to the others, which everywhere else means the group of all ranks

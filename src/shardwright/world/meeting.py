@@ -31,7 +31,10 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank says about itself at the roll call; ``gpus`` are the identities of those it can see."""
+    """What a rank says about itself at the roll call.
+
+    ``gpus`` are the identities of those it can see, where it is to compute on a ``device`` of that type.
+    """
 
     rank: int
     size: int
@@ -41,6 +44,7 @@ class Card:
     pid: int
     local_rank: int | None
     gpus: tuple[str, ...]
+    device: str = "cpu"
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -259,9 +263,13 @@ def _announce(store: Store, card: Card) -> str | None:
     if position == 1:
         store.set("first", json.dumps(asdict(card)))
     first = _card(json.loads(store.get("first")))
-    for what, theirs, ours in (("world size", first.size, card.size), ("backend", first.backend, card.backend)):
+    for name, theirs, ours in (
+        ("world size", first.size, card.size),
+        ("backend", first.backend, card.backend),
+        ("device", first.device, card.device),
+    ):
         if theirs != ours:
-            return f"the ranks disagree on the {what}: {first} says {theirs}, {card} says {ours}"
+            return f"the ranks disagree on the {name}: {first} says {theirs}, {card} says {ours}"
     if store.add("agreed", 1) == card.size:
         cards = [json.loads(store.get(f"card/{rank}")) for rank in range(card.size)]
         store.set("verdict", json.dumps({"cards": cards}))

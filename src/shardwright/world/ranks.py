@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import time
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -10,9 +11,12 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
+from torch.distributed import DistError
 
-from shardwright.backends.table import GLOO, backend_moving
 from shardwright.errors import ShardwrightError, WorldError
+from shardwright.pulse import own_pulse
+from shardwright.torch_private import job_store
+from shardwright.world.control import control_group, message_group
 
 TIMEOUT_S = 1800.0
 """How long a rank waits for another unless told: the slowest may still be writing when the first is done."""
@@ -80,8 +84,9 @@ def ranks_by_collectives(doing: str) -> Ranks:
     return OneRank(purpose) if alone() else CollectiveRanks(purpose)
 
 
-# The group for messages beside each default group whose own backend moves no messages of the CPU.
-_beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+# How often rank 0 was waited for in each default group.
+_waits: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
+_LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank, so that a thousand do not keep the store busy
 
 
 def ranks_by_messages(purpose: Purpose) -> Ranks:
@@ -89,21 +94,7 @@ def ranks_by_messages(purpose: Purpose) -> Ranks:
 
     Where the backend of the world sends no such messages, the first call makes a group for them, on all ranks.
     """
-    if alone():
-        return OneRank(purpose)
-    if backend_moving("cpu", str(dist.get_backend())).sends_messages:
-        return ProcessRanks(purpose)
-    world = dist.group.WORLD
-    assert world is not None
-    if world not in _beside:
-        _beside[world] = group_for_messages()
-    return ProcessRanks(purpose, _beside[world])
-
-
-def group_for_messages() -> dist.ProcessGroup:
-    """A new group of all ranks that sends messages; all make it together."""
-    group: dist.ProcessGroup = dist.new_group(backend=GLOO.registered)
-    return group
+    return OneRank(purpose) if alone() else ProcessRanks(purpose, message_group())
 
 
 class OneRank:
@@ -123,7 +114,11 @@ class OneRank:
 
 
 class CollectiveRanks:
-    """All ranks of a job in a collective of the default group: one that ends ends them all, as in training."""
+    """All ranks of a job in a collective: one that ends ends them all, as in training.
+
+    What rank 0 has for the others may take it hours to make. They wait for it for as long as it lives: in a collective
+    they would wait for no longer than the timeout of its group, and one of NCCL would take a GPU for that.
+    """
 
     def __init__(self, purpose: Purpose) -> None:
         self.purpose = purpose
@@ -132,13 +127,29 @@ class CollectiveRanks:
 
     def gather(self, value: Any) -> list[Any] | None:
         everyone = None if self.rank else [value] * self.size
-        dist.gather_object(value, everyone)
+        dist.gather_object(value, everyone, group=control_group())
         return everyone
 
     def broadcast(self, value: Any) -> Any:
         answer = [value]
-        dist.broadcast_object_list(answer, src=0)
+        with own_pulse()(b"broadcast from rank 0"):
+            self._wait_for_rank_zero()
+            dist.broadcast_object_list(answer, src=0, group=control_group())
         return answer[0]
+
+    def _wait_for_rank_zero(self) -> None:
+        world, store = dist.group.WORLD, job_store()
+        assert world is not None
+        number = _waits[world] = _waits.get(world, 0) + 1
+        key, pause_s = f"rank 0 has come/{number}", 0.0005
+        try:
+            if self.rank == 0:
+                store.set(key, "")
+            while not store.check([key]):
+                time.sleep(pause_s)
+                pause_s = min(1.3 * pause_s, _LONGEST_PAUSE_S + self.size / 5000)
+        except DistError as error:
+            raise self.purpose.lost(0, Lost("has ended, or whoever serves the store of the job")) from error
 
 
 class ProcessRanks:

@@ -16,7 +16,15 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends.gloo_threads import calm_receivers
-from shardwright.backends.table import BACKENDS, backend_called, backends_by_device, choices, on_gpus, usual_backend
+from shardwright.backends.table import (
+    BACKENDS,
+    DeviceType,
+    backend_called,
+    backends_by_device,
+    choices,
+    on_gpus,
+    usual_backend,
+)
 from shardwright.errors import UsageError, WorldError
 from shardwright.hosts.environment import (
     FileMeeting,
@@ -27,7 +35,9 @@ from shardwright.hosts.environment import (
 from shardwright.launch.asked.variables import BACKEND_VARIABLE
 from shardwright.pulse import own_pulse
 from shardwright.world.agreement import from_all_ranks
-from shardwright.world.devices import gpu_index, host_names
+from shardwright.world.control import control_group
+from shardwright.world.devices import asked_device, device_type, gpu_index, host_names
+from shardwright.world.following import follow_device, switch_on_recorder
 from shardwright.world.leave import leave
 from shardwright.world.meeting import (
     Card,
@@ -74,12 +84,15 @@ def init(
     rank: int | None = None,
     world_size: int | None = None,
     timeout: float | timedelta | None = None,
+    device: str | torch.device | None = None,
 ) -> World:
     """Join the other ranks, as told by the launcher that started this process; without one, a world of one.
 
     Understands torchrun and ``shardwright launch``, msrun, rank tables, OpenMPI, MPICH and Intel MPI, and Slurm;
     where several left their variables, the innermost counts (`shardwright.hosts.environment`).
 
+    ``device`` is where this rank computes: "cpu", "cuda" (the GPU that its place on its host gives it) or "cuda:N"; all
+    ranks of a host may have one GPU with backend="gloo". Unless given it is what the backend serves.
     ``backend`` is nccl where torch sees GPUs, else gloo, unless given here or by ``shardwright launch --backend``;
     "mpi" is for ranks that mpirun started (`shardwright.backends.table`). ``init_method`` (``tcp://HOST:PORT`` or
     ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the launcher says. ``timeout`` (seconds or
@@ -91,8 +104,9 @@ def init(
     the arguments make no sense.
     """
     own_pulse().beat()
+    asked = asked_device(device)
     if dist.is_initialized():
-        return _existing(backend, rank, world_size)
+        return _existing(backend, rank, world_size, asked)
     backend = backend or os.environ.get(BACKEND_VARIABLE) or None
     _check_backend(backend)
     launched = _launch_environment(init_method, rank, world_size)
@@ -101,10 +115,18 @@ def init(
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     if timeout_s is not None and timeout_s <= 0:
         raise UsageError(f"timeout={timeout} must be more than 0 seconds")
-    store, cards = _meet(launched, backend, Deadline.after(_MEETING_TIMEOUT_S if timeout_s is None else timeout_s))
-    world = _world(cards, launched)
+    chosen = backend or _usual(asked)
+    deadline = Deadline.after(_MEETING_TIMEOUT_S if timeout_s is None else timeout_s)
+    store, cards = _meet(launched, chosen, device_type(asked, chosen), deadline)
+    world = _world(cards, launched, asked)
     _start(world, store, launched, None if timeout_s is None else timedelta(seconds=timeout_s))
     return world
+
+
+def _usual(asked: torch.device | None) -> str:
+    """The backend of ranks that compute there, or on what there is."""
+    on_gpu = asked.type == "cuda" if asked is not None else torch.cuda.is_available()
+    return usual_backend("cuda" if on_gpu else "cpu").name
 
 
 def _check_backend(backend: str | None) -> None:
@@ -116,18 +138,25 @@ def _check_backend(backend: str | None) -> None:
 
 def current_world() -> World:
     """The world that `init` set up; raises `WorldError` before that."""
+    return _current(None)
+
+
+def _current(device: torch.device | None) -> World:
     if not dist.is_initialized():
         raise WorldError("there is no world yet; call sw.init() first")
     group = dist.group.WORLD
     assert group is not None
     if group not in _worlds:
-        _worlds[group] = _adopt()
+        _worlds[group] = _adopt(device)
+        follow_device(own_pulse(), _worlds[group].device)
     return _worlds[group]
 
 
-def _existing(backend: str | None, rank: int | None, world_size: int | None) -> World:
-    world = current_world()
+def _existing(backend: str | None, rank: int | None, world_size: int | None, device: torch.device | None) -> World:
+    world = _current(device)
+    same_device = device is None or (device.type == world.device.type and device.index in (None, world.device.index))
     for name, given, actual in (
+        ("device", None if same_device else str(device), str(world.device)),
         ("backend", backend, world.backend),
         ("rank", rank, world.rank),
         ("world_size", world_size, world.size),
@@ -140,13 +169,16 @@ def _existing(backend: str | None, rank: int | None, world_size: int | None) -> 
     return world
 
 
-def _adopt() -> World:
+def _adopt(asked: torch.device | None) -> World:
     """The world of a process group that the script has set up itself; every rank must take part."""
     rank, size = dist.get_rank(), dist.get_world_size()
     backend = backend_called(str(dist.get_backend())).name
     hosts = from_all_ranks(socket.gethostname())
     local = [r for r in range(size) if hosts[r] == hosts[rank]]
-    device = torch.device("cuda", torch.cuda.current_device()) if on_gpus(backend) else torch.device("cpu")
+    if asked is not None and asked.index is not None:
+        torch.cuda.set_device(asked)
+    on_gpu = device_type(asked, backend) == "cuda"
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     return World(rank, size, local.index(rank), len(local), hosts[rank], device, backend, tuple(hosts))
 
 
@@ -168,24 +200,27 @@ def _launch_environment(init_method: str | None, rank: int | None, world_size: i
     return replace(launched, meeting=meeting_from_url(init_method))
 
 
-def _meet(launched: LaunchEnvironment, backend: str | None, deadline: Deadline) -> tuple[Store, tuple[Card, ...]]:
+def _meet(
+    launched: LaunchEnvironment, backend: str, device: DeviceType, deadline: Deadline
+) -> tuple[Store, tuple[Card, ...]]:
     """The job's store and the cards of all ranks, once all have come."""
     try:
         store = job_store(open_store(launched, deadline), launched.job)
         if launched.rank is None:
             serve_until_all_left(store, launched.size)
             raise SystemExit(0)
-        chosen = backend or usual_backend("cuda" if torch.cuda.is_available() else "cpu").name
         server_rank = launched.meeting.server_rank if isinstance(launched.meeting, TcpMeeting) else 0
-        return store, roll_call(store, _introduce(launched, chosen), deadline, serves=launched.rank == server_rank)
+        card = _introduce(launched, backend, device)
+        return store, roll_call(store, card, deadline, serves=launched.rank == server_rank)
     finally:
         if isinstance(launched.meeting, FileMeeting) and launched.rank == 0:
             launched.meeting.path.unlink(missing_ok=True)
 
 
-def _introduce(launched: LaunchEnvironment, backend: str) -> Card:
+def _introduce(launched: LaunchEnvironment, backend: str, device: DeviceType) -> Card:
     assert launched.rank is not None
-    gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count() * on_gpus(backend))]
+    seen = torch.cuda.device_count() if device == "cuda" else 0
+    gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(seen)]
     return Card(
         rank=launched.rank,
         size=launched.size,
@@ -195,25 +230,31 @@ def _introduce(launched: LaunchEnvironment, backend: str) -> Card:
         pid=os.getpid(),
         local_rank=launched.local_rank,
         gpus=tuple(gpus),
+        device=device,
     )
 
 
-def _world(cards: Sequence[Card], launched: LaunchEnvironment) -> World:
+def _world(cards: Sequence[Card], launched: LaunchEnvironment, asked: torch.device | None) -> World:
     mine = cards[launched.rank or 0]
     hosts = host_names(cards)
     local = [card for card in cards if hosts[card.rank] == hosts[mine.rank]]
     local_rank = [card.rank for card in local].index(mine.rank) if mine.local_rank is None else mine.local_rank
     local_size = launched.local_size or len(local)
     device = torch.device("cpu")
-    if on_gpus(mine.backend):
-        device = torch.device("cuda", gpu_index(cards, mine.rank, launched.device_id))
+    if asked is not None and asked.index is not None:
+        device = asked
+    elif mine.device == "cuda":
+        shared = asked is not None and not on_gpus(mine.backend)
+        device = torch.device("cuda", gpu_index(cards, mine.rank, launched.device_id, shared))
     return World(mine.rank, mine.size, local_rank, local_size, hosts[mine.rank], device, mine.backend, hosts)
 
 
 def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: timedelta | None) -> None:
-    on_gpu = world.device.type == "cuda"
-    if on_gpu:
+    bound = on_gpus(world.backend)  # the backend has to know on which GPU it works
+    if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
+    if bound:
+        switch_on_recorder()
     if len(set(world.hosts)) == 1:
         # gloo would resolve this host's own name, which can take seconds or fail; within a host the loopback will do.
         loopback = [name for name, address in interfaces().items() if address == "127.0.0.1"]
@@ -225,12 +266,13 @@ def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: tim
         rank=world.rank,
         world_size=world.size,
         timeout=timeout,
-        device_id=world.device if on_gpu else None,
+        device_id=world.device if bound else None,
     )
     calm_receivers()
-    if not on_gpu:
-        dist.barrier()  # a rank that left at once would break the connections that others are still making
+    # A rank that left at once would break the connections that others are still making.
+    dist.barrier(control_group())
     group = dist.group.WORLD
     assert group is not None
     _worlds[group] = world
+    follow_device(own_pulse(), world.device)
     atexit.register(leave, store if launched.launcher == "msrun" else None)

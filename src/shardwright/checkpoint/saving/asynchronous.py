@@ -27,7 +27,8 @@ from shardwright.checkpoint.saving.save import TO_SAVE, prepare, write
 from shardwright.checkpoint.storage.store import Store
 from shardwright.errors import CheckpointError
 from shardwright.world.agreement import attempt
-from shardwright.world.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone, group_for_messages
+from shardwright.world.control import group_for_messages
+from shardwright.world.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone
 
 NICENESS = 10
 """The thread that writes gives way to those that compute, where the system knows priorities of threads (Linux)."""

@@ -28,6 +28,7 @@ from torch.optim import Optimizer
 from shardwright.checkpoint.format.manifest import Entry, TensorEntry
 from shardwright.errors import CheckpointError
 from shardwright.plan.plan import Plan
+from shardwright.world.control import group_moving
 
 Path = tuple[str, ...]
 
@@ -88,7 +89,7 @@ def broadcast_buffers(model: Any) -> None:
     ours = parallelized(model)
     if isinstance(model, DistributedDataParallel) or (ours is not None and ours.plan is None):
         for buffer in module_of(model).buffers():
-            dist.broadcast(buffer.detach(), 0)
+            dist.broadcast(buffer.detach(), 0, group=group_moving(buffer.device))
 
 
 # The optimizer

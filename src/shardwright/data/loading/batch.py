@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ class Batch(tuple[torch.Tensor, ...]):
 
     A tuple of tensors, each with the samples along dim 0 (shape ``[stop - start, ...]``), to be unpacked like
     any other: ``x, y = batch``. Every rank knows the global size without talking to the others, also when its
-    own part is empty. Raises `UsageError` when the range lies outside the global batch.
+    own part is empty; and, where the batch says with ``ranges`` which samples each rank has, who has what.
+    Raises `UsageError` when a range lies outside the global batch, or no rank of ``ranges`` has this one.
 
     >>> batch = Batch([torch.zeros(2, 3), torch.zeros(2)], global_size=30, start=4, stop=6)
     >>> x, y = batch
@@ -26,18 +27,30 @@ class Batch(tuple[torch.Tensor, ...]):
     global_size: int
     start: int
     stop: int
+    ranges: tuple[tuple[int, int], ...] | None
 
-    def __new__(cls, tensors: Iterable[torch.Tensor], *, global_size: int, start: int, stop: int) -> Batch:
+    def __new__(
+        cls,
+        tensors: Iterable[torch.Tensor],
+        *,
+        global_size: int,
+        start: int,
+        stop: int,
+        ranges: Sequence[tuple[int, int]] | None = None,
+    ) -> Batch:
         if not 0 <= start <= stop <= global_size:
             raise UsageError(
                 f"a batch of samples {start} to {stop} does not lie within a global batch of {global_size} samples"
             )
+        if ranges is not None and (start, stop) not in ranges:
+            raise UsageError(f"a batch of samples {start} to {stop} is that of no rank, who have {list(ranges)}")
         batch = super().__new__(cls, tensors)
         batch.global_size, batch.start, batch.stop = global_size, start, stop
+        batch.ranges = None if ranges is None else tuple(ranges)
         return batch
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (tuple(self), self.global_size, self.start, self.stop)
+        return _rebuild, (tuple(self), self.global_size, self.start, self.stop, self.ranges)
 
     def __repr__(self) -> str:
         tensors = ", ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self)
@@ -45,9 +58,18 @@ class Batch(tuple[torch.Tensor, ...]):
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
         """The same samples on ``device``."""
-        moved = [t.to(device, non_blocking=non_blocking) for t in self]
-        return Batch(moved, global_size=self.global_size, start=self.start, stop=self.stop)
+        return self.of([t.to(device, non_blocking=non_blocking) for t in self])
+
+    def of(self, tensors: Iterable[torch.Tensor]) -> Batch:
+        """Other tensors of the same samples."""
+        return _rebuild(tuple(tensors), self.global_size, self.start, self.stop, self.ranges)
 
 
-def _rebuild(tensors: tuple[torch.Tensor, ...], global_size: int, start: int, stop: int) -> Batch:
-    return Batch(tensors, global_size=global_size, start=start, stop=stop)
+def _rebuild(
+    tensors: tuple[torch.Tensor, ...],
+    global_size: int,
+    start: int,
+    stop: int,
+    ranges: tuple[tuple[int, int], ...] | None,
+) -> Batch:
+    return Batch(tensors, global_size=global_size, start=start, stop=stop, ranges=ranges)

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from shardwright.data.iterable import as_stream
 from shardwright.data.loading.batch import Batch
-from shardwright.data.loading.position import Batching, Collate, CutsBatches, HasRank, Position, columns_of
+from shardwright.data.loading.position import Batching, Collate, CutsBatches, HasRank, Position, Range, columns_of
 from shardwright.data.loading.position import Loader as Loader
 from shardwright.data.loading.same_data import check_same_data
 from shardwright.data.loading.stream_loader import StreamLoader
@@ -32,12 +32,12 @@ from shardwright.hosts.environment import read_environment
 
 @dataclass(frozen=True)
 class _Part:
-    """One rank's part of a global batch: which samples, and where in the global batch they are."""
+    """One rank's part of a global batch: which samples, and which rows of it each rank has."""
 
     indices: npt.NDArray[np.int64]
     global_size: int
-    start: int
-    stop: int
+    ranges: tuple[Range, ...]
+    rank: int
 
 
 def loader(
@@ -157,7 +157,8 @@ class IndexedLoader(Loader):
 
     def _whole(self, begin: Position) -> Batch:
         indices = self._order(begin.epoch)[begin.samples : begin.samples + self.batch_size]
-        return _as_batch(self._rows[indices, begin.epoch], _Part(indices, len(indices), 0, len(indices)))
+        everyone = ((0, len(indices)),) * self._size
+        return _as_batch(self._rows[indices, begin.epoch], _Part(indices, len(indices), everyone, self._rank))
 
     def _check_data(self) -> None:
         check_same_data(self.dataset)
@@ -173,8 +174,9 @@ class IndexedLoader(Loader):
         for number in range(self._batches_after(begin.samples)):
             first = begin.samples + number * self.batch_size
             rows = order[first : first + self.batch_size]
-            start, stop = self._cut(len(rows))
-            parts.append(_Part(rows[start:stop], len(rows), start, stop))
+            ranges = self._cut(len(rows))
+            start, stop = ranges[self._rank]
+            parts.append(_Part(rows[start:stop], len(rows), ranges, self._rank))
         return parts
 
     def _pass(self, number: int, begin: Position) -> Iterator[Batch]:
@@ -230,7 +232,8 @@ def _unchanged(rows: Any) -> Any:
 
 
 def _as_batch(rows: Sequence[torch.Tensor], part: _Part) -> Batch:
-    return Batch(rows, global_size=part.global_size, start=part.start, stop=part.stop)
+    start, stop = part.ranges[part.rank]
+    return Batch(rows, global_size=part.global_size, start=start, stop=stop, ranges=part.ranges)
 
 
 def _rank_and_size(world: HasRank | None) -> tuple[int, int]:

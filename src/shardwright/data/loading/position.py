@@ -13,6 +13,8 @@ from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 
+Range = tuple[int, int]
+
 
 class HasRank(Protocol):
     """A `World`, or anything else that knows which of how many ranks this is."""
@@ -63,6 +65,7 @@ class Loader:
     def __init__(self, batching: Batching) -> None:
         self.batch_size = batching.batch_size
         self._rank, self._size, self._plan = batching.rank, batching.size, batching.plan
+        self._cuts: tuple[int, tuple[Range, ...]] = 0, ()
         self._drop_last, self._pin_memory = batching.drop_last, batching.pin_memory
         self._position = Position()
         self._loaded = False  # the position was loaded: the next pass begins there in any case
@@ -162,11 +165,15 @@ class Loader:
                 "one loader serves one loop at a time"
             )
 
-    def _cut(self, rows: int) -> tuple[int, int]:
-        """Which of the rows of a global batch are this rank's."""
-        if self._plan is not None:
-            return self._plan.batch_rows(self._rank, rows)
-        return chunk_range(rows, self._size, self._rank)
+    def _cut(self, rows: int) -> tuple[Range, ...]:
+        """Which of the rows of a global batch are each rank's; all but the last of an epoch have as many."""
+        if self._cuts[0] != rows:
+            ranks = range(self._size)
+            if self._plan is not None:
+                self._cuts = rows, tuple(self._plan.batch_rows(rank, rows) for rank in ranks)
+            else:
+                self._cuts = rows, tuple(chunk_range(rows, self._size, rank) for rank in ranks)
+        return self._cuts[1]
 
 
 def columns_of(collated: Any, count: int) -> tuple[torch.Tensor, ...]:

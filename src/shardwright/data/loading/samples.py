@@ -16,8 +16,7 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     if isinstance(batch, Tensor):
         return function(batch)
     if isinstance(batch, Batch):
-        tensors = (function(tensor) for tensor in batch)
-        return Batch(tensors, global_size=batch.global_size, start=batch.start, stop=batch.stop)
+        return batch.of(function(tensor) for tensor in batch)
     if isinstance(batch, dict):
         return {key: map_tensors(function, value) for key, value in batch.items()}
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):

@@ -11,7 +11,7 @@ from torch.utils.data import default_collate
 
 from shardwright.data.iterable import Stream
 from shardwright.data.loading.batch import Batch
-from shardwright.data.loading.position import Batching, Collate, Loader, Position, columns_of
+from shardwright.data.loading.position import Batching, Collate, Loader, Position, Range, columns_of
 from shardwright.data.loading.same_data import check_same_stream
 from shardwright.errors import UsageError
 
@@ -40,7 +40,7 @@ class StreamLoader(Loader):
 
     def _whole(self, begin: Position) -> Batch:
         _, samples = next(self._global_batches(begin))
-        return self._batch(samples, 0, len(samples))
+        return self._batch(samples, ((0, len(samples)),) * self._size)
 
     def _check_data(self) -> None:
         check_same_stream(self.stream.samples)
@@ -50,7 +50,7 @@ class StreamLoader(Loader):
         for position, samples in self._global_batches(begin):
             self._must_be(number)
             self._position, epoch = position, position.epoch
-            yield self._batch(samples, *self._cut(len(samples)))
+            yield self._batch(samples, self._cut(len(samples)))
         if number == self._passes:
             self._position = Position(epoch + 1)
 
@@ -76,7 +76,8 @@ class StreamLoader(Loader):
                 )
             epoch, start = epoch + 1, 0
 
-    def _batch(self, samples: list[Any], start: int, stop: int) -> Batch:
+    def _batch(self, samples: list[Any], ranges: tuple[Range, ...]) -> Batch:
+        start, stop = ranges[self._rank]
         # An empty part still has to show the shapes and types of the others: one sample tells them.
         chosen = samples[start:stop] or samples[:1]
         columns = columns_of(self._collate(chosen), len(chosen))
@@ -84,4 +85,4 @@ class StreamLoader(Loader):
             columns = tuple(column[:0] for column in columns)
         if self._pin_memory and torch.cuda.is_available():
             columns = tuple(column.pin_memory() for column in columns)
-        return Batch(columns, global_size=len(samples), start=start, stop=stop)
+        return Batch(columns, global_size=len(samples), start=start, stop=stop, ranges=ranges)

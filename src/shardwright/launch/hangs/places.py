@@ -59,9 +59,10 @@ def _where(seen: Observation) -> tuple[str, bool]:
     """
     idle = seen.busy < _BUSY
     pulse = seen.pulse
-    step = f" of step {pulse.steps}" if pulse is not None and pulse.steps else ""
+    step = f" of step {pulse.step}" if pulse is not None and pulse.step else ""
     if pulse is not None and pulse.operation:
-        return f"in {pulse.operation}{step}{f' for {pulse.site}' if pulse.site else ''}", True
+        what = f"{pulse.operation}{step}{f' for {pulse.site}' if pulse.site else ''}"
+        return (f"in {what}", True) if pulse.reached else (f"computing on its GPU, before {what}", False)
     place = _of_stacks(seen.stacks, step, idle)
     if place is None:
         return (f"in{step.removeprefix(' of')}" if step else ""), False

@@ -28,7 +28,7 @@ _ANSWER_S = 3.0  # for a rank's own faulthandler, which needs none of Python's l
 _TICK_S = 0.05
 _WINDOW_S = 0.3  # over which processor time is looked at
 _STACKS_BYTES = 1 << 16
-_THREADS, _FRAMES, _TEXT = 32, 64, 300
+_THREADS, _FRAMES, _TEXT, _RECORDED_LINES = 32, 64, 300, 64
 
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+.*\(most recent call first\):")
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
@@ -77,6 +77,7 @@ class Observation:
     stacks_by: str = ""
     no_stacks: str = ""
     below: tuple[str, ...] = ()  # processes that it started: name, pid, state
+    recorded: tuple[str, ...] = ()  # by torch, of its collectives on a GPU
 
     def to_message(self) -> dict[str, Any]:
         return asdict(self)
@@ -85,7 +86,8 @@ class Observation:
     def from_message(cls, message: Mapping[str, Any]) -> Observation:
         stacks = tuple(tuple(Frame(**frame) for frame in stack) for stack in message["stacks"])
         pulse = None if message["pulse"] is None else Reading(**message["pulse"])
-        return cls(**{**message, "stacks": stacks, "pulse": pulse, "below": tuple(message["below"])})
+        lists = {name: tuple(message[name]) for name in ("below", "recorded")}
+        return cls(**{**message, "stacks": stacks, "pulse": pulse, **lists})
 
 
 def observe(targets: Mapping[int, Target]) -> list[Observation]:
@@ -93,6 +95,7 @@ def observe(targets: Mapping[int, Target]) -> list[Observation]:
     began_s = time.monotonic()
     pids = {rank: _python_of(target) for rank, target in targets.items()}
     before = {rank: state_and_cpu_s(pid) for rank, pid in pids.items()}
+    asked = _ask_for_recorded(targets)
     observations = {rank: _facts(rank, pids[rank], target) for rank, target in targets.items()}
     observations = _with_py_spy(observations)
     time.sleep(max(0.0, began_s + _WINDOW_S - time.monotonic()))
@@ -101,7 +104,19 @@ def observe(targets: Mapping[int, Target]) -> list[Observation]:
         if now and then:
             busy = (now[1] - then[1]) / (time.monotonic() - began_s)
             observations[rank] = replace(observations[rank], busy=round(busy, 2))
-    return list(_with_faulthandler(observations, targets).values())
+    observations = _with_faulthandler(observations, targets)
+    for rank, pulse in asked.items():
+        lines = tuple(line[:_TEXT] for line in (pulse.recorded() or "").splitlines()[-_RECORDED_LINES:])
+        observations[rank] = replace(observations[rank], recorded=lines)
+    return list(observations.values())
+
+
+def _ask_for_recorded(targets: Mapping[int, Target]) -> dict[int, PulseFile]:
+    """Ask the ranks that follow a GPU what torch has recorded, which they answer before they have been looked at."""
+    asked = {rank: t.pulse for rank, t in targets.items() if t.pulse is not None and t.pulse.read().queued >= 0}
+    for pulse in asked.values():
+        pulse.ask()
+    return asked
 
 
 def _python_of(target: Target) -> int:

@@ -73,6 +73,10 @@ def _described(seen: Observation) -> list[str]:
     if (pulse := seen.pulse) is not None and pulse.beats:
         last = f", the last one for {pulse.site}" if pulse.site else ""
         lines.append(f"steps begun: {pulse.steps}, collectives of shardwright's: {pulse.collectives}{last}")
+    if pulse is not None and pulse.queued > 0:
+        lines.append(f"collectives that its GPU was asked for and has not ended: {pulse.queued}")
+    if seen.recorded:
+        lines += ["what torch has recorded of its collectives:", *(f"  {line}" for line in seen.recorded)]
     if seen.below:
         lines.append(f"processes below it: {', '.join(seen.below)}")
     if not seen.stacks:

@@ -116,9 +116,9 @@ class Hang:
         return (min(here) > max(there)) - (max(here) < min(there))
 
     def _done(self, rank: int) -> tuple[int, int] | None:
-        """Steps begun, and how far the last one is, where that is known."""
+        """The step, and how far the rank is in it, where that is known."""
         pulse = self._pulse(rank)
-        return (pulse.steps, pulse.position) if pulse is not None and pulse.position else None
+        return (pulse.step, pulse.position) if pulse is not None and pulse.position else None
 
     def _pulse(self, rank: int) -> Reading | None:
         [pulse] = [seen.pulse for seen in self.observations if seen.rank == rank]

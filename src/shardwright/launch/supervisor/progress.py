@@ -71,7 +71,7 @@ def encode_observations(observations: list[Observation]) -> bytes:
     data = json.dumps([seen.to_message() for seen in observations]).encode()
     if len(data) > _LARGEST_ANSWER_BYTES:
         data = json.dumps(
-            [replace(seen, stacks=seen.stacks[:1], below=()).to_message() for seen in observations]
+            [replace(seen, stacks=seen.stacks[:1], below=(), recorded=()).to_message() for seen in observations]
         ).encode()
     return data
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -29,6 +30,7 @@ import torch
 from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import CollectiveKind
+from shardwright.plan.pricing.known_gpus import profile_of
 from shardwright.whole_file import write_whole
 from shardwright.world.gradients import BUCKET_BYTES
 
@@ -397,8 +399,16 @@ def read_hardware(given: Hardware | str | os.PathLike[str]) -> Hardware:
 
 
 def for_device(device_type: str, device_name: Callable[[], str] | None = None) -> Hardware:
-    """The shipped figures for ``cpu`` or ``cuda``; a GPU whose name tells no shipped model counts as an H100."""
+    """The shipped figures for ``cpu`` or ``cuda``; one of which none are shipped counts as an H100 and is warned of."""
     if device_type != "cuda":
         return shipped("cpu_host")
     told = (device_name or torch.cuda.get_device_name)() if device_name or torch.cuda.is_available() else ""
-    return shipped(next((name for name in shipped_names() if name.upper() in told.upper()), "h100"))
+    known = profile_of(told)
+    if told and known is None:
+        warnings.warn(
+            f"no figures for {told} are shipped, and plans are priced as for H100 boards (SXM): they compute the same "
+            "numbers, but others may be faster; measure this machine once with `shardwright bench -n RANKS "
+            "--save-profile FILE.json`, and pass hardware='FILE.json'",
+            stacklevel=2,
+        )
+    return shipped(known or "h100")

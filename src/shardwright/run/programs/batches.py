@@ -18,6 +18,7 @@ from shardwright.graph.tracing.open_sizes import in_batch
 from shardwright.graph.tracing.outside import PLAIN
 from shardwright.torch_private import tree_flatten
 from shardwright.world.agreement import from_all_ranks
+from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.ranks import alone
 
@@ -85,8 +86,8 @@ EVERY = 100
 class SameBatch:
     """Compares some of the batches that ranks pass, by their shapes and checksums, in a collective of 16 bytes."""
 
-    def __init__(self, device: torch.device, lockstep: Lockstep) -> None:
-        self._device, self._lockstep = device, lockstep
+    def __init__(self, lockstep: Lockstep) -> None:
+        self._lockstep = lockstep
         self._seen = 0
 
     def check(self, tensors: Sequence[Tensor]) -> None:
@@ -104,8 +105,8 @@ class SameBatch:
             f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with checksum {checksum(t)[:8]}" for t in tensors
         ]
         number = int.from_bytes(hashlib.sha256(str(shown).encode()).digest()[:7])
-        bounds = torch.tensor([number, -number], device=self._device)
-        self._lockstep.run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), bounds)
+        bounds = torch.tensor([number, -number])
+        self._lockstep.run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), bounds, group=control_group())
         if bounds[0] == -bounds[1]:
             return
         everyone = from_all_ranks(", ".join(shown))

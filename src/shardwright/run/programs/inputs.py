@@ -18,6 +18,7 @@ from shardwright.mesh.collectives import Communicator, all_gather
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.world.agreement import from_all_ranks
+from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
 
 BatchKind = Literal["local", "global"]
@@ -29,7 +30,7 @@ Shape = tuple[int, ...]
 class Rows:
     """Which rows of the global batch a rank has: ``mine`` of ``total``; ``all_ranks`` where every rank knows.
 
-    A Batch of a loader leaves ``all_ranks`` None: the ranges then are those of an even cut, or must be asked for.
+    A Batch that does not say it leaves ``all_ranks`` None: the ranges are those of an even cut, or must be asked for.
     ``agreed`` tells that all ranks have just said that their batches are of one shape.
     """
 
@@ -48,7 +49,8 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) ->
     size = dist.get_world_size() if dist.is_initialized() else 1
     height = next((t.shape[0] for t in tensors if t.ndim), 0)
     if isinstance(batch, Batch):
-        return Rows((batch.start, batch.stop), batch.global_size, ((0, height),) if size == 1 else None)
+        ranges = batch.ranges or (((0, height),) if size == 1 else None)
+        return Rows((batch.start, batch.stop), batch.global_size, ranges)
     if size == 1 or kind == "global":
         return Rows((0, height), height, ((0, height),) * size)
     if kind != "local":
@@ -66,8 +68,10 @@ def _in_turn(counts: Sequence[int]) -> Rows:
     return Rows(ranges[dist.get_rank()], ends[-1], ranges)
 
 
-def rows_of_parts(tensors: Sequence[Tensor], key: str, device: torch.device, lockstep: Lockstep) -> Rows:
+def rows_of_parts(tensors: Sequence[Tensor], key: str, lockstep: Lockstep) -> Rows:
     """`rows_of` where each rank passes its own part, and says with its size what must be equal, in one collective.
+
+    Sizes are asked for in the memory of the CPU: a step need not wait for what a GPU still has to do.
 
     Args:
         key: what the program depends on beside sizes.
@@ -78,9 +82,9 @@ def rows_of_parts(tensors: Sequence[Tensor], key: str, device: torch.device, loc
     height = next((t.shape[0] for t in tensors if t.ndim), 0)
     whole = global_shapes(tensors, Rows((0, height), -1, None))  # -1 stands for the rows of all
     number = int.from_bytes(hashlib.sha256(f"{key} {whole}".encode()).digest()[:7])
-    mine = torch.tensor([height, number], device=device)
+    mine = torch.tensor([height, number])
     gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    lockstep.run(dist.all_gather, gathered, mine)
+    lockstep.run(dist.all_gather, gathered, mine, group=control_group())
     counts, numbers = zip(*(theirs.tolist() for theirs in gathered), strict=True)
     if len(set(numbers)) == 1:
         return replace(_in_turn(counts), agreed=True)
@@ -109,6 +113,11 @@ def local_inputs(
 ) -> list[Tensor]:
     """This rank's part of every input, as the plan lays it out; rows are exchanged only where ranks lack some."""
     ranges = rows.all_ranks or _ranges(rows, shapes, layouts, comm)
+    if len(ranges) != comm.mesh.size:
+        raise UsageError(
+            f"the batch was cut for {len(ranges)} ranks, and there are {comm.mesh.size}: it comes from a loader for "
+            "other ranks"
+        )
     parts = []
     for tensor, shape, layout in zip(tensors, shapes, layouts, strict=True):
         wanted = [layout.local_slice(shape, comm.mesh, rank) for rank in range(comm.mesh.size)]
@@ -153,8 +162,7 @@ def _ranges(rows: Rows, shapes: Sequence[Shape], layouts: Sequence[Layout], comm
                 "the batch comes from a loader for other ranks"
             )
         return even
-    everyone = comm.all_gather(torch.tensor(rows.mine), mesh.names)
-    return tuple((int(start), int(stop)) for start, stop in everyone)
+    return tuple(from_all_ranks(rows.mine))
 
 
 def _everything(tensor: Tensor, ranges: Sequence[Range], comm: Communicator) -> Tensor:

@@ -132,7 +132,8 @@ class Planner:
 
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
     """What plans for these ranks are priced by: what was asked for or the shipped profile, on the hosts there are."""
-    return (asked or for_device(world.device.type)).on_hosts(world.hosts)
+    told = None if world.rank == 0 else str  # what other ranks believe decides nothing, and they need not warn
+    return (asked or for_device(world.device.type, told)).on_hosts(world.hosts)
 
 
 def _shapes_of(capture: Capture) -> str:
