@@ -1,0 +1,138 @@
+"""Hangs of ranks whose collectives run on a GPU: what it has done counts, and not what it was asked for."""
+
+import json
+import time
+
+import pytest
+
+from shardwright.launch.hangs.places import place_of
+from shardwright.launch.hangs.stacks import Frame, Observation, Target, observe
+from shardwright.launch.hangs.stall_report import report_text
+from shardwright.launch.hangs.stall_verdict import Hang
+from shardwright.pulse import PulseFile, open_pulse, site
+from shardwright.world.following import Follower, recorded
+
+LOADING = (Frame("/w/train.py", 8, "load"),)
+
+
+class Device:
+    """A GPU that has done as much as it is told to; its marks are numbered."""
+
+    def __init__(self):
+        self.done = self.marks = 0
+
+    def mark(self):
+        self.marks += 1
+        return Mark(self, self.marks)
+
+
+class Mark:
+    def __init__(self, device, number):
+        self.device, self.number = device, number
+
+    def query(self):
+        return self.device.done >= self.number
+
+
+@pytest.fixture
+def rank():
+    """A rank with a GPU that has been asked for three collectives of two steps, with the supervisor's end."""
+    file, device = PulseFile(), Device()
+    pulse = open_pulse.__wrapped__(file.path)
+    pulse.follow(device.mark)
+    for step, words in ((1, "linear"), (1, "the loss"), (2, "linear")):
+        if step > pulse._steps:
+            pulse.begin_step()
+        pulse.at(site(words, 1 + len(words)))
+        with pulse(b"all_reduce"):
+            pass
+    pulse.look()
+    return file, device, pulse
+
+
+def seen(file, number=0, frames=LOADING):
+    stacks = (frames,) if frames else ()
+    return Observation(number, 100 + number, "S", busy=1.0, pulse=file.read(), stacks=stacks, stacks_by="x")
+
+
+@pytest.mark.parametrize(
+    ("done", "kind", "text", "queued"),
+    [
+        (0, "known", "computing on its GPU, before all_reduce of step 1 for linear", 3),
+        (1, "waiting", "in all_reduce of step 1 for linear", 3),
+        (3, "waiting", "in all_reduce of step 1 for the loss", 2),
+        (5, "waiting", "in all_reduce of step 2 for linear", 1),
+        (6, "known", "in train.py:8 in load (step 2), computing", 0),
+    ],
+)
+def test_a_rank_is_where_its_gpu_is_and_not_where_its_program_is(rank, done, kind, text, queued):
+    file, device, pulse = rank
+    device.done = done
+    pulse.look()
+    place = place_of(seen(file))
+    assert (place.kind, place.text, file.read().queued) == (kind, text, queued)
+    assert file.read().collectives == 3
+
+
+def test_what_a_gpu_ends_is_a_sign_of_life(rank):
+    file, device, pulse = rank
+    before = file.read().beats
+    pulse.look()
+    assert file.read().beats == before
+    device.done = 2
+    pulse.look()
+    assert file.read().beats > before
+
+
+def test_the_rank_whose_gpu_never_came_is_blamed(rank):
+    file, device, pulse = rank
+    device.done = 1
+    pulse.look()
+    waiting = [seen(file, number) for number in (0, 1)]
+    device.done = 0
+    pulse.look()
+    verdict, blamed = Hang((*waiting, seen(file, 2)), 30.0).verdict()
+    assert blamed == (2,)
+    assert verdict == (
+        "rank 2 is computing on its GPU, before all_reduce of step 1 for linear while 2 ranks wait in all_reduce of "
+        "step 1 for linear"
+    )
+
+
+def entry(number, state, group="world", **more):
+    return {
+        "process_group": ["0", group], "profiling_name": "nccl:all_reduce", "collective_seq_id": number,
+        "input_sizes": [[4, 8]], "input_dtypes": ["Float"], "state": state, "is_p2p": False,
+        "frames": [{"name": "f", "filename": "/w/train.py", "line": number}],
+    } | more  # fmt: skip
+
+
+def test_what_torch_has_recorded_comes_into_the_report(rank):
+    file, _, pulse = rank
+    dump = json.dumps({"entries": [entry(number, "completed") for number in range(9)] + [entry(9, "started")]})
+    follower = Follower(pulse, lambda: recorded(dump))
+    try:
+        [found] = observe({0: Target(0x7FFFFFFF, file)})
+    finally:
+        follower.end()
+    assert [line.split(" is ")[1] for line in found.recorded] == [
+        "completed (train.py:6)", "completed (train.py:7)", "completed (train.py:8)", "started (train.py:9)",
+    ]  # fmt: skip
+    text = report_text(Hang((found,), 30.0))
+    assert "collectives that its GPU was asked for and has not ended: 3" in text
+    assert "what torch has recorded of its collectives:\n  world: all_reduce 6 of Float[4, 8] is completed" in text
+
+
+def test_a_record_in_another_form_is_told_and_none_is_empty():
+    assert recorded(b"{}") == ""
+    assert recorded("x").startswith("what torch has recorded cannot be read: JSONDecodeError")
+    assert recorded(json.dumps({"entries": [{"state": "x"}]})).startswith("what torch has recorded cannot be read: Key")
+
+
+def test_a_rank_without_a_gpu_is_not_asked():
+    file = PulseFile()
+    started_s = time.monotonic()
+    [found] = observe({0: Target(0x7FFFFFFF, file)})
+    assert found.recorded == ()
+    assert file.recorded() == "", "nothing was asked"
+    assert time.monotonic() - started_s < 2
