@@ -20,7 +20,7 @@ INSIDE = {
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
     "graph": ("functional", "tracing"),
     "plan": ("pricing", "searching"),
-    "run": ("graphs", "programs", "placing"),
+    "run": ("graphs", "overlap", "programs", "placing"),
     "cluster": ("bench", "doctor", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),
 }

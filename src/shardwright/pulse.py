@@ -120,6 +120,12 @@ class Pulse:
         _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
         return self
 
+    def again(self, operation: bytes) -> Pulse:
+        """The same around the wait for a collective that has begun before."""
+        self._beats += 1
+        _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
+        return self
+
     def __enter__(self) -> None:
         pass
 

@@ -40,6 +40,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = [
     "DynamicOutputShapeException",
     "MemoryOf",
+    "References",
     "add_gloo_inside",
     "apply_function",
     "assert_on_device",
@@ -83,6 +84,7 @@ __all__ = [
     "parts_of",
     "quiet_exporter",
     "read_whole_numbers",
+    "references_to",
     "replaced",
     "returns_list",
     "schema_parameters",
@@ -688,6 +690,16 @@ class MemoryOf:
 def changes_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to in place; autograd tells it to nobody else."""
     return tensor._version
+
+
+References = tuple[int, int, int]
+
+
+def references_to(tensor: torch.Tensor) -> References:
+    """How many hold a tensor in Python, and how many it and its memory in C++, which no public name tells."""
+    memory = tensor.untyped_storage()._cdata
+    held: int = tensor._use_count()  # type: ignore[attr-defined]  # not listed
+    return sys.getrefcount(tensor), held, torch._C._storage_Use_Count(memory)
 
 
 @lru_cache(maxsize=1)

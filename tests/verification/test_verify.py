@@ -71,18 +71,18 @@ def test_a_plan_gives_what_one_device_gives(name, ranks, rows, options):
 
 
 def unreduced_gradients(patch):
-    patch.setattr(GradientReduction, "reduce", lambda self, keys, gradients, comm, axes: list(gradients))
+    patch.setattr(GradientReduction, "reduce", lambda self, keys, gradients, *_: list(gradients))
 
 
 def unreduced_on_rank_one(patch):
-    reduce = GradientReduction.reduce
+    landed = GradientReduction.landed
 
-    def lost(self, keys, gradients, comm, axes):
-        reduced = reduce(self, keys, gradients, comm, axes)
-        return [g * (1 + 1e-3 * key.endswith("layers_2_weight")) for key, g in zip(keys, reduced, strict=True)]
+    def lost(self, flight, gradients):
+        reduced = landed(self, flight, gradients)
+        return [g * (1 + 1e-3 * key.endswith("layers_2_weight")) for key, g in zip(flight.keys, reduced, strict=True)]
 
     if torch.distributed.get_rank() == 1:
-        patch.setattr(GradientReduction, "reduce", lost)
+        patch.setattr(GradientReduction, "landed", lost)
 
 
 def bias_on_every_rank(patch):

@@ -72,8 +72,8 @@ class _Lives:
     def _make(self, instruction: Instruction) -> None:
         """Where the results of an instruction lie."""
         for index, name in enumerate(instruction.outputs):
-            read = instruction.reads[index if instruction.kind == "bucket" else 0] if instruction.reads else ""
-            if instruction.kind == "bucket" or self._in_place(instruction):
+            read = instruction.reads[index if instruction.passes_on else 0] if instruction.reads else ""
+            if instruction.passes_on or self._in_place(instruction):
                 self._lies[name] = self._lies[read]
             else:
                 self._lies[name] = len(self._sizes)

@@ -25,10 +25,11 @@ from shardwright.plan.decisions import Transfer
 from shardwright.plan.plan import Plan
 from shardwright.rules.notation import Operand
 from shardwright.torch_private import returns_list, tensors_returned
+from shardwright.world.gradients import BUCKET_BYTES
 
 
-def lower(plan: Plan, rank: int) -> LocalProgram:
-    """The program of ``rank`` under a plan.
+def lower(plan: Plan, rank: int, bucket_bytes: int = BUCKET_BYTES) -> LocalProgram:
+    """The program of ``rank`` under a plan; as many bytes of gradients are reduced together.
 
     Raises:
         LoweringError: where the result is not what the plan says (a defect, to be reported).
@@ -36,7 +37,7 @@ def lower(plan: Plan, rank: int) -> LocalProgram:
     lowering = _Lowering(plan, rank)
     program = lowering.run()
     check(program, plan)
-    program = join_buckets(program)
+    program = join_buckets(program, bucket_bytes)
     check(program, plan)
     return program
 

@@ -3,54 +3,83 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from shardwright.lower.program import Instruction, LocalProgram
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.pricing.memory import local_bytes
 from shardwright.world.gradients import BUCKET_BYTES
+
+FIRST_BUCKET_BYTES = 2**20  # of the bucket that the backward fills first, so that communication begins early
+_ALONE = 4  # a gradient of more than a bucket's bytes divided by this is reduced alone, where it lies
 
 
 def join_buckets(program: LocalProgram, limit_bytes: int = BUCKET_BYTES) -> LocalProgram:
     """Join the gradient reductions of replicated parameters into buckets.
 
     Such a reduction is an ``enter`` step on a parameter: identity forward, all-reduce backward. Those over the same
-    axes and of one dtype, in the order in which the parameters are first used, share one function with one flat
-    all-reduce. A bucket stands where its first parameter is needed; its backward runs as soon as all its
-    gradients are there, while the rest of the backward goes on to earlier layers.
+    axes and of one dtype, in the order in which the backward comes to them, share one function with one flat
+    all-reduce; large ones travel alone, since to join them costs a copy. A bucket stands where its first parameter is
+    needed; its backward begins its reduction as soon as all its gradients are there, while the rest of the backward
+    goes on to earlier layers. It is waited for in the backward of ``later``, with which the program begins: what is
+    made first is what autograd comes to last.
     """
     parameters = set(program.parameters)
-    open_buckets: dict[tuple[object, ...], list[Instruction]] = {}
-    members: dict[int, list[Instruction]] = {}  # id of the first member -> all members
+    entering = [
+        instruction
+        for instruction in program.instructions
+        if instruction.step is not None and instruction.step.kind == "enter" and instruction.reads[0] in parameters
+    ]
+    if not entering:
+        return program
+    buckets = {id(members[0]): _bucket(members) for members in _groups(entering, limit_bytes, program.mesh)}
+    joined = {id(instruction) for instruction in entering}
+    instructions = [
+        buckets.get(id(instruction), instruction)
+        for instruction in program.instructions
+        if id(instruction) in buckets or id(instruction) not in joined
+    ]
+    later = _later([instruction for instruction in instructions if instruction.kind == "bucket"])
+    return dataclasses.replace(program, instructions=(later, *instructions))
+
+
+def _groups(entering: Sequence[Instruction], limit_bytes: int, mesh: Mesh) -> list[list[Instruction]]:
+    """What is reduced together, each in the order of the program."""
+    groups: list[list[Instruction]] = []
+    open_groups: dict[tuple[object, ...], list[Instruction]] = {}
     sizes: dict[tuple[object, ...], int] = {}
-    for instruction in program.instructions:
+    limits: dict[tuple[object, ...], int] = {}
+    for instruction in reversed(entering):
         value, step = instruction.value, instruction.step
-        if value is None or step is None or step.kind != "enter" or instruction.reads[0] not in parameters:
+        assert value is not None
+        assert step is not None
+        size, key = local_bytes(value, step.after, mesh), (step.axes, value.dtype)
+        if size * _ALONE > limit_bytes:
+            groups.append([instruction])
             continue
-        key = (step.axes, value.dtype)
         # A parameter that enters twice, as to two layouts that differ in units alone, has no two places in a bucket.
-        twice = any(member.reads == instruction.reads for member in open_buckets.get(key, ()))
-        if key not in open_buckets or twice or sizes[key] + value.bytes > limit_bytes:
-            open_buckets[key] = []
-            members[id(instruction)] = open_buckets[key]
-            sizes[key] = 0
-        open_buckets[key].append(instruction)
-        sizes[key] += value.bytes
-    joined = {id(member) for bucket in members.values() for member in bucket}
-    instructions: list[Instruction] = []
-    for instruction in program.instructions:
-        if id(instruction) in members:
-            instructions.append(_bucket(members[id(instruction)]))
-        elif id(instruction) not in joined:
-            instructions.append(instruction)
-    return dataclasses.replace(program, instructions=tuple(instructions))
+        twice = any(member.reads == instruction.reads for member in open_groups.get(key, ()))
+        if key not in open_groups or twice or sizes[key] + size > limits[key]:
+            groups.append([])
+            limits[key] = limit_bytes if key in open_groups else min(FIRST_BUCKET_BYTES, limit_bytes)
+            open_groups[key], sizes[key] = groups[-1], 0
+        open_groups[key].insert(0, instruction)
+        sizes[key] += size
+    return groups
 
 
-def _bucket(members: list[Instruction]) -> Instruction:
-    reads = tuple(member.reads[0] for member in members)
+def _bucket(members: Sequence[Instruction]) -> Instruction:
     pairs = tuple(pair for member in members for pair in member.steps())
     axes = pairs[0][1].axes
-    return Instruction(
-        "bucket",
-        tuple(member.outputs[0] for member in members),
-        reads,
-        f"reduce_gradients(comm, {axes!r}, {', '.join(f'{name}={name}' for name in reads)})",
-        bucket=pairs,
-    )
+    late = tuple(f"{member.outputs[0]}_late" for member in members)
+    named = ", ".join(f"{member.reads[0]}={name}" for member, name in zip(members, late, strict=True))
+    outputs = tuple(member.outputs[0] for member in members)
+    return Instruction("bucket", outputs, late, f"reduce_gradients(comm, {axes!r}, {named})", bucket=pairs)
+
+
+def _later(buckets: Sequence[Instruction]) -> Instruction:
+    """The parameters of all buckets, with which the program begins."""
+    reads = [tuple(value.name for value, _ in bucket.bucket) for bucket in buckets]
+    texts = (f"({', '.join(names)}{',' if len(names) == 1 else ''})" for names in reads)
+    outputs = tuple(name for bucket in buckets for name in bucket.reads)
+    return Instruction("later", outputs, tuple(name for names in reads for name in names), f"later({', '.join(texts)})")

@@ -23,10 +23,11 @@ class Instruction:
 
     ``reads`` are the variables that ``text`` mentions. An operator has its ``node``; a redistribution its ``value``
     and ``step``; a bucket joins the gradient reductions of several replicated parameters over the same axes:
-    ``bucket`` has the value and the step of each.
+    ``bucket`` has the value and the step of each. The program begins with "later", in whose backward the gradients of
+    all buckets are waited for.
     """
 
-    kind: Literal["operator", "redistribution", "bucket"]
+    kind: Literal["operator", "redistribution", "bucket", "later"]
     outputs: tuple[str, ...]
     reads: tuple[str, ...]
     text: str
@@ -36,6 +37,11 @@ class Instruction:
     bucket: tuple[tuple[Value, Step], ...] = ()
     internal: tuple[tuple[Collective, ...], tuple[Collective, ...]] = ((), ())  # forward and backward, of an operator
     again: int = 0  # how often the backward repeats a redistribution, in place of keeping what it gathers
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether the outputs are what is read, one by one."""
+        return self.kind in ("bucket", "later")
 
     def steps(self) -> tuple[tuple[Value, Step], ...]:
         """The redistributions that this instruction performs, with the value that each moves."""
@@ -88,7 +94,7 @@ class LocalProgram:
             if here != scope:
                 scope = here
                 body.append(f"# {scope or 'loss function'}")
-            comma = "," if instruction.kind == "bucket" and len(instruction.outputs) == 1 else ""
+            comma = "," if instruction.passes_on and len(instruction.outputs) == 1 else ""
             body.append(f"{', '.join(instruction.outputs)}{comma} = {instruction.text}")
             dead = [
                 name for name in dict.fromkeys([*instruction.reads, *instruction.outputs]) if last_reads[name] == at

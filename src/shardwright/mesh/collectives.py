@@ -50,6 +50,12 @@ class Communicator(Protocol):
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         """The sum over the members, in place; returns its argument."""
 
+    def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
+        """Begin to sum over the members, in place; what is returned waits for the end.
+
+        Until then nobody reads or writes ``tensor``. All ranks begin what they begin in one order.
+        """
+
     def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
         """Every member's tensor."""
 

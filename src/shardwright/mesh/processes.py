@@ -28,6 +28,18 @@ def _plainly(collective: Callable[..., object], *tensors: Tensor | list[Tensor],
     collective(*tensors, group=group)
 
 
+def _start_plainly(
+    collective: Callable[..., dist.Work | None], *tensors: Tensor, group: dist.ProcessGroup
+) -> Callable[[], object]:
+    work = collective(*tensors, group=group, async_op=True)
+    assert work is not None
+    return work.wait
+
+
+def _done() -> None:
+    """What waits for nothing."""
+
+
 def communicator_over(mesh: Mesh, lockstep: Lockstep | None = None) -> Communicator:
     """What this rank talks to the others through, who are laid out as ``mesh``, in the calls of ``lockstep``.
 
@@ -57,6 +69,7 @@ class ProcessCommunicator:
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._pulse = own_pulse()
         self._run: Callable[..., None] = lockstep.run if lockstep is not None else _plainly
+        self._start: Callable[..., Callable[[], object]] = lockstep.start if lockstep is not None else _start_plainly
 
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
         """Make the groups for these sets of axes. All ranks call it together, with the same sets in any order."""
@@ -100,6 +113,19 @@ class ProcessCommunicator:
             with self._pulse(b"all_reduce"):
                 self._run(dist.all_reduce, tensor, group=group)
         return tensor
+
+    def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
+        group = self._group(axes)
+        if group is None:
+            return _done
+        with self._pulse(b"all_reduce"):
+            wait = self._start(dist.all_reduce, tensor, group=group)
+
+        def finish() -> None:
+            with self._pulse.again(b"all_reduce"):
+                wait()
+
+        return finish
 
     def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
         group = self._group(axes)

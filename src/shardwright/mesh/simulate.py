@@ -67,6 +67,18 @@ class SimulatedCommunicator:
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         return tensor.copy_(self._call("all_reduce", [tensor], axes)[0])
 
+    def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
+        """Until it is waited for, the tensor holds no numbers, so that whoever reads them is found out."""
+        summed = self.all_reduce(tensor, axes).clone()
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(torch.nan)
+
+        def finish() -> None:
+            with torch.no_grad():
+                tensor.copy_(summed)
+
+        return finish
+
     def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
         return self._call("all_gather", [tensor], axes)
 

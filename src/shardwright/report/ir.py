@@ -117,6 +117,9 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
         yield from _collective_lines(value, step, program)
         if instruction.again:
             yield "    # not kept: the backward does it again"
+    elif instruction.kind == "later":
+        for output, read in zip(instruction.outputs, instruction.reads, strict=True):
+            yield f"%{output} = %{read}  # the backward waits for its gradient here"
     else:
         for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.bucket, strict=True):
             yield f"%{output}: {_local(value, step.after, program)} = enter(%{read})  # {step.after}"

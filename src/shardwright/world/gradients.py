@@ -14,8 +14,7 @@ from shardwright.pulse import own_pulse
 from shardwright.world.world import current_world
 
 Reduction = Literal["mean", "sum"]
-# As many bytes of gradients are reduced by one collective, by hand-written loops and by local programs alike (torch's
-# DDP: 25 MiB; here the latency of gloo counts more).
+# As many bytes of gradients are reduced by one collective, where nobody knows better (torch's DDP: 25 MiB).
 BUCKET_BYTES = 32 * 2**20
 
 

@@ -67,7 +67,9 @@ class Lockstep:
         self._store, self._rank, self._size = store, rank, size
         self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
         self._turns: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+        self._begun: set[dist.Work] = set()  # collectives that are not waited for yet
         self._number = 0  # of calls
+        self._torn = 0  # the last call before which a backward of this rank ended with an error
         self._what, self._words = "", ""
         self._came = False  # whether it is known what this rank comes to in the call that it is in
         self._posted = 0  # the last call of which this rank was the first to write what it came to
@@ -94,6 +96,8 @@ class Lockstep:
     @contextmanager
     def call(self) -> Iterator[None]:
         """One more call. Where it fails on this rank, those that wait for it learn of that."""
+        if self._begun:
+            self._tear()
         if self._store is not None and self._posted == self._number > 0:
             with self._reaching_others():
                 self._store.delete_key(f"{self._number}/first")
@@ -116,8 +120,10 @@ class Lockstep:
             WorldError: where another rank has failed.
         """
         self._came = True
+        after = " after an error in its last backward" if self._torn == self._number else ""
+        what += after
         if self._store is not None and what != self._what:
-            self._what, self._words = what, words()
+            self._what, self._words = what, words() + after
             with self._reaching_others():
                 self._wait_for_all(self._store)
             self._together = self._number
@@ -151,14 +157,36 @@ class Lockstep:
         """
         group = group or dist.group.WORLD
         assert group is not None
+        self.finish(collective(*tensors, group=group, async_op=self._waits_in_turns(group, tensors[0])))
+
+    def start(
+        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
+    ) -> Callable[[], object]:
+        """Begin what `run` calls; what is returned waits for it, and raises as `run` does."""
+        in_turns = self._waits_in_turns(group, tensors[0])
+        work = collective(*tensors, group=group, async_op=True)
+        assert work is not None
+        self._begun.add(work)
+
+        def wait() -> None:
+            self._begun.discard(work)
+            if in_turns:
+                self.finish(work)
+            else:
+                work.wait()
+
+        return wait
+
+    def _waits_in_turns(self, group: dist.ProcessGroup, first: Any) -> bool:
+        """Whether a collective on ``first`` can be waited for with a time limit, and then again."""
         turns = self._turns.get(group)
         if turns is None:
-            written = tensors[0][0] if isinstance(tensors[0], list) else tensors[0]
+            written = first[0] if isinstance(first, list) else first
             backend = backend_moving(written.device.type, str(dist.get_backend(group)))
             turns = self._turns[group] = backend.waits_in_turns
             if not turns:
                 self.answer_aside()
-        self.finish(collective(*tensors, group=group, async_op=turns))
+        return turns
 
     def finish(self, work: dist.Work | None) -> None:
         """Wait for a collective; None is one that has ended. Raises as `same` does."""
@@ -201,6 +229,8 @@ class Lockstep:
         self._ended.set()
         if self._aside is not None:
             self._aside.join()  # the interpreter would end a thread that is in C++ by force
+        if self._begun:
+            self._tear()
         if self._broken:
             return
         with suppress(Exception), self.call():  # where the store has gone, so have the others
@@ -214,6 +244,17 @@ class Lockstep:
             for _ in self._pauses(timeout_s):
                 if self._store is None or self._store.add(f"{self._number}/{count}", 0) >= self._size - but:
                     return
+
+    def _tear(self) -> None:
+        """Let those know that wait in the last backward that it has ended here, though something begun is not waited
+        for, and see to it that all ranks come to the next call alike.
+        """
+        self._begun.clear()
+        self._torn = self._number + 1
+        if self._store is not None:
+            with suppress(Exception):
+                self._post(self._store, "its backward ended with an error")
+                self._posted = 0  # which stays
 
     def _count(self) -> str:
         return f"{self._number}/{hashlib.sha256(self._what.encode()).hexdigest()[:16]}"

@@ -1,13 +1,16 @@
 """The gradients of replicated parameters, joined and reduced while the backward runs.
 
-A bucket is one function of the local program: the identity forward, one flat all-reduce in place backward. It stands
-inside autograd's dataflow, so that `torch.autograd.grad`, hooks on parameters and `.grad` all see reduced gradients.
+A bucket is two functions of the local program. ``reduce_gradients`` is the identity forward; backward it begins one
+flat all-reduce in place. ``later``, with which the program begins, is the identity too; backward it waits for that.
+Autograd comes last to what was made first, so that all the rest of the backward runs in between. Both stand inside
+autograd's dataflow: `torch.autograd.grad`, hooks on parameters and ``.grad`` all see reduced gradients.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +18,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from shardwright.mesh.collectives import Axes, Communicator
+from shardwright.run.overlap.flights import Flight, Turns
+from shardwright.run.overlap.owned import is_owned, least_references
 
 
 class GradientReduction:
@@ -27,10 +32,24 @@ class GradientReduction:
         self._deferring = False
         # parameter -> over which axes -> sum of gradients that are not reduced yet, and who reduces it
         self._kept: dict[str, dict[Axes, tuple[Tensor, Communicator]]] = {}
+        least_references()  # found out here, and not within the first backward
+
+    def later(self, *buckets: tuple[Tensor, ...]) -> list[Tensor]:
+        """The parameters of each bucket, one after the other; their gradients are waited for in the backward."""
+        if not torch.is_grad_enabled():
+            return [parameter for parameters in buckets for parameter in parameters]
+        turns, found = Turns(len(buckets)), list[Tensor]()
+        for number, parameters in enumerate(buckets):
+            found += _Later.apply(self, Flight(turns, number), *parameters)  # type: ignore[no-untyped-call]
+        return found
 
     def __call__(self, comm: Communicator, axes: Axes, **parameters: Tensor) -> tuple[Tensor, ...]:
+        """Parameters as `later` gave them."""
+        flight = getattr(next(iter(parameters.values())).grad_fn, "flight", None)
+        if flight is None:  # no gradients will be asked for
+            return tuple(parameters.values())
         result: tuple[Tensor, ...] = _Bucket.apply(  # type: ignore[no-untyped-call]
-            self, comm, axes, tuple(parameters), *parameters.values()
+            self, comm, axes, flight, tuple(parameters), *parameters.values()
         )
         return result
 
@@ -71,35 +90,76 @@ class GradientReduction:
             self._deferring = before
 
     def reduce(
-        self, keys: Sequence[str], gradients: Sequence[Tensor], comm: Communicator, axes: Axes
+        self,
+        keys: Sequence[str],
+        gradients: Sequence[Tensor],
+        comm: Communicator,
+        axes: Axes,
+        flight: Flight,
+        owned: bool,
     ) -> list[Tensor | None]:
-        """The sums over the ranks, or None for each where reduction is deferred."""
+        """The sums over the ranks, to be read when they have landed, or None for each where reduction is deferred.
+
+        Args:
+            owned: whether nobody else has the gradient, where it is a single one.
+        """
         if self._deferring:
             for key, gradient in zip(keys, gradients, strict=True):
                 kept = self._kept.setdefault(key, {})
                 kept[axes] = (kept[axes][0] + gradient if axes in kept else gradient.clone()), comm
             return [None] * len(keys)
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+        flat, pieces = (gradients[0], gradients[:1]) if owned else _joined(gradients)
         for key, piece in zip(keys, pieces, strict=True):
             if axes in self._kept.get(key, {}):
-                piece += self._kept[key].pop(axes)[0].reshape(-1)
-        comm.all_reduce(flat, axes)  # what is kept over other axes, `join` adds
-        return [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+                piece += self._kept[key].pop(axes)[0]
+        flight.start(keys, partial(comm.start_all_reduce, flat, axes))  # what is kept over other axes, `join` adds
+        return list(pieces)
+
+    def landed(self, flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The same gradients, once they have been reduced."""
+        flight.land()
+        return list(gradients)
+
+
+def _joined(gradients: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+    """A flat copy of gradients, and the view of each into it."""
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
+    return flat, [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+
+
+class _Later(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, reduction: GradientReduction, flight: Flight, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.reduction, ctx.flight = reduction, flight
+        ctx.set_materialize_grads(False)  # where reduction is deferred there are none
+        return tuple(parameter.view_as(parameter) for parameter in parameters)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *ctx.reduction.landed(ctx.flight, gradients)
 
 
 class _Bucket(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, reduction: GradientReduction, comm: Communicator, axes: Axes, keys: Sequence[str], *parameters: Tensor
+        ctx: Any,
+        reduction: GradientReduction,
+        comm: Communicator,
+        axes: Axes,
+        flight: Flight,
+        keys: Sequence[str],
+        *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.reduction, ctx.comm, ctx.axes, ctx.keys = reduction, comm, axes, keys
+        ctx.reduction, ctx.comm, ctx.axes, ctx.keys, ctx.flight = reduction, comm, axes, keys, flight
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return None, None, None, None, *ctx.reduction.reduce(ctx.keys, gradients, ctx.comm, ctx.axes)
+        owned = len(gradients) == 1 and is_owned(gradients[0])
+        reduced = ctx.reduction.reduce(ctx.keys, gradients, ctx.comm, ctx.axes, ctx.flight, owned)
+        return None, None, None, None, None, *reduced
 
 
 class _Join(torch.autograd.Function):

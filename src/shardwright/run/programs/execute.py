@@ -109,7 +109,7 @@ class Execution:
         self._reduce: Callable[..., Any] = reduction
         self._again = GatheredAgain()
         self._gathers_again = any(instruction.again for instruction in program.instructions)
-        self._names = _NAMES | {"again": self._again}
+        self._names = _NAMES | {"again": self._again, "later": reduction.later}
         name = f"<program of rank {program.rank} {id(self):x}>"
         linecache.cache[name] = (len(program.source), None, program.source.splitlines(keepends=True), name)
         exec(compile(program.source, name, "exec"), self._names)
@@ -119,6 +119,7 @@ class Execution:
             self._names.update({name: sites.watched(self._names[name]) for name in _STEPS})
             self._names["kernels"] = sites.watched_members(kernels)
             self._reduce = sites.watched(reduction)
+            self._names["later"] = sites.watched_later(reduction.later)
 
     def __call__(self, arguments: StepArguments) -> Outputs:
         """Run the forward, and count how it was run."""
@@ -147,6 +148,6 @@ class Execution:
         scope = self._names | surroundings | {"reduce_gradients": self._reduction}
         for instruction in program.instructions:
             results = eval(instruction.text, scope, values)
-            single = len(instruction.outputs) == 1 and instruction.kind != "bucket"
+            single = len(instruction.outputs) == 1 and not instruction.passes_on
             values.update(zip(instruction.outputs, [results] if single else results, strict=True))
         return values

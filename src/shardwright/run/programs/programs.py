@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from shardwright.backends.table import backend_moving
 from shardwright.errors import ShardwrightError
 from shardwright.graph.step import StepKind
 from shardwright.graph.tracing.trace import LossFunction
@@ -150,7 +151,8 @@ class Programs:
         known = self._by_key.setdefault(key, [])
         self._make_room()
         self._warn_of_many(known, remembered)
-        program = lower(plan, self._world.rank)
+        backend = backend_moving(self._world.device.type, self._world.backend)
+        program = lower(plan, self._world.rank, backend.bucket_bytes)
         if self._dumps:
             save_graphs(self._dumps, plan, program, number=self._made + 1)
         axes = {collective.axes for _, _, collective in program.collectives()}

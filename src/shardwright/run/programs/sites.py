@@ -27,7 +27,7 @@ class Sites:
     """Tells the pulse what each collective of ``program`` is for; ``code`` is what its source was compiled to."""
 
     def __init__(self, program: LocalProgram, code: CodeType, pulse: Pulse) -> None:
-        self._code, self._pulse = code, pulse
+        self._program, self._code, self._pulse = program, code, pulse
         by_line = {line: labels(program, at) for line, at in lines(program)}
         # By the offset of the call within the code, which a frame knows without a search.
         self._labels = {
@@ -51,6 +51,23 @@ class Sites:
             first = result if isinstance(result, Tensor) else next(iter(result))
             if first.grad_fn is not None:
                 first.grad_fn.register_prehook(hooks[backward])
+            return result
+
+        return watched_function
+
+    def watched_later(self, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        """``function``, in whose backward each bucket is waited for."""
+        buckets = [at for at, instruction in enumerate(self._program.instructions) if instruction.kind == "bucket"]
+        words = [_words(self._program, at)[1] for at in buckets]
+        hooks = [_hook(self._pulse, site(text, 2 * len(self._program.instructions))) for text in words]
+
+        def watched_function(*parameters: tuple[Tensor, ...]) -> list[Tensor]:
+            result = function(*parameters)
+            at = 0
+            for bucket, hook in zip(parameters, hooks, strict=True):
+                if (node := result[at].grad_fn) is not None:
+                    node.register_prehook(hook)
+                at += len(bucket)
             return result
 
         return watched_function
@@ -87,6 +104,8 @@ def labels(program: LocalProgram, at: int) -> tuple[bytes, bytes]:
 
 def _words(program: LocalProgram, at: int) -> tuple[str, str]:
     instruction = program.instructions[at]
+    if instruction.kind == "later":
+        return "", ""  # `Sites.watched_later` tells of each bucket
     if instruction.bucket:
         names = [value.label for value, _ in instruction.bucket]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

@@ -1,0 +1,93 @@
+"""What tells a batch from others, found in microseconds: the program of a step is looked up by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.data.loading.batch import Batch
+from shardwright.graph.step import StepKind
+from shardwright.graph.tracing.trace import capture_device
+from shardwright.run.graphs.captures import Captures
+
+_MOST = 1024  # batches that are remembered
+
+
+class Look(NamedTuple):
+    """The tensors of a batch, in the order of the inputs of its capture, and all else that its graph can depend on."""
+
+    tensors: list[Tensor]
+    form: Hashable
+
+
+class _UnusualError(Exception):
+    """The batch holds something that has to be looked at more closely."""
+
+
+def look_at(batch: Any) -> Look | None:
+    """None for batches of unusual kinds, which `Captures.key` and `tensors_of` know."""
+    tensors: list[Tensor] = []
+    try:
+        return Look(tensors, _form(batch, tensors))
+    except _UnusualError:
+        return None
+
+
+def _form(part: Any, tensors: list[Tensor]) -> Hashable:
+    write = _FORMS.get(type(part))
+    if write is None:
+        raise _UnusualError
+    return write(part, tensors)
+
+
+def _of_tensor(part: Tensor, tensors: list[Tensor]) -> Hashable:
+    if part.is_meta:
+        raise _UnusualError
+    tensors.append(part)
+    return part.dtype, part.shape
+
+
+def _of_entries(part: Any, tensors: list[Tensor]) -> Hashable:
+    return list if type(part) is list else tuple, *(_form(entry, tensors) for entry in part)
+
+
+def _of_mapping(part: Mapping[Hashable, Any], tensors: list[Tensor]) -> Hashable:
+    return dict, *((name, _form(entry, tensors)) for name, entry in part.items())
+
+
+def _of_value(part: Any, tensors: list[Tensor]) -> Hashable:
+    return type(part), repr(part)
+
+
+_FORMS: Mapping[type, Callable[[Any, list[Tensor]], Hashable]] = {
+    Tensor: _of_tensor,
+    **dict.fromkeys((tuple, list, Batch), _of_entries),
+    dict: _of_mapping,
+    **dict.fromkeys((bool, int, float, str, type(None)), _of_value),
+}
+
+
+class Keys:
+    """`Captures.key` of the steps of a model, whose parameters are the ones that it keeps."""
+
+    def __init__(self, captures: Captures) -> None:
+        self._captures = captures
+        self._device = capture_device(captures.module).type
+        self._parameters = list(captures.module.parameters())
+        self._known: dict[Hashable, str] = {}
+
+    def of(self, kind: StepKind, batch: Any, look: Look | None) -> str:
+        """The key of a step on a batch that looks so."""
+        if look is None:
+            return self._captures.key(kind, batch)
+        autocast = torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device)
+        seen = kind, look.form, autocast, tuple([parameter.requires_grad for parameter in self._parameters])
+        key = self._known.get(seen)
+        if key is None:
+            if len(self._known) >= _MOST:
+                self._known.clear()
+            key = self._known[seen] = self._captures.key(kind, batch)
+        return key
