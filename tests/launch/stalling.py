@@ -22,7 +22,10 @@ TRAINING = """
             up.set()
             HOW
         return all_reduce(self, tensor, axes)
-    ProcessCommunicator.all_reduce = hurt
+    start = ProcessCommunicator.start_all_reduce
+    def left_out(self, tensor, axes):
+        return (lambda: None) if step == 4 and world.rank == RANK else start(self, tensor, axes)
+    ProcessCommunicator.all_reduce, ProcessCommunicator.start_all_reduce = hurt, left_out
     for step in range(1, 7):
         loss = parallel(batch)
         loss.backward()
