@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -96,3 +97,43 @@ def check_hosts(hosts: str | None, hostfile: str | None, python: tuple[str, ...]
     from shardwright.cluster.trust.command import check as run
 
     sys.exit(run(hosts, hostfile, python, connect_timeout_s))
+
+
+@cli.command(context_settings={"allow_interspersed_args": False})
+@click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per slot of the hosts.")
+@_HOST
+@_HOSTFILE
+@_PYTHON
+@click.option(
+    "--wdir", multiple=True, metavar="[HOST=]DIR", help="The working directory on the hosts; without it this one."
+)
+@click.option("--port", type=int, help="The port where the ranks would meet; without it a free one is chosen.")
+@click.option("--interface", metavar="NAME", help="The network interface of the first host by which ranks would meet.")
+@_TIMEOUT
+@click.argument("command", metavar="[SCRIPT]...", nargs=-1, type=click.UNPROCESSED)
+def check(
+    ranks: str | None,
+    port: int | None,
+    command: tuple[str, ...],
+    **where: Any,
+) -> None:
+    """Make the checks that come before a job on several hosts, without the job.
+
+    \b
+    shardwright check -H a:8,b:8
+    shardwright check -H a:8,b:8 train.py
+
+    The options are those of `shardwright launch`. The exit code is 0 where the job could start, and 2 where not.
+    """
+    import os
+
+    from shardwright.launch.asked.host_options import HostRequest
+    from shardwright.launch.asked.request import LaunchRequest
+    from shardwright.launch.check import check as lines_of
+
+    request = LaunchRequest(
+        arguments=command or ("true",), kind="script" if command else "program", ranks=ranks, port=port, log_dir=".",
+        where=HostRequest(**where, allocation=os.environ),
+    )  # fmt: skip
+    for line in lines_of(request):
+        click.echo(line)
