@@ -1,0 +1,210 @@
+"""Training by configurations: the same on several ranks as on one, evaluated with each image counted once."""
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from ranks import run_ranks
+from shardwright.errors import UsageError
+from shardwright.ocr.asked.parts import BACKBONES
+from shardwright.ocr.samples.drawn import Drawing, write_images
+from shardwright.ocr.settings import is_text_configuration, load_settings
+
+REPOSITORY = Path(__file__).parents[2]
+CONFIGS = sorted(path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "configs").rglob("*.yaml"))
+VGG7, R18, R50 = "rec/crnn/crnn_vgg7", "det/dbnet/db_r18_icdar15", "det/dbnet/db_r50_icdar15"
+# What makes a configuration small and its batches the same on any number of ranks.
+SMALL = [
+    "system.log_interval=1", "model.backbone.width=4", "train.loader.num_workers=0", "eval.loader.num_workers=0",
+    "train.loader.batch_size=null", "eval.loader.batch_size=null", "train.loader.global_batch_size=5",
+    "eval.loader.global_batch_size=7", "scheduler.warmup_epochs=0", "scheduler.num_epochs=2",
+]  # fmt: skip
+WORDS = ["train.dataset.data_dir=rec/train/lmdb", "eval.dataset.data_dir=rec/test/lmdb", "model.neck.hidden_size=6"]
+SCENES = [
+    "train.dataset.data_dir=det/train/images", "eval.dataset.data_dir=det/test/images", "model.neck.out_channels=16",
+    "train.dataset.label_file=det/train/gt", "eval.dataset.label_file=det/test/det_gt.txt",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def drawn(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    write_images(folder, Drawing(count=60, words=60, size=96, seed=1, texts=3, longest=4), force=True)
+    return folder
+
+
+def small_file(name, drawn, folder):
+    """The configuration on the images drawn, with inputs that are small."""
+    text = (REPOSITORY / f"configs/{name}.yaml").read_text()
+    for large, little in (("[640, 640]", "[32, 32]"), ("[736, 1280]", "[96, 96]")):
+        text = text.replace(large, little)
+    path = folder / f"{Path(name).name}.yaml"
+    path.write_text(text)
+    roots = [f"{part}.dataset.dataset_root={drawn}" for part in ("train", "eval")]
+    return str(path), [*SMALL, *roots, *(WORDS if name.startswith("rec") else SCENES)]
+
+
+def run(name, overrides, output):
+    """The losses of every step, and what the last validation found, on this rank."""
+    import shardwright.training.callbacks as callbacks
+    from shardwright.ocr.training import train
+
+    torch.set_num_threads(1)
+    losses, line = [], callbacks.loss_line
+    callbacks.loss_line = lambda epoch, step, loss: losses.append(loss) or line(epoch, step, loss)
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer = train(name, [*overrides, f"train.ckpt_save_dir={output}"])
+    finally:
+        callbacks.loss_line = line
+    splits = any(strategy.used for strategy in trainer.parallel.plan.strategies.values())
+    return losses, trainer.evaluation, splits
+
+
+def on_ranks(ranks, name, overrides, output, **options):
+    return run_ranks(ranks, run, name, overrides, str(output), **options)
+
+
+@pytest.mark.timeout(300)
+def test_words_train_on_two_ranks_as_on_one(drawn, tmp_path):
+    """Three steps of uneven batches, and twelve images, of which each is counted once on each number of ranks."""
+    config, overrides = small_file(VGG7, drawn, tmp_path)
+    overrides += ["system.dtype=float64", "train.steps=3", "train.ema=True", "train.ema_decay=0.5"]
+    one, two = (on_ranks(n, config, overrides, tmp_path / str(n), timeout=140)[0] for n in (1, 2))
+    assert len(one[0]) == 3
+    assert two[0] == pytest.approx(one[0], rel=1e-10)
+    assert two[2]
+    assert two[1].samples == one[1].samples == 12
+    assert two[1].metrics == pytest.approx(one[1].metrics)
+    for name in ("best.pth", "curve.png", "config.yaml", "checkpoints/latest"):
+        assert (tmp_path / "2" / name).is_file()
+    table = [line.split("\t") for line in (tmp_path / "2/result.tsv").read_text().splitlines()]
+    assert table[0] == ["epoch", "steps", "loss", "lr", "seconds", "acc", "norm_edit_distance"]
+    assert float(table[1][2]) == pytest.approx(sum(one[0]) / 3, rel=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("mode", ["data", "auto"])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("name", [VGG7, R18])
+def test_fifty_steps_agree_on_any_number_of_ranks(name, ranks, mode, drawn, tmp_path):
+    config, overrides = small_file(name, drawn, tmp_path)
+    overrides += ["system.dtype=float64", "train.steps=50", "scheduler.num_epochs=9", f"system.mode={mode}"]
+    overrides += ["system.val_start_epoch=9", "scheduler.lr=0.0005"]
+    one, several = (on_ranks(n, config, overrides, tmp_path / str(n), timeout=800)[0] for n in (1, ranks))
+    assert len(one[0]) == 50
+    assert several[0] == pytest.approx(one[0], rel=1e-8)
+    assert several[1] is None or several[1].samples == 12
+
+
+def evaluated(name, overrides):
+    from shardwright.ocr.reading import evaluate
+
+    torch.set_num_threads(1)
+    return evaluate(name, overrides)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", [VGG7, R18])
+def test_an_evaluation_counts_each_image_once(name, tmp_path):
+    write_images(tmp_path / "data", Drawing(count=250, words=250, size=96, seed=2, texts=2, longest=4))
+    config, overrides = small_file(name, tmp_path / "data", tmp_path)
+    on_ranks(1, config, [*overrides, "train.steps=2"], tmp_path / "run", timeout=300)
+    overrides += [f"eval.ckpt_load_path={tmp_path}/run/best.pth"]
+    one, three = (run_ranks(n, evaluated, config, overrides, timeout=200)[0] for n in (1, 3))
+    assert one == three
+    assert one.startswith("50 images | ")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_goes_on_from_the_middle_of_an_epoch(drawn, tmp_path):
+    config, overrides = small_file(VGG7, drawn, tmp_path)
+    overrides += ["system.dtype=float64", "train.ema=True", "train.gradient_accumulation_steps=2"]
+    whole, evaluation, _ = on_ranks(2, config, overrides, tmp_path / "whole", timeout=200)[0]
+    assert len(whole) == 10
+    begun, _, _ = on_ranks(2, config, [*overrides, "train.steps=3"], tmp_path / "cut", timeout=200)[0]
+    rest, again, _ = on_ranks(2, config, [*overrides, "model.resume=True"], tmp_path / "cut", timeout=200)[0]
+    assert begun + rest == whole
+    assert again.metrics == pytest.approx(evaluation.metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_detection_under_mpirun_and_pages_read(drawn, tmp_path):
+    """The command that users type; then its weights, and those of a recogniser, read an image."""
+    (det, det_overrides), (rec, rec_overrides) = (small_file(name, drawn, tmp_path) for name in (R50, VGG7))
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    program = [sys.executable, str(REPOSITORY / "tools/train.py"), "--config"]
+    mpirun = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    for name, overrides, before in ((det, det_overrides, mpirun), (rec, rec_overrides, [])):
+        settings = [f"train.ckpt_save_dir={tmp_path}/{Path(name).stem}", "train.steps=3"]
+        words = [word for override in [*overrides, *settings] for word in ("-o", override)]
+        done = subprocess.run(
+            [*before, *program, name, *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=280,
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert "step: 3, loss is" in done.stdout
+        assert "val | epoch: 1 | " in done.stdout
+    arguments = [sys.executable, str(REPOSITORY / "tools/predict.py"), "--out", str(tmp_path / "read")]
+    for kind, name in (("det", det), ("rec", rec)):
+        arguments += [f"--{kind}-config", name, f"--{kind}-weights", f"{tmp_path}/{Path(name).stem}/best.pth"]
+    config = tmp_path / "db_r50_icdar15.yaml"  # what was overridden there has to stand in the file here
+    config.write_text((tmp_path / "db_r50_icdar15/config.yaml").read_text())
+    (tmp_path / "crnn_vgg7.yaml").write_text((tmp_path / "crnn_vgg7/config.yaml").read_text())
+    image = drawn / "det/test/images/img_1.jpg"
+    done = subprocess.run([*arguments, str(image)], env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.split() == [str(tmp_path / "read/img_1.png"), str(tmp_path / "read/img_1.txt")]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_shipped_configurations_are_as_users_know_them(name, monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    assert is_text_configuration(name)
+    settings = load_settings(name)
+    assert BACKBONES.row(settings.model.backbone).task == settings.model.type
+    assert settings.train.dataset.transform_pipeline[-1] == {"ToCHWImage": None}
+
+
+WRONG = [
+    ("model.backbon.name=x", "model.backbon is unknown; did you mean model.backbone?"),
+    ("train.dataset.data_dri=x", "train.dataset.data_dri is unknown; did you mean train.dataset.data_dir?"),
+    ("system.mode=fast", "system.mode: 'fast' is unknown; choose one of 0, 1, data, auto"),
+    (
+        "model.backbone.name=det_resnet18",
+        "model.backbone.name: det_resnet18 is for det, model.type says rec; use rec_vgg7",
+    ),
+    ("model.head.out_channels=40", "model.head.out_channels: expected 37, the 36 characters of the dictionary and the"),
+    ("loss.pred_seq_len=26", "loss.pred_seq_len: the network gives 24 steps, got 26"),
+    ("common.batch_size=8", "-o common.batch_size=8: the section common holds anchors, whose values are copied"),
+    ("eval.loader.drop_remainder=True", "eval.loader.drop_remainder: true would leave images out"),
+    (
+        "train.loader.global_batch_size=8",
+        "train.loader: expected batch_size (of each rank) or global_batch_size, got both",
+    ),
+    ("scheduler.min_lr=1", "scheduler.min_lr: expected less than lr, 0.0005"),
+    ("model.resume=[1]", "model.resume: expected true or false or text, got [1]"),
+    ("system.drop_overflow_update=False", "system.drop_overflow_update: false is not offered"),
+    ("train.dataset.type=DetDataset", "dataset.type: DetDataset has no samples of rec"),
+]
+
+
+@pytest.mark.parametrize(("override", "message"), WRONG, ids=[override for override, _ in WRONG])
+def test_what_is_wrong_with_a_configuration_is_said_in_a_line(override, message):
+    with pytest.raises(UsageError) as error:
+        load_settings(str(REPOSITORY / f"configs/{VGG7}.yaml"), [override])
+    assert any(line.strip().startswith(message) for line in str(error.value).splitlines()), error.value
