@@ -240,6 +240,8 @@ def _callbacks(experiment: Experiment, folder: Path) -> list[Callback]:
     best = settings.system.ckpt_save_policy == "top_k" and experiment.test is not None
     checkpoints = ModelCheckpoint(
         folder / "checkpoints",
+        every_epochs=1,
+        every_steps=settings.train.ckpt_every_steps,
         latest_k=1 if best else keep,
         top_k=(indicator, keep, "max") if best else None,
         config=to_yaml(settings),

@@ -126,10 +126,12 @@ class Loading:
 class Train:
     """How a run goes; its checkpoints, curve and table of results are in ``ckpt_save_dir``.
 
-    ``steps`` ends it early, counted in optimizer steps.
+    ``steps`` ends it early, counted in optimizer steps. Checkpoints are written after every epoch, and after every
+    ``ckpt_every_steps``.
     """
 
     ckpt_save_dir: str = "./tmp"
+    ckpt_every_steps: int | None = at_least(1, None)
     gradient_accumulation_steps: int = at_least(1, 1)
     clip_grad: bool = False
     clip_norm: float = more_than(0, 1.0)
