@@ -15,7 +15,7 @@ from shardwright.errors import UsageError
 from shardwright.report.progress import Progress
 from shardwright.verification.build import BuildFunction, as_batches
 
-PAGE = Path(__file__).parents[1] / "docs" / "verify.md"
+PAGE = Path(__file__).parents[1] / "docs" / "measuring" / "verify.md"
 COMMAND = Path(sys.executable).with_name("shardwright")
 
 NET = """

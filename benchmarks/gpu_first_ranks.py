@@ -1,0 +1,172 @@
+"""The steps of `gpu_first.py` for ranks of `shardwright launch`: FUNCTION DEVICE quick|whole ANSWER."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from gpu_first_steps import SMALL, close, images, largest, loss_fn, losses
+from torch import nn
+
+import shardwright as sw
+from shardwright.world.world import World
+
+COLUMNS = {"*.up": ((1, 1, 1), (2, 1)), "*.down": ((1, 1, 2), (1, 2))}
+
+
+def joined(device: str) -> World:
+    """The world, whose ranks share the GPUs that there are."""
+    if device == "cuda" and "device" in inspect.signature(sw.init).parameters:
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        options: dict[str, Any] = {"device": f"cuda:{local % torch.cuda.device_count()}"}
+        return sw.init(**options)
+    return sw.init()
+
+
+def plain(name: str, call: Callable[[nn.Module, Any], torch.Tensor] = loss_fn, steps: int = 3) -> list[float]:
+    """What one CPU loses, in float64."""
+    model, batch = SMALL[name].made(torch.device("cpu"), torch.float64)
+    return losses(model, lambda: call(model, batch), steps)
+
+
+def split(world: World, name: str, **options: Any) -> tuple[Any, Any]:
+    """The model on all ranks, and its whole batch."""
+    model, batch = SMALL[name].made(world.device, torch.float64)
+    parallel = sw.parallelize(model, loss_fn, batch, batch="global", **options)
+    assert parallel.plan is not None, f"{name} was not captured"
+    return parallel, batch
+
+
+def data(world: World) -> float:
+    parallel, batch = split(world, "perceptron", mode="data")
+    return close("data", losses(parallel, lambda: parallel(batch)), plain("perceptron"), 1e-9)
+
+
+def tensor_parallel(world: World) -> float:
+    parallel, batch = split(world, "transformer", mode="semi-auto", pins=COLUMNS)
+    return close("tensor parallel", losses(parallel, lambda: parallel(batch)), plain("transformer"), 1e-9)
+
+
+def global_batch_norm(world: World) -> float:
+    parallel, batch = split(world, "resnet", mode="data")
+    return close("global batch norm", losses(parallel, lambda: parallel(batch)), plain("resnet"), 1e-8)
+
+
+def _clipped(model: Any, call: Callable[[Any], torch.Tensor], batch: Any) -> list[float]:
+    """Two halves of the batch for each step, and gradients clipped to a norm of 0.1."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for _ in range(3):
+        halves = [[part[:32] for part in batch], [part[32:] for part in batch]]
+        with model.accumulate() if hasattr(model, "accumulate") else torch.enable_grad():
+            first = call(halves[0]) / 2
+            first.backward()
+        second = call(halves[1]) / 2
+        second.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+        optimizer.zero_grad()
+        found += [float(first + second), float(norm)]
+    return found
+
+
+def accumulation_and_clipping(world: World) -> float:
+    model, batch = SMALL["perceptron"].made(torch.device("cpu"), torch.float64)
+    expected = _clipped(model, lambda part: loss_fn(model, part), batch)
+    parallel, batch = split(world, "perceptron", mode="auto", search="propagation")
+    return close("accumulation and clipping", _clipped(parallel, parallel, batch), expected, 1e-9)
+
+
+def loader_with_plan(world: World) -> float:
+    x, y = images(96, 28, 1)
+    dataset = torch.utils.data.TensorDataset(x, y)
+
+    def epoch(model: Any, call: Callable[[Any], torch.Tensor], batches: Any) -> list[float]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for batch in batches:
+            loss = call(batch)
+            found.append(float(loss))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    class Alone:
+        rank, size = 0, 1
+
+    model, _ = SMALL["perceptron"].made(torch.device("cpu"))
+    batches = sw.loader(dataset, batch_size=32, world=Alone())
+    expected = epoch(model, lambda batch: loss_fn(model, tuple(batch)), batches)
+    model, _ = SMALL["perceptron"].made(world.device)
+    first = sw.loader(dataset, batch_size=32).sample_batch()
+    parallel = sw.parallelize(model, loss_fn, first, mode="auto", search="propagation")
+    cut = sw.loader(dataset, batch_size=32, plan=parallel.plan, pin_memory=world.device.type == "cuda")
+    return close("a loader with a plan", epoch(parallel, parallel, cut), expected, 1e-4)
+
+
+def two_ranks(world: World, quick: bool) -> dict[str, Any]:
+    cases = (data, tensor_parallel, global_batch_norm, accumulation_and_clipping, loader_with_plan)
+    return {case.__name__: case(world) for case in cases}
+
+
+def groups(world: World, quick: bool) -> dict[str, Any]:
+    """A group that rank 0 makes alone, then one of all; evaluations and other shapes while gradients are under way."""
+    alone = sw.create_group([0])
+    both = sw.create_group([0, 1])
+    number = torch.ones(1, device=world.device)
+    if world.rank == 0:
+        dist.all_reduce(number, group=alone)
+    dist.all_reduce(number, group=both)
+    assert number.item() == 2, number
+    parallel, batch = split(world, "transformer", mode="semi-auto", pins=COLUMNS)
+    found = []
+    for rows in (8, 6, 4):  # each a program of its own, whose groups are made while the last step is under way
+        part = tuple(tensor[:rows] for tensor in batch)
+        parallel(part).backward()
+        parallel.module.eval()
+        found.append(float(parallel(part)))
+        parallel.module.train()
+    model, batch = SMALL["transformer"].made(torch.device("cpu"), torch.float64)
+    expected = [float(loss_fn(model, tuple(tensor[:rows] for tensor in batch))) for rows in (8, 6, 4)]
+    assert largest(found, expected) < 1e-9, (found, expected)
+    return {"groups": "made"}
+
+
+def stalling(world: World, quick: bool) -> dict[str, Any]:
+    """Rank 1 sleeps before its sixth step, when batches are compared no more."""
+    parallel, batch = split(world, "perceptron", mode="data")
+    for at in range(8):
+        if at == 5 and world.rank == 1:
+            time.sleep(1000)
+        parallel(batch).backward()
+    return {}
+
+
+def clean_exit(world: World, quick: bool) -> dict[str, Any]:
+    number = torch.ones(1, device=world.device)
+    dist.all_reduce(number)
+    return {"sum": number.item(), "device": str(world.device), "backend": world.backend}
+
+
+FUNCTIONS = {function.__name__: function for function in (two_ranks, groups, stalling, clean_exit)}
+
+
+def main() -> None:
+    name, device, size, answer = sys.argv[1:]
+    world = joined(device)
+    found = FUNCTIONS[name](world, size == "quick")
+    if world.rank == 0:
+        Path(answer).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,421 @@
+"""The steps of `gpu_first.py` that one process takes: NAME DEVICE quick|whole ANSWER. Each returns what it found."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import shardwright as sw
+from shardwright.zoo import GPT, Perceptron, resnet18
+from shardwright.zoo.models.resnet import resnet50
+
+STEPS: dict[str, Callable[[torch.device, bool], dict[str, Any]]] = {}
+
+
+def step(name: str) -> Callable[[Any], Any]:
+    """Note a function as the step of that name."""
+    return lambda function: STEPS.setdefault(name, function)
+
+
+def loss_fn(model: nn.Module, batch: Any) -> torch.Tensor:
+    x, y = batch
+    return F.cross_entropy(model(x).flatten(0, -2), y.flatten())
+
+
+@dataclass(frozen=True)
+class Network:
+    """A model and its batch, made anew with equal numbers at each call."""
+
+    make: Callable[[], nn.Module]
+    batch: Callable[[], tuple[torch.Tensor, torch.Tensor]]
+
+    def made(self, device: torch.device, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+        sw.set_seed(0)
+        model, (x, y) = self.make().to(device, dtype), self.batch()
+        return model, (x.to(device, dtype if x.is_floating_point() else x.dtype), y.to(device))
+
+
+def words(count: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(count, (rows, length + 1), generator=torch.Generator().manual_seed(1))
+    return ids[:, :-1], ids[:, 1:].contiguous()
+
+
+def images(rows: int, size: int, channels: int = 3) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return (
+        torch.randn(rows, channels, size, size, generator=generator),
+        torch.randint(10, (rows,), generator=generator),
+    )
+
+
+SMALL = {
+    "perceptron": Network(lambda: Perceptron(), lambda: images(64, 28, 1)),
+    "transformer": Network(lambda: GPT(64, width=64, heads=4, layers=2, sequence_length=32), lambda: words(64, 8, 32)),
+    "resnet": Network(lambda: resnet18(width=8), lambda: images(16, 32)),
+}
+
+
+def losses(model: Any, call: Callable[[], torch.Tensor], steps: int = 3, scaler: Any = None) -> list[float]:
+    """Of some steps of AdamW."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(steps):
+        loss = call()
+        found.append(float(loss))
+        if scaler is None:
+            loss.backward()
+            optimizer.step()
+        else:
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        optimizer.zero_grad()
+    return found
+
+
+def largest(a: list[float], b: list[float]) -> float:
+    """The largest deviation between two lists, relative."""
+    return max(abs(x - y) / abs(y) for x, y in zip(a, b, strict=True))
+
+
+def close(what: str, a: list[float], b: list[float], tolerance: float) -> float:
+    """The same, which is to be within the tolerance."""
+    found = largest(a, b)
+    assert found <= tolerance, f"{what}: {a} and {b} differ by {found:.2g}, more than {tolerance:g}"
+    return float(f"{found:.2g}")
+
+
+@contextmanager
+def parallelized(model: nn.Module, batch: Any, **options: Any) -> Iterator[Any]:
+    with sw.parallelize(model, loss_fn, batch, batch="global", **options) as parallel:
+        assert parallel.plan is not None, "the model was not captured"
+        yield parallel
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+@step("machine")
+def machine(device: torch.device, quick: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"torch": torch.__version__, "python": sys.version.split()[0], "cuda": torch.version.cuda}
+    if device.type == "cuda":
+        found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+        shown = subprocess.run(["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False)
+        print(shown.stdout)
+    return found
+
+
+@step("numbers")
+def numbers(device: torch.device, quick: bool) -> dict[str, Any]:
+    found = {}
+    for name, network in SMALL.items():
+        for dtype, tolerance in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+            plain, batch = network.made(device, dtype)
+            expected = losses(plain, lambda plain=plain, batch=batch: loss_fn(plain, batch))
+            model, batch = network.made(device, dtype)
+            with parallelized(model, batch) as parallel:
+                got = losses(parallel, lambda parallel=parallel, batch=batch: parallel(batch))
+            found[f"{name} {dtype}"] = close(f"{name} in {dtype}", got, expected, tolerance)
+    return found
+
+
+@step("against the CPU")
+def against_cpu(device: torch.device, quick: bool) -> dict[str, Any]:
+    found = {}
+    for name, network in SMALL.items():
+        plain, batch = network.made(torch.device("cpu"), torch.float64)
+        expected = losses(plain, lambda plain=plain, batch=batch: loss_fn(plain, batch))
+        model, batch = network.made(device, torch.float64)
+        with parallelized(model, batch) as parallel:
+            got = losses(parallel, lambda parallel=parallel, batch=batch: parallel(batch))
+        found[name] = close(name, got, expected, 1e-8)
+    return found
+
+
+def _autocast(device: torch.device, dtype: torch.dtype, scaled: bool) -> dict[str, Any]:
+    found = {}
+    for name, network in SMALL.items():
+        outcomes = []
+        for ours in (False, True):
+            model, batch = network.made(device)
+            scaler = torch.amp.GradScaler(device.type) if scaled else None
+
+            def call(model: Any, given: Any, ours: bool = ours) -> torch.Tensor:
+                with torch.autocast(device.type, dtype):
+                    return model(given) if ours else loss_fn(model, given)
+
+            with torch.autocast(device.type, dtype):
+                made = sw.parallelize(model, loss_fn, batch, batch="global") if ours else model
+            assert not ours or made.plan is not None, f"{name} was not captured under autocast"
+            outcomes.append(losses(made, lambda made=made, batch=batch, call=call: call(made, batch), scaler=scaler))
+        found[name] = close(f"{name} in {dtype}", outcomes[1], outcomes[0], 2e-2)
+    return found
+
+
+@step("bf16")
+def bf16(device: torch.device, quick: bool) -> dict[str, Any]:
+    return _autocast(device, torch.bfloat16, scaled=False)
+
+
+@step("fp16")
+def fp16(device: torch.device, quick: bool) -> dict[str, Any]:
+    return _autocast(device, torch.float16, scaled=True)
+
+
+@step("masks")
+def masks(device: torch.device, quick: bool) -> dict[str, Any]:
+    from shardwright.lower import randomness
+
+    cpu, shape = torch.device("cpu"), (37, 1000, 129)
+    for place in (((0, 0, 0), shape), ((5, 100, 0), (30, 900, 129)), ((0, 0, 64), (37, 1000, 65))):
+        here, there = (randomness.kept(9, 0.1, shape, *place, where) for where in (cpu, device))
+        assert torch.equal(here, there.cpu()), f"masks differ at {place}"
+        for draw in (randomness.uniform, randomness.fine):
+            here, there = (draw(7, shape, *place, where) for where in (cpu, device))
+            assert torch.equal(here, there.cpu()), f"{draw.__name__} differs at {place}"
+        here, there = (randomness.integers(3, -5, 1 << 40, shape, *place, where) for where in (cpu, device))
+        assert torch.equal(here, there.cpu()), f"whole numbers differ at {place}"
+    rows = (8, 16, 2048, 2048)
+    seconds = timed(lambda: randomness.kept(9, 0.1, rows, (0,) * 4, rows, device), device, 10)
+    return {"bits": "equal", "ms for 537 million": round(seconds * 1e3, 2)}
+
+
+@step("attention")
+def attention(device: torch.device, quick: bool) -> dict[str, Any]:
+    from shardwright.lower.kernels import attention_with_dropout
+
+    def run(where: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        heads = [torch.randn(shape, dtype=torch.float64).to(where, dtype).requires_grad_() for _ in range(3)]
+        scores = (*shape[:-1], shape[-2])
+        result = attention_with_dropout(*heads, None, 0.1, True, None, 5, scores, (0,) * len(shape))
+        result.square().mean().backward()
+        return [result.detach(), *(x.grad for x in heads if x.grad is not None)]
+
+    small = (2, 4, 256, 32)
+    pairs = zip(run(device, small, torch.float64), run(torch.device("cpu"), small, torch.float64), strict=True)
+    worst = max(float((a.cpu() - b).abs().max() / b.abs().max()) for a, b in pairs)
+    assert worst <= 1e-10, f"attention differs from the CPU's by {worst:.2g}"
+    found: dict[str, Any] = {"beside the CPU": f"{worst:.2g}"}
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        seconds = timed(lambda: run(device, (8, 16, 2048, 64), torch.bfloat16), device, 5)
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        assert peak < 2, f"{peak:.2f} GiB for attention of 8x16x2048x2048"
+        found |= {"GiB at 8x16x2048x2048": round(peak, 2), "ms": round(seconds * 1e3, 1)}
+    return found
+
+
+@step("steady")
+def steady(device: torch.device, quick: bool) -> dict[str, Any]:
+    networks = SMALL | {
+        "dropout": Network(
+            lambda: GPT(64, width=64, heads=4, layers=2, sequence_length=32, dropout=0.1), lambda: words(64, 8, 32)
+        )
+    }
+    found = {}
+    for name, network in networks.items():
+        model, batch = network.made(device)
+        with parallelized(model, batch) as parallel:
+            optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3, foreach=True)
+            for at in range(8):
+                if at == 4:
+                    torch.cuda.synchronize()
+                    torch.cuda.set_sync_debug_mode("error")
+                parallel(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            torch.cuda.set_sync_debug_mode("default")
+        found[name] = "no waiting"
+    return found
+
+
+@step("profile")
+def profile(device: torch.device, quick: bool) -> dict[str, Any]:
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as profiled
+
+    network = Network(
+        lambda: GPT(512, width=512, heads=8, layers=4, sequence_length=256, dropout=0.1), lambda: words(512, 8, 256)
+    )
+    found: dict[str, Any] = {}
+    for way in ("ours", "plain"):
+        model, batch = network.made(device)
+        made = sw.parallelize(model, loss_fn, batch, batch="global") if way == "ours" else model
+        call = (lambda made=made, batch=batch: made(batch)) if way == "ours" else lambda m=made, b=batch: loss_fn(m, b)
+        losses(made, call)
+        with profiled(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as trace:
+            losses(made, call, steps=1)
+            torch.cuda.synchronize()
+        kernels = [event for event in trace.events() if event.device_type.name == "CUDA"]
+        found[f"kernels, {way}"] = len(kernels)
+        found[f"copies, {way}"] = sum("Memcpy" in event.name for event in kernels)
+        found[f"busy ms, {way}"] = round(sum(event.device_time for event in kernels) / 1e3, 2)
+    return found
+
+
+@step("saves")
+def saves(device: torch.device, quick: bool) -> dict[str, Any]:
+    network = Network(
+        lambda: GPT(512, width=128 if quick else 1024, heads=8, layers=4, sequence_length=64), lambda: words(512, 8, 64)
+    )
+    model, batch = network.made(device)
+    with parallelized(model, batch) as parallel, tempfile.TemporaryDirectory() as folder:
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+
+        def train(steps: int) -> None:
+            for _ in range(steps):
+                parallel(batch).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+
+        train(2)
+        before = {name: tensor.cpu().clone() for name, tensor in parallel.full_state_dict().items()}
+        start = time.perf_counter()
+        sw.checkpoint.save(folder, parallel, optimizer, step=2, asynchronous=True)
+        held_s = time.perf_counter() - start
+        train(5)
+        sw.checkpoint.wait(parallel)
+        changed = parallel.full_state_dict()
+        assert not all(torch.equal(before[name], tensor.cpu()) for name, tensor in changed.items())
+        sw.checkpoint.load(folder, parallel, optimizer)
+        wrong = [n for n, t in parallel.full_state_dict().items() if not torch.equal(before[n], t.cpu())]
+        assert not wrong, f"{wrong[:3]} were saved as later steps have left them"
+        return {"ms that the loop was held": round(held_s * 1e3, 1)}
+
+
+@step("meta")
+def meta(device: torch.device, quick: bool) -> dict[str, Any]:
+    width = 256 if quick else 4096
+    with torch.device("meta"):
+        model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(width, width), nn.ReLU())))
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    x = torch.randn(8, width, device=device)
+
+    def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return model(x).square().mean()
+
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    sw.set_seed(4)
+    parallel = sw.parallelize(model, squares, x, batch="global")
+    found: dict[str, Any] = {"MB": whole / 1e6}
+    if device.type == "cuda":
+        found["MB at most"] = torch.cuda.max_memory_allocated() / 1e6
+        assert found["MB at most"] < 1.5 * found["MB"]
+    loss = parallel(x)
+    loss.backward()
+    assert loss.isfinite()
+    return found
+
+
+def timed(call: Callable[[], Any], device: torch.device, times: int) -> float:
+    """The median seconds of a call, by events on a GPU."""
+    call()
+    took = []
+    for _ in range(times):
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            took.append(start.elapsed_time(end) / 1e3)
+        else:
+            begin = time.perf_counter()
+            call()
+            took.append(time.perf_counter() - begin)
+    return statistics.median(took)
+
+
+def _speed(network: Network, device: torch.device, quick: bool) -> dict[str, Any]:
+    """Milliseconds of a step in bf16: ours beside plain PyTorch, and plain PyTorch compiled, which take turns."""
+    rounds, steps = (2, 1) if quick else (5, 10)
+
+    def stepping(way: str) -> Callable[[], None]:
+        model, batch = network.made(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            made: Any = sw.parallelize(model, loss_fn, batch, batch="global") if way == "ours" else model
+        called = torch.compile(loss_fn) if way == "compiled" else loss_fn
+        optimizer = torch.optim.AdamW(made.parameters(), lr=1e-4, foreach=True)
+
+        def run() -> None:
+            with torch.autocast(device.type, torch.bfloat16):
+                loss = made(batch) if way == "ours" else called(made, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        for _ in range(3):
+            run()
+        return run
+
+    ways = {way: stepping(way) for way in ("ours", "plain", *([] if quick else ["compiled"]))}
+    took: dict[str, list[float]] = {way: [] for way in ways}
+    for _ in range(rounds):
+        for way, run in ways.items():
+            took[way].append(timed(run, device, steps))
+    found = {f"ms, {way}": round(statistics.median(times) * 1e3, 2) for way, times in took.items()}
+    for way in [way for way in ways if way != "ours"]:
+        ratios = [a / b for a, b in zip(took["ours"], took[way], strict=True)]
+        found[f"ours / {way}"] = round(statistics.median(ratios), 3)
+    return found
+
+
+@step("speed of a transformer")
+def speed_of_transformer(device: torch.device, quick: bool) -> dict[str, Any]:
+    if quick:
+        return _speed(SMALL["transformer"], device, quick)
+    network = Network(
+        lambda: GPT(50304, width=1024, heads=16, layers=12, sequence_length=1024), lambda: words(50304, 8, 1024)
+    )
+    return _speed(network, device, quick)
+
+
+@step("speed of ResNet-50")
+def speed_of_resnet(device: torch.device, quick: bool) -> dict[str, Any]:
+    if quick:
+        return _speed(SMALL["resnet"], device, quick)
+    return _speed(Network(lambda: resnet50(10, "imagenet"), lambda: images(128, 224)), device, quick)
+
+
+@step("profile of the machine")
+def profile_of_machine(device: torch.device, quick: bool) -> dict[str, Any]:
+    from shardwright.plan.pricing.hardware import for_device, read_hardware
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "here.json"
+        command = [sys.executable, "-m", "shardwright", "bench", "--ranks", "1", "--save-profile", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
+        measured, shipped = read_hardware(str(path)), for_device("cuda")
+        return {"measured": str(measured), "shipped": str(shipped)}
+
+
+def main() -> None:
+    name, device, size, answer = sys.argv[1:]
+    world = sw.init(backend=None if device == "cuda" else "gloo")
+    found = STEPS[name](world.device, size == "quick")
+    synchronize(world.device)
+    Path(answer).write_text(json.dumps(found))
+    print(f"{name}: {found}")
+
+
+if __name__ == "__main__":
+    main()
