@@ -275,7 +275,8 @@ class PulseFile:
         position, words = _SITE.unpack_from(data, _SITE_AT)
         queued, reached, step = _DEVICE.unpack_from(data, _DEVICE_AT)
         said = _text(operation), _text(words), position
-        return Reading(listener, beats, steps, collectives, *said, queued - 1, bool(reached), step)
+        there = bool(reached) or not queued  # where nobody asks a device, a collective that was begun is what runs
+        return Reading(listener, beats, steps, collectives, *said, queued - 1, there, step)
 
     def ask(self) -> None:
         """Ask the rank for what it has recorded."""
