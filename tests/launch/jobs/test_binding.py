@@ -59,6 +59,48 @@ def test_a_job_is_bound(launching, options, bound):
     assert (launching.log(0) == launching.log(1)) is not bound
 
 
-def test_ranks_on_gpus_are_not_bound(monkeypatch):
+@pytest.fixture
+def recorded(tmp_path):
+    """The files of a host with four GPUs, two on each side of it; each side has eight cores of two threads."""
+    sides = {"0000:1B:00.0": "0-7,16-23", "0000:43:00.0": "0-7,16-23", "0000:9B:00.0": "8-15,24-31"}
+    for number, (address, cores) in enumerate((sides | {"0000:C3:00.0": "8-15,24-31"}).items()):
+        information = tmp_path / "proc/driver/nvidia/gpus" / address / "information"
+        near = tmp_path / "sys/bus/pci/devices" / address.lower() / "local_cpulist"
+        for file, text in (
+            (information, f"Model: \t\t NVIDIA H100 80GB HBM3\nIRQ:   \t\t 18\nGPU UUID: \t GPU-{number}abc-def\n"),
+            (near, f"{cores}\n"),
+        ):
+            file.parent.mkdir(parents=True)
+            file.write_text(text)
+    return tmp_path
+
+
+def shares(recorded, ranks, **environment):
+    return [binding.near_gpu(range(32), rank, ranks, environment, recorded) for rank in range(ranks)]
+
+
+def test_a_rank_has_its_share_of_the_cores_near_its_gpu(recorded):
+    left, right = [*range(8), *range(16, 24)], [*range(8, 16), *range(24, 32)]
+    assert shares(recorded, 4) == [left[:8], left[8:], right[:8], right[8:]]
+    assert shares(recorded, 2, CUDA_VISIBLE_DEVICES="3,0") == [right, left]
+    assert shares(recorded, 2, CUDA_VISIBLE_DEVICES="GPU-2abc,GPU-3") == [right[:8], right[8:]]
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [{"CUDA_VISIBLE_DEVICES": "0,7"}, {"CUDA_VISIBLE_DEVICES": "MIG-1,MIG-2"}, {"CUDA_VISIBLE_DEVICES": "1"}],
+)
+def test_a_rank_whose_gpu_nobody_knows_is_not_bound(recorded, environment):
+    assert shares(recorded, 2, **environment)[1] == []
+
+
+def test_gpus_of_several_models_are_numbered_by_speed_unless_by_bus(recorded):
+    file = recorded / "proc/driver/nvidia/gpus/0000:1B:00.0/information"
+    file.write_text(file.read_text().replace("H100", "T4"))
+    assert shares(recorded, 4) == [[]] * 4
+    assert all(shares(recorded, 4, CUDA_DEVICE_ORDER="PCI_BUS_ID"))
+
+
+def test_ranks_on_gpus_are_bound_nowhere_without_the_files(monkeypatch):
     monkeypatch.setattr(os, "sched_setaffinity", lambda *_: pytest.fail("bound"))
     binding.bind({"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, gpus=2)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +32,7 @@ from shardwright.cluster.bench.output import (
     to_json,
 )
 from shardwright.cluster.bench.roofline import copy_rate, fastest_link, processor, roofline
+from shardwright.cluster.bench.stopwatch import synchronize, took_s
 from shardwright.world.agreement import agree, from_all_ranks
 from shardwright.world.world import World
 
@@ -107,13 +107,9 @@ class _Bench:
             options.warmup, options.iters, options.check,
         )  # fmt: skip
         self.devices = from_all_ranks(_this_device(world))
-        copied = copy_rate(world.device, self.synchronize, dist.barrier)
+        copied = copy_rate(world.device, dist.barrier)
         links = from_all_ranks(fastest_link(world.backend))
         self.roofline = roofline(len(set(world.hosts)), from_all_ranks(copied), links)
-
-    def synchronize(self) -> None:
-        if self.world.device.type == "cuda":
-            torch.cuda.synchronize(self.world.device)
 
     def test(self, operation: Operation, say: Callable[[str], None]) -> Test:
         rows = []
@@ -149,13 +145,14 @@ class _Bench:
         operation.fill(case, buffers)
         for _ in range(self.options.warmup):
             operation.call(case, buffers)
-        self.synchronize()
+        synchronize(case.device)
         dist.barrier()
-        start_s = time.perf_counter()
-        for _ in range(self.options.iters):
-            operation.call(case, buffers)
-        self.synchronize()
-        return (time.perf_counter() - start_s) / self.options.iters
+
+        def loop() -> None:
+            for _ in range(self.options.iters):
+                operation.call(case, buffers)
+
+        return took_s(loop, case.device) / self.options.iters
 
     def _wrong(self, operation: Operation, case: Case, buffers: Buffers) -> int:
         """The wrong elements on this rank after one call on fresh data, the most of ``check`` calls."""
@@ -164,7 +161,7 @@ class _Bench:
             buffers.received.zero_()
             operation.fill(case, buffers)
             operation.call(case, buffers)
-            self.synchronize()
+            synchronize(case.device)
             most = max(most, operation.wrong(case, buffers))
         return most
 

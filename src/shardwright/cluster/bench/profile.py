@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.cluster.bench.roofline import copy_rate, processor
+from shardwright.cluster.bench.stopwatch import refill, synchronize, took_s
 from shardwright.errors import UsageError
 from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
@@ -133,9 +133,10 @@ def measure_links(
         drawn.shuffle(order)
         for index in order:
             cell = cells[index]
-            seconds = [_timed(cell.run, world.device) for _ in range(_times(cell.size))]
+            refill(buffer)
+            calls = [_timed(cell.run, world.device) for _ in range(_times(cell.size))]
             if turn >= WARMUP_ROUNDS:
-                visits[index].append(seconds)
+                visits[index].append(calls)
     everyone = from_all_ranks(visits)
     for groups in all_groups:
         groups.comm.close()
@@ -218,17 +219,9 @@ def _cell(groups: _Groups, kind: CollectiveKind, size: int, buffer: Tensor) -> _
 
 def _timed(run: Callable[[], object], device: torch.device) -> float:
     """Seconds of ``run()`` on this rank, from a moment that all ranks have reached."""
-    _synchronize(device)
+    synchronize(device)
     dist.barrier()
-    start_s = time.perf_counter()
-    run()
-    _synchronize(device)
-    return time.perf_counter() - start_s
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    return took_s(run, device)
 
 
 def _on_slowest(mine: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
@@ -238,7 +231,7 @@ def _on_slowest(mine: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], .
 
 
 def _copied(world: World) -> float:
-    return copy_rate(world.device, lambda: _synchronize(world.device), dist.barrier)
+    return copy_rate(world.device, dist.barrier)
 
 
 def _flops(device: torch.device) -> list[tuple[str, float]]:

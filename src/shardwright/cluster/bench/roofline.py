@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,23 +10,24 @@ import torch
 
 from shardwright.backends.table import backends_by_device
 from shardwright.cluster.bench.output import Roofline
+from shardwright.cluster.bench.stopwatch import beyond_caches, cache_bytes, refill, synchronize, took_s
 
 _COPY_BYTES = 64 * 2**20
 _COPIES = 5
 
 
-def copy_rate(device: torch.device, synchronize: Callable[[], None], barrier: Callable[[], None]) -> float:
+def copy_rate(device: torch.device, barrier: Callable[[], None]) -> float:
     """Bytes copied per second within this rank's memory, the best of a few, while all ranks copy."""
-    source = torch.zeros(_COPY_BYTES // 4, device=device)
+    copied_bytes = beyond_caches(_COPY_BYTES, cache_bytes(device))
+    source = torch.zeros(copied_bytes // 4, device=device)
+    refill(source)
     target = torch.empty_like(source)
     best_s = float("inf")
     for _ in range(1 + _COPIES):
+        synchronize(device)
         barrier()
-        start_s = time.perf_counter()
-        target.copy_(source)
-        synchronize()
-        best_s = min(best_s, time.perf_counter() - start_s)
-    return _COPY_BYTES / best_s
+        best_s = min(best_s, took_s(lambda: target.copy_(source), device))
+    return copied_bytes / best_s
 
 
 def fastest_link(backend: str, system: Path = Path("/sys")) -> tuple[str, float] | None:

@@ -1,0 +1,67 @@
+"""How long a device takes: by the clock of the host, or by events on a GPU, which ends long after it was asked."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+_CACHES = 8  # a buffer of so many times a GPU's second-level cache has next to nothing of itself in it
+
+
+class Event(Protocol):
+    """A place in what a GPU has to do, as ``torch.cuda.Event`` is one with ``enable_timing``."""
+
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def elapsed_time(self, end_event: Event, /) -> float: ...
+
+
+def took_s(run: Callable[[], object], device: torch.device, event: Callable[[], Event] | None = None) -> float:
+    """What ``run()`` takes on ``device``.
+
+    Args:
+        event: makes the events of a GPU, by default torch's.
+    """
+    if device.type != "cuda":
+        start_s = time.perf_counter()
+        run()
+        return time.perf_counter() - start_s
+    make: Callable[[], Any] = event or partial(torch.cuda.Event, enable_timing=True)
+    begin, end = make(), make()
+    begin.record()
+    run()
+    end.record()
+    end.synchronize()
+    elapsed_ms: float = begin.elapsed_time(end)
+    return elapsed_ms / 1e3
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done what it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def refill(tensor: Tensor) -> None:
+    """Give a tensor on a GPU other random numbers: equal ones draw less power, and sums of sums grow without end."""
+    if tensor.device.type == "cuda":
+        tensor.normal_()
+
+
+def beyond_caches(least_bytes: int, cache_bytes: int) -> int:
+    """The bytes of a buffer that is to be read from memory, where caches keep so many.
+
+    >>> beyond_caches(64 * 2**20, 50 * 2**20) // 2**20, beyond_caches(64 * 2**20, 0) // 2**20
+    (400, 64)
+    """
+    return max(least_bytes, _CACHES * cache_bytes)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The second-level cache of a GPU; 0 for others, whose buffers are chosen as if they had none."""
+    return int(torch.cuda.get_device_properties(device).L2_cache_size) if device.type == "cuda" else 0

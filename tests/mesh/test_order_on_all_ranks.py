@@ -1,0 +1,157 @@
+"""All ranks make the same groups in one order, and come to each collective: seen rank by rank in one process.
+
+Each rank runs a step on a process group that only pretends, which is told to move data as NCCL does. What it has issued
+is then played against what the others have: a collective takes place when all members of its group are at it.
+"""
+
+from collections import deque
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore
+from torch.testing._internal.distributed import fake_pg
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from shardwright.graph.capture import flatten_batch
+from shardwright.graph.step import captured_step
+from shardwright.lower.lower import lower
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.processes import communicator_over
+from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
+from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.execute import Execution, StepArguments
+from shardwright.zoo import GPT, Perceptron, TwoMatmuls, resnet18, resnet50
+from whole import tensors_of
+
+assert fake_pg  # it registers the backend "fake"
+F = torch.nn.functional
+
+
+def classify(model, batch):
+    return F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
+
+
+def measure(model, batch):
+    return F.mse_loss(model(batch[0]), batch[1])
+
+
+def images(rows):
+    return torch.randn(rows, 3, 32, 32), torch.randint(10, (rows,))
+
+
+ZOO = {
+    "perceptron": (lambda: Perceptron(16, [32, 32], 10), classify,
+                   lambda rows: (torch.randn(rows, 16), torch.randint(10, (rows,)))),
+    "two_matmuls": (lambda: TwoMatmuls(16, 8), measure, lambda rows: (torch.randn(rows, 16), torch.randn(rows, 8))),
+    "gpt": (lambda: GPT(32, width=32, heads=4, layers=2, sequence_length=16), classify,
+            lambda rows: (torch.randint(32, (rows, 16)), torch.randint(32, (rows, 16)))),
+    "resnet18": (lambda: resnet18(10), classify, images),
+    "resnet50": (lambda: resnet50(10), classify, images),
+}  # fmt: skip
+MESHES = {8: Mesh.of(a=2, b=4), 16: Mesh.of(a=4, b=4)}
+CASES = [
+    pytest.param(name, mode, size, id=f"{name}-{mode}-{size}", marks=() if quick else pytest.mark.slow)
+    for name in ZOO
+    for mode in ("data", "auto")
+    for size in MESHES
+    for quick in [size == 8 and name == "perceptron"]
+]
+
+
+@contextmanager
+def pretended(rank, size):
+    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class Issued(TorchDispatchMode):
+    """The collectives that are issued inside, as operator, ranks and sizes; what they would have written is zeros."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if function.namespace == "c10d":
+            at = [argument.name for argument in function._schema.arguments].index("process_group")
+            group = dist.ProcessGroup.unbox(args[at])
+            tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
+            if "allreduce" not in str(function):
+                for tensor in torch.utils._pytree.tree_leaves(args[0]):
+                    tensor.zero_()
+            sizes = sorted(tensor.numel() for tensor in tensors)
+            self.calls.append((str(function), tuple(dist.get_process_group_ranks(group)), str(sizes)))
+        return result
+
+
+def one_rank(plan, model, batch, monkeypatch):
+    """The groups that this rank makes, in order, and the collectives of a step."""
+    made, new_group = [], dist.new_group
+    with monkeypatch.context() as patch:
+        patch.setattr(dist, "new_group", lambda ranks, **how: made.append(tuple(ranks)) or new_group(ranks, **how))
+        comm = communicator_over(plan.mesh)
+        program = lower(plan, comm.rank)
+        comm.prepare([*{collective.axes for _, _, collective in program.collectives()}, plan.mesh.names])
+    captured = plan.capture
+
+    def part(kind, whole):
+        values = captured.of_kind(kind)
+        layouts = [plan.leaves[value.name] for value in values]
+        parts = [t[la.local_slice(t.shape, plan.mesh, comm.rank)].clone() for t, la in zip(whole, layouts, strict=True)]
+        return [t.requires_grad_(kind == "parameter" and v.needs_gradient) for t, v in zip(parts, values, strict=True)]
+
+    leaves = (
+        part("parameter", tensors_of(captured, model, "parameter")),
+        part("buffer", tensors_of(captured, model, "buffer")),
+        part("input", flatten_batch(batch)),
+        [captured.constants[value.name] for value in captured.of_kind("constant")],
+    )
+    execution = Execution(program, captured, comm, torch.device("cpu"), GradientReduction())
+    with Issued() as issued:
+        loss, _, _ = execution(StepArguments(*leaves, seed=0, step=0))
+        loss.backward()
+    return made, issued.calls
+
+
+def play(calls):
+    """Let collectives take place until none is left; raises where ranks wait for each other for ever."""
+    left = [deque(mine) for mine in calls]
+    while any(left):
+        ready = next(
+            (mine[0] for mine in left if mine and all(left[r] and left[r][0] == mine[0] for r in mine[0][1])), 0
+        )
+        assert ready, "\n".join(f"rank {rank} is at {mine[0]}" for rank, mine in enumerate(left) if mine)
+        for rank in ready[1]:
+            left[rank].popleft()
+
+
+@pytest.mark.parametrize(("name", "mode", "size"), CASES)
+def test_no_rank_waits_for_another_for_ever(name, mode, size, monkeypatch):
+    make, loss_fn, batch_of = ZOO[name]
+    torch.manual_seed(0)
+    model, batch = make(), batch_of(2 * size)
+    mesh = Mesh.of(d=size) if mode == "data" else MESHES[size]
+    plan = make_plan(captured_step(model, loss_fn, batch, {}), PlanRequest(mesh, mode))
+    made, calls = [], []
+    for rank in range(size):
+        with pretended(rank, size):
+            groups, issued = one_rank(plan, model, batch, monkeypatch)
+        made.append(groups)
+        calls.append(issued)
+    assert all(groups == made[0] for groups in made)
+    assert all(calls), "every rank talks"
+    play(calls)
+
+
+def test_ranks_that_issue_in_another_order_are_seen():
+    first, second = ("c10d::allreduce_", (0, 1), "[4]"), ("c10d::allreduce_", (0, 1), "[8]")
+    play([[first, second], [first, second]])
+    with pytest.raises(AssertionError, match=r"rank 0 is at .*\[4\].*\n\s*rank 1 is at .*\[8\]"):
+        play([[first, second], [second, first]])
