@@ -38,6 +38,7 @@ from torch.utils import checkpoint as checkpointing
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = [
+    "Computed",
     "DynamicOutputShapeException",
     "MemoryOf",
     "References",
@@ -45,11 +46,11 @@ __all__ = [
     "apply_function",
     "assert_on_device",
     "backward_number",
-    "casts",
     "changes_of",
     "changes_operands",
     "checkpoints_call",
     "composite_operators",
+    "computed",
     "dcp_storage_info",
     "decided",
     "empty_like_on",
@@ -389,21 +390,55 @@ def operators_called(by: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) 
         yield
 
 
-def casts(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> tuple[dict[int, torch.dtype], Any]:
-    """To which dtype ``call`` casts each of ``tensors`` (by position), and what it returns."""
-    dtypes: dict[int, torch.dtype] = {}
+@dataclass(frozen=True)
+class Computed:
+    """What a call of operators did.
+
+    ``casts``: to which dtype it cast each of some tensors, by position.
+    ``made``: the operators that made new tensors of others, without overload, each with the dtypes of its results;
+    without casts and copies.
+    ``result``: what the call returned.
+    """
+
+    casts: dict[int, torch.dtype]
+    made: list[tuple[str, tuple[torch.dtype, ...]]]
+    result: Any
+
+
+def computed(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> Computed:
+    """What ``call`` does beneath autograd and autocast, and how it casts ``tensors``, which are without storage."""
+    casts: dict[int, torch.dtype] = {}
+    made: list[tuple[str, tuple[torch.dtype, ...]]] = []
 
     def noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)
         if operator is torch.ops.aten._to_copy.default:
             for i, tensor in enumerate(tensors):
-                if tensor is args[0] and i not in dtypes:
-                    dtypes[i] = result.dtype
+                if tensor is args[0] and i not in casts:
+                    casts[i] = result.dtype
+        elif operator not in _COPIES and not _returns_operands(operator) and _has_tensor((args, kwargs)):
+            results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            if results:
+                made.append((operator._schema.name, tuple(tensor.dtype for tensor in results)))
         return result
 
-    with operators_called(noting):
+    modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
+    with modes[0] if modes else nullcontext(), operators_called(noting):  # what is made of nothing has none either
         result = call()
-    return dtypes, result
+    return Computed(casts, made, result)
+
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
+
+
+@lru_cache(maxsize=4096)
+def _returns_operands(operator: Any) -> bool:
+    """Whether an operator returns what it was given, or views of it."""
+    return any(value.alias_info is not None for value in operator._schema.returns)
+
+
+def _has_tensor(args: Any) -> bool:
+    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(args))
 
 
 @contextmanager

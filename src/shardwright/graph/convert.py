@@ -21,7 +21,8 @@ from shardwright.graph.ir import NAMES_OF_PROGRAMS, Capture, Node, Pin, Slices, 
 from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.graph.tracing.functions import APPLIED, Application
 from shardwright.graph.tracing.numbers import Numbers
-from shardwright.graph.tracing.trace import NO_GRADIENT, SOURCE, Trace
+from shardwright.graph.tracing.regions import NO_GRADIENT
+from shardwright.graph.tracing.trace import SOURCE, Trace
 from shardwright.rules import random
 from shardwright.rules.functions import called, is_function
 from shardwright.rules.notation import Operand

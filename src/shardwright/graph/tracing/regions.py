@@ -5,8 +5,9 @@ Made functional as they are, regions lose where gradients are off, the lines of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,39 +16,50 @@ from torch.fx.node import map_arg
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.graph.functional.parts import once, traced
 
 _POSITIONS = {"wrap_with_autocast": 4, "wrap_with_set_grad_enabled": 1}  # where the region stands in the arguments
+NO_GRADIENT = "shardwright_no_gradient"  # the key of the annotation that gradients are off where an operator is called
+_Casts = Mapping[int, torch.dtype]  # operand, by its position among the tensors of a node -> to what it is cast
 
 
 @dataclass(frozen=True)
-class _Autocast:
+class Autocast:
+    """One ``torch.autocast`` that is on, or off, in a region."""
+
     device_type: str
     dtype: torch.dtype | None
-    enabled: bool
+    enabled: bool = True
 
     def region(self) -> torch.autocast:
         return torch.autocast(self.device_type, self.dtype, enabled=self.enabled, cache_enabled=False)
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where operators are copied to: before a node of a graph, under some autocast."""
+class Place:
+    """Where operators are copied to: before a node of a graph, under some autocast.
+
+    ``kept`` are the parameters, and their casts so far, by whether gradients are off: autocast casts each once.
+    """
 
     graph: Graph
     before: Node
-    autocast: _Autocast | None = None
+    autocast: Autocast | None = None
+    parameters: frozenset[Node] = frozenset()
+    kept: dict[tuple[Node, torch.dtype, str], Node] = field(default_factory=dict)
 
 
 def inline(program: torch.export.ExportedProgram) -> None:
     """Replace every region of ``program`` by its operators, in place.
 
     Raises:
-        CaptureError: for an operator of which autocast casts something that is not an operand.
+        CaptureError: for an operator that computes under autocast what no casts of its operands lead to.
     """
     owner = program.graph_module
-    graph = owner.graph
+    graph, of_program = owner.graph, program.graph_signature.inputs_to_parameters
+    parameters = frozenset(node for node in graph.nodes if node.op == "placeholder" and node.name in of_program)
     for node in [node for node in graph.nodes if _position(node) is not None]:
-        outputs = _copy_called(owner, node, list(node.args), _Place(graph, node))
+        outputs = _copy_called(owner, node, list(node.args), Place(graph, node, parameters=parameters))
         for user in list(node.users):
             inner = outputs[int(user.args[1])]
             program.graph_signature.replace_all_uses(user.name, inner.name)
@@ -68,64 +80,137 @@ def _position(node: Node) -> int | None:
     return _POSITIONS.get(torch_private.higher_order_name(node.target) or "")
 
 
-def _copy_called(owner: GraphModule, node: Node, args: Sequence[Any], place: _Place) -> Sequence[Node]:
+def _copy_called(owner: GraphModule, node: Node, args: Sequence[Any], place: Place) -> Any:
     """Copy the region of ``owner`` that ``node`` calls; ``args`` are the call's, in terms of the graph copied to."""
     position = _position(node)
     assert position is not None
     if position == _POSITIONS["wrap_with_autocast"]:
-        place = replace(place, autocast=_Autocast(*args[:3]))
+        place = replace(place, autocast=Autocast(*args[:3]))
     held = node.args[position]
     assert isinstance(held, Node)
-    return _copy(getattr(owner, str(held.target)), args[position + 1 :], place)
+    region: GraphModule = getattr(owner, str(held.target))
+    return copy_operators(region, region.graph, args[position + 1 :], place)
 
 
-def _copy(region: GraphModule, inputs: Sequence[Any], place: _Place) -> Sequence[Node]:
-    """Copy every operator of ``region`` to ``place``; return its outputs."""
+def copy_operators(owner: Any, graph: Graph, inputs: Sequence[Any], place: Place) -> Any:
+    """Copy every operator of ``graph``, whose regions belong to ``owner``, to ``place``; return its outputs."""
     copied: dict[Node, Any] = {}
     given = iter(inputs)
-    for node in region.graph.nodes:
+    for node in graph.nodes:
         if node.op == "placeholder":
             copied[node] = next(given)
         elif node.op == "get_attr":
             copied[node] = None  # a nested region, copied where it is called
         elif node.op == "output":
-            outputs: Sequence[Node] = map_arg(node.args[0], lambda n: copied[n])
-            return outputs
+            return map_arg(node.args[0], lambda n: copied[n])
         elif _position(node) is not None:
-            copied[node] = _copy_called(region, node, [map_arg(arg, lambda n: copied[n]) for arg in node.args], place)
+            copied[node] = _copy_called(owner, node, [map_arg(arg, lambda n: copied[n]) for arg in node.args], place)
         elif isinstance(node.args[0] if node.args else None, Node) and isinstance(copied[node.args[0]], (tuple, list)):
-            copied[node] = copied[node.args[0]][node.args[1]]  # an output of a nested region
+            copied[node] = copied[node.args[0]][node.args[1]]  # an output of what was copied in several nodes
         else:
             with place.graph.inserting_before(place.before):
                 new = place.graph.node_copy(node, lambda n: copied[n])
-                if place.autocast is not None:
-                    _cast_operands(new, place.autocast)
-            copied[node] = new
+            copied[node] = new if cast_operands(new, place) else _apart(new, place)
     raise AssertionError("a graph ends with its output")
 
 
-def _cast_operands(node: Node, autocast: _Autocast) -> None:
-    """Make the casts that autocast does to the operands of ``node`` operators of their own."""
-    if not torch_private.is_operator(node.target):
-        return
-    operands = list(dict.fromkeys(n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)))
+def _apart(node: Node, place: Place) -> Any:
+    """The parts of a composite operator in its place, each with the casts that autocast does to it.
 
-    def call() -> Any:
-        args, kwargs = map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
-        return node.target(*args, **kwargs)  # type: ignore[operator]
+    Raises:
+        CaptureError: where torch does not compute it by others.
+    """
+    assert place.autocast is not None
+    if not torch_private.is_composite(node.target):
+        raise CaptureError(
+            f"{node.target} computes in another dtype under autocast by casts within it, which cannot be "
+            f"captured, {node.meta.get('custom')}\nCast its inputs by hand, or leave it outside autocast."
+        )
+    with torch.no_grad(), place.autocast.region():
+        graph = traced(node, returns=True)
+    for part in graph.nodes:
+        part.meta = {**node.meta, "val": part.meta.get("val")}
+    outputs = copy_operators(None, graph, node.all_input_nodes, place)
+    place.graph.erase_node(node)
+    return outputs
 
+
+def cast_operands(node: Node, place: Place) -> bool:
+    """Make the casts that autocast does to the operands of ``node`` operators of their own, before it.
+
+    False, and nothing done, where the operator would then not compute the same in the same dtypes.
+    """
+    autocast, operands = place.autocast, _operands(node)
+    if autocast is None or not autocast.enabled or not torch_private.is_operator(node.target):
+        return True
+    if not operands:
+        return True
+    casts: _Casts | None = once(f"{autocast} {_pattern(node)} of", node, lambda: _casts(node, operands, autocast))
+    if casts is None:
+        return False
+    for i, dtype in casts.items():
+        node.replace_input_with(operands[i], _cast(operands[i], dtype, node, place))
+    return True
+
+
+def _cast(operand: Node, dtype: torch.dtype, node: Node, place: Place) -> Node:
+    """A cast of ``operand`` before ``node``; that of a parameter serves the whole region."""
+    key = operand, dtype, str(node.meta.get("custom", {}).get(NO_GRADIENT))
+    if key in place.kept:
+        return place.kept[key]
+    with node.graph.inserting_before(node):
+        cast = node.graph.call_function(torch.ops.aten._to_copy.default, (operand,), {"dtype": dtype})
+    cast.meta = {**node.meta, "val": operand.meta["val"].to(dtype)}
+    if operand in place.parameters:
+        place.kept[key] = cast
+    return cast
+
+
+def _operands(node: Node) -> list[Node]:
+    return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
+
+
+def _pattern(node: Node) -> list[int]:
+    """Which of the arguments of an operator are the same."""
+    inputs, found = node.all_input_nodes, list[int]()
+    map_arg((node.args, node.kwargs), lambda n: found.append(inputs.index(n)))
+    return found
+
+
+def _casts(node: Node, operands: Sequence[Node], autocast: Autocast) -> _Casts | None:
+    """The casts of operands after which an operator computes what it computes under autocast; None if there are none.
+
+    Most operators cast their operands. Some are told to compute in float32, or cast what they make on their way: then
+    all operands have the dtype of the result.
+    """
     with torch.no_grad():
         with autocast.region():
-            dtypes, expected = torch_private.casts([n.meta["val"] for n in operands], call)
-        for i, dtype in dtypes.items():
-            with node.graph.inserting_before(node):
-                cast = node.graph.call_function(torch.ops.aten._to_copy.default, (operands[i],), {"dtype": dtype})
-            cast.meta = {**node.meta, "val": operands[i].meta["val"].to(dtype)}
-            node.replace_input_with(operands[i], cast)
-        if dtypes or isinstance(expected, torch.Tensor):
-            got = call()
-            if isinstance(got, torch.Tensor) and got.dtype != expected.dtype:
-                raise CaptureError(
-                    f"{node.target} computes {expected.dtype} under autocast by casts within it, which cannot be "
-                    f"captured, {node.meta.get('custom')}\nCast its inputs by hand, or leave it outside autocast."
-                )
+            wanted = _computed(node, operands, {})
+        for casts in (wanted.casts, _like_results(operands, wanted)):
+            with suppress(Exception):  # of operands whose dtypes do not fit together
+                found = _computed(node, operands, casts)
+                if (found.made, _dtypes(found)) == (wanted.made, _dtypes(wanted)):
+                    return casts
+    return None
+
+
+def _like_results(operands: Sequence[Node], wanted: torch_private.Computed) -> _Casts:
+    """All operands that autocast may cast, to the dtype of the first result."""
+    dtypes = [dtype for dtype in _dtypes(wanted) if dtype.is_floating_point]
+    vals = [operand.meta["val"] for operand in operands]
+    cast = [val.is_floating_point() and val.dtype != torch.float64 for val in vals]
+    return {i: dtypes[0] for i, val in enumerate(vals) if dtypes and cast[i] and val.dtype != dtypes[0]}
+
+
+def _dtypes(of: torch_private.Computed) -> list[torch.dtype]:
+    return [leaf.dtype for leaf in torch_private.tree_leaves(of.result) if isinstance(leaf, torch.Tensor)]
+
+
+def _computed(node: Node, operands: Sequence[Node], casts: _Casts) -> torch_private.Computed:
+    """What an operator computes for tensors without values, once they are cast."""
+    vals = {
+        operand: operand.meta["val"].to(casts[i]) if i in casts else operand.meta["val"].detach()
+        for i, operand in enumerate(operands)
+    }
+    args, kwargs = map_arg((node.args, node.kwargs), lambda n: vals.get(n, n.meta["val"]))
+    return torch_private.computed(list(vals.values()), lambda: node.target(*args, **kwargs))  # type: ignore[operator]

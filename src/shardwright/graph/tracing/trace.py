@@ -25,11 +25,11 @@ from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
 from shardwright.graph.tracing.in_place import InPlace, refuse_detaching, refuse_setting_data
 from shardwright.graph.tracing.open_sizes import OpenSizes, Sizes
+from shardwright.graph.tracing.regions import NO_GRADIENT
 from shardwright.rules.notation import Operand
 
 LossFunction = Callable[[Any, Any], Any]
-SOURCE = "shardwright_source"  # keys of the annotations that every traced operator carries
-NO_GRADIENT = "shardwright_no_gradient"
+SOURCE = "shardwright_source"  # the key of an annotation that every traced operator carries
 
 
 @dataclass

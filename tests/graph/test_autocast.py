@@ -1,0 +1,106 @@
+"""What autocast does to an operator on CPUs and GPUs, a graph has as casts: the same operators, in the same dtypes."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from gpu_like import gpu_autocast, on_gpu
+from models import NETWORKS
+from shardwright.graph.capture import capture, flatten_batch
+from shardwright.graph.evaluate import evaluate
+
+CPU = torch.device("cpu")
+HALVES = [torch.bfloat16, torch.float16]
+
+
+@pytest.fixture(autouse=True)
+def _as_if_there_was_a_gpu():
+    with gpu_autocast():
+        yield
+
+
+class Recurrent(nn.Module):
+    def __init__(self, kind):
+        super().__init__()
+        self.layer = kind(6, 8, num_layers=2, batch_first=True)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x):
+        return self.head(self.layer(x)[0][:, -1])
+
+
+def classified(model, batch):
+    x, y = batch
+    return F.cross_entropy(model(x), y)
+
+
+def likelihood(model, batch):
+    x = model(batch[0])
+    return F.nll_loss(x.log_softmax(1), batch[1]) + x.softmax(1).sum(1).mean() + x.sum()
+
+
+def joined(model, batch):
+    x = model(batch[0])
+    return torch.einsum("bi,bj->ij", x, x).cumsum(0).norm() + F.cosine_similarity(x, x.tanh()).sum()
+
+
+def sequences():
+    return torch.randn(4, 5, 6), torch.tensor([0, 2, 1, 1])
+
+
+def rows():
+    return torch.randn(4, 6), torch.tensor([0, 2, 1, 1])
+
+
+STEPS = {
+    "classifier": (lambda: nn.Linear(6, 3), classified, rows),
+    "likelihood": (lambda: nn.Linear(6, 3), likelihood, rows),
+    "joined": (lambda: nn.Linear(6, 3), joined, rows),
+    "lstm": (lambda: Recurrent(nn.LSTM), classified, sequences),
+    "gru": (lambda: Recurrent(nn.GRU), classified, sequences),
+    "rnn": (lambda: Recurrent(nn.RNN), classified, sequences),
+    **{name: (make, loss_fn, lambda batch=batch: batch(4)) for name, (make, loss_fn, batch) in NETWORKS.items()},
+}
+
+
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "gru"])  # its shapes are known on a GPU alone
+def test_steps_on_a_gpu_are_captured(name, dtype):
+    make, loss_fn, batch = STEPS[name]
+    model = on_gpu(make())
+    with torch.autocast("cuda", dtype):
+        captured = capture(model, loss_fn, batch())
+    assert captured.values[captured.loss].dtype == torch.float32
+    assert {node.dtype for node in captured.values.values() if node.kind == "result"} >= {dtype, torch.float32}
+
+
+ON_CPU = [pytest.param(name, marks=pytest.mark.slow if name in ("gru", "rnn", "resnet") else ()) for name in STEPS]
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_steps_on_a_cpu_give_what_autocast_gives(name):
+    make, loss_fn, batch = STEPS[name]
+    torch.manual_seed(0)
+    model, given = make(), batch()
+    for module in model.modules():
+        module.dropout = module.p = 0.0  # drawn otherwise
+    with torch.autocast("cpu", torch.bfloat16):
+        try:
+            expected = loss_fn(copy.deepcopy(model), given)
+        except RuntimeError as error:
+            pytest.skip(f"torch itself fails on this machine: {error}")
+        captured = capture(model, loss_fn, given)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    parameters = dict(model.named_parameters())
+    values = evaluate(captured, parameters, dict(model.named_buffers()), flatten_batch(given))
+    assert torch.equal(values[captured.loss], expected)
+    trained = copy.deepcopy(model)
+    with torch.autocast("cpu", torch.bfloat16):
+        output = loss_fn(trained, given)
+    (output[0] if isinstance(output, tuple) else output).backward()
+    values[captured.loss].backward()
+    for label, parameter in trained.named_parameters():
+        assert torch.equal(parameters[label].grad, parameter.grad), label

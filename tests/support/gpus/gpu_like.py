@@ -1,0 +1,150 @@
+"""A GPU that is not there: tensors of the device cuda without values, and programs that run on them.
+
+Of such tensors torch works out shapes, dtypes and devices. It refuses operators on tensors of two devices, and cannot
+tell a value: what would be wrong on a GPU, or would wait for it, fails. Without a GPU autograd runs no backward on the
+device cuda; where it is needed, another device that is not there stands for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from shardwright.backends.table import NCCL
+from shardwright.errors import LoweringError
+from shardwright.lower.late import Late
+from shardwright.lower.lower import lower
+from shardwright.mesh.carried import summed_as
+from shardwright.mesh.collectives import Axes
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.plan import Plan
+from shardwright.run.programs.buckets import GradientReduction
+from shardwright.run.programs.execute import Execution, StepArguments
+from shardwright.torch_private import empty_like_on, fake_mode
+from steady import Waits, waits_in_a_step
+
+GPU = torch.device("cuda", 0)
+LIKE_A_GPU = torch.device("xla", 0)
+
+
+def _let_autograd_know(device: torch.device) -> None:
+    """Let autograd ask a device for its stream, as it does for each tensor with a gradient: that of meta answers.
+
+    A torch that was built without a device ends the process instead.
+    """
+    numbers, kinds = torch._C._autograd.DeviceType, 22
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    known = (ctypes.c_void_p * kinds).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    at = int(getattr(numbers, device.type.upper()))
+    known[at] = known[at] or known[int(numbers.Meta)]
+
+
+_let_autograd_know(GPU)
+_let_autograd_know(LIKE_A_GPU)
+
+
+@contextmanager
+def gpu_autocast() -> Iterator[None]:
+    """Inside, ``torch.autocast("cuda")`` is on, although there is no GPU."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("torch.cuda.amp.common.amp_definitely_not_available", lambda: False)
+        patch.setattr("torch.cuda.is_bf16_supported", lambda *_: True)
+        patch.setattr("torch.backends.cudnn.is_acceptable", lambda *_: False)
+        yield
+
+
+def on_gpu(model: nn.Module) -> nn.Module:
+    """The model, with its parameters and buffers on the GPU that is not there."""
+    mode, made = fake_mode(), dict[int, Tensor]()
+    for module in model.modules():
+        for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+            empty = empty_like_on(tensor, GPU, mode)
+            if isinstance(tensor, nn.Parameter):
+                empty = nn.Parameter(empty, requires_grad=tensor.requires_grad)
+            setattr(module, name, made.setdefault(id(tensor), empty))
+    return model
+
+
+class OnGpus:
+    """The `Communicator` of one rank on a GPU among others that are not there; takes what NCCL takes.
+
+    The others bring what this rank brings, and zeros to what is summed.
+
+    Raises:
+        LoweringError: for a tensor of another device, and for a sum that NCCL cannot take.
+    """
+
+    def __init__(self, mesh: Mesh, rank: int, device: torch.device = LIKE_A_GPU) -> None:
+        self.mesh, self.rank, self.device = mesh, rank, device
+        self.taken = 0
+
+    def prepare(self, axes_sets: Iterable[Axes]) -> None: ...
+
+    def close(self) -> None: ...
+
+    def _take(self, tensors: list[Tensor], *, sums: bool) -> None:
+        self.taken += 1
+        for tensor in tensors:
+            if tensor.device != self.device:
+                raise LoweringError(f"a tensor on {tensor.device} is to be moved by the GPUs of {self.device}")
+            if not tensor.is_contiguous():
+                raise LoweringError("a tensor that is not contiguous is to be moved")
+            if sums and str(summed_as(tensor.dtype, NCCL).made(tensor).dtype).removeprefix("torch.") not in NCCL.dtypes:
+                raise LoweringError(f"NCCL cannot sum {tensor.dtype}")
+
+    def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
+        self._take([tensor], sums=True)
+        return tensor
+
+    def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
+        self._take([tensor], sums=False)
+        return [tensor.clone() for _ in self.mesh.group(self.rank, axes)]
+
+    def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
+        self._take(tensors, sums=True)
+        return tensors[self.mesh.group(self.rank, axes).index(self.rank)].clone()
+
+    def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
+        self._take(tensors, sums=False)
+        return [tensor.clone() for tensor in tensors]
+
+
+class _NeverThere:
+    """In place of a number that comes from the GPU."""
+
+    is_there = False
+
+    def __init__(self, tensor: Tensor) -> None:
+        assert tensor.device == LIKE_A_GPU
+
+
+def step_on_gpu(plan: Plan, rank: int) -> tuple[dict[str, Any], Waits]:
+    """The values of a rank's forward on a GPU that is not there, by their variables, after a backward from its loss;
+    and what in the step would have waited for the GPU."""
+    mesh, captured = plan.mesh, plan.capture
+    mode = fake_mode()
+
+    def made(kind: str) -> list[Tensor]:
+        return [
+            torch.empty(
+                plan.leaves[v.name].local_shape(v.shape, mesh, rank), dtype=v.dtype, device=LIKE_A_GPU
+            ).requires_grad_(kind == "parameter" and v.needs_gradient)
+            for v in captured.of_kind(kind)
+        ]  # fmt: skip
+
+    with pytest.MonkeyPatch.context() as patch, mode, torch.autograd.set_multithreading_enabled(False):
+        patch.setattr("shardwright.lower.late.OnItsWay", _NeverThere)
+        patch.setattr("shardwright.run.programs.execute.Late", lambda guards: Late(guards=True))
+        arguments = StepArguments(*(made(kind) for kind in ("parameter", "buffer", "input", "constant")), 0, 0)
+        execution = Execution(lower(plan, rank), captured, OnGpus(mesh, rank), LIKE_A_GPU, GradientReduction())
+        with waits_in_a_step() as waits:
+            values = execution.variables(arguments)
+            values[execution.program.outputs[captured.loss]].backward()
+    return values, waits

@@ -1,0 +1,64 @@
+"""What in a step asks a tensor for its value, or brings one to a device and waits: on a GPU, all that it has to do."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from shardwright.package import FOLDER
+
+Waits = list[str]
+
+_ASKS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__", "nonzero"}
+_ASKS |= {"is_nonzero", "equal", "allclose", "masked_select", "unique", "synchronize"}
+_MAKES = {"tensor", "as_tensor", "new_tensor"}  # from numbers in Python, which are copied from pageable memory
+# Where a number is asked for when it has come, of which `world/on_its_way.py` sees to it.
+_ALLOWED = ("world/on_its_way.py",)
+
+
+class _Watching(TorchFunctionMode):
+    def __init__(self, waits: Waits) -> None:
+        super().__init__()
+        self.waits = waits
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        if _waits(name, args, kwargs or {}):
+            where = _ours(sys._getframe(1))
+            if where and not where.startswith(_ALLOWED):
+                self.waits.append(f"{name} at {where}")
+        return func(*args, **(kwargs or {}))
+
+
+def _waits(name: str, args: Any, kwargs: Any) -> bool:
+    """Whether a call would wait for a GPU, were the step's device one."""
+    if name == "to":
+        moves = any(isinstance(arg, torch.device) for arg in (*args, *kwargs.values()))
+        return moves and not kwargs.get("non_blocking", False)
+    return name in _ASKS or (name in _MAKES and (name == "new_tensor" or kwargs.get("device") is not None))
+
+
+def _ours(frame: FrameType | None) -> str:
+    """Where in the package a call stands, "" where another one makes it."""
+    while frame is not None and "/torch/" in frame.f_code.co_filename:
+        if "/optim/" in frame.f_code.co_filename or "/nn/" in frame.f_code.co_filename:
+            return ""  # torch's own choice, whose counters stay on the CPU
+        frame = frame.f_back
+    file = frame.f_code.co_filename if frame is not None else ""
+    if frame is None or not file.startswith((str(FOLDER), "<program of rank")):
+        return ""
+    return f"{file.removeprefix(f'{FOLDER}/')}:{frame.f_lineno}"
+
+
+@contextmanager
+def waits_in_a_step() -> Iterator[Waits]:
+    """The calls of the package within, on this thread, that would wait for a GPU."""
+    waits: Waits = []
+    with _Watching(waits):
+        yield waits
