@@ -32,6 +32,10 @@ _RING, _PAIRS = Way("ring"), Way("pairs")
 _WAYS = {"all_reduce": _RING, "all_gather": _RING, "reduce_scatter": _RING, "all_to_all": _PAIRS}
 
 
+# What ProcessGroupGloo and ProcessGroupNCCL have a name for; NCCL has more on some GPUs, in 8 bits.
+_DTYPES = frozenset(["float16", "bfloat16", "float32", "float64", "int8", "uint8", "int32", "int64", "bool"])
+
+
 def _gloo_segments(members: int, buffer_bytes: int) -> float:
     """Messages of an all-reduce: each of twice as many segments as members, none below an element, goes round twice."""
     return 2 * (members - 1) / members * min(2 * members, max(buffer_bytes // 4, 1))
@@ -56,6 +60,7 @@ class Backend:
             more is not copied for it.
         infiniband: whether it goes over InfiniBand where there is one; else over TCP alone.
         within_host_by_loopback: whether ranks of one host talk through a network device, which counts their bytes.
+        dtypes: the dtypes of the tensors that its collectives take, as torch names them; empty where they take all.
         names_network: whether it writes which network it took, as `shardwright.training.nccl_network` reads it.
         ways: how each kind of collective travels.
         header_bytes: what goes over the network with each message, the acknowledgement included.
@@ -73,6 +78,7 @@ class Backend:
     bucket_bytes: int = 32 * 2**20
     infiniband: bool = True
     within_host_by_loopback: bool = False
+    dtypes: frozenset[str] = frozenset()
     names_network: bool = False
     ways: Mapping[str, Way] = field(default_factory=lambda: _WAYS)
     header_bytes: int = 0
@@ -98,6 +104,7 @@ GLOO = Backend(
     bucket_bytes=4 * 2**20,
     infiniband=False,
     within_host_by_loopback=True,
+    dtypes=_DTYPES,
     # Measured on the loopback of an empty network namespace with 2, 3 and 4 ranks and buffers from 4 bytes to 8 MB: a
     # header of 72 bytes goes with every message, and another 72 bytes come back to say that it may be sent.
     ways={
@@ -108,7 +115,7 @@ GLOO = Backend(
     },
     header_bytes=144,
 )
-NCCL = Backend(name="nccl", says="GPU", device="cuda", moves=("cuda",), names_network=True)
+NCCL = Backend(name="nccl", says="GPU", device="cuda", moves=("cuda",), dtypes=_DTYPES, names_network=True)
 # torch has taken the name "mpi" for a backend that it must be built with.
 MPI = Backend(
     name="mpi", says="CPU, started by mpirun", moves=("cpu",), torch_name="shardwright_mpi",

@@ -9,8 +9,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.backends.gloo_threads import calm_receivers
-from shardwright.backends.table import backend_moving
+from shardwright.backends.table import Backend, backend_moving
 from shardwright.errors import LoweringError, WorldError
+from shardwright.mesh.carried import moved, summed_as
 from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
@@ -67,6 +68,7 @@ class ProcessCommunicator:
         self.mesh = mesh
         self.rank = dist.get_rank()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        self._backends: dict[tuple[str, dist.ProcessGroup], Backend] = {}
         self._pulse = own_pulse()
         self._run: Callable[..., None] = lockstep.run if lockstep is not None else _plainly
         self._start: Callable[..., Callable[[], object]] = lockstep.start if lockstep is not None else _start_plainly
@@ -97,6 +99,7 @@ class ProcessCommunicator:
             if group is not _world():
                 dist.destroy_process_group(group)
         self._groups.clear()
+        self._backends.clear()
 
     def _group(self, axes: Axes) -> dist.ProcessGroup | None:
         """The group along ``axes``; None where it is this rank alone."""
@@ -107,23 +110,36 @@ class ProcessCommunicator:
             raise LoweringError(f"no group over {'·'.join(axes)} on the mesh {self.mesh}; prepared: {ready}")
         return self._groups[frozenset(axes)]
 
+    def _backend(self, tensor: Tensor, group: dist.ProcessGroup) -> Backend:
+        """What moves such a tensor in a group."""
+        key = tensor.device.type, group
+        if key not in self._backends:
+            self._backends[key] = backend_moving(tensor.device.type, str(dist.get_backend(group)))
+        return self._backends[key]
+
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
         if group is not None:
+            numbers = summed_as(tensor.dtype, self._backend(tensor, group))
+            total = numbers.made(tensor)
             with self._pulse(b"all_reduce"):
-                self._run(dist.all_reduce, tensor, group=group)
+                self._run(dist.all_reduce, total, group=group)
+            numbers.write(tensor, total)
         return tensor
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         group = self._group(axes)
         if group is None:
             return _done
+        numbers = summed_as(tensor.dtype, self._backend(tensor, group))
+        total = numbers.made(tensor)
         with self._pulse(b"all_reduce"):
-            wait = self._start(dist.all_reduce, tensor, group=group)
+            wait = self._start(dist.all_reduce, total, group=group)
 
         def finish() -> None:
             with self._pulse.again(b"all_reduce"):
                 wait()
+            numbers.write(tensor, total)
 
         return finish
 
@@ -132,27 +148,32 @@ class ProcessCommunicator:
         if group is None:
             return [tensor]
         gathered = list(tensor.new_empty(group.size(), *tensor.shape).unbind())
+        backend = self._backend(tensor, group)
         with self._pulse(b"all_gather"):
-            self._run(dist.all_gather, gathered, tensor, group=group)
+            self._run(dist.all_gather, [moved(each, backend) for each in gathered], moved(tensor, backend), group=group)
         return gathered
 
     def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
         group = self._group(axes)
         if group is None:
             return tensors[0]
-        if not backend_moving(tensors[0].device.type, str(dist.get_backend(group))).reduce_scatters:
-            return torch.stack(self.all_to_all(tensors, axes)).sum(0, dtype=tensors[0].dtype)
-        scattered = torch.empty_like(tensors[0])
+        backend = self._backend(tensors[0], group)
+        numbers = summed_as(tensors[0].dtype, backend)
+        if not backend.reduce_scatters:
+            brought = numbers.made(torch.stack(self.all_to_all(tensors, axes)))
+            return numbers.back(brought.sum(0, dtype=brought.dtype))
+        given = [numbers.made(tensor) for tensor in tensors]
+        scattered = torch.empty_like(given[0])
         with self._pulse(b"reduce_scatter"):
-            self._run(dist.reduce_scatter, scattered, tensors, group=group)
-        return scattered
+            self._run(dist.reduce_scatter, scattered, given, group=group)
+        return numbers.back(scattered)
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         group = self._group(axes)
         if group is None:
             return tensors
         sent = torch.stack(tensors)
-        received = torch.empty_like(sent)
+        received, backend = torch.empty_like(sent), self._backend(sent, group)
         with self._pulse(b"all_to_all"):
-            self._run(dist.all_to_all_single, received, sent, group=group)
+            self._run(dist.all_to_all_single, moved(received, backend), moved(sent, backend), group=group)
         return list(received.unbind())
