@@ -16,6 +16,11 @@ settings.register_profile("any machine", deadline=None)
 settings.load_profile("any machine")
 
 
+def pytest_configure() -> None:
+    if os.environ.get("SHARDWRIGHT_TEST_DEVICE"):
+        import device  # noqa: F401  # refuses one that is not there, before anything runs
+
+
 def pytest_unconfigure() -> None:
     _cache.cleanup()
 

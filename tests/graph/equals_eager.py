@@ -2,6 +2,7 @@
 
 import torch
 
+from device import placed
 from shardwright.graph.capture import capture, flatten_batch
 from shardwright.graph.check import check
 from shardwright.graph.evaluate import evaluate
@@ -10,6 +11,7 @@ from shardwright.graph.evaluate import evaluate
 def assert_equals_eager(captured, model, loss_fn, batch, *, tolerance=1e-12):
     """Loss, auxiliary output, gradients and new buffers; also that the graph's facts about its values are true."""
     check(captured)
+    model, batch = placed(model), placed(batch)
     parameters = dict(model.named_parameters())
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     torch.manual_seed(3)

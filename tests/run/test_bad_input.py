@@ -9,10 +9,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from gpu_like import OnGpus
 from models import Branching, Perceptron, classify, perceptron_batch
 from ranks import run_ranks
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.step import captured_step
+from shardwright.lower.guard import Guard
 from shardwright.lower.lower import lower
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
@@ -168,3 +170,23 @@ def test_an_operator_that_fails_names_the_line_and_what_it_got():
         run_of(loss_fn, (ids, matrix), [ids, -matrix])
     where = "in aten.linalg_cholesky.default of the loss function, which got float32[3, 3], at test_bad_input.py:"
     assert where in str(caught.value)
+
+
+def test_a_gpu_tells_of_an_index_out_of_range_when_it_has_come_to_it(monkeypatch):
+    """Of a split table on a GPU, where torch would end the process: the step goes on, and the next one is refused."""
+    monkeypatch.setattr("shardwright.run.programs.execute.Guard", lambda on: Guard(on=True))
+    mesh, ids = Mesh.of(tp=2), torch.tensor([0, 5, 3])
+    capture = captured_step(Table(), lambda m, b: m(b).square().mean(), ids, {"table": ((2, 1), (1,))})
+    plan = make_plan(capture, PlanRequest(mesh, "semi-auto", inputs="whole"))
+    own = {v.name: plan.leaves[v.name].local_shape(v.shape, mesh, 1) for v in capture.of_kind("parameter")}
+    execution = Execution(lower(plan, 1), capture, OnGpus(mesh, 1, ids.device), ids.device, GradientReduction())
+
+    def step(ids):
+        return execution(StepArguments([torch.ones(shape) for shape in own.values()], [], [ids], [], 0, 0))[0]
+
+    assert step(ids).isfinite()
+    assert step(torch.tensor([0, -4, 3])).isnan()
+    with pytest.raises(UsageError) as caught:
+        step(ids)
+    assert str(caught.value).startswith(f"in an earlier step batch holds -4, and {SIX}")
+    assert step(ids).isfinite()

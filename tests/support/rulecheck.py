@@ -15,8 +15,9 @@ from torch import Tensor
 from shardwright.graph import operators
 from shardwright.graph.ir import Node, Value
 from shardwright.lower import draws, kernels
+from shardwright.lower.guard import Guard
 from shardwright.lower.local import localise
-from shardwright.lower.site import Axes, Call, RandomKey, Site
+from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import simulate
@@ -63,6 +64,8 @@ def evaluate(call: Call, tensors: Sequence[Tensor], comm: Any) -> list[Tensor]:
     def change(arg: Any) -> Any:
         if isinstance(arg, Operand):
             return tensors[arg.index]
+        if isinstance(arg, Literal):
+            return eval(arg.text, {"guard": Guard()})
         return KEY + arg.number if isinstance(arg, RandomKey) else arg
 
     room, _, name = call.function.partition(".")

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from device import DEVICE, placed
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import captured_step
@@ -47,7 +48,7 @@ def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[s
             values = captured.of_kind(kind)
             layouts = [plan.leaves[value.name] for value in values]
             cut = [
-                t[layout.local_slice(t.shape, mesh, comm.rank)].clone()
+                placed(t[layout.local_slice(t.shape, mesh, comm.rank)].clone())
                 for t, layout in zip(whole, layouts, strict=True)
             ]
             if kind == "parameter":
@@ -57,8 +58,8 @@ def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[s
 
         program = lower(plan, comm.rank)
         local = part("parameter", parameters)
-        execution = Execution(program, plan.capture, comm, torch.device("cpu"), GradientReduction())
-        given = StepArguments(local, part("buffer", buffers), part("input", inputs), constants, seed, step=0)
+        execution = Execution(program, plan.capture, comm, DEVICE, GradientReduction())
+        given = StepArguments(local, part("buffer", buffers), part("input", inputs), placed(constants), seed, step=0)
         loss, aux, new = execution(given)
         assert loss is not None
         loss.backward()
@@ -71,7 +72,7 @@ def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[s
             (f"buffer {captured.values[b].label}", plan.outputs[v], t)
             for (b, v), t in zip(captured.mutations.items(), new, strict=True)
         ]
-        return found
+        return [(name, layout, tensor.cpu()) for name, layout, tensor in found]
 
     ranks = [{name: (layout, tensor) for name, layout, tensor in found} for found in simulate(mesh, one)]
     return {name: whole([found[name] for found in ranks], mesh) for name in ranks[0]}

@@ -14,6 +14,7 @@ from torch.nn import functional
 from shardwright.graph.tracing import written
 from shardwright.lower.attention import attention_with_dropout as attention_with_dropout
 from shardwright.lower.attention import causal_attention as causal_attention
+from shardwright.lower.guard import Guard
 from shardwright.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
@@ -108,23 +109,30 @@ def mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch
     return x.sum(tuple(dims), keepdim=keepdim, dtype=dtype) / count
 
 
-def embedding(weight: Tensor, indices: Tensor, padding_idx: int, first_row: int, rows: int) -> Tensor:
+def embedding(
+    weight: Tensor, indices: Tensor, padding_idx: int, first_row: int, rows: int, guard: Guard, number: int
+) -> Tensor:
     """The lookup in the part of a table of ``rows`` rows that starts at ``first_row``; rows elsewhere give zeros.
 
-    Indices below the first part and above the last one are not masked: torch refuses them.
+    Indices below the first part and above the last one are not masked: torch refuses them. Where ``guard`` guards the
+    operator, of the ``number`` that it has in the graph, they give no numbers, so that the loss is none.
     """
     held = weight.shape[0]
     local = indices - first_row
     outside = torch.zeros_like(indices, dtype=torch.bool)
-    if first_row > 0:
+    if first_row > 0 or guard.on:
         outside |= local < 0
-    if first_row + held < rows:
+    if first_row + held < rows or guard.on:
         outside |= local >= held
     padding = padding_idx - first_row
     found = functional.embedding(
         local.masked_fill(outside, 0), weight, padding if padding_idx >= 0 and 0 <= padding < held else None
-    )
-    return found.masked_fill(outside.unsqueeze(-1), 0)
+    ).masked_fill(outside.unsqueeze(-1), 0)
+    if guard.on:
+        wrong = (indices < 0) | (indices >= rows)
+        guard.note(number, indices, wrong)
+        found = found.masked_fill(wrong.unsqueeze(-1), math.nan)
+    return found
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -188,10 +196,17 @@ def _merged(local: Tensor, comm: Communicator, axes: Axes, counts: Sizes) -> tup
     x and x² would lose everything in float32 when the mean is large.
     """
     parts = torch.stack(comm.all_gather(local, axes))
-    weights = torch.tensor(counts, dtype=local.dtype, device=local.device).unsqueeze(-1)
+    weights = _column(counts, local)
     base = parts[next(i for i, count in enumerate(counts) if count), 0]  # differences from it stay small
     mean = base + (weights * (parts[:, 0] - base)).sum(0) / sum(counts)
     return mean, (parts[:, 1] + weights * (parts[:, 0] - mean).square()).sum(0)
+
+
+def _column(counts: Sizes, like: Tensor) -> Tensor | int:
+    """Counts as a column, or the one that all are, made on the device: what is copied there is waited for."""
+    if len(set(counts)) == 1:
+        return counts[0]
+    return torch.cat([like.new_full((1, 1), count) for count in counts])
 
 
 def batch_norm(
@@ -247,17 +262,21 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def cross_entropy(
-    logits: Tensor, target: Tensor, ignored: int, first: int, classes: int, comm: Communicator, axes: Axes
-) -> Tensor:
+    logits: Tensor, target: Tensor, ignored: int, first: int, classes: int, guard: Guard, number: int,
+    comm: Communicator, axes: Axes,
+) -> Tensor:  # fmt: skip
     """The summed cross entropy over all ``classes``, of which ``logits`` (n, c, ...) has those from ``first`` on.
 
-    Two collectives forward, none backward. Targets that are no class are refused as torch refuses them.
+    Two collectives forward, none backward. Targets that are no class are refused as torch refuses them; where ``guard``
+    is on for the operator, of the ``number`` that it has in the graph, the loss is no number then.
     """
-    if target.device.type == "cpu":
-        wrong = target[(target != ignored) & ((target < 0) | (target >= classes))]
-        if len(wrong):
-            raise IndexError(f"Target {wrong[0].item()} is out of bounds.")
+    wrong = (target != ignored) & ((target < 0) | (target >= classes))
+    if not guard.on and wrong.any():
+        raise IndexError(f"Target {target[wrong][0].item()} is out of bounds.")
     found: Tensor = _CrossEntropy.apply(logits, target, ignored, first, comm, axes)  # type: ignore[no-untyped-call]
+    if guard.on:
+        guard.note(number, target, wrong)
+        found = found.masked_fill(wrong.any(), math.nan)
     return found
 
 

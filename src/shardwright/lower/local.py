@@ -13,7 +13,7 @@ import torch
 
 from shardwright.graph.operators import takes_device
 from shardwright.lower import local_draws
-from shardwright.lower.site import ANY_DEVICE, Axes, Call, Localiser, RandomKey, Site
+from shardwright.lower.site import ANY_DEVICE, Axes, Call, Literal, Localiser, RandomKey, Site
 from shardwright.rules.notation import Operand
 from shardwright.rules.table import Column, column
 
@@ -111,7 +111,8 @@ def _embedding(site: Site) -> Call:
     if rows.stop - rows.start == total:
         # Gradients are summed over ranks as dense tensors.
         return site.same(sparse=False) if site["sparse"] else site.same()
-    return Call("kernels.embedding", (site["weight"], site["indices"], site["padding_idx"], rows.start, total))
+    where = (site["padding_idx"], rows.start, total)
+    return Call("kernels.embedding", (site["weight"], site["indices"], *where, Literal("guard"), site.number))
 
 
 def _merged_counts(site: Site, axes: tuple[str, ...]) -> list[int]:
@@ -145,7 +146,8 @@ def _cross_entropy(site: Site) -> Call:
         return site.same()
     ignored = site.node.args[3] if len(site.node.args) > 3 else -100
     first, classes = site.operand_slice(0)[1].start, site.operand_shape(0)[1]
-    return Call("kernels.cross_entropy", (Operand(0), Operand(1), ignored, first, classes, Axes(site.merged_axes)))
+    given = (Operand(0), Operand(1), ignored, first, classes)
+    return Call("kernels.cross_entropy", (*given, Literal("guard"), site.number, Axes(site.merged_axes)))
 
 
 def _attention(site: Site) -> Call:

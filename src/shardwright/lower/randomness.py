@@ -193,7 +193,7 @@ def _runs(
     cut = max((dim for dim, size in enumerate(shape) if local_shape[dim] != size), default=0)
     length = math.prod(local_shape[cut:])
     start = sum(offset * math.prod(shape[dim + 1 :]) for dim, offset in enumerate(offsets))
-    bases = torch.tensor([start % _WORD], device=device)
+    bases = torch.full((1,), start % _WORD, device=device)  # without a copy to the device, which would wait for it
     for dim in range(cut):
         stride = math.prod(shape[dim + 1 :])
         bases = (bases[:, None] + torch.arange(local_shape[dim], device=device) * stride).flatten() % _WORD

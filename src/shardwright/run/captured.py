@@ -164,7 +164,7 @@ class Parallel(ParallelModel):
         """The program for the batch, this rank's part of its inputs, and which rows this rank was given."""
         self._refuse_closed()
         self._structure.refuse_changes()
-        tensors = [tensor.to(self.world.device) for tensor in tensors_of(batch)]
+        tensors = [tensor.to(self.world.device, non_blocking=True) for tensor in tensors_of(batch)]
         if self.options.batch == "global" and not isinstance(batch, Batch):
             self._same_batch.check(tensors)
         rows = self._rows(kind, batch, tensors)

@@ -18,19 +18,45 @@ from shardwright.run.evaluation import Evaluation
 from shardwright.run.programs.splitting import local_part
 from shardwright.training.hooks import Callback, RunView
 from shardwright.training.nonfinite import first_non_finite
+from shardwright.world.on_its_way import OnItsWay
 
 
 class LossMonitor(Callback):
-    """Rank 0 prints ``epoch: 1 step: 10, loss is 2.3025854`` every so many steps of an epoch."""
+    """Rank 0 prints ``epoch: 1 step: 10, loss is 2.3025854`` every so many steps of an epoch.
+
+    A GPU is not waited for: the loss of a step is printed when the next one, or an evaluation, has been asked of it.
+    """
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:
             raise UsageError(f"expected LossMonitor(every=...) of at least 1 step, got {every}")
         self.every = every
+        self._due: tuple[int, int, OnItsWay] | None = None
 
     def on_step_end(self, run: RunView) -> None:
+        self._print()
         if run.step % self.every == 0 and run.world.rank == 0:
-            print(loss_line(run.epoch, run.step, run.loss.item()), flush=True)
+            self._due = run.epoch, run.step, OnItsWay(run.loss)
+            if self._due[2].is_there:
+                self._print()
+
+    @contextmanager
+    def evaluating(self, run: RunView) -> Iterator[None]:
+        """What is printed of an evaluation stands below the losses of the steps before it."""
+        self._print()
+        yield
+
+    def on_epoch_end(self, run: RunView) -> None:
+        self._print()
+
+    def close(self, run: RunView) -> None:
+        self._print()
+
+    def _print(self) -> None:
+        if self._due is not None:
+            epoch, step, loss = self._due
+            print(loss_line(epoch, step, loss.value()), flush=True)
+            self._due = None
 
 
 class ProgressBar(Callback):

@@ -242,11 +242,14 @@ class Trainer:
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.parallel.parameters(), self.clip_norm)
+        if self.scheduler is None:  # whoever asks for the scale waits for the device
+            self.scaler.step(self.optimizer)
+            self.scaler.update()
+            return
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)
         self.scaler.update()
-        skipped = self.scaler.get_scale() < scale  # only an overflow, for which the step was skipped, lowers it
-        if self.scheduler is not None and not skipped:
+        if self.scaler.get_scale() >= scale:  # only an overflow, for which the step was skipped, lowers it
             self.scheduler.step()
 
     def _loss(self, batch: Any) -> Tensor:

@@ -8,7 +8,7 @@ device cuda; where it is needed, another device that is not there stands for it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from shardwright.backends.table import NCCL
 from shardwright.errors import LoweringError
-from shardwright.lower.late import Late
+from shardwright.lower.guard import Guard
 from shardwright.lower.lower import lower
 from shardwright.mesh.carried import summed_as
 from shardwright.mesh.collectives import Axes
@@ -103,6 +103,10 @@ class OnGpus:
         self._take([tensor], sums=True)
         return tensor
 
+    def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
+        self._take([tensor], sums=True)
+        return lambda: None
+
     def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
         self._take([tensor], sums=False)
         return [tensor.clone() for _ in self.mesh.group(self.rank, axes)]
@@ -140,8 +144,8 @@ def step_on_gpu(plan: Plan, rank: int) -> tuple[dict[str, Any], Waits]:
         ]  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch, mode, torch.autograd.set_multithreading_enabled(False):
-        patch.setattr("shardwright.lower.late.OnItsWay", _NeverThere)
-        patch.setattr("shardwright.run.programs.execute.Late", lambda guards: Late(guards=True))
+        patch.setattr("shardwright.lower.guard.OnItsWay", _NeverThere)
+        patch.setattr("shardwright.run.programs.execute.Guard", lambda on: Guard(on=True))
         arguments = StepArguments(*(made(kind) for kind in ("parameter", "buffer", "input", "constant")), 0, 0)
         execution = Execution(lower(plan, rank), captured, OnGpus(mesh, rank), LIKE_A_GPU, GradientReduction())
         with waits_in_a_step() as waits:

@@ -13,10 +13,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from shardwright.errors import StrategyError
+from shardwright.errors import StrategyError, UsageError
 from shardwright.graph import operators
 from shardwright.graph.ir import Capture
 from shardwright.lower import draws, kernels
+from shardwright.lower.guard import Guard
 from shardwright.lower.program import LocalProgram
 from shardwright.lower.randomness import mixed
 from shardwright.mesh import collectives
@@ -24,7 +25,7 @@ from shardwright.mesh.collectives import Communicator
 from shardwright.pulse import own_pulse
 from shardwright.rules.table import key_of
 from shardwright.run.programs.buckets import GradientReduction
-from shardwright.run.programs.failures import explained
+from shardwright.run.programs.failures import explained, out_of_range
 from shardwright.run.programs.gathered import GatheredAgain
 from shardwright.run.programs.sites import Sites
 
@@ -109,7 +110,8 @@ class Execution:
         self._reduce: Callable[..., Any] = reduction
         self._again = GatheredAgain()
         self._gathers_again = any(instruction.again for instruction in program.instructions)
-        self._names = _NAMES | {"again": self._again, "later": reduction.later}
+        self._guard = Guard(on=device.type == "cuda")
+        self._names = _NAMES | {"again": self._again, "later": reduction.later, "guard": self._guard}
         name = f"<program of rank {program.rank} {id(self):x}>"
         linecache.cache[name] = (len(program.source), None, program.source.splitlines(keepends=True), name)
         exec(compile(program.source, name, "exec"), self._names)
@@ -122,7 +124,13 @@ class Execution:
             self._names["later"] = sites.watched_later(reduction.later)
 
     def __call__(self, arguments: StepArguments) -> Outputs:
-        """Run the forward, and count how it was run."""
+        """Run the forward, and count how it was run.
+
+        Raises:
+            UsageError: where an earlier call was given indices out of range, and a GPU has found out by now.
+        """
+        for operator, number in self._guard.known():
+            raise UsageError(f"in an earlier step {out_of_range(self._capture, operator, number)}")
         with_gradients: Pass = "deferred" if self._reduction.deferring else "reduced"
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
         before = own_generator(self._device) if self._untried else None

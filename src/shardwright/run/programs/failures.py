@@ -124,12 +124,22 @@ def _out_of_range(instruction: Instruction, node: Node, variables: Mapping[str, 
             continue
         wrong = held[((held < indices.lowest) | (held >= indices.size)) & (held != indices.ignored)]
         if wrong.numel():
-            whose = named_in_batch(node.operands[indices.index], capture)
-            return (
-                f"{whose} holds {int(wrong[0])}, and there are {indices.size} {indices.what}, "
-                f"0 to {indices.size - 1}, at {node.source}"
-            )
+            return _told(node, indices, int(wrong[0]), capture)
     return None
+
+
+def out_of_range(capture: Capture, operator: int, number: int) -> str:
+    """That one of the indices which an operator of the graph got is ``number``, and which there are."""
+    node = capture.nodes[operator]
+    found = INDICES.of(node.op)
+    assert found is not None
+    return _told(node, next(found(node, [capture.values[name].shape for name in node.operands])), number, capture)
+
+
+def _told(node: Node, indices: Indices, number: int, capture: Capture) -> str:
+    whose = named_in_batch(node.operands[indices.index], capture)
+    known = f"there are {indices.size} {indices.what}, 0 to {indices.size - 1}"
+    return f"{whose} holds {number}, and {known}, at {node.source}"
 
 
 def named_in_batch(value: str, capture: Capture) -> str:

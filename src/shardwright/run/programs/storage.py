@@ -61,6 +61,7 @@ class ModelState:
         self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
         """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
         self._module, self._plan, self._device = module, plan, device
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         note_whole(module, self)
 
     @cached_property
@@ -102,7 +103,7 @@ class ModelState:
         captured = capture.constants[name]
         place = capture.outside.get(name)
         if place is None:
-            return captured.to(self._device)
+            return self._on_device(captured)
         now = place.now(self._module, function)
         if not isinstance(now, Tensor) or (now.shape, now.dtype) != (captured.shape, captured.dtype):
             what = f"{now.dtype} {list(now.shape)}" if isinstance(now, Tensor) else f"{type(now).__name__}"
@@ -110,7 +111,16 @@ class ModelState:
                 f"{place} was a tensor {captured.dtype} {list(captured.shape)} when the step was captured and is now "
                 f"{what}; change its values in place, or pass it in the batch"
             )
-        return now.detach().to(self._device)
+        return now.detach().to(self._device, non_blocking=True)
+
+    def _on_device(self, constant: Tensor) -> Tensor:
+        """A tensor that never changes, brought to the device once: at each step it would be waited for."""
+        if constant.device == self._device:
+            return constant
+        known = self._moved.get(id(constant))
+        if known is None or known[0] is not constant:
+            known = self._moved[id(constant)] = constant, constant.to(self._device)
+        return known[1]
 
     def store_buffers(self, capture: Capture, new: Sequence[Tensor]) -> None:
         """Keep the buffers that a training step has made."""

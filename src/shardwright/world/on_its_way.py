@@ -1,0 +1,38 @@
+"""Numbers that come from a GPU while it works on, instead of after all that it has been asked to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class OnItsWay:
+    """The numbers of a small tensor as they are when the device comes to this; nobody waits until they are asked for.
+
+    On a CPU they are there at once.
+    """
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._host = tensor.detach()
+        self._event: torch.cuda.Event | None = None
+        if tensor.is_cuda:
+            self._host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._host.copy_(tensor.detach(), non_blocking=True)
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What kind of numbers they are."""
+        return self._host.dtype
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the numbers have come."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def value(self) -> float:
+        """The only number, which is waited for."""
+        if self._event is not None:
+            self._event.synchronize()
+        return self._host.item()

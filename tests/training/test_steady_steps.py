@@ -1,0 +1,113 @@
+"""Once a run has begun, no step waits for the device: it is asked for no value, and nothing is copied there at once."""
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import shardwright as sw
+from models import NETWORKS
+from ranks import run_ranks
+from shardwright.world.on_its_way import OnItsWay
+from steady import waits_in_a_step
+
+ROWS = 6  # of a batch: of two ranks in parts of equal size, of four not
+WARM, LAST = 4, 7
+
+
+class Watch(sw.Callback):
+    """Watches the steps after the first ones."""
+
+    def on_step_end(self, run):
+        if run.steps == WARM:
+            self._watching = waits_in_a_step()
+            self.waits = self._watching.__enter__()
+        if run.steps == LAST:
+            self._watching.__exit__(None, None, None)
+
+
+def steady(name, options, trainer_options, scheduled):
+    """What would wait in the steady steps of a trainer."""
+    torch.set_num_threads(1)
+    sw.init()
+    sw.set_seed(1)
+    make, loss_fn, batch_of = NETWORKS[name]
+    data = TensorDataset(*batch_of(ROWS * LAST * trainer_options.get("accumulate", 1)))
+    loader = sw.loader(data, ROWS, shuffle=False)
+    parallel = sw.parallelize(make(), loss_fn, batch_of(ROWS), batch="global", **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+    if scheduled:
+        trainer_options["scheduler"] = sw.cosine_schedule(optimizer, steps=LAST)
+    watch = Watch()
+    trainer = sw.Trainer(parallel, optimizer, [watch, sw.LossMonitor(), sw.EMA()], **trainer_options)
+    trainer.fit(loader)
+    assert trainer.steps == LAST
+    return watch.waits
+
+
+DATA = {"mode": "data"}
+SPLIT = {"mode": "auto", "search": "propagation"}
+RUNS = {
+    "perceptron": ("perceptron", DATA, {"clip_norm": 1.0, "accumulate": 2}, True),
+    "resnet": ("resnet", DATA, {"precision": "bf16"}, False),
+    "transformer": ("transformer", SPLIT, {"clip_norm": 1.0}, False),
+}
+MORE = [
+    pytest.param(name, how, ranks, marks=pytest.mark.slow)
+    for name in NETWORKS
+    for how in (DATA, SPLIT)
+    for ranks in (1, 4)
+]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_no_steady_step_waits(name):
+    assert run_ranks(2, steady, *RUNS[name]) == [[], []]
+
+
+@pytest.mark.parametrize(("name", "options", "ranks"), MORE)
+def test_no_steady_step_of_any_network_waits(name, options, ranks):
+    assert run_ranks(ranks, steady, name, options, {"precision": "fp16", "clip_norm": 1.0}, False) == [[]] * ranks
+
+
+def test_what_waits_is_found():
+    """The mode itself, on functions of the package that ask for values."""
+    from shardwright.lower.draws import randint_below
+    from shardwright.training.nonfinite import _is_bad
+
+    with waits_in_a_step() as waits:
+        _is_bad(torch.ones(2))
+        randint_below(torch.ones(2), torch.tensor(3), torch.int64, 1, (2,), (0,))
+        torch.ones(2).tolist()  # of this file
+        OnItsWay(torch.ones(())).value()
+    assert [where.partition(":")[0] for where in waits] == [
+        "__bool__ at training/nonfinite.py",
+        "__int__ at lower/draws.py",
+        "__int__ at lower/draws.py",
+    ]
+
+
+class Coming(OnItsWay):
+    """As if a GPU had not come to it yet."""
+
+    is_there = False
+
+
+def test_losses_are_printed_in_order_when_they_have_come(monkeypatch, capsys):
+    monkeypatch.setattr("shardwright.training.callbacks.OnItsWay", Coming)
+    monitor = sw.LossMonitor(2)
+
+    class View:
+        class world:
+            rank = 0
+
+        epoch = 1
+
+    for View.step in range(1, 6):
+        View.loss = torch.tensor(float(View.step))
+        monitor.on_step_end(View)
+        printed = capsys.readouterr().out
+        assert printed == (f"epoch: 1 step: {View.step - 1}, loss is {float(View.step - 1)}\n" * (View.step in (3, 5)))
+    View.step, View.loss = 6, torch.tensor(6.0)
+    monitor.on_step_end(View)
+    with monitor.evaluating(View):
+        assert capsys.readouterr().out.startswith("epoch: 1 step: 6, loss is 6.0")
