@@ -66,8 +66,17 @@ STEPS = {
 }
 
 
-@pytest.mark.parametrize("dtype", HALVES, ids=str)
-@pytest.mark.parametrize("name", [name for name in STEPS if name != "gru"])  # its shapes are known on a GPU alone
+FAST = {("classifier", torch.bfloat16), ("classifier", torch.float16), ("likelihood", torch.float16)}
+FAST |= {("lstm", torch.bfloat16)}
+ON_GPU = [  # without GRUs, whose shapes are known on a GPU alone
+    pytest.param(name, dtype, marks=() if (name, dtype) in FAST else pytest.mark.slow, id=f"{name}-{dtype}")
+    for name in STEPS
+    for dtype in HALVES
+    if name != "gru"
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), ON_GPU)
 def test_steps_on_a_gpu_are_captured(name, dtype):
     make, loss_fn, batch = STEPS[name]
     model = on_gpu(make())
@@ -77,7 +86,8 @@ def test_steps_on_a_gpu_are_captured(name, dtype):
     assert {node.dtype for node in captured.values.values() if node.kind == "result"} >= {dtype, torch.float32}
 
 
-ON_CPU = [pytest.param(name, marks=pytest.mark.slow if name in ("gru", "rnn", "resnet") else ()) for name in STEPS]
+QUICK = ("classifier", "joined")
+ON_CPU = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in STEPS]
 
 
 @pytest.mark.parametrize("name", ON_CPU)

@@ -87,21 +87,22 @@ NOWHERE = {
 }
 
 
-def check(device, dtype, examples):
+def check(device, dtype, examples, operators=OPERATORS):
     compared: Counter[str] = Counter()
     autocast = Autocast(device.type, dtype)
     with gpu_autocast():
-        for op, make in OPERATORS:
+        for op, make in operators:
 
             def one(d, op=op, make=make):
                 compared[op] += held(make(d, op), device, autocast, d.pick([FP32, dtype]))
 
             explore(examples, one)
-    assert {op for op, _ in OPERATORS} - set(+compared) == NOWHERE[device.type]
+    known = {op for op, _ in operators}
+    assert known - set(+compared) == NOWHERE[device.type] & known
 
 
-def test_operators_on_gpus_in_bfloat16():
-    check(GPU, BF16, 1)
+def test_some_operators_on_gpus():
+    check(GPU, BF16, 1, OPERATORS[::20])
 
 
 @pytest.mark.slow

@@ -59,7 +59,7 @@ MORE = [
 ]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", ["resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in RUNS if n != "resnet")])
 def test_no_steady_step_waits(name):
     assert run_ranks(2, steady, *RUNS[name]) == [[], []]
 
