@@ -46,6 +46,7 @@ __all__ = [
     "apply_function",
     "assert_on_device",
     "backward_number",
+    "buffers_in",
     "changes_of",
     "changes_operands",
     "checkpoints_call",
@@ -663,6 +664,11 @@ def members(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Module | None],
     """The dictionaries in which a module keeps its children and its parameters: hundreds of names are looked up in them
     before every step, which by public names takes milliseconds."""
     return module._modules, module._parameters
+
+
+def buffers_in(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
+    """The dictionary in which a module keeps its buffers, for the same reason."""
+    return module._buffers
 
 
 def version(tensor: torch.Tensor) -> int:

@@ -98,7 +98,12 @@ class Capture:
 
     def of_kind(self, kind: ValueKind) -> tuple[Value, ...]:
         """The values of one kind, in order."""
-        return tuple(value for value in self.values.values() if value.kind == kind)
+        return self._by_kind.get(kind, ())
+
+    @cached_property
+    def _by_kind(self) -> Mapping[str, tuple[Value, ...]]:
+        kinds = dict.fromkeys(value.kind for value in self.values.values())
+        return {kind: tuple(value for value in self.values.values() if value.kind == kind) for kind in kinds}
 
     @cached_property
     def digest(self) -> str:

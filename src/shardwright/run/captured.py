@@ -7,7 +7,7 @@ The first decides how parameters are stored; the plans of later shapes take the 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -23,6 +23,7 @@ from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
+from shardwright.run.graphs.looks import Look, look_at
 from shardwright.run.model import ParallelModel, Replay
 from shardwright.run.placing.initialising import Init
 from shardwright.run.placing.placing import place
@@ -164,25 +165,29 @@ class Parallel(ParallelModel):
         """The program for the batch, this rank's part of its inputs, and which rows this rank was given."""
         self._refuse_closed()
         self._structure.refuse_changes()
-        tensors = [tensor.to(self.world.device, non_blocking=True) for tensor in tensors_of(batch)]
+        look = look_at(batch)
+        found = look.tensors if look else tensors_of(batch)
+        tensors = [tensor.to(self.world.device, non_blocking=True) for tensor in found]
         if self.options.batch == "global" and not isinstance(batch, Batch):
             self._same_batch.check(tensors)
-        rows = self._rows(kind, batch, tensors)
+        rows = self._rows(kind, batch, tensors, look)
         if not rows.total and any(tensor.ndim for tensor in tensors):
             raise UsageError("the batch is empty; expected at least one sample")
-        prepared = self._programs.of(kind, batch, rows)
+        prepared = self._programs.of(kind, batch, rows, look)
         return prepared, prepared.inputs(tensors, rows, self._communicator), rows
 
-    def _rows(self, kind: StepKind, batch: Any, tensors: Sequence[Tensor]) -> Rows:
+    def _rows(self, kind: StepKind, batch: Any, tensors: Sequence[Tensor], look: Look | None) -> Rows:
         """Which rows this rank was given. Where each has its own part, all compare what they have."""
         if self.options.batch != "local" or isinstance(batch, Batch) or self.world.size == 1:
             return rows_of(batch, tensors, self.options.batch)
-        return rows_of_parts(tensors, self._programs.captures.key(kind, batch), self._lockstep)
+        return rows_of_parts(tensors, self._programs.keys.of(kind, batch, look), self._lockstep)
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
         arguments = self._arguments(prepared, inputs, self._state.step)
+        kind = self.world.device.type
         # The casts of autocast are operators of the graph.
-        with self._in_step(), torch.autocast(self.world.device.type, enabled=False):
+        around = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+        with self._in_step(), around:
             return prepared.run(arguments)
 
     def _arguments(self, prepared: PreparedProgram, inputs: Sequence[Tensor], step: int) -> StepArguments:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import lru_cache
+from typing import Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -52,13 +53,18 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) ->
         ranges = batch.ranges or (((0, height),) if size == 1 else None)
         return Rows((batch.start, batch.stop), batch.global_size, ranges)
     if size == 1 or kind == "global":
-        return Rows((0, height), height, ((0, height),) * size)
+        return _all_rows(height, size)
     if kind != "local":
         raise UsageError(
             "the batch is made of plain tensors: say batch='local' (each rank passes its own part) or batch='global' "
             "(each rank passes the same whole), or take batches from sw.loader"
         )
     return _in_turn(from_all_ranks(height))
+
+
+@lru_cache(maxsize=1 << 10)
+def _all_rows(height: int, ranks: int) -> Rows:
+    return Rows((0, height), height, ((0, height),) * ranks)
 
 
 def _in_turn(counts: Sequence[int]) -> Rows:
@@ -108,30 +114,45 @@ def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
     return tuple((rows.total, *t.shape[1:]) if t.ndim and t.shape[0] == height else tuple(t.shape) for t in tensors)
 
 
-def local_inputs(
-    tensors: Sequence[Tensor], shapes: Sequence[Shape], layouts: Sequence[Layout], rows: Rows, comm: Communicator
-) -> list[Tensor]:
-    """This rank's part of every input, as the plan lays it out; rows are exchanged only where ranks lack some."""
-    ranges = rows.all_ranks or _ranges(rows, shapes, layouts, comm)
+class Cut(NamedTuple):
+    """Where this rank's part of an input lies: in what it was given, or in the whole, from the rows of all ranks."""
+
+    part: tuple[slice, ...]
+    exchanged: tuple[Range, ...] | None = None
+
+
+def cuts_of(
+    shapes: Sequence[Shape], layouts: Sequence[Layout], rows: Rows, comm: Communicator
+) -> tuple[list[Cut], bool]:
+    """Where this rank's part of every input lies as the plan lays it out, and whether ranks had to ask for that."""
+    ranges, talked = (rows.all_ranks, False) if rows.all_ranks else _ranges(rows, shapes, layouts, comm)
     if len(ranges) != comm.mesh.size:
         raise UsageError(
             f"the batch was cut for {len(ranges)} ranks, and there are {comm.mesh.size}: it comes from a loader for "
             "other ranks"
         )
-    parts = []
-    for tensor, shape, layout in zip(tensors, shapes, layouts, strict=True):
+    cuts = []
+    for shape, layout in zip(shapes, layouts, strict=True):
         wanted = [layout.local_slice(shape, comm.mesh, rank) for rank in range(comm.mesh.size)]
         part = wanted[comm.rank]
         if not shape or shape[0] != rows.total:
-            parts.append(tensor[part])
+            cuts.append(Cut(part))
         elif all(
             have[0] <= want[0].start and want[0].stop <= have[1] for have, want in zip(ranges, wanted, strict=True)
         ):
             start = ranges[comm.rank][0]
-            parts.append(tensor[(slice(part[0].start - start, part[0].stop - start), *part[1:])])
+            cuts.append(Cut((slice(part[0].start - start, part[0].stop - start), *part[1:])))
         else:
-            parts.append(_everything(tensor, ranges, comm)[part])
-    return parts
+            cuts.append(Cut(part, ranges))
+    return cuts, talked
+
+
+def local_inputs(tensors: Sequence[Tensor], cuts: Sequence[Cut], comm: Communicator) -> list[Tensor]:
+    """This rank's part of every input; rows are exchanged only where ranks lack some."""
+    return [
+        (tensor if cut.exchanged is None else _everything(tensor, cut.exchanged, comm))[cut.part]
+        for tensor, cut in zip(tensors, cuts, strict=True)
+    ]
 
 
 def rows_of_output(
@@ -150,7 +171,9 @@ def rows_of_output(
     return tensor if whole else tensor[slice(*rows.mine)]
 
 
-def _ranges(rows: Rows, shapes: Sequence[Shape], layouts: Sequence[Layout], comm: Communicator) -> tuple[Range, ...]:
+def _ranges(
+    rows: Rows, shapes: Sequence[Shape], layouts: Sequence[Layout], comm: Communicator
+) -> tuple[tuple[Range, ...], bool]:
     """The rows of every rank, without talking where the plan cuts as a loader without a plan does."""
     mesh = comm.mesh
     even = tuple(chunk_range(rows.total, mesh.size, rank) for rank in range(mesh.size))
@@ -161,8 +184,8 @@ def _ranges(rows: Rows, shapes: Sequence[Shape], layouts: Sequence[Layout], comm
                 f"rank {comm.rank} was given the rows {rows.mine} of {rows.total}, expected {even[comm.rank]}: "
                 "the batch comes from a loader for other ranks"
             )
-        return even
-    return tuple(from_all_ranks(rows.mine))
+        return even, False
+    return tuple(from_all_ranks(rows.mine)), True
 
 
 def _everything(tensor: Tensor, ranges: Sequence[Range], comm: Communicator) -> Tensor:

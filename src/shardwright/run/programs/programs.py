@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import warnings
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,13 +20,13 @@ from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
-from shardwright.run.graphs.captures import Captures
+from shardwright.run.graphs.looks import Keys, Look, look_at
 from shardwright.run.graphs.remembered import Remembered
 from shardwright.run.programs.batches import described, difference
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.run.programs.failures import with_text
-from shardwright.run.programs.inputs import Rows, global_shapes, local_inputs, rows_of_output, shown
+from shardwright.run.programs.inputs import Cut, Rows, cuts_of, global_shapes, local_inputs, rows_of_output, shown
 from shardwright.run.programs.planner import Planner
 from shardwright.torch_private import tree_flatten
 from shardwright.world.lockstep import Lockstep
@@ -50,6 +49,7 @@ class PreparedProgram:
     shapes: tuple[tuple[int, ...], ...]
     input_layouts: tuple[Layout, ...]
     unlike: str
+    cuts: dict[Hashable, list[Cut]] = field(default_factory=dict, repr=False)  # by the rows that this rank was given
 
     def run(self, arguments: StepArguments) -> Outputs:
         """Run the program once."""
@@ -62,7 +62,13 @@ class PreparedProgram:
 
     def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: Communicator) -> list[Tensor]:
         """This rank's part of every input, as the plan lays it out."""
-        return local_inputs(tensors, self.shapes, self.input_layouts, rows, communicator)
+        seen = rows.mine, rows.total, rows.all_ranks
+        cuts = self.cuts.get(seen)
+        if cuts is None:
+            cuts, talked = cuts_of(self.shapes, self.input_layouts, rows, communicator)
+            if not talked:  # nor do the other ranks
+                self.cuts[seen] = cuts
+        return local_inputs(tensors, cuts, communicator)
 
     def outputs(self, aux: Sequence[Tensor], rows: Rows, communicator: Communicator, *, whole: bool) -> Any:
         """What was returned beside the loss, whole, or of what has rows of the batch those that this rank was given.
@@ -95,6 +101,8 @@ class Programs:
         dumps: SaveGraphs | None,
         lockstep: Lockstep,
     ) -> None:
+        self.keys = Keys(planner.captures)
+        """What the graph of a step depends on beside the model and the sizes of the batch."""
         self._planner = planner
         self._first = first
         self._storage = storage
@@ -110,11 +118,12 @@ class Programs:
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
         self._sample = described(sample_batch)
-        self._prepare("training", self._key("training", sample_batch, rows), self._first, "")
+        self._prepare("training", self._key("training", sample_batch, rows, look_at(sample_batch)), self._first, "")
 
-    def of(self, kind: StepKind, batch: Any, rows: Rows) -> PreparedProgram:
-        """The program for a step of this kind on the global batch of which ``batch`` is this rank's part."""
-        key = self._key(kind, batch, rows)
+    def of(self, kind: StepKind, batch: Any, rows: Rows, look: Look | None = None) -> PreparedProgram:
+        """The program for a step of this kind on the global batch of which ``batch``, which looks so, is this rank's
+        part."""
+        key = self._key(kind, batch, rows, look)
         known = self._by_key.pop(key, [])
         self._by_key[key] = known  # at the end: the first one is the one that was not used for longest
         number = next((at for at, (remembered, _) in enumerate(known) if remembered.holds()), None)
@@ -130,19 +139,14 @@ class Programs:
             raise
         return self._prepare(kind, key, plan, unlike)
 
-    @property
-    def captures(self) -> Captures:
-        """How steps are captured."""
-        return self._planner.captures
-
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
         return [prepared.execution for known in self._by_key.values() for _, prepared in known]
 
-    def _key(self, kind: StepKind, batch: Any, rows: Rows) -> str:
+    def _key(self, kind: StepKind, batch: Any, rows: Rows, look: Look | None) -> str:
         """What a program depends on beside the model: equal on every rank without talking."""
-        tensors = [leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-        return json.dumps([self._planner.captures.key(kind, batch), global_shapes(tensors, rows)])
+        tensors = look.tensors if look else [leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        return f"{self.keys.of(kind, batch, look)} {global_shapes(tensors, rows)}"
 
     def _prepare(self, kind: StepKind, key: str, plan: Plan, unlike: str) -> PreparedProgram:
         function = self._planner.captures.function(kind)

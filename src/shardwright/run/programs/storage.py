@@ -20,6 +20,7 @@ from shardwright.plan.plan import Plan
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import StepArguments
 from shardwright.run.programs.splitting import local_part, note_whole
+from shardwright.torch_private import buffers_in
 from shardwright.world.ranks import alone
 
 
@@ -68,10 +69,19 @@ class ModelState:
     def _parameters(self) -> dict[str, nn.Parameter]:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
+    @cached_property
+    def _places(self) -> dict[str, tuple[dict[str, Tensor | None], nn.Module, str]]:
+        """Where each buffer is looked up, by its name in the model."""
+        return {
+            f"{path}.{name}".lstrip("."): (buffers_in(module), module, name)
+            for path, module in self._module.named_modules(remove_duplicate=False)
+            for name in buffers_in(module)
+        }
+
     def _buffer(self, name: str) -> Tensor:
-        owner, _, attribute = name.rpartition(".")
-        tensor: Tensor = getattr(self._module.get_submodule(owner), attribute)
-        return tensor
+        held, module, attribute = self._places[name]
+        tensor: Tensor | None = held.get(attribute)
+        return tensor if tensor is not None else getattr(module, attribute)
 
     def arguments(
         self,
