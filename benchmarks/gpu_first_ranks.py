@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import sys
@@ -17,18 +16,22 @@ from gpu_first_steps import SMALL, close, images, largest, loss_fn, losses
 from torch import nn
 
 import shardwright as sw
+from shardwright.launch.asked.variables import BACKEND_VARIABLE
 from shardwright.world.world import World
 
 COLUMNS = {"*.up": ((1, 1, 1), (2, 1)), "*.down": ((1, 1, 2), (1, 2))}
 
 
 def joined(device: str) -> World:
-    """The world, whose ranks share the GPUs that there are."""
-    if device == "cuda" and "device" in inspect.signature(sw.init).parameters:
-        local = int(os.environ.get("LOCAL_RANK", "0"))
-        options: dict[str, Any] = {"device": f"cuda:{local % torch.cuda.device_count()}"}
-        return sw.init(**options)
-    return sw.init()
+    """The world, whose ranks share the GPUs that there are, by gloo and by NCCL where that lets them."""
+    if device != "cuda":
+        return sw.init(device="cpu")
+    local = int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count()
+    if os.environ.get(BACKEND_VARIABLE) == "nccl" and torch.cuda.device_count() < int(os.environ["LOCAL_WORLD_SIZE"]):
+        torch.cuda.set_device(local)
+        dist.init_process_group("nccl")  # sw.init refuses it, and adopts what is there
+        return sw.init()
+    return sw.init(device=f"cuda:{local}")
 
 
 def plain(name: str, call: Callable[[nn.Module, Any], torch.Tensor] = loss_fn, steps: int = 3) -> list[float]:
