@@ -10,7 +10,7 @@ from pathlib import Path
 from ranks import run_ranks
 from shardwright.data.digits import write_digits
 
-PAGE = Path(__file__).parents[2] / "docs" / "ddp.md"
+PAGE = Path(__file__).parents[2] / "docs" / "training" / "ddp.md"
 
 
 def run_script(script, data):

@@ -15,7 +15,7 @@ import pytest
 from ranks import run_ranks
 from shardwright.data.digits import write_digits
 
-PAGE = (Path(__file__).parents[2] / "docs" / "zoo.md").read_text()
+PAGE = (Path(__file__).parents[2] / "docs" / "training" / "zoo.md").read_text()
 BIN = Path(sys.executable).parent
 
 
