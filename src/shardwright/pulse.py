@@ -111,18 +111,16 @@ class Pulse:
             self._memory[_SITE_AT:_DEVICE_AT] = site
 
     def __call__(self, operation: bytes) -> Pulse:
-        self._beats += 1
         self._collectives += 1
-        if self._mark is not None:
-            self._queue.append(_Queued(operation, self._site, self._steps, self._mark()))
-            _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
-            return self
-        _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
-        return self
+        return self.again(operation)
 
     def again(self, operation: bytes) -> Pulse:
         """The same around the wait for a collective that has begun before."""
         self._beats += 1
+        if self._mark is not None:
+            self._queue.append(_Queued(operation, self._site, self._steps, self._mark()))
+            _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
+            return self
         _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
         return self
 

@@ -99,6 +99,24 @@ def test_the_rank_whose_gpu_never_came_is_blamed(rank):
     )
 
 
+def test_a_gpu_that_waits_for_what_was_begun_before_is_in_that(rank):
+    file, device, pulse = rank
+    device.done = 6
+    pulse.look()
+    with pulse.again(b"all_reduce"):
+        pass
+    device.done = 7
+    pulse.look()
+    assert place_of(seen(file)).text == "in all_reduce of step 2 for linear"
+    assert file.read().collectives == 3
+
+
+def test_a_rank_without_a_gpu_is_where_its_program_is():
+    file = PulseFile()
+    with open_pulse.__wrapped__(file.path)(b"all_reduce"):
+        assert place_of(seen(file)).text == "in all_reduce"
+
+
 def entry(number, state, group="world", **more):
     return {
         "process_group": ["0", group], "profiling_name": "nccl:all_reduce", "collective_seq_id": number,
