@@ -13,9 +13,12 @@ from equals_eager import assert_equals_eager, captured_and_checked
 from graph_models import Perceptron, SmallResNet, Transformer, cases, classes, language, squares
 from torch import nn
 
+from gpu_like import GPU
 from shardwright.graph.capture import capture, flatten_batch
 from shardwright.graph.evaluate import evaluate
 from shardwright.graph.rewrite import rewrite
+from shardwright.graph.step import captured_step
+from shardwright.run.graphs.captures import Captures
 
 CASES = cases()
 
@@ -335,3 +338,29 @@ def test_no_path_of_this_machine_is_in_the_graph():
 def test_random_operators_draw_as_the_model_does():
     model = Transformer(dropout=0.5).double()
     captured_and_checked(model, language, CASES["transformer"][2])
+
+
+class Asking(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        places = torch.arange(4, device=x.device)
+        return self.norm(self.linear(x)) * (places if x.device.type == "cuda" else places + 1)
+
+
+def squared_outputs(model, x):
+    return model(x).square().mean()
+
+
+@pytest.mark.parametrize("where", ["cpu", "meta"])
+def test_the_graph_is_that_of_a_model_on_the_gpu(where):
+    with torch.device(where):
+        model, x = Asking(), torch.zeros(6, 8)
+    there = captured_step(model, squared_outputs, x, {}, device=GPU)
+    here = captured_step(model, squared_outputs, x, {})
+    assert len(here.nodes) == len(there.nodes) + 1  # what the CPU adds to
+    assert all(tensor.device.type == where for tensor in (*model.parameters(), *model.buffers()))
+    known = Captures(model, squared_outputs, {}, device=GPU)
+    assert known.of("training", x).digest == there.digest
