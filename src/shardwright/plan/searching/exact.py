@@ -24,13 +24,16 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.errors import PlanError
-from shardwright.plan.searching.prune import needed
+from shardwright.plan.searching.prune import Pruned, needed
 from shardwright.plan.searching.tables import Costs, Indices, Table, join, width, without_singles
 
 __all__ = ["LIMIT", "Costs", "Table", "TooWide", "minimise", "widest"]
 
-LIMIT = 40_000_000
+LIMIT = 320_000_000
 """The largest table that is built, in entries."""
+
+# As many entries of it are there at a time.
+SLAB = 4_000_000
 
 # A table of more entries is worth a look at which of them are needed; and again one that is so many times larger.
 WIDE, WIDER = 1_000_000, 8
@@ -105,6 +108,7 @@ class _Elimination:
         self.decisions: list[_Decision] = []
         self.left: dict[int, Indices] = {}  # what pruning left of a variable's values
         self._known: dict[Hashable, tuple[Indices, Costs]] = {}
+        self._pruned = Pruned()
         self._kept: list[Table] = []  # so that no identity is given to another array
         self._ages = dict.fromkeys(range(len(domains)), 0)
         self._gather(tables)
@@ -142,7 +146,7 @@ class _Elimination:
         """Keep only the values that are needed."""
         tables = {id(table): table for touching in self.pending.values() for table in touching}
         self._kept += tables.values()
-        smaller, left = needed(list(tables.values()), {v: self.domains[v] for v in self.pending})
+        smaller, left = needed(list(tables.values()), {v: self.domains[v] for v in self.pending}, self._pruned)
         for variable, values in left.items():
             if len(values) < self.domains[variable]:
                 self.left[variable] = self.left[variable][values] if variable in self.left else values
@@ -156,9 +160,7 @@ class _Elimination:
         order = (*scope, variable)
         made_of = tuple((id(t.costs), *(order.index(v) for v in t.scope)) for t in touching)
         if made_of not in self._known:
-            joined = join(touching, order, self.domains)
-            best = joined.argmin(axis=-1)
-            self._known[made_of] = best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
+            self._known[made_of] = _least(touching, order, self.domains)
             self._kept += touching
         best, costs = self._known[made_of]
         self.decisions.append(_Decision(variable, scope, best, tuple(self.left.get(v) for v in order)))
@@ -183,6 +185,29 @@ class _Elimination:
             best = int(decision.best[at])
             chosen[decision.variable] = best if own is None else int(own[best])
         return [chosen[v] for v in range(len(chosen))]
+
+
+def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int]) -> tuple[Indices, Costs]:
+    """The best value of the last variable of ``order`` by those of the others, and the sum of the tables there."""
+    each = math.prod(domains[v] for v in order[1:])
+    rows = max(1, SLAB // each)
+    if len(order) == 1 or domains[order[0]] <= rows:
+        joined = join(tables, order, domains)
+        best = joined.argmin(axis=-1)
+        return best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
+    found = [_least(*_slab(tables, order, domains, start, rows)) for start in range(0, domains[order[0]], rows)]
+    return np.concatenate([best for best, _ in found]), np.concatenate([costs for _, costs in found])
+
+
+def _slab(
+    tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int], start: int, rows: int
+) -> tuple[list[Table], tuple[int, ...], list[int]]:
+    """The same for some values of the first variable of ``order``."""
+    first, some = order[0], slice(start, start + rows)
+    sizes = [*domains]
+    sizes[first] = min(rows, domains[first] - start)
+    cut = [Table(t.scope, t.costs[tuple(some if v == first else slice(None) for v in t.scope)]) for t in tables]
+    return cut, order, sizes
 
 
 def _among(left: Indices | None, value: int) -> int:

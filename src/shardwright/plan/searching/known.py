@@ -16,7 +16,7 @@ from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.pricing.ruled import RuledGraph, Use
 from shardwright.plan.pricing.targets import Target, target_of
 from shardwright.plan.searching.exact import Costs
-from shardwright.plan.searching.pairs import Pairs
+from shardwright.plan.searching.pairs import pairs_on
 from shardwright.rules.notation import Strategy
 
 # Larger three-way tables are not worth their sharing: the consumers of such a value are charged singly.
@@ -32,7 +32,7 @@ class Known:
 
     def __init__(self, graph: RuledGraph, objective: Objective, mesh: Mesh) -> None:
         self.graph, self.objective, self.mesh = graph, objective, mesh
-        self.pairs = Pairs(objective, mesh)
+        self.pairs = pairs_on(objective, mesh)
         self._kept: list[object] = []  # so that no identity is given to another object
         self._operators: dict[Hashable, Costs] = {}
         self._layouts: dict[Hashable, tuple[Layout, ...]] = {}

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -216,3 +217,9 @@ class Pairs:
 
     def _steps(self, shape: tuple[int, ...], layout: Layout, target: Target) -> tuple[Step, ...]:
         return redistribute(layout, target.layout, target.gradient_partial, shape, self._mesh)
+
+
+@lru_cache(maxsize=8)
+def pairs_on(objective: Objective, mesh: Mesh) -> Pairs:
+    """The ways on a mesh at the prices of an objective, which searches share."""
+    return Pairs(objective, mesh)

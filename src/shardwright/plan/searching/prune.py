@@ -32,13 +32,31 @@ import numpy.typing as npt
 
 from shardwright.plan.searching.tables import Costs, Indices, Table, aligned
 
-# Of every table so many columns are looked at first: where a value is better in one of them, it is not dominated.
-COLUMNS = 48
+# Of every table so many columns are looked at first, for all pairs of values, and then so many for those that are left:
+# where a value is better in one of them, it is not dominated.
+COLUMNS, MORE_COLUMNS = 48, 512
+# As many pairs are looked at together.
+PAIRS = 4096
 
 
-def needed(tables: Sequence[Table], domains: Mapping[int, int]) -> tuple[list[Table], dict[int, Indices]]:
-    """The tables over the values that are left, and which those are for each variable of ``domains``."""
-    pruning = _Pruning(list(tables), dict(domains))
+class Pruned:
+    """What is known of values around equal arrays, from one pruning to the next."""
+
+    def __init__(self) -> None:
+        self.kept: list[Costs] = []  # so that no identity is given to another array
+        self.answers: dict[Hashable, Indices] = {}
+        self.smaller: dict[Hashable, Costs] = {}
+
+
+def needed(
+    tables: Sequence[Table], domains: Mapping[int, int], before: Pruned | None = None
+) -> tuple[list[Table], dict[int, Indices]]:
+    """The tables over the values that are left, and which those are for each variable of ``domains``.
+
+    Args:
+        before: what earlier prunings found, of which most may hold still.
+    """
+    pruning = _Pruning(list(tables), dict(domains), before or Pruned())
     while pruning.round():
         pass
     return pruning.tables, pruning.left
@@ -47,12 +65,9 @@ def needed(tables: Sequence[Table], domains: Mapping[int, int]) -> tuple[list[Ta
 class _Pruning:
     """The tables as they become smaller."""
 
-    def __init__(self, tables: list[Table], domains: dict[int, int]) -> None:
-        self.tables = tables
+    def __init__(self, tables: list[Table], domains: dict[int, int], known: Pruned) -> None:
+        self.tables, self._known = tables, known
         self.left: dict[int, Indices] = {variable: np.arange(size) for variable, size in domains.items()}
-        self._kept: list[Costs] = []  # so that no identity is given to another array
-        self._answers: dict[Hashable, Indices] = {}
-        self._smaller: dict[Hashable, Costs] = {}
         self._positions: dict[int, list[int]] = {variable: [] for variable in domains}
         for position, table in enumerate(tables):
             for variable in table.scope:
@@ -69,11 +84,11 @@ class _Pruning:
                 variable in order and order[variable],
                 *((id(t.costs), *(order[v] for v in t.scope)) for t in touching),
             )
-            if key not in self._answers:
-                self._kept += [table.costs for table in touching]
-                self._answers[key] = _undominated(_rows(touching, variable), len(self.left[variable]))
-            if len(self._answers[key]) < len(self.left[variable]):
-                self._keep(variable, self._answers[key])
+            if key not in self._known.answers:
+                self._known.kept += [table.costs for table in touching]
+                self._known.answers[key] = _undominated(_rows(touching, variable), len(self.left[variable]))
+            if len(self._known.answers[key]) < len(self.left[variable]):
+                self._keep(variable, self._known.answers[key])
         return bool(self._changed)
 
     def _keep(self, variable: int, values: Indices) -> None:
@@ -82,10 +97,10 @@ class _Pruning:
             table = self.tables[position]
             axis = table.scope.index(variable)
             key = id(table.costs), axis, values.tobytes()
-            if key not in self._smaller:
-                self._kept.append(table.costs)
-                self._smaller[key] = np.ascontiguousarray(table.costs.take(values, axis))
-            self.tables[position] = Table(table.scope, self._smaller[key])
+            if key not in self._known.smaller:
+                self._known.kept.append(table.costs)
+                self._known.smaller[key] = np.ascontiguousarray(table.costs.take(values, axis))
+            self.tables[position] = Table(table.scope, self._known.smaller[key])
             self._changed.update(v for v in table.scope if v != variable)
 
 
@@ -111,11 +126,10 @@ def _undominated(tables: Sequence[Costs], size: int) -> Indices:
     if not possible.any():
         return np.arange(size)  # nothing is possible at all, which who minimises finds out
     alive = possible.copy()
-    likely = _likely(tables, size)
+    likely = _likelier(tables, _likely(tables, size))
     for s in range(size - 1, -1, -1):
         if alive[s]:
             others = likely[s] & alive
-            others[s] = False
             alive[s] = not any(_dominates(tables, t, s) for t in np.flatnonzero(others).tolist())
     return np.flatnonzero(alive)
 
@@ -128,6 +142,21 @@ def _likely(tables: Sequence[Costs], size: int) -> npt.NDArray[np.bool_]:
         with np.errstate(invalid="ignore"):  # what is forbidden here and free there is not known to be better
             total += _largest(some[None], some[:, None])
     return total <= 0
+
+
+def _likelier(tables: Sequence[Costs], likely: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """The same by more columns, for the pairs that are left."""
+    np.fill_diagonal(likely, False)
+    pairs = np.argwhere(likely)
+    for start in range(0, len(pairs), PAIRS):
+        s, t = pairs[start : start + PAIRS].T
+        total = np.zeros(len(s))
+        for table in tables:
+            some = table[:, np.unique(np.linspace(0, table.shape[1] - 1, MORE_COLUMNS).astype(int))]
+            with np.errstate(invalid="ignore"):
+                total += _largest(some[t], some[s])
+        likely[s, t] = total <= 0
+    return likely
 
 
 def _dominates(tables: Sequence[Costs], t: int, s: int) -> bool:
