@@ -11,7 +11,9 @@ of the other searches. The bound stays that of the search.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -37,7 +39,8 @@ from shardwright.plan.searching.search import least_cost, search
 from shardwright.plan.searching.space import Choice, Space
 from shardwright.plan.spaces import in_parts, meshes_for, space_of, tensor_space
 
-EQUAL = 1e-9  # a gap of such a share is none
+# A gap of such a share is none. On many axes the other searches are asked where it is larger than that.
+EQUAL, CLOSE, FEW_AXES = 1e-9, 1e-4, 2
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:
@@ -161,7 +164,10 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, bu
         return choice
     best, objective = choice, row.objective(request.hardware)
     known = Known(space.graph, objective, space.mesh)
-    for other in _others(space, row, request, budget):
+    asked = len(space.mesh.axes) <= FEW_AXES or choice.cost - choice.bound > CLOSE * choice.cost
+    for other in itertools.chain(
+        _known_by_name(space, request), _of_searches(space, row, request, budget) if asked else ()
+    ):
         if not _allowed(other, space, request):
             continue
         try:
@@ -173,16 +179,23 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, bu
     return best
 
 
-def _others(space: Space, row: Search, request: PlanRequest, budget: Budget | None) -> Iterator[Choice]:
-    """Data parallel, fully sharded without and with a second gathering, tensor parallel, and other searches."""
-    graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware)
+def _known_by_name(space: Space, request: PlanRequest) -> Iterator[Choice]:
+    """Data parallel, and fully sharded without and with a second gathering."""
+    graph, mesh = space.graph, space.mesh
     data = data_parallel(graph, mesh, space.leaves, space.outputs)
-    yield data
     parts = {v.name: in_parts(v, mesh) for v in graph.capture.of_kind("parameter") if v.name not in request.storage}
+    yield data
     yield replace(data, leaves={**data.leaves, **parts})
     yield replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
-    settled = {name: of for name, of in space.leaves.items() if name not in parts}
-    tensor = tensor_space(graph, mesh, data.strategies, replace(space, leaves=settled))
+
+
+def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget | None) -> Iterator[Choice]:
+    """Tensor parallel, and what other searches find."""
+    graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware)
+    free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
+    settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in free})
+    following = data_parallel(graph, mesh, space.leaves, space.outputs).strategies
+    tensor = tensor_space(graph, mesh, following, settled)
     searches: list[Callable[[], Choice]] = [partial(search, tensor, objective, budget)]
     if not row.by_axes:
         searches.append(partial(recursive, space, objective, budget))
@@ -191,11 +204,8 @@ def _others(space: Space, row: Search, request: PlanRequest, budget: Budget | No
             lambda: search(space_of(graph, mesh, request, other), other.objective(request.hardware), budget)
         )
     for find in searches:
-        try:
-            found = find()
-        except PlanError:
-            continue
-        yield found
+        with suppress(PlanError):
+            yield find()
 
 
 def _allowed(other: Choice, space: Space, request: PlanRequest) -> bool:

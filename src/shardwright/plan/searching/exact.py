@@ -32,8 +32,8 @@ __all__ = ["LIMIT", "Costs", "Table", "TooWide", "minimise", "widest"]
 LIMIT = 320_000_000
 """The largest table that is built, in entries."""
 
-# As many entries of it are there at a time.
-SLAB = 4_000_000
+# As many entries of it are there at a time, which a processor's caches hold.
+SLAB = 1 << 18
 
 # A table of more entries is worth a look at which of them are needed; and again one that is so many times larger.
 WIDE, WIDER = 1_000_000, 8
@@ -189,24 +189,25 @@ class _Elimination:
 
 def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int]) -> tuple[Indices, Costs]:
     """The best value of the last variable of ``order`` by those of the others, and the sum of the tables there."""
-    each = math.prod(domains[v] for v in order[1:])
-    rows = max(1, SLAB // each)
-    if len(order) == 1 or domains[order[0]] <= rows:
+    entries = math.prod(domains[v] for v in order)
+    at = next((i for i, v in enumerate(order[:-1]) if domains[v] > 1), None)
+    if at is None or entries <= SLAB:
         joined = join(tables, order, domains)
         best = joined.argmin(axis=-1)
         return best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
-    found = [_least(*_slab(tables, order, domains, start, rows)) for start in range(0, domains[order[0]], rows)]
-    return np.concatenate([best for best, _ in found]), np.concatenate([costs for _, costs in found])
+    size = domains[order[at]]
+    rows = max(1, SLAB * size // entries)
+    found = [_least(*_slab(tables, order, domains, at, slice(i, min(i + rows, size)))) for i in range(0, size, rows)]
+    return np.concatenate([best for best, _ in found], axis=at), np.concatenate([costs for _, costs in found], axis=at)
 
 
 def _slab(
-    tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int], start: int, rows: int
+    tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int], at: int, some: slice
 ) -> tuple[list[Table], tuple[int, ...], list[int]]:
-    """The same for some values of the first variable of ``order``."""
-    first, some = order[0], slice(start, start + rows)
-    sizes = [*domains]
-    sizes[first] = min(rows, domains[first] - start)
-    cut = [Table(t.scope, t.costs[tuple(some if v == first else slice(None) for v in t.scope)]) for t in tables]
+    """The same for some values of a variable."""
+    variable, sizes = order[at], [*domains]
+    sizes[variable] = some.stop - some.start
+    cut = [Table(t.scope, t.costs[tuple(some if v == variable else slice(None) for v in t.scope)]) for t in tables]
     return cut, order, sizes
 
 

@@ -26,8 +26,8 @@ from shardwright.rules.notation import Strategy
 
 # A value from the batch that one operator reads ties nothing together.
 MANY_READERS = 2
-# A gap that is worth a search of all at once, where that needs no table of more entries.
-CLOSE, TIED = 1e-6, 1_000_000
+# A gap that is worth a search of all at once, where that needs no table of more entries; on more axes a larger one.
+CLOSE, TIED, FEW_AXES, CLOSE_ON_MORE = 1e-6, 1_000_000, 2, 1e-4
 
 
 def search(space: Space, objective: Objective, budget: Budget | None = None) -> Choice:
@@ -39,7 +39,8 @@ def search(space: Space, objective: Objective, budget: Budget | None = None) -> 
     """
     both = _Both(space, objective)
     free = both.at()[0]
-    if both.beside and (free.cost or 0.0) - (free.bound or 0.0) > CLOSE * (free.cost or 0.0):
+    close = CLOSE if len(space.mesh.axes) <= FEW_AXES else CLOSE_ON_MORE
+    if both.beside and (free.cost or 0.0) - (free.bound or 0.0) > close * (free.cost or 0.0):
         free = both.together() or free
     if budget is None:
         return free
