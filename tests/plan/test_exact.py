@@ -1,6 +1,7 @@
 """Elimination finds the minimum: against trying everything, and against integer programming."""
 
 import itertools
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
 from shardwright.errors import PlanError
+from shardwright.plan.searching import exact
 from shardwright.plan.searching.exact import Table, TooWide, minimise
 
 
@@ -26,11 +28,13 @@ def cost(tables, assignment):
     return sum(float(t.costs[tuple(assignment[v] for v in t.scope)]) for t in tables)
 
 
-@given(problems())
-def test_the_minimum_over_all_assignments(problem):
+@given(problems(), st.sampled_from([1, 7, exact.SLAB]), st.sampled_from([1, 1_000_000]))
+def test_the_minimum_over_all_assignments(problem, slab, wide):
+    """Also where tables are made in slabs, and where values are left out again and again."""
     domains, tables = problem
     best = min(cost(tables, x) for x in itertools.product(*map(range, domains)))
-    found, assignment = minimise(domains, tables)
+    with mock.patch.object(exact, "SLAB", slab):
+        found, assignment = minimise(domains, tables, wide=wide)
     assert found == best
     assert cost(tables, assignment) == best
 

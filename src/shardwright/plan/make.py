@@ -36,11 +36,11 @@ from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
-from shardwright.plan.searching.space import Choice, Space
+from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.spaces import in_parts, meshes_for, space_of, tensor_space
 
-# A gap of such a share is none. On many axes the other searches are asked where it is larger than that.
-EQUAL, CLOSE, FEW_AXES = 1e-9, 1e-4, 2
+# A gap of such a share is none. For graphs of more operators the other searches are asked where it is larger than that.
+EQUAL, CLOSE, FEW_OPERATORS = 1e-9, 1e-4, 400
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:
@@ -164,7 +164,8 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, bu
         return choice
     best, objective = choice, row.objective(request.hardware)
     known = Known(space.graph, objective, space.mesh)
-    asked = len(space.mesh.axes) <= FEW_AXES or choice.cost - choice.bound > CLOSE * choice.cost
+    few = len(space.graph.capture.nodes) <= FEW_OPERATORS and len(space.mesh.axes) <= FEW_AXES
+    asked = few or choice.cost - choice.bound > CLOSE * choice.cost
     for other in itertools.chain(
         _known_by_name(space, request), _of_searches(space, row, request, budget) if asked else ()
     ):

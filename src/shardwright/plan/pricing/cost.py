@@ -33,6 +33,9 @@ BACKWARD = 2  # a backward costs about two forwards
 class Objective(Protocol):
     """A cost that is a sum over operators, transfers and leaves."""
 
+    def __hash__(self) -> int:
+        """Equal objectives have equal hashes: what they price is looked up by them."""
+
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """What running ``node`` under a strategy costs, forward and backward, without its transfers."""
 

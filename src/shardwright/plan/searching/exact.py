@@ -27,10 +27,13 @@ from shardwright.errors import PlanError
 from shardwright.plan.searching.prune import Pruned, needed
 from shardwright.plan.searching.tables import Costs, Indices, Table, join, width, without_singles
 
-__all__ = ["LIMIT", "Costs", "Table", "TooWide", "minimise", "widest"]
+__all__ = ["LIMIT", "LIMIT_ON_MORE", "Costs", "Table", "TooWide", "minimise", "widest"]
 
-LIMIT = 320_000_000
+LIMIT = 40_000_000
 """The largest table that is built, in entries."""
+
+LIMIT_ON_MORE = 320_000_000
+"""The same on three axes and more, where one value and three operators that read it take 200 million."""
 
 # As many entries of it are there at a time, which a processor's caches hold.
 SLAB = 1 << 18

@@ -20,14 +20,14 @@ from shardwright.plan.searching.budget import Budget, fitting
 from shardwright.plan.searching.exact import Table, TooWide, minimise
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.problem import Problem, Solution
-from shardwright.plan.searching.space import Choice, Space
+from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.searching.weights import Weights
 from shardwright.rules.notation import Strategy
 
 # A value from the batch that one operator reads ties nothing together.
 MANY_READERS = 2
 # A gap that is worth a search of all at once, where that needs no table of more entries; on more axes a larger one.
-CLOSE, TIED, FEW_AXES, CLOSE_ON_MORE = 1e-6, 1_000_000, 2, 1e-4
+CLOSE, TIED, CLOSE_ON_MORE = 1e-6, 1_000_000, 1e-4
 
 
 def search(space: Space, objective: Objective, budget: Budget | None = None) -> Choice:

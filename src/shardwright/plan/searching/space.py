@@ -10,6 +10,9 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 
+FEW_AXES = 2
+"""On more axes tables are larger, and what is worth a search on few may not be."""
+
 
 @dataclass(frozen=True)
 class Space:
