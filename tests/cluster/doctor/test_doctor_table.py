@@ -60,6 +60,20 @@ def test_json_and_the_script_say_the_same():
     assert script.endswith("\nesac\n")
 
 
+def test_the_script_does_nothing_that_a_person_has_not_read():
+    reading = altered(named("a"), commands={GPUS: "0, A100, 535.129.03, Enabled, 3\n"})
+    reading = altered(reading, facts={"environment": {"NCCL_IB_DISABLE": "1"}}, commands={"mpirun --version": None})
+    found = find(Cluster(Hosts.from_list("a,b"), {"a": reading}, {"b": "it did not answer"}))
+    script = fix_script(found, {"a": reading})
+    assert "\n# Not reached: b\n" in script
+    for line in (
+        "# when no job runs here: sudo nvidia-smi -i 0 --gpu-reset",
+        "# in the shell from which you launch: unset NCCL_IB_DISABLE",
+        "# if you want it: sudo apt-get install -y openmpi-bin libopenmpi-dev",
+    ):
+        assert f"\n  {line}\n" in script
+
+
 def test_what_a_host_says_reaches_no_shell_and_no_terminal():
     evil = "eth0\x1b]0;owned\x07`reboot`\n"
     reading = altered(

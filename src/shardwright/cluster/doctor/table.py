@@ -22,6 +22,7 @@ _WORDS = {
 }
 _INDENT, _WORD, _NAME = 2, 9, 15
 _OF_A_SHELL = ("unset ", "export ", "ulimit ")  # what a script would do for itself alone
+_ENDS_JOBS = ("reboot", "--gpu-reset")  # what nobody should run by the way
 
 
 def merge(found: Iterable[Found]) -> list[Found]:
@@ -94,12 +95,16 @@ def to_json(found: Sequence[Found], hosts: Sequence[str]) -> str:
 
 
 def fix_script(found: Sequence[Found], readings: Mapping[str, Reading]) -> str:
-    """A script for sh with what to type, to be read and run on each host by a person. Notes are commented out."""
+    """A script for sh with what to type, to be read and run on each host by a person.
+
+    Commented out are notes, what a script could not do for the shell of the person, and what would end running jobs.
+    """
     lines = [
         "#!/bin/sh",
         "# What `shardwright doctor` found to type. Nothing of it was run. Read it, then run it on each host.",
         'case "$(hostname)" in',
     ]
+    lines[2:2] = [f"# Not reached: {plain(name)}" for one in found for name in one.hosts if name not in readings]
     for name, reading in readings.items():
         own = typed(reading.facts.get("name", name))
         mine = [
@@ -114,12 +119,19 @@ def _script_lines(found: Iterable[Found]) -> list[str]:
     for one in found:
         lines.append(f"  # {one.finding.severity.name.lower()}: {one.name}: {plain(one.finding.text)}")
         for line in dict.fromkeys(plain(text, 2000) for text in one.finding.remedy):
-            if line.startswith("#"):
-                lines.append(f"  {line}")
-            elif line.startswith(_OF_A_SHELL):
-                lines.append(f"  # in the shell from which you launch: {line}")
-            elif one.finding.severity == Severity.NOTE:
-                lines.append(f"  # if you want it: {line}")
-            else:
-                lines.append(f"  {line}")
+            lines.append(f"  {_commented(line, one.finding.severity)}")
     return lines
+
+
+def _commented(line: str, severity: Severity) -> str:
+    """A line of the script, behind a # with the reason where it is for a person alone."""
+    if line.startswith("#"):
+        return line
+    reasons = {
+        "in the shell from which you launch": line.startswith(_OF_A_SHELL),
+        "where you launch from": line.startswith("shardwright "),
+        "when no job runs here": line.endswith(_ENDS_JOBS),
+        "if you want it": severity == Severity.NOTE,
+    }
+    why = next((why for why, holds in reasons.items() if holds), None)
+    return line if why is None else f"# {why}: {line}"
