@@ -4,6 +4,7 @@ import contextlib
 import io
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,7 +47,7 @@ def drawn(tmp_path_factory):
 def small_file(name, drawn, folder):
     """The configuration on the images drawn, with inputs that are small."""
     text = (REPOSITORY / f"configs/{name}.yaml").read_text()
-    for large, little in (("[640, 640]", "[32, 32]"), ("[736, 1280]", "[96, 96]")):
+    for large, little in (("[640, 640]", "[64, 64]"), ("[736, 1280]", "[96, 96]")):
         text = text.replace(large, little)
     path = folder / f"{Path(name).name}.yaml"
     path.write_text(text)
@@ -121,12 +122,15 @@ def test_words_train_on_two_ranks_as_on_one(drawn, tmp_path):
 @pytest.mark.parametrize("ranks", [2, 3, 4])
 @pytest.mark.parametrize("name", [VGG7, R18])
 def test_fifty_steps_agree_on_any_number_of_ranks(name, ranks, mode, drawn, tmp_path):
+    """Blocks of the ResNet begin as their shortcuts. Without that, plain PyTorch alone moved the loss by 1e-2 of itself
+    within these steps when the rows of each batch were reversed; with it, by 1e-12."""
     config, overrides = small_file(name, drawn, tmp_path)
+    overrides += ["model.backbone.zero_init=True"] if name == R18 else []
     overrides += ["system.dtype=float64", "train.steps=50", "scheduler.num_epochs=9", f"system.mode={mode}"]
     overrides += ["system.val_start_epoch=9", "scheduler.lr=0.0005"]
     one, several = (on_ranks(n, config, overrides, tmp_path / str(n), timeout=800)[0] for n in (1, ranks))
     assert len(one[0]) == 50
-    assert several[0] == pytest.approx(one[0], rel=1e-8)
+    assert several[0] == pytest.approx(one[0], rel=1e-10)
     assert several[1] is None or several[1].samples == 12
 
 
@@ -206,6 +210,18 @@ def test_shipped_configurations_are_as_users_know_them(name, monkeypatch):
     settings = load_settings(name)
     assert BACKBONES.row(settings.model.backbone).task == settings.model.type
     assert settings.train.dataset.transform_pipeline[-1] == {"ToCHWImage": None}
+
+
+@pytest.mark.slow
+def test_the_page_says_how_large_networks_are(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    page = (REPOSITORY / "docs/ocr.md").read_text()
+    said = dict(re.findall(r"^\| `(\w+/.*?)` \| .* \| ([\d.]+) M \|$", page, re.MULTILINE))
+    assert sorted(f"configs/{name}.yaml" for name in said) == CONFIGS
+    for name, millions in said.items():
+        with torch.device("meta"):
+            model = make_model(load_settings(f"configs/{name}.yaml"))
+        assert f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f}" == millions, name
 
 
 WRONG = [

@@ -26,6 +26,13 @@ class Backbone:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DetectionResNet(Backbone):
+    """With ``zero_init`` each block begins as its shortcut, which keeps rounding small (docs/training/zoo.md)."""
+
+    zero_init: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class MobileNet:
     """``alpha`` scales all widths of the large network."""
 
@@ -149,8 +156,12 @@ class Part:
 BACKBONES = Table(
     "model.backbone",
     {
-        "det_resnet18": Part(Backbone, "det", lambda options: resnet18_pyramid(options.width)),
-        "det_resnet50": Part(Backbone, "det", lambda options: resnet50_pyramid(options.width)),
+        "det_resnet18": Part(
+            DetectionResNet, "det", lambda options: resnet18_pyramid(options.width, options.zero_init)
+        ),
+        "det_resnet50": Part(
+            DetectionResNet, "det", lambda options: resnet50_pyramid(options.width, options.zero_init)
+        ),
         "det_mobilenet_v3": Part(MobileNet, "det", lambda options: MobileNetPyramid(options.alpha)),
         "rec_vgg7": Part(Backbone, "rec", lambda options: VGG7(options.width)),
         "rec_resnet34": Part(Backbone, "rec", lambda options: ResNet34(options.width)),

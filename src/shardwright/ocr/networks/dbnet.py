@@ -35,14 +35,14 @@ class ResNetPyramid(nn.Module):
         return found
 
 
-def resnet18_pyramid(width: int = 64) -> ResNetPyramid:
-    """64, 128, 256 and 512 channels."""
-    return ResNetPyramid(resnet18(1, "imagenet", width))
+def resnet18_pyramid(width: int = 64, zero_init: bool = False) -> ResNetPyramid:
+    """64, 128, 256 and 512 channels; for the arguments see `ResNet`."""
+    return ResNetPyramid(resnet18(1, "imagenet", width, zero_init))
 
 
-def resnet50_pyramid(width: int = 64) -> ResNetPyramid:
-    """256, 512, 1024 and 2048 channels."""
-    return ResNetPyramid(resnet50(1, "imagenet", width))
+def resnet50_pyramid(width: int = 64, zero_init: bool = False) -> ResNetPyramid:
+    """256, 512, 1024 and 2048 channels; for the arguments see `ResNet`."""
+    return ResNetPyramid(resnet50(1, "imagenet", width, zero_init))
 
 
 class Neck(nn.Module):
