@@ -215,7 +215,7 @@ def test_shipped_configurations_are_as_users_know_them(name, monkeypatch):
 @pytest.mark.slow
 def test_the_page_says_how_large_networks_are(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    page = (REPOSITORY / "docs/ocr.md").read_text()
+    page = (REPOSITORY / "docs/training/ocr.md").read_text()
     said = dict(re.findall(r"^\| `(\w+/.*?)` \| .* \| ([\d.]+) M \|$", page, re.MULTILINE))
     assert sorted(f"configs/{name}.yaml" for name in said) == CONFIGS
     for name, millions in said.items():
