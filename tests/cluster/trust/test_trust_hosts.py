@@ -1,5 +1,6 @@
 """trust on three hosts from nothing to all pairs, twice, and back."""
 
+import json
 import os
 import pty
 import subprocess
@@ -95,3 +96,37 @@ def test_a_host_whose_key_nobody_knows_is_refused(network):
         in refused.stderr
     )
     assert not homes(network)
+
+
+def ssh_of(network):
+    """What doctor finds of ssh between the hosts: who does not reach whom, and what to type."""
+    done = subprocess.run(
+        [COMMAND, "doctor", "-H", ",".join(NAMES), "--json"],
+        env=os.environ | {"PATH": f"{network.folder / 'bin'}:{os.environ['PATH']}"},
+        capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+    rows = [row for row in json.loads(done.stdout)["findings"] if row["check"] == "ssh"]
+    return {host: row["type"] for row in rows for host in row["hosts"] if row["severity"] == "warning"}
+
+
+def test_what_doctor_says_of_ssh_in_one_direction_mends_it(network):
+    """At first only host1 may log in to the others."""
+    known = "".join(f"{name} {(network.folder / f'{name}_key.pub').read_text()}" for name in NAMES)
+    for name in NAMES:
+        folder = network.folder / f"{name}_home" / ".ssh"
+        folder.mkdir(mode=0o700)
+        (folder / "known_hosts").write_text(known)
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", network.folder / "host1_home/.ssh/id_ed25519"], check=True
+    )
+    public = (network.folder / "host1_home/.ssh/id_ed25519.pub").read_text()
+    for name in NAMES[1:]:
+        (network.folder / f"{name}_home/.ssh/authorized_keys").write_text(public)
+    found = ssh_of(network)
+    assert sorted(found) == ["host2", "host3"]
+    command = found["host2"][0].partition("  #")[0].split()
+    assert command == ["shardwright", "hosts", "trust", "-H", ",".join(NAMES)]
+    done = hosts(network, "trust", "--yes")
+    assert "6 of 6 ways need no password" in done.stdout, done.stderr
+    assert "host1 (root):\n  let in host2, host3" in done.stdout  # its key is used
+    assert not ssh_of(network)
