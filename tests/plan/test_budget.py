@@ -2,19 +2,16 @@
 
 import contextlib
 import itertools
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
-import whole
 from models import NETWORKS
 from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.simulate import simulate
 from shardwright.plan import make
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
@@ -25,7 +22,7 @@ from shardwright.plan.searching.budget import Budget, OverBudget, fitting
 from shardwright.plan.searching.exact import Table, minimise
 from shardwright.plan.searching.space import Choice
 from shardwright.plan.searching.weights import Weights
-from whole import plan_of, run, same
+from whole import communicated, plan_of, planned, run, same
 
 
 def total(tables, assignment):
@@ -84,33 +81,6 @@ def test_a_budget_that_data_parallelism_exceeds_is_kept_and_exact():
     same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
     plenty = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", memory=read_memory("1GiB"))
     assert plenty.strategies == plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto").strategies
-
-
-def planned(plan):
-    found = Counter()
-    for priced in plan.collectives():
-        found[priced.collective.kind, priced.collective.axes] += priced.collective.bytes
-    return found
-
-
-def communicated(plan, model, batch, monkeypatch):
-    """What rank 0 communicates in a forward and a backward, as bytes by kind and axes."""
-    found = Counter()
-
-    def counting(mesh, fn):
-        def one(comm):
-            result = fn(comm)
-            if comm.rank == 0:
-                for collective in comm.collectives:
-                    found[collective.kind, collective.axes] += collective.bytes
-            return result
-
-        return simulate(mesh, one)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(whole, "simulate", counting)
-        run(plan, model, batch)
-    return found
 
 
 @pytest.mark.slow

@@ -1,8 +1,5 @@
 """The bytes that a plan says each device holds are those that simulated ranks do hold."""
 
-import weakref
-from contextlib import contextmanager
-
 import pytest
 import torch
 
@@ -15,49 +12,7 @@ from shardwright.plan.holding import held_by
 from shardwright.plan.make import make_plan
 from shardwright.plan.pricing.optimizers import ADAMW, states_of
 from shardwright.plan.request import PlanRequest
-from shardwright.run.programs.execute import Execution
-from whole import plan_of
-
-
-class Packed:
-    """What autograd keeps of a tensor: gone when it keeps it no more."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor.detach()  # a result with its history would keep itself
-
-
-class Measured:
-    """What one rank held after its forward."""
-
-    def of(self, execution, arguments):
-        packed = weakref.WeakSet()
-
-        def pack(tensor):
-            packed.add(kept := Packed(tensor))
-            return kept
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
-            outputs = execution(arguments)
-        leaves = {leaf.untyped_storage().data_ptr() for kind in arguments.leaves() for leaf in kind}
-        storages = {s.data_ptr(): s.nbytes() for s in (kept.tensor.untyped_storage() for kept in packed)}
-        self.saved = sum(size for at, size in storages.items() if at not in leaves)
-        self.parameters = [p for p in arguments.parameters if p.requires_grad]
-        self.parameter_bytes = sum(p.nbytes for p in arguments.parameters)
-        return outputs
-
-
-@contextmanager
-def measuring(monkeypatch):
-    """By rank, what `whole.run` does inside."""
-    found = {}
-
-    def measured(program, *args):
-        execution = Execution(program, *args)
-        found[program.rank] = Measured()
-        return lambda arguments: found[program.rank].of(execution, arguments)
-
-    monkeypatch.setattr(whole, "Execution", measured)
-    yield found
+from whole import measuring, plan_of
 
 
 def states_bytes(parameters, make):

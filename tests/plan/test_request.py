@@ -22,6 +22,7 @@ OTHERS = {
     "storage": ({"w": Layout.replicated(2)}, {"v": Layout.replicated(2)}, {"w": Layout.split(2, {0: ("dp",)})}),
     "axes": (Mesh.of(ranks=8), Mesh.of(dp=2, tp=4)),
     "memory": (1, 2**36),
+    "recompute": (("blocks.*",), ("blocks.0", "blocks.1")),
     "optimizer": (OptimizerStates("sgd", 0, 0), OptimizerStates("adamw", 3, 4)),
 }
 

@@ -1,13 +1,20 @@
-"""Run a plan on simulated ranks and compare with the whole graph on one device: loss, gradients, outputs, buffers."""
+"""Run a plan on simulated ranks, compare with the whole graph on one device, and measure what ranks keep and send."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
+import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from device import DEVICE, placed
 from shardwright.graph.capture import flatten_batch
@@ -21,7 +28,8 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
 from shardwright.run.programs.buckets import GradientReduction
-from shardwright.run.programs.execute import Execution, StepArguments
+from shardwright.run.programs.execute import Execution, Outputs, StepArguments
+from shardwright.torch_private import MemoryOf
 
 
 def plan_of(
@@ -145,3 +153,117 @@ def same(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance:
         if tensor.numel():
             deviation = float((ours[name].double() - tensor.double()).abs().max())
             assert deviation <= tolerance * max(largest[name.split(" ")[0]], 1e-30), f"{name} deviates by {deviation}"
+
+
+Moved = Counter[tuple[str, tuple[str, ...]]]
+
+
+class Packed:
+    """What autograd keeps of a tensor: gone when it keeps it no more."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor.detach()  # a result with its history would keep itself
+
+
+class Measured:
+    """What one rank held after its forward."""
+
+    def of(self, execution: Execution, arguments: StepArguments) -> Outputs:
+        packed: weakref.WeakSet[Packed] = weakref.WeakSet()
+
+        def pack(tensor: Tensor) -> Packed:
+            packed.add(kept := Packed(tensor))
+            return kept
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept.tensor):
+            outputs = execution(arguments)
+        leaves = {leaf.untyped_storage().data_ptr() for kind in arguments.leaves() for leaf in kind}
+        storages = {s.data_ptr(): s.nbytes() for s in (kept.tensor.untyped_storage() for kept in packed)}
+        self.saved = sum(size for at, size in storages.items() if at not in leaves)
+        self.parameters = [p for p in arguments.parameters if p.requires_grad]
+        self.parameter_bytes = sum(p.nbytes for p in arguments.parameters)
+        return outputs
+
+
+@contextmanager
+def measuring(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[int, Measured]]:
+    """By rank, what `whole.run` does inside."""
+    found: dict[int, Measured] = {}
+    original = Execution
+
+    def measured(program: Any, *args: Any) -> Any:
+        execution = original(program, *args)
+        found[program.rank] = Measured()
+        return lambda arguments: found[program.rank].of(execution, arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[__name__], "Execution", measured)
+        yield found
+
+
+def planned(plan: Plan) -> Moved:
+    """What a plan says is communicated, as bytes by kind and axes."""
+    found: Moved = Counter()
+    for priced in plan.collectives():
+        found[priced.collective.kind, priced.collective.axes] += priced.collective.bytes
+    return found
+
+
+def communicated(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> Moved:
+    """What rank 0 communicates in a forward and a backward, as bytes by kind and axes."""
+    found: Moved = Counter()
+    original = simulate
+
+    def counting(mesh: Mesh, fn: Any) -> Any:
+        def one(comm: Any) -> Any:
+            result = fn(comm)
+            if comm.rank == 0:
+                for collective in comm.collectives:
+                    found[collective.kind, collective.axes] += collective.bytes
+            return result
+
+        return original(mesh, one)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[__name__], "simulate", counting)
+        run(plan, model, batch)
+    return found
+
+
+class Watching(TorchDispatchMode):
+    """Sees every tensor that an operator makes, and the most bytes that were alive at once."""
+
+    def __init__(self, ignored: set[MemoryOf]) -> None:
+        super().__init__()
+        self.ignored, self.peak = ignored, 0
+        self.alive: dict[MemoryOf, int] = {}
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and MemoryOf(tensor) not in self.ignored:
+                self.alive[MemoryOf(tensor)] = tensor.untyped_storage().nbytes()
+        self.alive = {memory: size for memory, size in self.alive.items() if not memory.is_free}
+        self.peak = max(self.peak, sum(self.alive.values()))
+        return results
+
+
+def measured_peak(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The most bytes alive on rank 0, with its parts of the leaves, and without the whole ones."""
+    peaks, ignored = {}, {MemoryOf(tensor) for tensor in (*model.parameters(), *model.buffers(), *batch)}
+
+    original = simulate
+
+    def watching(mesh: Mesh, fn: Any) -> Any:
+        def one(comm: Any) -> Any:
+            with Watching(ignored) as watch:
+                result = fn(comm)
+            peaks[comm.rank] = watch.peak
+            return result
+
+        return original(mesh, one)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(sys.modules[__name__], "simulate", watching)
+        run(plan, model, batch)
+    return peaks[0]

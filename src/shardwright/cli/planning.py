@@ -30,6 +30,9 @@ _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 )  # fmt: skip
 @click.option("--memory", metavar="80GiB", help="How much each device may hold; the plan keeps within.")
 @click.option(
+    "--recompute", multiple=True, metavar="PATTERN", help="Modules that the backward computes again: 'blocks.*'."
+)
+@click.option(
     "--optimizer", default="adamw", show_default=True, help="Whose states devices hold: a name of torch.optim."
 )
 @click.option("--save", metavar="plan.json", help="Write the plan, for sw.parallelize(plan=...).")

@@ -22,7 +22,7 @@ NAMES_OF_PROGRAMS = frozenset({
     "torch", "aten", "ops", "kernels", "draws",
     "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
     "step", "parameters", "buffers", "inputs", "constants", "comm", "key", "device", "reduce_gradients", "again",
-    "later", "guard",
+    "later", "guard", "recomputed",
 })  # fmt: skip
 
 

@@ -47,6 +47,7 @@ class _Lives:
         self._sizes: list[int] = [0]
         self._holders: Counter[int] = Counter()
         self._keeps: dict[int, list[int]] = {}  # instruction -> the memory that it keeps
+        self._given: dict[int, list[int]] = {}  # first instruction of a block -> the memory of what it is given
         self._again: dict[int, int] = {}  # memory that the backward makes again -> the memory of which it does
         self._alive = 0
 
@@ -55,6 +56,7 @@ class _Lives:
         for at, instruction in enumerate(self._program.instructions):
             self._make(instruction)
             self._keep(at, instruction)
+            self._keep_given(at, instruction)
             self._note(self._alive + _buffers(instruction, self._program), instruction, "forward")
             for name in dict.fromkeys([*instruction.reads, *instruction.outputs]):
                 if last[name] == at:
@@ -98,6 +100,10 @@ class _Lives:
             self._alive += self._sizes[memory]
         self._holders[memory] += 1
 
+    def _hold_all(self, memories: Iterable[int]) -> None:
+        for memory in memories:
+            self._hold(memory)
+
     def _let_go(self, memories: Iterable[int]) -> None:
         for memory in memories:
             self._holders[memory] -= 1
@@ -116,8 +122,27 @@ class _Lives:
             kept.append(len(self._sizes))
             self._sizes.append(self._beside(node))
         self._keeps[at] = list(dict.fromkeys(kept))
-        for memory in self._keeps[at]:
-            self._hold(memory)
+        if not instruction.block:
+            self._hold_all(self._keeps[at])
+
+    def _keep_given(self, at: int, instruction: Instruction) -> None:
+        """What a block is given is kept from where it begins, in place of what lies inside."""
+        instructions = self._program.instructions
+        if instruction.block and (at == 0 or instructions[at - 1].block != instruction.block):
+            given = self._program.blocks[instruction.block].given
+            lying = [self._again.get(self._lies[name], self._lies[name]) for name in given]
+            self._given[at] = list(dict.fromkeys(lying))
+            self._hold_all(self._given[at])
+
+    def _make_again(self, at: int) -> None:
+        """Where the backward comes to the end of a block, all is there again that its operators keep."""
+        instructions = self._program.instructions
+        block = instructions[at].block
+        if block and (at + 1 == len(instructions) or instructions[at + 1].block != block):
+            inside = at
+            while inside >= 0 and instructions[inside].block == block:
+                self._hold_all(self._keeps.get(inside, ()))
+                inside -= 1
 
     def _beside(self, node: Node) -> int:
         layouts = {name: self._plan.target(node, i).layout for i, name in enumerate(node.operands)}
@@ -131,6 +156,7 @@ class _Lives:
         done = 0  # of the gradients of parameters
         for at in reversed(range(len(self._program.instructions))):
             instruction = self._program.instructions[at]
+            self._make_again(at)
             results = {self._lies[name] for name in instruction.outputs}
             if instruction.kind != "bucket" and self._has_gradient(instruction):
                 new = self._gradients_of(instruction)
@@ -146,6 +172,7 @@ class _Lives:
                 flat = sum(local_bytes(value, step.after, self._plan.mesh) for value, step in instruction.bucket)
                 self._note(self._alive + sum(gradients.values()) + done + flat, instruction, "backward")
             self._let_go(self._keeps.get(at, ()))
+            self._let_go(self._given.get(at, ()))
 
     def _has_gradient(self, instruction: Instruction) -> bool:
         if instruction.node is not None:

@@ -49,9 +49,10 @@ class _Lowering:
         self.instructions: list[Instruction] = []
         self.variables: dict[tuple[str, int], str] = {}  # (node name, operand index) -> variable to read
         self.outputs: dict[str, str] = {}
+        self._firsts = {block.name: block.nodes[0].name for block in plan.blocks}
         self.pending: dict[str, list[Transfer]] = {}  # first consuming node ("" for outputs) -> transfers
         for transfer in plan.transfers:
-            self.pending.setdefault(transfer.consumers[0][0], []).append(transfer)
+            self.pending.setdefault(self._place(transfer), []).append(transfer)
         self.counts: dict[str, int] = {}
 
     def run(self) -> LocalProgram:
@@ -76,10 +77,16 @@ class _Lowering:
             mutations=capture.mutations,
         )
 
+    def _place(self, transfer: Transfer) -> str:
+        """Before which operator a transfer is done: the first that needs it, or the first of its block."""
+        first = transfer.consumers[0][0]
+        block = self.plan.block_of.get(first, "")
+        return self._firsts[block] if block and not self.plan.block_of_transfer(transfer) else first
+
     def _transfer(self, transfer: Transfer) -> None:
         variable = transfer.value
         value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
-        again = self.plan.gathers_again(transfer)
+        again, block = self.plan.gathers_again(transfer), self.plan.block_of_transfer(transfer)
         for step in transfer.steps:
             fresh = self._fresh(transfer.value)
             text = step.call(variable, value.shape)
@@ -88,7 +95,17 @@ class _Lowering:
                 text = f"again({text}, {value.name}, {value.label!r}, comm, {_repeated(transfer.steps, value.shape)})"
                 reads = tuple(dict.fromkeys((variable, value.name)))
             self.instructions.append(
-                Instruction("redistribution", (fresh,), reads, text, value=value, step=step, again=again)
+                Instruction(
+                    "redistribution",
+                    (fresh,),
+                    reads,
+                    text,
+                    value=value,
+                    step=step,
+                    again=again,
+                    block=block,
+                    repeated=bool(block),
+                )
             )
             variable = fresh
         for node, index in transfer.consumers:
@@ -116,6 +133,8 @@ class _Lowering:
                 _unpacked(call, node, reads),
                 node=node,
                 internal=plan.graph.collectives_inside(node, strategy, plan.mesh),
+                block=plan.block_of.get(node.name, ""),
+                repeated=node.name in plan.computed_again,
             )
         )
 

@@ -40,7 +40,7 @@ def join_buckets(program: LocalProgram, limit_bytes: int = BUCKET_BYTES) -> Loca
         if id(instruction) in buckets or id(instruction) not in joined
     ]
     later = _later([instruction for instruction in instructions if instruction.kind == "bucket"])
-    return dataclasses.replace(program, instructions=(later, *instructions))
+    return dataclasses.replace(program, instructions=(later, *_before_blocks(instructions)))
 
 
 def _groups(entering: Sequence[Instruction], limit_bytes: int, mesh: Mesh) -> list[list[Instruction]]:
@@ -66,6 +66,18 @@ def _groups(entering: Sequence[Instruction], limit_bytes: int, mesh: Mesh) -> li
         open_groups[key].insert(0, instruction)
         sizes[key] += size
     return groups
+
+
+def _before_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Buckets, which read nothing but parameters, go before the blocks within which they stand: these run twice."""
+    found: list[Instruction] = []
+    inside: list[Instruction] = []  # the instructions of the block so far
+    for instruction in instructions:
+        if inside and instruction.block != inside[-1].block and instruction.kind != "bucket":
+            found += inside
+            inside = []
+        (inside if instruction.block else found).append(instruction)
+    return [*found, *inside]
 
 
 def _bucket(members: Sequence[Instruction]) -> Instruction:

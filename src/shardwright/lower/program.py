@@ -7,7 +7,7 @@ assignment; its right-hand side calls a torch operator, a kernel, or a redistrib
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -15,6 +15,8 @@ from typing import Literal
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, Step
+
+INDENT = "    "
 
 
 @dataclass(frozen=True)
@@ -37,6 +39,8 @@ class Instruction:
     bucket: tuple[tuple[Value, Step], ...] = ()
     internal: tuple[tuple[Collective, ...], tuple[Collective, ...]] = ((), ())  # forward and backward, of an operator
     again: int = 0  # how often the backward repeats a redistribution, in place of keeping what it gathers
+    block: str = ""  # the module with which the backward computes it again
+    repeated: bool = False  # whether it then communicates again what it does forward
 
     @property
     def passes_on(self) -> bool:
@@ -53,12 +57,45 @@ class Instruction:
         for value, step in self.steps():
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
             found += [(value.label, "forward", forward)] if forward else []
-            found += [(value.label, "backward", forward)] * self.again if forward else []
+            found += [(value.label, "backward", forward)] * (self.again + self.repeated) if forward else []
             found += [(value.label, "backward", backward)] if backward and value.needs_gradient else []
         if self.node is not None:
             for direction, collectives in zip(("forward", "backward"), self.internal, strict=True):
                 found += [(self.node.name, direction, collective) for collective in collectives]
+            found += [(self.node.name, "backward", c) for c in self.internal[0] if self.repeated]
         return found
+
+
+@dataclass(frozen=True)
+class ProgramBlock:
+    """Instructions that the backward runs again: a function beside the step, of what they read and do not make."""
+
+    function: str
+    module: str
+    instructions: tuple[Instruction, ...]
+    changed: frozenset[str]  # buffers, of which a copy is kept as they were
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The variables that the block reads and does not make."""
+        made = {name for instruction in self.instructions for name in instruction.outputs}
+        reads = dict.fromkeys(name for instruction in self.instructions for name in instruction.reads)
+        return tuple(name for name in reads if name not in made)
+
+    @property
+    def call(self) -> str:
+        """The line under which the step has the block."""
+        given = ", ".join(f"{name}.clone()" if name in self.changed else name for name in self.given)
+        return f"with recomputed({self.function}, comm, key, device, [{given}]):"
+
+    @property
+    def source(self) -> str:
+        """The function."""
+        last = _last_reads(self.instructions)
+        arguments = ", ".join(("comm", "key", "device", *self.given))
+        body = [line for at, instruction in enumerate(self.instructions) for line in _assignment(instruction, at, last)]
+        head = f"def {self.function}({arguments}):  # {self.module}, once more in the backward"
+        return head + "\n" + textwrap.indent("\n".join(body), INDENT) + "\n"
 
 
 @dataclass(frozen=True)
@@ -82,28 +119,43 @@ class LocalProgram:
         return [found for instruction in self.instructions for found in instruction.collectives(self.mesh)]
 
     @cached_property
+    def blocks(self) -> dict[str, ProgramBlock]:
+        """What the backward runs again, by the path of the module."""
+        of: dict[str, list[Instruction]] = {}
+        taken = {name for instruction in self.instructions for name in (*instruction.outputs, *instruction.reads)}
+        for instruction in self.instructions:
+            if instruction.block:
+                of.setdefault(instruction.block, []).append(instruction)
+        found = {}
+        for number, (module, inside) in enumerate(of.items(), start=1):
+            function = f"block_{number}"
+            while function in taken:
+                function = f"_{function}"
+            found[module] = ProgramBlock(function, module, tuple(inside), frozenset(self.mutations))
+        return found
+
+    @cached_property
     def source(self) -> str:
         """The program as Python."""
         lines = [f'"""The step of rank {self.rank} of {self.mesh.size} on the mesh {self.mesh}."""', ""]
         lines.append("def step(parameters, buffers, inputs, constants, comm, key, device, reduce_gradients):")
         body = [_unpack(names, kind) for kind, names in self._arguments() if names]
-        scope = None
         last_reads = self.last_reads()
+        scope, block = None, ""
         for at, instruction in enumerate(self.instructions):
             here = instruction.node.scope if instruction.node is not None else scope
             if here != scope:
                 scope = here
                 body.append(f"# {scope or 'loss function'}")
-            comma = "," if instruction.passes_on and len(instruction.outputs) == 1 else ""
-            body.append(f"{', '.join(instruction.outputs)}{comma} = {instruction.text}")
-            dead = [
-                name for name in dict.fromkeys([*instruction.reads, *instruction.outputs]) if last_reads[name] == at
-            ]
-            if dead:
-                body.append(f"del {', '.join(dead)}")
+            if instruction.block and instruction.block != block:
+                body.append(self.blocks[instruction.block].call)
+            block = instruction.block
+            indent = INDENT if block else ""
+            body += [indent + line for line in _assignment(instruction, at, last_reads)]
         loss = self.outputs[self.loss] if self.loss else None
         body.append(f"return {loss}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}")
-        return "\n".join(lines) + "\n" + textwrap.indent("\n".join(body), "    ") + "\n"
+        functions = "".join(f"\n\n{block.source}" for block in self.blocks.values())
+        return "\n".join(lines) + "\n" + textwrap.indent("\n".join(body), INDENT) + "\n" + functions
 
     def _arguments(self) -> list[tuple[str, tuple[str, ...]]]:
         return [
@@ -118,13 +170,24 @@ class LocalProgram:
 
     def last_reads(self) -> dict[str, int]:
         """Variable -> the instruction after which nothing reads it; outputs are read at the end."""
-        last: dict[str, int] = {}
-        for at, instruction in enumerate(self.instructions):
-            for name in (*instruction.outputs, *instruction.reads):
-                last[name] = at
+        last = _last_reads(self.instructions)
         last.update(dict.fromkeys(self.outputs.values(), len(self.instructions)))
         return last
 
 
 def _unpack(names: tuple[str, ...], kind: str) -> str:
     return f"{', '.join(names)}{',' if len(names) == 1 else ''} = {kind}"
+
+
+def _last_reads(instructions: Sequence[Instruction]) -> dict[str, int]:
+    return {
+        name: at for at, instruction in enumerate(instructions) for name in (*instruction.outputs, *instruction.reads)
+    }
+
+
+def _assignment(instruction: Instruction, at: int, last_reads: Mapping[str, int]) -> list[str]:
+    """An instruction as Python, and what then nothing reads any more."""
+    comma = "," if instruction.passes_on and len(instruction.outputs) == 1 else ""
+    lines = [f"{', '.join(instruction.outputs)}{comma} = {instruction.text}"]
+    dead = [name for name in dict.fromkeys([*instruction.reads, *instruction.outputs]) if last_reads[name] == at]
+    return [*lines, f"del {', '.join(dead)}"] if dead else lines

@@ -15,7 +15,8 @@ from functools import cached_property
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import Collective, Step, redistribute
+from shardwright.mesh.redistribute import Collective, Step, copies, redistribute
+from shardwright.plan.pricing.blocks import Block, Blocks, moved_inside
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.pricing.memory import Kept, local_bytes, repeatable
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
@@ -60,8 +61,9 @@ class Decisions:
     the search; None where nothing was searched, or for another graph. ``optimizer`` is what will update the
     parameters, and ``memory`` the bytes that a device may hold, where that was limited. ``again`` names
     values, above all parameters that are stored split, that are gathered for their use: the backward gathers them
-    again, and no copy is kept. ``considered`` says of each mesh what a plan on it costs or why there is none, where
-    several were looked at. ``hardware`` is what the plan was priced with.
+    again, and no copy is kept. ``recomputed`` names modules of whose inside nothing is kept: the backward computes it
+    once more from what the module is given. ``considered`` says of each mesh what a plan on it costs or why there is
+    none, where several were looked at. ``hardware`` is what the plan was priced with.
     """
 
     graph: RuledGraph = field(repr=False)
@@ -79,6 +81,7 @@ class Decisions:
     again: frozenset[str] = frozenset()
     considered: tuple[str, ...] = ()
     hardware: Hardware | None = field(default=None, repr=False)
+    recomputed: frozenset[str] = frozenset()
 
     @property
     def capture(self) -> Capture:
@@ -119,6 +122,11 @@ class Decisions:
             for (value, target), uses in found.items()
         )
 
+    @cached_property
+    def way(self) -> Mapping[tuple[str, int], Transfer]:
+        """The transfer that brings an operator its operand, by the name of the operator and the index."""
+        return {use: transfer for transfer in self.transfers for use in transfer.consumers}
+
     def _gradient(self, value: str, uses: Sequence[tuple[str, int]]) -> bool:
         differentiated = value == self.capture.loss or any(node for node, _ in uses)
         return differentiated and self.capture.values[value].needs_gradient
@@ -132,8 +140,9 @@ class Decisions:
         for transfer in self.transfers:
             yield from self.transfer_collectives(transfer)
         for node in self.capture.nodes:
-            directions = self.graph.collectives_inside(node, self.strategies[node.name], self.mesh)
-            for direction, collectives in zip(("forward", "backward"), directions, strict=True):
+            forward, backward = self.graph.collectives_inside(node, self.strategies[node.name], self.mesh)
+            repeated = forward if node.name in self.computed_again else ()
+            for direction, collectives in (("forward", forward), ("backward", (*repeated, *backward))):
                 for c in collectives:
                     yield Priced(node.name, node.scope, direction, c, c.sent_bytes(self.mesh))
 
@@ -142,12 +151,12 @@ class Decisions:
         value = self.capture.values[transfer.value]
         producer = self.graph.producers.get(transfer.value)
         module = producer[0].scope if producer else value.label.rpartition(".")[0] if value.kind == "parameter" else ""
-        again = self.gathers_again(transfer)
+        times = self.repeats(transfer)
         for step in transfer.steps:
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, self.mesh)
             if forward:
                 yield Priced(value.label, module, "forward", forward, forward.sent_bytes(self.mesh))
-                for _ in range(again):
+                for _ in range(times):
                     yield Priced(value.label, module, "backward", forward, forward.sent_bytes(self.mesh))
             if backward and transfer.gradient:
                 yield Priced(value.label, module, "backward", backward, backward.sent_bytes(self.mesh))
@@ -161,11 +170,56 @@ class Decisions:
     def _nodes(self) -> Mapping[str, Node]:
         return {node.name: node for node in self.capture.nodes}
 
+    @cached_property
+    def blocks(self) -> tuple[Block, ...]:
+        """The blocks whose inside the backward computes again."""
+        known = Blocks(self.graph, self.kept)
+        found = (known.of(name) for name in sorted(self.recomputed))
+        return tuple(block for block in found if block is not None)
+
+    @cached_property
+    def block_of(self) -> Mapping[str, str]:
+        """The name of an operator -> that of the block which computes it again; the others have none."""
+        return {node.name: block.name for block in self.blocks for node in block.nodes}
+
+    @cached_property
+    def computed_again(self) -> frozenset[str]:
+        """The names of the operators whose work the backward does again."""
+        found: list[Node] = []
+        for block in self.blocks:
+            last = block.nodes[-1]
+            communicates = self.graph.collectives_inside(last, self.strategies[last.name], self.mesh)[0]
+            found += block.nodes if communicates else block.computed_again(self.kept)
+        return frozenset(node.name for node in found)
+
+    def block_of_transfer(self, transfer: Transfer) -> str:
+        """The block that a transfer is computed again with, "" where there is none.
+
+        A transfer that others need, too, or that makes what is kept smaller, is done before the block, which is given
+        the result.
+        """
+        block = self.block_of.get(transfer.consumers[0][0], "")
+        if not block or not transfer.steps:
+            return ""
+        maker = self.graph.producers.get(transfer.value)
+        if maker is not None and self.block_of.get(maker[0].name) == block:
+            return block
+        alone = all(self.block_of.get(name) == block for name, _ in transfer.consumers)
+        value = self.capture.values[transfer.value]
+        sizes = (local_bytes(value, layout, self.mesh) for layout in (self.layout(value.name), transfer.target.layout))
+        return block if alone and copies(transfer.steps) and moved_inside(value, *sizes) else ""
+
+    def repeats(self, transfer: Transfer) -> int:
+        """How often the backward repeats the steps of a transfer."""
+        return 1 if self.block_of_transfer(transfer) else self.gathers_again(transfer)
+
     def gathers_again(self, transfer: Transfer) -> int:
-        """How often the backward repeats the steps of a transfer: once where operators need the result, else never."""
-        if transfer.value not in self.again or not repeatable(self.capture.values[transfer.value], transfer.steps):
+        """How often the backward moves by itself what a transfer moved: once where it is needed there, else never."""
+        value = self.capture.values[transfer.value]
+        if value.name not in self.again or not repeatable(value, transfer.steps) or self.block_of_transfer(transfer):
             return 0
-        return int(any(self.kept.times(self._nodes[name], index) for name, index in transfer.consumers if name))
+        consumers = [(name, index) for name, index in transfer.consumers if name]
+        return int(any(n in self.block_of or self.kept.times(self._nodes[n], index) for n, index in consumers))
 
     @property
     def gap(self) -> float | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from shardwright.graph.ir import Node
 from shardwright.mesh.layout import Layout
 from shardwright.plan.decisions import Decisions
-from shardwright.plan.explain import in_bytes, joined, short, table, template
+from shardwright.plan.explain import in_bytes, joined, layers_computed_again, short, table, template
 
 
 def difference(ours: Decisions, theirs: Decisions) -> str:
@@ -33,6 +33,8 @@ def _heads(ours: Decisions, theirs: Decisions) -> Iterator[str]:
 def _totals(ours: Decisions, theirs: Decisions) -> Iterator[tuple[str, str, str]]:
     yield "sends", in_bytes(ours.moved_bytes()), in_bytes(theirs.moved_bytes())
     yield "holds of parameters", in_bytes(ours.held_bytes()), in_bytes(theirs.held_bytes())
+    if ours.recomputed != theirs.recomputed:
+        yield "computes again", layers_computed_again(ours) or "nothing", layers_computed_again(theirs) or "nothing"
 
 
 def _differing(head: str, what: str, found: list[tuple[str, str, str, str]], of: int) -> Iterator[str]:

@@ -26,6 +26,7 @@ def explain(plan: Decisions) -> str:
         _modules(plan),
         f"each device sends {in_bytes(plan.moved_bytes())} per step ({in_bytes(sent['forward'])} forward, "
         f"{in_bytes(sent['backward'])} backward) and holds {holds(plan, held_by(plan, plan.optimizer))}",
+        *computed_again(plan),
         *certificate(plan),
     ]
     if unlisted:
@@ -37,9 +38,24 @@ def explain(plan: Decisions) -> str:
 def holds(plan: Decisions, held: Held) -> str:
     """The bytes that each device holds, by kind; kinds that take none are left out."""
     named = {"optimizer": f"states of {plan.optimizer.name}", "activations": "activations for the backward"}
+    named["recomputed"] = "what the backward computes again"
     shown = [f"{in_bytes(size)} of {named.get(kind, kind)}" for kind, size in held.kinds() if size]
     limit = f", of {in_bytes(plan.memory)} that it may hold" if plan.memory else ""
     return f"{', '.join(shown)}: {in_bytes(held.total)} in all{limit}"
+
+
+def computed_again(plan: Decisions) -> Iterator[str]:
+    """What is said of modules of whose inside nothing is kept."""
+    if names := layers_computed_again(plan):
+        yield f"the backward computes again, in place of keeping what lies inside: {names}"
+
+
+def layers_computed_again(plan: Decisions) -> str:
+    """Those modules, equal ones once."""
+    alike: dict[str, list[str]] = {}
+    for block in plan.blocks:
+        alike.setdefault(template(block.name), []).append(block.name)
+    return ", ".join(map(joined, alike.values()))
 
 
 def certificate(plan: Decisions) -> Iterator[str]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
+from functools import cached_property
 
-from shardwright.graph.ir import Value
+from shardwright.graph.ir import Node, Value
 from shardwright.mesh.redistribute import copies
 from shardwright.plan.decisions import Decisions
+from shardwright.plan.pricing.blocks import Block
 from shardwright.plan.pricing.memory import Kept, local_bytes
 from shardwright.plan.pricing.optimizers import OptimizerStates
 from shardwright.world.gradients import BUCKET_BYTES
@@ -19,7 +21,8 @@ class Held:
     """Bytes of one device, by what they are for.
 
     ``activations`` are what autograd keeps from the forward for the backward; ``buffers`` those of the model and what
-    it closes over; ``communication`` is the largest buffer of a collective.
+    it closes over; ``communication`` is the largest buffer of a collective, and ``recomputed`` what the backward makes
+    again of the block that has most of it.
     """
 
     parameters: int
@@ -29,6 +32,7 @@ class Held:
     buffers: int
     inputs: int
     communication: int
+    recomputed: int = 0
 
     @property
     def total(self) -> int:
@@ -51,14 +55,16 @@ def held_by(plan: Decisions, optimizer: OptimizerStates, rank: int = 0) -> Held:
     of_kind: Counter[str] = Counter()
     for value in plan.capture.values.values():
         of_kind[value.kind] += sizes.get(value.name, 0)
+    memory = _Memory(plan, rank)
     return Held(
         parameters=of_kind["parameter"],
         gradients=sum(trained),
         optimizer=sum(map(optimizer.bytes_for, trained)),
-        activations=sum(saved_memory(plan, rank).values()),
+        activations=sum(memory.saved.values()),
         buffers=of_kind["buffer"] + of_kind["constant"],
         inputs=of_kind["input"],
         communication=_largest_buffer(plan),
+        recomputed=max(memory.remade().values(), default=0),
     )
 
 
@@ -67,19 +73,75 @@ Storage = tuple[object, ...]
 
 
 def saved_memory(plan: Decisions, rank: int = 0) -> dict[Storage, int]:
-    """What is kept for the backward, each storage once; leaves are held all the same, and left out."""
-    kept = plan.kept
-    read, sizes = _storages(plan, kept, rank)
-    found: dict[Storage, int] = {}
-    for node in plan.capture.nodes:
-        saved = kept.saved[node.name]
-        lying = [read[node.name, i] for i in saved.operands or ()]
-        lying += [read["", node.results[i]] for i in saved.results or ()]
-        found.update({storage: sizes[storage] for storage in lying if storage in sizes})
-        layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)}
+    """What is kept for the backward, each storage once; leaves are held all the same, and left out.
+
+    Of a block that the backward computes again it is what the block is given.
+    """
+    return _Memory(plan, rank).saved
+
+
+def remade_memory(plan: Decisions, rank: int = 0) -> dict[str, int]:
+    """What the backward makes again and then holds of each block, by its name, beside what the block is given."""
+    return _Memory(plan, rank).remade()
+
+
+class _Memory:
+    """What the operators of a plan keep on a rank."""
+
+    def __init__(self, plan: Decisions, rank: int) -> None:
+        self._plan, self._rank = plan, rank
+        self._read, self._sizes = _storages(plan, plan.kept, rank)
+
+    @cached_property
+    def saved(self) -> dict[Storage, int]:
+        plan = self._plan
+        found: dict[Storage, int] = {}
+        for node in plan.capture.nodes:
+            if node.name not in plan.block_of:
+                found |= self._kept_by(node)
+        for block in plan.blocks:
+            found |= self._given_to(block)
+        return found
+
+    def remade(self) -> dict[str, int]:
+        made = {}
+        for block in self._plan.blocks:
+            inside: dict[Storage, int] = {}
+            for node in block.nodes:
+                inside |= self._kept_by(node)
+            given = self._given_to(block)
+            made[block.name] = sum(size for storage, size in inside.items() if storage not in given)
+        return made
+
+    def _kept_by(self, node: Node) -> dict[Storage, int]:
+        """What an operator keeps for its backward."""
+        plan, saved = self._plan, self._plan.kept.saved[node.name]
+        lying = [self._read[node.name, i] for i in saved.operands or ()]
+        lying += [self._read["", node.results[i]] for i in saved.results or ()]
+        layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)} if saved.beside else {}
         layouts |= {name: plan.layout(name) for name in node.results} if saved.beside else {}
-        found["beside", node.name] = kept.beside(node, layouts.__getitem__, plan.mesh, rank)
-    return found
+        beside = plan.kept.beside(node, layouts.__getitem__, plan.mesh, self._rank)
+        return {storage: self._sizes[storage] for storage in lying if storage in self._sizes} | {
+            ("beside", node.name): beside
+        }
+
+    def _given_to(self, block: Block) -> dict[Storage, int]:
+        """What a block is computed again from: what it reads and does not make, and buffers before they change."""
+        plan = self._plan
+        made = {name for node in block.nodes for name in node.results}
+        found: dict[Storage, int] = {}
+        reads = [(node, i, name) for node in block.nodes for i, name in enumerate(node.operands)]
+        for node, i, name in reads:
+            inside = plan.block_of_transfer(plan.way[node.name, i]) == block.name
+            storage = self._read["", name] if inside else self._read[node.name, i]
+            if name in made:
+                continue
+            if storage in self._sizes:
+                found[storage] = self._sizes[storage]
+            elif name in plan.capture.mutations:
+                value = plan.capture.values[name]
+                found["before", block.name, name] = local_bytes(value, plan.leaves[name], plan.mesh, self._rank)
+        return found
 
 
 def _storages(plan: Decisions, kept: Kept, rank: int) -> tuple[dict[tuple[str, object], Storage], dict[Storage, int]]:
@@ -88,14 +150,13 @@ def _storages(plan: Decisions, kept: Kept, rank: int) -> tuple[dict[tuple[str, o
     Where leaves lie has no size. Of what the backward moves again, its source is kept.
     """
     capture = plan.capture
-    way = {use: transfer for transfer in plan.transfers for use in transfer.consumers}
     lies: dict[tuple[str, object], Storage] = {}
     sizes: dict[Storage, int] = {}
     for value in capture.values.values():
         lies["", value.name] = ("made", value.name)
     for node in capture.nodes:
         for i, name in enumerate(node.operands):
-            transfer = way[node.name, i]
+            transfer = plan.way[node.name, i]
             lies[node.name, i] = lies["", name]
             if copies(transfer.steps) and not plan.gathers_again(transfer):
                 lies[node.name, i] = storage = ("moved", name, transfer.target)

@@ -12,6 +12,7 @@ of the other searches. The bound stays that of the search.
 from __future__ import annotations
 
 import itertools
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -24,8 +25,10 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import holds, in_bytes, in_unit
+from shardwright.plan.holding import remade_memory
 from shardwright.plan.plan import Plan
-from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.prices import repeated_costs
+from shardwright.plan.pricing.cost import Objective, Seconds
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MODES, SEARCHES, Search
@@ -37,7 +40,7 @@ from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
 from shardwright.plan.searching.space import FEW_AXES, Choice, Space
-from shardwright.plan.spaces import in_parts, meshes_for, space_of, tensor_space
+from shardwright.plan.spaces import blocks_for, in_parts, meshes_for, space_of, tensor_space
 
 # A gap of such a share is none. For graphs of more operators the other searches are asked where it is larger than that.
 EQUAL, CLOSE, FEW_OPERATORS = 1e-9, 1e-4, 400
@@ -84,16 +87,18 @@ def _cheapest(
             considered.append(f"{mesh} not searched: nothing on it costs less than {in_unit(least, row)}")
             continue
         find = recursive if row.by_axes else search
+        weighing = _Weighing(mesh, request, space, objective)
         try:
-            budget = _budget(graph, mesh, request, space.outputs)
-            choice = or_known(find(space, objective, budget), space, row, request, budget)
+            budget = weighing.budget()
+            choice = find(space, objective, budget)
+            choice = or_known(choice if budget else weighing.settle(choice), space, row, request, weighing)
         except PlanError as error:
             first = first or error
             considered.append(f"{mesh} has no plan: {str(error).splitlines()[0]}")
             continue
         considered.append(f"{mesh} costs {in_unit(choice.cost or 0.0, row)}")
         if best is None or (choice.cost or 0.0) < (best.cost or 0.0):
-            best = _plan(graph, mesh, request, choice, space.outputs)
+            best = weighing.plan(choice)
     if best is None:
         raise first or PlanError("there is no mesh")
     return replace(best, considered=tuple(considered) if len(considered) > 1 else ())
@@ -116,19 +121,65 @@ def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, o
         request.memory,
         choice.again,
         hardware=request.hardware,
+        recomputed=choice.recomputed,
     )
 
 
-def _budget(graph: RuledGraph, mesh: Mesh, request: PlanRequest, outputs: Mapping[str, Layout]) -> Budget | None:
-    """What a device may hold, and how plans are weighed against it."""
-    if request.memory is None:
-        return None
-    return Budget(
-        request.memory,
-        request.optimizer,
-        lambda choice: _plan(graph, mesh, request, choice, outputs).held.total,
-        lambda choice: _too_much(_plan(graph, mesh, request, choice, outputs)),
-    )
+class _Weighing:
+    """What choices hold and cost on a mesh, all of it."""
+
+    def __init__(self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective) -> None:
+        self._mesh, self._request, self._space, self._objective = mesh, request, space, objective
+
+    def budget(self) -> Budget | None:
+        """What a device may hold; None where that is not limited."""
+        request = self._request
+        if request.memory is None:
+            return None
+        return Budget(
+            request.memory,
+            request.optimizer,
+            lambda choice: self.plan(choice).held.total,
+            lambda choice: _too_much(self.plan(choice)),
+            self.settle,
+            self.fewest,
+        )
+
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of a choice."""
+        return _plan(self._space.graph, self._mesh, self._request, choice, self._space.outputs)
+
+    def settle(self, choice: Choice) -> Choice:
+        """The same with the blocks that the request names computed again, and with what that costs."""
+        choice = replace(choice, recomputed=choice.recomputed | self._space.demanded)
+        if choice.cost is None or not choice.recomputed:
+            return choice
+        return replace(choice, cost=choice.cost + sum(repeated_costs(self.plan(choice), self._objective).values()))
+
+    def within(self, choice: Choice) -> Choice | None:
+        """The same where it fits, with as few more blocks computed again as that takes; None where it never does."""
+        choice, limit = self.settle(choice), self._request.memory
+        if limit is None or self.plan(choice).held.total <= limit:
+            return choice
+        return self.fewest(choice)
+
+    def fewest(self, choice: Choice) -> Choice | None:
+        """The same with the fewest blocks computed again with which it fits; those that save most come first."""
+        limit, demanded = self._request.memory or 0, self._space.demanded
+        everything = replace(self.plan(choice), recomputed=frozenset(block.name for block in self._space.blocks))
+        costs, sizes = repeated_costs(everything, self._objective), remade_memory(everything)
+        names = [name for name in costs if name not in demanded and sizes[name]]
+        names.sort(key=lambda name: costs[name] / sizes[name])
+
+        def fits(count: int) -> bool:
+            return replace(everything, recomputed=demanded.union(names[:count])).held.total <= limit
+
+        count = bisect_left(range(len(names)), True, key=fits)
+        if not fits(count):
+            return None
+        recomputed = demanded.union(names[:count])
+        kept = (choice.cost or 0.0) - sum(costs[name] for name in choice.recomputed)
+        return replace(choice, recomputed=recomputed, cost=kept + sum(costs[name] for name in recomputed))
 
 
 def _too_much(plan: Plan) -> str:
@@ -152,13 +203,18 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     # A rank without rows keeps its place: the batch is cut over all of them, however few rows there are.
     leaves = fixed_leaves(graph.capture, mesh, inputs, request.storage, every_rank=True)
     outputs = output_layouts(graph.capture, mesh, leaves)
-    plan = _plan(graph, mesh, request, data_parallel(graph, mesh, leaves, outputs), outputs)
+    space = Space(graph, mesh, {}, {}, outputs, *blocks_for(graph, request))
+    weighing = _Weighing(mesh, request, space, Seconds(request.hardware))
+    choice = weighing.settle(data_parallel(graph, mesh, leaves, outputs))
+    plan = weighing.plan(choice)
     if request.memory is not None and plan.held.total > request.memory:
+        if (within := weighing.fewest(choice)) is not None:
+            return weighing.plan(replace(within, cost=None))
         raise OverBudget(f"{_too_much(plan)}; or mode='auto', which splits parameters too")
     return plan
 
 
-def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, budget: Budget | None) -> Choice:
+def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, weighing: _Weighing) -> Choice:
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
         return choice
@@ -166,17 +222,16 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, bu
     known = Known(space.graph, objective, space.mesh)
     few = len(space.graph.capture.nodes) <= FEW_OPERATORS and len(space.mesh.axes) <= FEW_AXES
     asked = few or choice.cost - choice.bound > CLOSE * choice.cost
-    for other in itertools.chain(
-        _known_by_name(space, request), _of_searches(space, row, request, budget) if asked else ()
-    ):
+    searched = _of_searches(space, row, request, weighing.budget()) if asked else ()
+    for other in itertools.chain(_known_by_name(space, request), searched):
         if not _allowed(other, space, request):
             continue
         try:
-            cost = _cost(other, space, known)
+            within = weighing.within(replace(other, cost=_cost(other, space, known), bound=choice.bound))
         except PlanError:  # impossible on this mesh
             continue
-        if cost < (best.cost or 0.0) and (budget is None or budget.weigh(other) <= budget.limit_bytes):
-            best = replace(other, cost=cost, bound=choice.bound)
+        if within is not None and (within.cost or 0.0) < (best.cost or 0.0):
+            best = within
     return best
 
 
@@ -234,7 +289,7 @@ def _cost(other: Choice, space: Space, known: Known) -> float:
 def _gathered_again(other: Choice, space: Space, objective: Objective) -> float:
     values, mesh = space.graph.capture.values, space.mesh
     decided = (other.strategies, other.leaves, space.outputs)
-    plan = Decisions(space.graph, mesh, mesh, "auto", "none", *decided, again=other.again)
+    plan = Decisions(space.graph, mesh, mesh, "auto", "none", *decided, again=other.again, recomputed=other.recomputed)
     again = [(transfer, plan.gathers_again(transfer)) for transfer in plan.transfers if transfer.value in other.again]
     return sum(
         times * objective.transfer(replace(values[transfer.value], needs_gradient=False), transfer.steps, mesh)

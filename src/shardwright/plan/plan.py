@@ -92,6 +92,7 @@ class Plan(Decisions):
             "optimizer": asdict(self.optimizer),
             "memory": self.memory,
             "again": sorted(self.again),
+            "recomputed": sorted(self.recomputed),
             "considered": list(self.considered),
             "hardware": self.hardware and json.loads(self.hardware.to_json()),
             "named_mesh": _mesh_to_json(self.named),
@@ -137,6 +138,7 @@ class Plan(Decisions):
                 frozenset(document.get("again", ())),
                 tuple(document.get("considered", ())),
                 _hardware_from_json(document.get("hardware")),
+                frozenset(document.get("recomputed", ())),
             )
             _refuse_incomplete(plan)
         except PlanError:
@@ -194,6 +196,10 @@ def _refuse_incomplete(plan: Plan) -> None:
     for kind, (found, needed) in decided.items():
         if found != needed:
             raise PlanError(f"the {kind} of the plan lack or add {', '.join(sorted(found ^ needed)[:5])}; plan again")
+    if len(plan.block_of) < sum(len(block.nodes) for block in plan.blocks):
+        raise PlanError("the plan computes modules again that lie in one another; plan again")
+    if without := sorted(plan.recomputed - {block.name for block in plan.blocks}):
+        raise PlanError(f"the plan computes {', '.join(without[:5])} again, of which nothing is kept; plan again")
     for node in plan.capture.nodes:
         rule, axes = plan.graph.rules[node.name], plan.strategies[node.name].axes
         if len(axes) != len(rule.factors) or not {i for i, cut in enumerate(axes) if cut} <= set(rule.splittable):

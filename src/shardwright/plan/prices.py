@@ -9,7 +9,7 @@ from functools import cached_property
 from shardwright.graph.ir import Node
 from shardwright.mesh.redistribute import Collective
 from shardwright.plan.decisions import Decisions, Transfer
-from shardwright.plan.pricing.cost import Seconds, operator_collectives
+from shardwright.plan.pricing.cost import Objective, Seconds, operator_collectives
 from shardwright.plan.pricing.hardware import Hardware
 
 
@@ -47,6 +47,10 @@ class Prices:
             node.name: self.objective.operator(plan.graph, node, plan.strategies[node.name], plan.mesh)
             for node in plan.capture.nodes
         }
+        for node in plan.capture.nodes:
+            if node.name in plan.computed_again:
+                strategy = plan.strategies[node.name]
+                spent[node.name] += self.objective.forward(plan.graph, node, strategy, plan.mesh)
         return {
             name: all_s - (self.inside[name].seconds if name in self.inside else 0) for name, all_s in spent.items()
         }
@@ -80,6 +84,8 @@ class Prices:
     def _inside(self, node: Node) -> Moved | None:
         plan, strategy = self.plan, self.plan.strategies[node.name]
         found = operator_collectives(plan.graph, node, strategy, plan.mesh)
+        if node.name in plan.computed_again:
+            found += plan.graph.collectives_inside(node, strategy, plan.mesh)[0]
         if not found:
             return None
         spent = sum(self.objective.collective(c, plan.mesh) for c in found)
@@ -94,12 +100,26 @@ class Prices:
             return None
         value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
         spent = self.objective.transfer(value, transfer.steps, plan.mesh)
-        if again := plan.gathers_again(transfer):
-            spent += again * self.objective.transfer(replace(value, needs_gradient=False), transfer.steps, plan.mesh)
+        if times := plan.repeats(transfer):
+            spent += times * self.objective.transfer(replace(value, needs_gradient=False), transfer.steps, plan.mesh)
         kinds = tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found))
         axes = _axes([priced.collective for priced in found])
         sent = sum(priced.bytes for priced in found)
         return Moved(kinds, axes, value.label, found[0].module, len(found), sent, spent, transfer.value)
+
+
+def repeated_costs(plan: Decisions, objective: Objective) -> dict[str, float]:
+    """What it costs to compute each block again in the backward, by its name, in the unit of an objective."""
+    graph, mesh = plan.graph, plan.mesh
+    costs = dict.fromkeys((block.name for block in plan.blocks), 0.0)
+    for node in plan.capture.nodes:
+        if node.name in plan.computed_again:
+            costs[plan.block_of[node.name]] += objective.forward(graph, node, plan.strategies[node.name], mesh)
+    for transfer in plan.transfers:
+        if block := plan.block_of_transfer(transfer):
+            value = replace(plan.capture.values[transfer.value], needs_gradient=False)
+            costs[block] += objective.transfer(value, transfer.steps, mesh)
+    return costs
 
 
 def _axes(collectives: Sequence[Collective]) -> tuple[str, ...]:

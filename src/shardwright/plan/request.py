@@ -33,6 +33,7 @@ class PlanRequest:
         axes: the mesh that the plan must speak of, of an earlier plan whose storage is given; by default chosen.
         memory: how many bytes each device may hold; None: as many as the plan needs.
         optimizer: what will update the parameters, and holds states for them.
+        recompute: patterns of the paths of modules whose inside the backward is to compute again, kept by no plan.
 
     Raises:
         UsageError: for an unknown mode, search or form of inputs.
@@ -47,6 +48,7 @@ class PlanRequest:
     axes: Mesh | None = None
     memory: int | None = None
     optimizer: OptimizerStates = ADAMW
+    recompute: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -105,6 +107,23 @@ def read_memory(given: int | str) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given <= 0:
         raise UsageError(f"memory is {given!r}; expected how many bytes each device may hold, as '80GiB' or '512MB'")
     return given
+
+
+def read_patterns(given: str | Sequence[str]) -> tuple[str, ...]:
+    """Patterns of module paths as a user writes them: one or several.
+
+    >>> read_patterns("blocks.*"), read_patterns(["encoder.*", "decoder.*"])
+    (('blocks.*',), ('encoder.*', 'decoder.*'))
+
+    Raises:
+        UsageError: where it is neither.
+    """
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, (tuple, list)) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise UsageError(
+            f"recompute is {given!r}; expected a pattern of module paths, as 'blocks.*', or a list of them"
+        )
+    return tuple(patterns)
 
 
 def _stable_text(value: Any) -> str:

@@ -10,11 +10,13 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.pins import pinned_strategies
+from shardwright.plan.pricing.blocks import Block, Blocks
+from shardwright.plan.pricing.memory import Kept
+from shardwright.plan.pricing.meshes import cuts
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import target_of
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import Search
-from shardwright.plan.searching.meshes import cuts
 from shardwright.plan.searching.space import Space
 from shardwright.rules.notation import OpRule, Strategy
 
@@ -33,7 +35,24 @@ def space_of(graph: RuledGraph, mesh: Mesh, request: PlanRequest, row: Search) -
             if id(rule) not in alike:
                 alike[id(rule)] = choices_of(rule, mesh, row)
             strategies[node.name] = alike[id(rule)]
-    return Space(graph, mesh, strategies, with_parameters(graph, mesh, strategies, leaves), outputs)
+    leaves = with_parameters(graph, mesh, strategies, leaves)
+    return Space(graph, mesh, strategies, leaves, outputs, *blocks_for(graph, request))
+
+
+def blocks_for(graph: RuledGraph, request: PlanRequest) -> tuple[tuple[Block, ...], frozenset[str]]:
+    """The blocks that the backward may compute again, which a budget asks for, and the names of those that it must.
+
+    Raises:
+        UsageError: where the request names modules that there are not. Of a later plan it may, as for predictions.
+    """
+    if request.memory is None and not request.recompute:
+        return (), frozenset()
+    known = Blocks(graph, Kept(graph))
+    demanded = known.matching(request.recompute, demanded=request.axes is None)
+    taken = frozenset().union(*(block.names for block in demanded))
+    free = known.repeated() if request.memory is not None else ()
+    blocks = (*demanded, *(block for block in free if not block.names & taken))
+    return blocks, frozenset(block.name for block in demanded)
 
 
 def choices_of(rule: OpRule, mesh: Mesh, row: Search) -> tuple[Strategy, ...]:

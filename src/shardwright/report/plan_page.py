@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.plan.explain import certificate, holds, in_bytes, in_time, in_tuples, short, table
+from shardwright.plan.explain import certificate, computed_again, holds, in_bytes, in_time, in_tuples, short, table
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.report.plan_summary import ModuleRow, OperatorRow, PlanSummary, plan_summary
@@ -17,7 +17,15 @@ def plan_page(plan: Plan, hardware: Hardware) -> str:
     """The page, whose seconds are those of ``hardware``; `explain` shows every operator and collective."""
     summary = plan_summary(plan, hardware)
     alive = f"at most {in_bytes(summary.peak_bytes)} are alive at once, in the {summary.peak_at}"
-    head = "\n".join([*_head(summary), f"each device holds {holds(plan, plan.held)}", alive, *certificate(plan)])
+    head = "\n".join(
+        [
+            *_head(summary),
+            f"each device holds {holds(plan, plan.held)}",
+            alive,
+            *computed_again(plan),
+            *certificate(plan),
+        ]
+    )
     below = [_operators(summary), _collectives(summary), *_replicated(summary)]
     taken = sum(len(part.splitlines()) + 1 for part in [head, *below])
     most_modules = max(FEWEST_MODULES, MOST_LINES - taken - 3)  # beside the head of the table and what is left out

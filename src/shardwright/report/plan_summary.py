@@ -94,6 +94,7 @@ class PlanSummary:
     optimizer: str
     replicated_s: float
     certificate: Certificate | None
+    recomputed: tuple[str, ...]  # the modules of whose inside nothing is kept
     considered: tuple[str, ...]  # what was found on each mesh, where several were searched
     modules: tuple[ModuleRow, ...] = field(repr=False)
     operators: tuple[OperatorRow, ...] = field(repr=False)
@@ -122,6 +123,7 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         plan.optimizer.name,
         sum(row.replicated_s for row in operators),
         _certificate(plan),
+        tuple(sorted(plan.recomputed)),
         tuple(plan.considered),
         tuple(_modules(plan, prices)),
         operators,

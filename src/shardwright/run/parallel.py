@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from os import PathLike
 from typing import Any, Literal, get_args
 
@@ -22,7 +22,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates, states_of
-from shardwright.plan.request import Inputs, PlanRequest, inputs_problem, read_memory
+from shardwright.plan.request import Inputs, PlanRequest, inputs_problem, read_memory, read_patterns
 from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 from shardwright.rules.register import registered_rules
 from shardwright.run.captured import Options, Parallel
@@ -64,6 +64,7 @@ def parallelize(
     hardware: Hardware | str | PathLike[str] | None = None,
     memory: int | str | None = None,
     optimizer: OptimizerStates | Optimizer | type[Optimizer] | str = ADAMW,
+    recompute: str | Sequence[str] = (),
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
     init: Init | None = None,
 ) -> ParallelModel:
@@ -101,6 +102,8 @@ def parallelize(
             with parameters, gradients, the optimizer's states and what the backward needs counted.
         optimizer: what will update the parameters, for the states that it keeps: a name as "adamw", a class of
             torch.optim, or an optimizer with its settings.
+        recompute: patterns of module paths, as "blocks.*": the backward computes these modules again, in place of
+            keeping what lies inside, with the same numbers. With ``memory`` plans decide it for the model's layers.
         save_graphs: a folder for dumps, or (folder, level): level 1 the strategies of all operators, level 2, the
             default, the program of each rank too. Without it, what ``shardwright launch --save-graphs`` says.
         init: ``init(module)`` gives values to the parameters and buffers of one module that are on the meta device, in
@@ -121,13 +124,14 @@ def parallelize(
     """
     world = current_world()
     dumps, known, limit, states = None, None, None, ADAMW
+    patterns: tuple[str, ...] = ()
     problem = _problem(mode, search, gradients, batch_norm, batch) or inputs_problem(inputs)
     problem = problem or dynamic_problem(dynamic, *labels_and_shapes(sample_batch))
     try:
         dumps = SaveGraphs.wanted(save_graphs, os.environ)
         known = read_hardware(hardware) if hardware is not None and world.rank == 0 else None
         limit = read_memory(memory) if memory is not None else None
-        states = states_of(optimizer)
+        states, patterns = states_of(optimizer), read_patterns(recompute)
     except UsageError as error:
         problem = problem or str(error)
     problem = problem or problem_with_sample(sample_batch) or init_problem(init)
@@ -139,7 +143,7 @@ def parallelize(
         )
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
-    options |= {"dynamic": str(dynamic), "memory": str(limit), "optimizer": str(states)}
+    options |= {"dynamic": str(dynamic), "memory": str(limit), "optimizer": str(states), "recompute": str(patterns)}
     agree(
         "parallelize",
         {"the arguments": options, "the model's parameters": shapes}
@@ -148,13 +152,14 @@ def parallelize(
         problem,
     )
     devices = mesh_for(mesh, world.size)
-    request = PlanRequest(devices, mode, search, inputs, hardware_of(world, known), memory=limit, optimizer=states)
+    priced = hardware_of(world, known)
+    request = PlanRequest(devices, mode, search, inputs, priced, memory=limit, optimizer=states, recompute=patterns)
     predict = predict_fn and outputs_alone(predict_fn)
     planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device), request)
     try:
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init), world, plan)
     except CaptureError as error:
-        if MODES[mode].captured or limit is not None or (batch_norm == "global" and _has_batch_norm(model)):
+        if MODES[mode].captured or limit is not None or patterns or (batch_norm == "global" and _has_batch_norm(model)):
             raise
         if world.rank == 0:
             warnings.warn(

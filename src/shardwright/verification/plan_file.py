@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any, Literal, TypeVar
@@ -18,7 +18,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import states_of
 from shardwright.plan.pricing.ruled import RuledGraph
-from shardwright.plan.request import PlanRequest, read_memory
+from shardwright.plan.request import PlanRequest, read_memory, read_patterns
 from shardwright.plan.searches import Mode, SearchName
 from shardwright.report.comparison import comparison, in_numbers, with_known_plans
 from shardwright.report.plan_page import plan_page
@@ -82,6 +82,7 @@ def plan_file(
     load: str | None = None,
     memory: str | None = None,
     optimizer: str = "adamw",
+    recompute: Sequence[str] = (),
     progress: Callable[[str], None] | None = None,
 ) -> PlannedFile:
     """Plan the model that ``FILE.py:build`` makes, or hold a saved plan against it.
@@ -94,6 +95,7 @@ def plan_file(
         load: a saved plan, in place of a search.
         memory: how many bytes each device may hold, as "80GiB".
         optimizer: the name of the one that will update the parameters.
+        recompute: patterns of the paths of modules that the backward is to compute again.
         progress: called with the name of each stage as it begins.
 
     Raises:
@@ -112,7 +114,8 @@ def plan_file(
     )
     if chosen is not None:
         known = _on_hosts(known, hosts, chosen.size)
-        request = PlanRequest(chosen, mode, search, inputs, known, memory=limit, optimizer=states)
+        patterns = read_patterns(recompute)
+        request = PlanRequest(chosen, mode, search, inputs, known, memory=limit, optimizer=states, recompute=patterns)
         plan = stages.timed("planning", lambda: make_plan(graph.capture, request))
     else:
         plan = stages.timed("loading", lambda: Plan.load(load or "", graph))

@@ -12,9 +12,9 @@ from shardwright.plan import make
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import shipped
+from shardwright.plan.pricing.meshes import cuts
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searching.exact import TooWide
-from shardwright.plan.searching.meshes import cuts
 from shardwright.rules.notation import Operand
 
 

@@ -124,7 +124,7 @@ class Reading:
         if torch.is_grad_enabled() and RecomputationWarning not in self._warnings.values():
             self._note(
                 f"activation checkpointing saves no memory in a captured step{_line()}: the numbers are the same, and "
-                "what would be computed anew in the backward is kept; split the model over more devices for memory",
+                "what would be computed anew in the backward is kept; sw.parallelize(recompute=...) saves it",
                 RecomputationWarning,
             )
         before = self._versions()

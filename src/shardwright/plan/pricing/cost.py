@@ -39,6 +39,9 @@ class Objective(Protocol):
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """What running ``node`` under a strategy costs, forward and backward, without its transfers."""
 
+    def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+        """What running the forward of ``node`` once more costs, without its transfers."""
+
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         """What bringing a value to a target costs, forward and backward."""
 
@@ -73,6 +76,9 @@ class Bytes:
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         return self._sum(operator_collectives(graph, node, strategy, mesh), mesh)
 
+    def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+        return self._sum(list(graph.collectives_inside(node, strategy, mesh)[0]), mesh)
+
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         return self._sum(transfer_collectives(value, steps, mesh), mesh)
 
@@ -93,12 +99,21 @@ class Seconds:
     hardware: Hardware
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+        times = 1 + BACKWARD * graph.needs_gradient(node)
+        return self._once_s(graph, node, strategy, mesh) * times + self._sum(
+            operator_collectives(graph, node, strategy, mesh), mesh
+        )
+
+    def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+        inside = list(graph.collectives_inside(node, strategy, mesh)[0])
+        return self._once_s(graph, node, strategy, mesh) + self._sum(inside, mesh)
+
+    def _once_s(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+        """The forward, without what it communicates."""
         parts = mesh.extent(axis for axes in strategy.axes for axis in axes)
         work_s = flops(node, graph.capture) / self.hardware.flops_in(_dtype(graph, node))
         traffic_s = bytes_moved(node, graph.capture) / self.hardware.memory_bandwidth
-        once_s = max(work_s / parts, traffic_s / parts, self.hardware.launch_s)
-        times = 1 + BACKWARD * graph.needs_gradient(node)
-        return once_s * times + self._sum(operator_collectives(graph, node, strategy, mesh), mesh)
+        return max(work_s / parts, traffic_s / parts, self.hardware.launch_s)
 
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         # The gradients of replicated parameters share a few collectives (lower.passes): each pays for its bytes alone.

@@ -7,11 +7,14 @@ is as exact as one without a budget. The price is raised until what it finds fit
 that does not fit and one that does, to where both cost the same (Handler and Zang, *A dual algorithm for the
 constrained shortest path problem*, 1980). The largest right side is the bound; the cheapest plan found that fits is the
 answer, and what lies between them the gap.
+
+What the search counts is never more than what is held, nor more than what it costs to compute blocks again: a bound by
+what it counts is one for what is true. What was found is weighed and priced by what is true (`Budget.weigh`, `settle`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.errors import PlanError
@@ -21,6 +24,14 @@ from shardwright.plan.searching.space import Choice
 MOST_PRICES = 16
 CLOSE = 1e-4  # a gap that is not worth another search
 _DEAR = 1e6  # at such a price a millionth of the budget counts as much as the whole step
+
+
+def _same(choice: Choice) -> Choice:
+    return choice
+
+
+def _none(choice: Choice) -> Choice | None:
+    return None
 
 
 class OverBudget(PlanError):
@@ -36,6 +47,10 @@ class Budget:
     weigh: Callable[[Choice], int]
     refuse: Callable[[Choice], str]
     """What is said of the choice that holds least, where that is too much."""
+    settle: Callable[[Choice], Choice] = _same
+    """A choice with what it costs to compute its blocks again."""
+    fewest: Callable[[Choice], Choice | None] = _none
+    """The same with the fewest blocks computed again with which it fits; None where it never does."""
 
 
 @dataclass(frozen=True)
@@ -84,4 +99,14 @@ def fitting(free: Choice, solve: Callable[[float], tuple[Choice, float]], budget
             fits = found
         else:
             break
-    return replace(fits.choice, bound=min(bound, fits.cost))
+    return _with_fewest([fits.choice, over.choice, free], bound, budget)
+
+
+def _with_fewest(found: Sequence[Choice], bound: float, budget: Budget) -> Choice:
+    """The cheapest of those that were found, each with as few blocks computed again as the budget asks for.
+
+    At one price of a byte all blocks that are alike are computed again or none. Between the two it is some of them.
+    """
+    fitting_ones = [found[0], *(choice for choice in map(budget.fewest, found) if choice is not None)]
+    best = min(fitting_ones, key=lambda choice: choice.cost or 0.0)
+    return replace(best, bound=min(bound, best.cost or 0.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,16 +44,22 @@ class Known:
 
     def operator(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
         """What an operator costs under each strategy."""
+        return self._operator(self.objective.operator, node, strategies)
+
+    def forward(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
+        """What the forward of an operator costs once more under each strategy."""
+        return self._operator(self.objective.forward, node, strategies)
+
+    def _operator(self, cost: Callable[..., float], node: Node, strategies: Sequence[Strategy]) -> Costs:
         values = self.graph.capture.values
         facts = tuple(
             (values[n].shape, values[n].dtype, values[n].needs_gradient) for n in node.operands + node.results
         )
         names = list(dict.fromkeys(node.operands))  # an operand that is read twice counts once
         repeated = tuple(names.index(name) for name in node.operands)
-        key = node.op, node.args, node.kwargs, repeated, facts, self._identity(strategies)
+        key = cost.__name__, node.op, node.args, node.kwargs, repeated, facts, self._identity(strategies)
         if key not in self._operators:
-            costs = [self.objective.operator(self.graph, node, s, self.mesh) for s in strategies]
-            self._operators[key] = np.array(costs)
+            self._operators[key] = np.array([cost(self.graph, node, s, self.mesh) for s in strategies])
         return self._operators[key]
 
     def layouts(self, node: Node, index: int, strategies: Sequence[Strategy]) -> tuple[Layout, ...]:
@@ -118,6 +124,7 @@ class Edges:
 
     hub: Costs | None  # producer x hub; the hub's last choice: nothing is shared
     consumers: tuple[Costs, ...]  # producer x consumer, or producer x consumer x hub
+    shared: tuple[Target, ...] = ()  # what each choice of the hub but the last stands for
 
 
 def _edges(costs: Costs, targets: Sequence[Target], demanded: Sequence[tuple[Target, ...]]) -> Edges:
@@ -129,7 +136,8 @@ def _edges(costs: Costs, targets: Sequence[Target], demanded: Sequence[tuple[Tar
         return Edges(None, tuple(costs[:, at] for at in columns))
     free = [at[:, None] == np.array([*shared, -1]) for at in columns]  # consumer x hub
     cubes = (np.where(f[None], 0.0, costs[:, at][:, :, None]) for at, f in zip(columns, free, strict=True))
-    return Edges(np.concatenate([costs[:, shared], np.zeros((len(costs), 1))], axis=1), tuple(cubes))
+    hub = np.concatenate([costs[:, shared], np.zeros((len(costs), 1))], axis=1)
+    return Edges(hub, tuple(cubes), tuple(targets[at] for at in shared))
 
 
 def _shareable(costs: Costs, columns: Sequence[npt.NDArray[np.intp]]) -> list[int]:

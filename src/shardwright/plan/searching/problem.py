@@ -68,9 +68,13 @@ class Problem:
         for name, layouts in space.leaves.items():
             costs = known.leaf(graph.capture.values[name], layouts)
             self.tables.append(Table((self.leaf_variables[name],), costs))
+        self.hubs: dict[str, tuple[int, tuple[Target, ...]]] = {}
+        """What values are shared by a hub: the variable, and the targets that its choices stand for."""
         for value in graph.capture.values if values is None else values:
             if value in self.leaf_variables or graph.producers[value][0].name in nodes:
                 self._add_transfers(value)
+        self.block_variables = {block.name: self._variable(2) for block in space.blocks}
+        """Whether the inside of a block is kept, or computed again by the backward."""
 
     def solved(self) -> Solution:
         """The least cost, and the strategies and layouts that attain it."""
@@ -97,7 +101,7 @@ class Problem:
         for value, (maker, _) in graph.producers.items():
             if maker.name in makers:
                 whole = Layout.replicated(len(graph.capture.values[value].shape))
-                for variable, targets in self._consumers(value):
+                for variable, targets in self.consumers(value):
                     costs = [0.0 if possible(whole, target.layout) else math.inf for target in targets]
                     self.tables.append(Table((variable,), np.array(costs)))
 
@@ -111,7 +115,7 @@ class Problem:
         producer, layouts = self.produced(value)
         if value in self.space.outputs:
             self._add_output(value, producer, layouts)
-        consumers = self._consumers(value)
+        consumers = self.consumers(value)
         if not consumers:
             return
         facts = self.space.graph.capture.values[value]
@@ -119,6 +123,7 @@ class Problem:
         hub: tuple[int, ...] = ()
         if edges.hub is not None:
             hub = (self._variable(edges.hub.shape[1]),)
+            self.hubs[value] = hub[0], edges.shared
             self.tables.append(Table((producer, *hub), edges.hub))
         for (variable, _), costs in zip(consumers, edges.consumers, strict=True):
             self.tables.append(Table((producer, variable, *hub), costs))
@@ -139,7 +144,7 @@ class Problem:
         node, index = self.space.graph.producers[value]
         return self.node_variables[node.name], self.known.layouts(node, index, self.space.strategies[node.name])
 
-    def _consumers(self, value: str) -> list[tuple[int, tuple[Target, ...]]]:
+    def consumers(self, value: str) -> list[tuple[int, tuple[Target, ...]]]:
         """Who reads a value: the variable, and for each of its choices the target that it demands."""
         # An operator that reads a value twice alike pays once; equal targets are one object.
         found: dict[tuple[int, int], tuple[int, tuple[Target, ...]]] = {}

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
@@ -44,15 +44,18 @@ def search(space: Space, objective: Objective, budget: Budget | None = None) -> 
         free = both.together() or free
     if budget is None:
         return free
-    weights = Weights(both.main, budget.optimizer)
-    above_bytes = weights.fixed_bytes - budget.limit_bytes
+    weigh = cache(lambda: Weights(both.main, budget.optimizer))  # not needed where the choice without a budget fits
 
     def solve(price: float) -> tuple[Choice, float]:
+        weights = weigh()
+        above_bytes = weights.fixed_bytes - budget.limit_bytes
         choice, total, picked = both.at(weights.at(price))
         again, more = weights.again(price, picked)
-        return replace(choice, cost=(choice.cost or 0.0) + more, again=again), total + price * above_bytes
+        recomputed = weights.recomputing.chosen(picked)
+        choice = replace(choice, cost=(choice.cost or 0.0) + more, again=again, recomputed=recomputed)
+        return budget.settle(choice), total + price * above_bytes
 
-    return fitting(free, solve, budget)
+    return fitting(budget.settle(free), solve, budget)
 
 
 def least_cost(space: Space, objective: Objective) -> float:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.pricing.blocks import Block
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 
@@ -16,20 +17,27 @@ FEW_AXES = 2
 
 @dataclass(frozen=True)
 class Space:
-    """What may be chosen. ``leaves`` holds one layout for a leaf that is fixed, several for one that is free."""
+    """What may be chosen. ``leaves`` holds one layout for a leaf that is fixed, several for one that is free.
+
+    ``blocks`` are those that the backward may compute again, in place of keeping what lies inside; those that are named
+    by ``demanded`` it does.
+    """
 
     graph: RuledGraph
     mesh: Mesh
     strategies: Mapping[str, Sequence[Strategy]]
     leaves: Mapping[str, Sequence[Layout]]
     outputs: Mapping[str, Layout]
+    blocks: tuple[Block, ...] = ()
+    demanded: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
 class Choice:
     """What was chosen and, where it was searched, the objective there and a bound that no choice is below.
 
-    ``again`` names the values that the backward gathers again, so that no gathered copy of them is kept.
+    ``again`` names the values that the backward gathers again, so that no gathered copy of them is kept, and
+    ``recomputed`` the blocks that it computes again.
     """
 
     strategies: Mapping[str, Strategy]
@@ -37,3 +45,4 @@ class Choice:
     cost: float | None = None
     bound: float | None = None
     again: frozenset[str] = frozenset()
+    recomputed: frozenset[str] = frozenset()

@@ -15,7 +15,7 @@ above. So a bound that is computed with these tables is one for what is really h
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -23,12 +23,14 @@ import numpy as np
 
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
+from shardwright.plan.pricing.blocks import Block
 from shardwright.plan.pricing.memory import Kept, local_bytes
 from shardwright.plan.pricing.optimizers import OptimizerStates
 from shardwright.plan.pricing.ruled import Use
 from shardwright.plan.pricing.targets import Target
 from shardwright.plan.searching.exact import Costs, Table
 from shardwright.plan.searching.problem import Problem
+from shardwright.plan.searching.recomputing import Recomputing
 from shardwright.rules.notation import Strategy
 
 
@@ -38,6 +40,25 @@ class Gathering:
 
     bytes: Costs
     costs: Costs
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A value that an operator keeps, by the variables of who makes and who keeps it.
+
+    ``block`` is the variable of the block that it is in, and ``made_again`` the part of it that counts all the same
+    where that is computed again.
+    """
+
+    value: str
+    kept: Table
+    again: Gathering
+    block: int | None
+    made_again: float
+
+    def is_recomputed(self, picked: Sequence[int]) -> bool:
+        """Whether nothing is kept, as the block is computed again."""
+        return self.block is not None and bool(picked[self.block])
 
 
 class Weights:
@@ -53,9 +74,19 @@ class Weights:
         self._priced: dict[tuple[int, int, float], Costs] = {}
         self.fixed_bytes = 0
         """What all choices hold: inputs, buffers and constants."""
-        self.tables = [table for table in (*self._leaves(), *self._operators()) if table.costs.any()]
+        self.recomputing = Recomputing(problem, self._kept)
+        self._root = self._roots()
+        self._kept_by_makers = {
+            node.results[i] for node in self._graph.capture.nodes for i in self._kept.saved[node.name].results or ()
+        }
+        self._uses = self._kept_uses()
+        self._keepers: dict[str, Counter[Hashable]] = defaultdict(Counter)  # by the memory: who keeps how many operands
+        for use in self._uses:
+            self._keepers[self._root[use.node.operands[use.index]]][self._keeper(use)] += 1
+        tables = (*self._leaves(), *self._operators(), *self._given())
+        self.tables = [table for table in tables if table.costs.any()]
         self.gathered = list(self._operands())
-        """Values that operators keep, with the bytes that this takes, and what it is to gather them again."""
+        """What operators keep of values, with the bytes that this takes, and what it is to gather them again."""
 
     def at(self, price: float) -> list[Table]:
         """The tables at so much for a byte."""
@@ -65,29 +96,32 @@ class Weights:
             if key not in self._priced:
                 self._priced[key] = table.costs * price
             found.append(Table(table.scope, self._priced[key]))
-        for _, table, again in self.gathered:
-            key = id(table.costs), id(again.costs), price
+        for of in self.gathered:
+            key = id(of.kept.costs), id(of.again.costs), price
             if key not in self._priced:
-                self._priced[key] = np.minimum(table.costs * price, again.bytes * price + again.costs)
-            found.append(Table(table.scope, self._priced[key]))
-        return found
+                least = np.minimum(of.kept.costs * price, of.again.bytes * price + of.again.costs)
+                self._priced[key] = least
+            found.append(self.recomputing.either(of.block, of.kept.scope, self._priced[key], of.made_again))
+        return [*found, *self.recomputing.tables]
 
     def again(self, price: float, picked: Sequence[int]) -> tuple[frozenset[str], float]:
         """The values that are better gathered again than kept at a price of a byte, and what that costs."""
         saved: Counter[str] = Counter()
         costs: Counter[str] = Counter()
-        for name, table, again in self.gathered:
-            at = tuple(picked[v] for v in table.scope)
-            if math.isfinite(again.costs[at]):
-                saved[name] += table.costs[at] - again.bytes[at]
-                costs[name] += again.costs[at]
+        for of in self.gathered:
+            at = tuple(picked[v] for v in of.kept.scope)
+            if math.isfinite(of.again.costs[at]) and not of.is_recomputed(picked):
+                saved[of.value] += of.kept.costs[at] - of.again.bytes[at]
+                costs[of.value] += of.again.costs[at]
         chosen = frozenset(name for name in saved if saved[name] * price > costs[name])
         return chosen, float(sum(costs[name] for name in chosen))
 
     def of(self, picked: Sequence[int]) -> float:
         """The bytes of one choice for every variable, where nothing is gathered again."""
-        tables = [*self.tables, *(table for _, table, _ in self.gathered)]
-        return self.fixed_bytes + sum(float(t.costs[tuple(picked[v] for v in t.scope)]) for t in tables)
+        parts = [(table, 1.0) for table in self.tables]
+        parts += [(of.kept, of.made_again if of.is_recomputed(picked) else 1.0) for of in self.gathered]
+        found = (part * float(table.costs[tuple(picked[v] for v in table.scope)]) for table, part in parts)
+        return self.fixed_bytes + sum(found)
 
     def _leaves(self) -> list[Table]:
         found = []
@@ -116,7 +150,9 @@ class Weights:
             key = node.op, saved, facts, self._identity(strategies)
             if key not in self._known:
                 self._known[key] = np.array([self._inside(node, strategy) for strategy in strategies], dtype=float)
-            found.append(Table((variable,), self._known[key]))
+            block = self.recomputing.variable_of(node)
+            again = self.recomputing.held_again(node, node.results[0])
+            found.append(self.recomputing.either(block, (variable,), self._known[key], again))
         return found
 
     def _inside(self, node: Node, strategy: Strategy) -> int:
@@ -128,29 +164,69 @@ class Weights:
         results = sum(local_bytes(self._value(name), layouts[name], mesh) for name in made)
         return results + self._kept.beside(node, layouts.__getitem__, mesh)
 
-    def _operands(self) -> Iterator[tuple[str, Table, Gathering]]:
-        """What is kept of the operands, by the variables of who makes and who keeps them."""
-        root = self._roots()
+    def _kept_uses(self) -> list[Use]:
+        """The operands that operators keep, of each operator every value once."""
         uses = [
             Use(node, i)
             for node in self._graph.capture.nodes
             if node.name in self._problem.node_variables
             for i in dict.fromkeys(self._kept.saved[node.name].operands or ())
         ]
-        once = {(use.node.name, use.node.operands[use.index]): use for use in uses}
-        sharing = Counter(root[name] for _, name in once)
-        kept_by_makers = {
-            node.results[i] for node in self._graph.capture.nodes for i in self._kept.saved[node.name].results or ()
-        }
-        for (_, name), use in once.items():
-            of = self._value(root[name])
-            in_place = (
-                0.0 if of.kind != "result" or of.name in kept_by_makers else min(1.0, _size(of, self._value(name)))
-            )
-            shares = in_place / sharing[of.name], 1 / sharing[of.name]
-            table = self._operand(name, use, *shares)
+        return list({(use.node.name, use.node.operands[use.index]): use for use in uses}.values())
+
+    def _keeper(self, use: Use) -> Hashable:
+        """Who keeps an operand: its operator, or the block of that, which keeps less where it is computed again."""
+        block = self.recomputing.block_of.get(use.node.name)
+        return block.name if block is not None else (use.node.name, use.index)
+
+    def _share(self, use: Use) -> float:
+        """The share of an operand in the memory in which it lies."""
+        keepers = self._keepers[self._root[use.node.operands[use.index]]]
+        return 1 / len(keepers) / keepers[self._keeper(use)]
+
+    def _in_place(self, value: str) -> float:
+        """The part of the memory in which a value lies as it is made that it counts; none where another counts it."""
+        of = self._value(self._root[value])
+        if of.kind != "result" or of.name in self._kept_by_makers:
+            return 0.0
+        return min(1.0, _size(of, self._value(value)))
+
+    def _operands(self) -> Iterator[Operand]:
+        """What is kept of the operands, by the variables of who makes and who keeps them."""
+        for use in self._uses:
+            name = use.node.operands[use.index]
+            shares = self._in_place(name) * self._share(use), self._share(use)
+            table = self._table(name, use, shares)
             if table is not None and table.costs.any():
-                yield name, table, self._gathering(name, use, *shares)
+                again = self._gathering(name, use, *shares)
+                block = self.recomputing.variable_of(use.node)
+                yield Operand(name, table, again, block, self.recomputing.held_again(use.node, name))
+
+    def _given(self) -> Iterator[Table]:
+        """What is kept of what blocks are given, where they are computed again: of each memory one value."""
+        given = {(block.name, self._root[of]): use for block in self._problem.space.blocks
+                 for use, of in self._given_to(block)}  # fmt: skip
+        blocks = Counter(root for _, root in given)
+        for (block, root), use in given.items():
+            share = self._share_of_given(block, root, blocks[root])
+            name = use.node.operands[use.index]
+            if table := self._table(name, use, (share * self._in_place(name), 0.0), least=True):
+                yield self.recomputing.once_more(self._problem.block_variables[block], table.scope, table.costs)
+
+    def _share_of_given(self, block: str, root: str, blocks: int) -> float:
+        """The share of a block in the memory of what it is given, which so many blocks are."""
+        keepers = self._keepers.get(root)
+        if keepers is None:
+            return 1 / blocks
+        return 1 / len(keepers) if block in keepers else 0.0
+
+    def _given_to(self, block: Block) -> Iterator[tuple[Use, str]]:
+        """Where a block reads a result that it does not make."""
+        for node in block.nodes:
+            for i, name in enumerate(node.operands):
+                maker = self._graph.producers.get(name)
+                if maker is not None and maker[0].name not in block.names and node.name in self._problem.node_variables:
+                    yield Use(node, i), name
 
     def _gathering(self, name: str, use: Use, in_place: float, moved: float) -> Gathering:
         """What it is to gather an operand again, by the choices of who makes and who keeps it."""
@@ -183,20 +259,26 @@ class Weights:
         costs[~moves.possible] = 0.0
         return costs
 
-    def _operand(self, name: str, use: Use, in_place: float, moved: float) -> Table | None:
-        """The bytes of an operand where it is kept as it was made, and where it is moved first, by shares of each."""
+    def _table(self, name: str, use: Use, shares: tuple[float, float], *, least: bool = False) -> Table | None:
+        """The bytes of an operand where it is kept as it was made, and where it is moved first, by shares of each.
+
+        None where its maker has no choice. With ``least`` it is what a block is given at least: that is moved before
+        the block where this makes it smaller, and in the block else.
+        """
         problem, value = self._problem, self._value(name)
         made = name in problem.leaf_variables or self._graph.producers[name][0].name in problem.node_variables
         if not made:
             return None
         producer, layouts = problem.produced(name)
         targets = problem.known.targets(use, problem.space.strategies[use.node.name])
-        key = value.shape, value.dtype, in_place, moved, layouts, self._identity(targets)
+        key = value.shape, value.dtype, least, *shares, layouts, self._identity(targets)
         if key not in self._known:
             moves = problem.known.pairs.moves(value.shape, layouts, targets)
-            there = moved * self._parts(value, [target.layout for target in targets])
-            here = in_place * self._parts(value, layouts)
-            self._known[key] = np.where(moves.possible, np.where(moves.copies, there[None], here[:, None]), 0.0)
+            there = self._parts(value, [target.layout for target in targets])[None]
+            here = self._parts(value, layouts)[:, None]
+            moved = np.minimum(here, there) * shares[0] if least else there * shares[1]
+            self._known[key] = np.where(moves.possible & moves.copies, moved, here * shares[0])
+            self._known[key][~moves.possible] = 0.0
         return Table((producer, problem.node_variables[use.node.name]), self._known[key])
 
     def _parts(self, value: Value, layouts: Sequence[Layout]) -> Costs:

@@ -20,6 +20,7 @@ from shardwright.lower import draws, kernels
 from shardwright.lower.guard import Guard
 from shardwright.lower.program import LocalProgram
 from shardwright.lower.randomness import mixed
+from shardwright.lower.recomputed import recomputed
 from shardwright.mesh import collectives
 from shardwright.mesh.collectives import Communicator
 from shardwright.pulse import own_pulse
@@ -41,6 +42,7 @@ _NAMES = {
     "draws": draws,
     "kernels": kernels,
     "ops": operators,
+    "recomputed": recomputed,
     **{name: getattr(collectives, name) for name in _STEPS},
 }
 
