@@ -14,6 +14,7 @@ from shardwright.backends import table
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
 from shardwright.run.programs.inputs import rows_of_parts
+from shardwright.run.programs.storage import agree_on_weights
 from shardwright.world import control
 from shardwright.world.agreement import from_all_ranks, from_rank_zero
 from shardwright.world.lockstep import Lockstep
@@ -70,7 +71,7 @@ def beside_data_on_gpus():
     world, used = dist.group.WORLD, set()
     beside = control.control_group()
     assert beside is not world
-    for name in ("all_gather_object", "gather_object", "broadcast_object_list", "all_gather"):
+    for name in ("broadcast", "all_gather_object", "gather_object", "broadcast_object_list", "all_gather"):
         whole = getattr(dist, name)
 
         def told(*args, whole=whole, name=name, group=None, **keywords):
@@ -80,6 +81,8 @@ def beside_data_on_gpus():
         setattr(dist, name, told)
     planning = ranks_by_collectives("making the plan")
     answers = from_all_ranks(dist.get_rank()), from_rank_zero(planning, lambda: "plan"), planning.gather("x")
+    model = torch.nn.Linear(2, 2)
+    agree_on_weights(model)  # where it still lies in the memory of the host
     rows = rows_of_parts([torch.zeros(2 + dist.get_rank(), 3)], "key", Lockstep())
     return answers, rows.all_ranks, used
 
@@ -89,7 +92,12 @@ def test_objects_and_sizes_have_a_group_of_the_cpu_beside_the_data():
         assert answers == ([0, 1], "plan", None if rank else ["x", "x"])
         assert rows == ((0, 2), (2, 5))
         assert {group for _, group in used} == {True}
-        assert {name for name, _ in used} >= {"all_gather_object", "gather_object", "broadcast_object_list"}
+        assert {name for name, _ in used} >= {
+            "all_gather_object",
+            "gather_object",
+            "broadcast_object_list",
+            "broadcast",
+        }
 
 
 def no_group_beside():

@@ -21,6 +21,7 @@ from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import StepArguments
 from shardwright.run.programs.splitting import local_part, note_whole
 from shardwright.torch_private import buffers_in
+from shardwright.world.control import group_moving
 from shardwright.world.ranks import alone
 
 
@@ -31,7 +32,7 @@ def agree_on_weights(model: nn.Module) -> None:
     with torch.no_grad():
         for tensor in [*model.parameters(), *model.buffers()]:
             if not isinstance(tensor, DTensor):  # an earlier `parallelize` has agreed on those
-                dist.broadcast(tensor.data, 0)
+                dist.broadcast(tensor.data, 0, group=group_moving(tensor.device))
 
 
 def refuse_meta(model: nn.Module) -> None:
