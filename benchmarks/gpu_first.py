@@ -83,7 +83,9 @@ STEPS = (
              2, backend, ("--stall-timeout", "20"), 124, "stalling")
         for name, where, backend in (("gloo", "anywhere", "gloo"), ("NCCL", "two GPUs", "nccl"))
     ),
-    Step("profile of the machine", "what is measured, beside the shipped profile", 120, "GPU"),
+    Step("profile of a device", "products, copies and launches, beside the shipped profile", 60),
+    Step("profile of links", "all-reduces between two GPUs, beside the shipped profile", 90, "two GPUs", 2, "nccl",
+         function="links"),
     Step("speed of a transformer", "bf16 on one device: at most 1.03 of plain PyTorch, 1.0 where both compile", 120),
     Step("speed of ResNet-50", "the same for images", 120),
 )  # fmt: skip

@@ -16,7 +16,9 @@ from gpu_first_steps import SMALL, close, images, largest, loss_fn, losses
 from torch import nn
 
 import shardwright as sw
+from shardwright.cluster.bench.profile import measure_links
 from shardwright.launch.asked.variables import BACKEND_VARIABLE
+from shardwright.plan.pricing.hardware import for_device
 from shardwright.world.world import World
 
 COLUMNS = {"*.up": ((1, 1, 1), (2, 1)), "*.down": ((1, 1, 2), (1, 2))}
@@ -160,7 +162,17 @@ def clean_exit(world: World, quick: bool) -> dict[str, Any]:
     return {"sum": number.item(), "device": str(world.device), "backend": world.backend}
 
 
-FUNCTIONS = {function.__name__: function for function in (two_ranks, groups, stalling, clean_exit)}
+def links(world: World, quick: bool) -> dict[str, Any]:
+    """Seconds of an all-reduce between two ranks over those of the shipped profile."""
+    shipped, found = for_device(world.device.type), {}
+    for link in measure_links(world, (2**16, 2**20) if quick else (2**16, 2**20, 2**26), 3):
+        for size, seconds in link.points if link.kind == "all_reduce" else ():
+            priced = shipped.collective_s(link.kind, size, link.ranks, link.where)
+            found[f"{size} bytes over shipped"] = round(seconds / priced, 2)
+    return found
+
+
+FUNCTIONS = {function.__name__: function for function in (two_ranks, groups, stalling, clean_exit, links)}
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.plan.pricing.hardware import for_device
 from shardwright.zoo import GPT, Perceptron, resnet18
 from shardwright.zoo.models.resnet import resnet50
 
@@ -395,17 +396,21 @@ def speed_of_resnet(device: torch.device, quick: bool) -> dict[str, Any]:
     return _speed(Network(lambda: resnet50(10, "imagenet"), lambda: images(128, 224)), device, quick)
 
 
-@step("profile of the machine")
-def profile_of_machine(device: torch.device, quick: bool) -> dict[str, Any]:
-    from shardwright.plan.pricing.hardware import for_device, read_hardware
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "here.json"
-        command = [sys.executable, "-m", "shardwright", "bench", "--ranks", "1", "--save-profile", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]
-        measured, shipped = read_hardware(str(path)), for_device("cuda")
-        return {"measured": str(measured), "shipped": str(shipped)}
+@step("profile of a device")
+def profile_of_device(device: torch.device, quick: bool) -> dict[str, Any]:
+    """Matrix products, copies and launches here over those of the shipped profile."""
+    shipped, size = for_device(device.type), 512 if quick else 8192
+    found: dict[str, Any] = {"shipped": shipped.device}
+    for dtype in (torch.float32, torch.float64) if quick else (torch.float32, torch.float64, torch.bfloat16):
+        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+        rate = 2 * size**3 / timed(lambda a=a, b=b: a @ b, device, 5)
+        found[f"{str(dtype).removeprefix('torch.')} over shipped"] = round(rate / shipped.flops_in(dtype), 2)
+    x, y = (torch.empty(2**24 if quick else 2**28, device=device) for _ in range(2))
+    rate = 2 * x.nbytes / timed(lambda: x.copy_(y), device, 5)
+    found["copies over shipped"] = round(rate / shipped.memory_bandwidth, 2)
+    one = torch.ones(1, device=device)
+    took = timed(lambda: [one.add_(1) for _ in range(1000)], device, 5) / 1000
+    return found | {"launches over shipped": round(took / shipped.launch_s, 2)}
 
 
 def main() -> None:
