@@ -203,6 +203,28 @@ def test_detection_under_mpirun_and_pages_read(drawn, tmp_path):
     assert done.stdout.split() == [str(tmp_path / "read/img_1.png"), str(tmp_path / "read/img_1.txt")]
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_four_ranks_of_a_rank_table_from_a_shell_loop(drawn, tmp_path):
+    """Devices 4 to 7 are the ranks 0 to 3."""
+    config, overrides = small_file(R18, drawn, tmp_path)
+    settings = [*overrides, f"train.ckpt_save_dir={tmp_path}/run", "train.steps=2"]
+    words = " ".join(f"-o '{override}'" for override in settings)
+    table = REPOSITORY / "tests/reference/hccl_4p_4567_127.0.0.1.json"
+    loop = f"""
+    export RANK_TABLE_FILE={table} RANK_SIZE=4 DEVICE_NUM=8 OMP_NUM_THREADS=1
+    for i in 0 1 2 3; do
+        export RANK_ID=$i DEVICE_ID=$((4 + i))
+        {sys.executable} {REPOSITORY}/tools/train.py --config {config} {words} > $i.log 2>&1 &
+    done
+    wait
+    """
+    subprocess.run(["bash", "-c", loop], cwd=tmp_path, timeout=500, check=True)
+    logs = [(tmp_path / f"{rank}.log").read_text() for rank in range(4)]
+    assert "samples on 4 ranks" in logs[0], "".join(logs)
+    assert "val | epoch: 1 | " in logs[0]
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_shipped_configurations_are_as_users_know_them(name, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
