@@ -110,4 +110,4 @@ def test_some_operators_on_gpus():
 @pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
 @pytest.mark.parametrize("device", [CPU, GPU], ids=str)
 def test_operators_under_autocast(device, dtype):
-    check(device, dtype, 8)
+    check(device, dtype, 4)

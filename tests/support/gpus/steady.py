@@ -18,8 +18,8 @@ Waits = list[str]
 _ASKS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "__index__", "__contains__", "nonzero"}
 _ASKS |= {"is_nonzero", "equal", "allclose", "masked_select", "unique", "synchronize"}
 _MAKES = {"tensor", "as_tensor", "new_tensor"}  # from numbers in Python, which are copied from pageable memory
-# Where a number is asked for when it has come, of which `world/on_its_way.py` sees to it.
-_ALLOWED = ("world/on_its_way.py",)
+# Where a number is asked for when it has come, and where on a CPU alone.
+_ALLOWED = {("world/on_its_way.py", "value"), ("lower/kernels.py", "cross_entropy")}
 
 
 class _Watching(TorchFunctionMode):
@@ -31,7 +31,7 @@ class _Watching(TorchFunctionMode):
         name = getattr(func, "__name__", str(func))
         if _waits(name, args, kwargs or {}):
             where = _ours(sys._getframe(1))
-            if where and not where.startswith(_ALLOWED):
+            if where:
                 self.waits.append(f"{name} at {where}")
         return func(*args, **(kwargs or {}))
 
@@ -47,13 +47,14 @@ def _waits(name: str, args: Any, kwargs: Any) -> bool:
 def _ours(frame: FrameType | None) -> str:
     """Where in the package a call stands, "" where another one makes it."""
     while frame is not None and "/torch/" in frame.f_code.co_filename:
-        if "/optim/" in frame.f_code.co_filename or "/nn/" in frame.f_code.co_filename:
-            return ""  # torch's own choice, whose counters stay on the CPU
+        if any(room in frame.f_code.co_filename for room in ("/optim/", "/nn/", "/amp/")):
+            return ""  # torch's own choice: counters that stay on the CPU, and the scaler's look for overflows
         frame = frame.f_back
     file = frame.f_code.co_filename if frame is not None else ""
     if frame is None or not file.startswith((str(FOLDER), "<program of rank")):
         return ""
-    return f"{file.removeprefix(f'{FOLDER}/')}:{frame.f_lineno}"
+    place = file.removeprefix(f"{FOLDER}/")
+    return "" if (place, frame.f_code.co_name) in _ALLOWED else f"{place}:{frame.f_lineno}"
 
 
 @contextmanager
