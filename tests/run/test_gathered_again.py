@@ -13,7 +13,7 @@ import shardwright as sw
 import whole
 from models import NETWORKS
 from ranks import run_ranks
-from shardwright.errors import UsageError
+from shardwright.errors import PlanError, UsageError
 from shardwright.lower.lower import lower
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import simulate
@@ -199,3 +199,33 @@ def test_two_ranks_train_within_a_budget_as_one_device():
         assert losses == pytest.approx(expected, rel=1e-5)
         for name, tensor in parameters.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def with_larger_batches(memory):
+    """What becomes of a batch as large, and of one that no plan has room for."""
+    sw.init()
+    model, batch = network()
+    parallel = sw.parallelize(model, loss_fn, batch, memory=memory, batch="global")
+    parallel(batch).backward()
+    first = parallel.plan.held.total
+    refusals = []
+    for times in (1, 40):
+        larger = tuple(torch.cat([part] * times) for part in batch)
+        try:
+            parallel(larger).backward()
+        except PlanError as error:
+            refusals.append((times, str(error)))
+    return first, refusals
+
+
+@pytest.mark.slow
+def test_a_later_batch_that_exceeds_the_budget_is_refused_with_its_bytes():
+    for first, refusals in run_ranks(2, with_larger_batches, 300_000):
+        assert first <= 300_000
+        [(times, text)] = refusals
+        assert times == 40
+        assert (
+            f"a batch with 0: [{40 * ROWS}, {WIDTH}], 1: [{40 * ROWS}, {WIDTH}] came: no plan was found under" in text
+        )
+        assert "a device holds 300.0 kB or less" in text
+        assert "type a larger memory=, more devices, a smaller batch" in text

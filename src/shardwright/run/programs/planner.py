@@ -87,7 +87,7 @@ class Planner:
             try:
                 return make_plan(capture, self._alongside(first, storage, capture))
             except OverBudget as error:
-                raise OverBudget(f"a batch of {_shapes_of(capture)} came: {error}") from None
+                raise OverBudget(f"a batch with {_shapes_of(capture)} came: {error}") from None
 
         return from_rank_zero(ranks_by_collectives("making the plan"), make)
 
@@ -138,7 +138,7 @@ def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
 
 def _shapes_of(capture: Capture) -> str:
     """The shapes of the tensors of a batch, by name."""
-    return ", ".join(f"{value.label} {list(value.shape)}" for value in capture.of_kind("input"))
+    return ", ".join(f"{value.label}: {list(value.shape)}" for value in capture.of_kind("input"))
 
 
 def _unchanged(first: Plan, capture: Capture, kind: StepKind) -> Plan | None:
