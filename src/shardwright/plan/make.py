@@ -42,7 +42,8 @@ from shardwright.plan.searching.search import least_cost, search
 from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.spaces import blocks_for, in_parts, meshes_for, space_of, tensor_space
 
-# A gap of such a share is none. For graphs of more operators the other searches are asked where it is larger than that.
+# A gap of such a share is none. For graphs of more operators, or on more axes, tensor parallelism and the recursive
+# search are asked where it is larger than the second, and propagation, which takes as long as the search, is not.
 EQUAL, CLOSE, FEW_OPERATORS = 1e-9, 1e-4, 400
 
 
@@ -222,7 +223,7 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, we
     known = Known(space.graph, objective, space.mesh)
     few = len(space.graph.capture.nodes) <= FEW_OPERATORS and len(space.mesh.axes) <= FEW_AXES
     asked = few or choice.cost - choice.bound > CLOSE * choice.cost
-    searched = _of_searches(space, row, request, weighing.budget()) if asked else ()
+    searched = _of_searches(space, row, request, weighing.budget(), few) if asked else ()
     for other in itertools.chain(_known_by_name(space, request), searched):
         if not _allowed(other, space, request):
             continue
@@ -245,7 +246,7 @@ def _known_by_name(space: Space, request: PlanRequest) -> Iterator[Choice]:
     yield replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
 
 
-def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget | None) -> Iterator[Choice]:
+def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget | None, few: bool) -> Iterator[Choice]:
     """Tensor parallel, and what other searches find."""
     graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware)
     free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
@@ -255,7 +256,7 @@ def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget
     searches: list[Callable[[], Choice]] = [partial(search, tensor, objective, budget)]
     if not row.by_axes:
         searches.append(partial(recursive, space, objective, budget))
-    if (other := SEARCHES["propagation"]) is not row:
+    if few and (other := SEARCHES["propagation"]) is not row:
         searches.append(
             lambda: search(space_of(graph, mesh, request, other), other.objective(request.hardware), budget)
         )
