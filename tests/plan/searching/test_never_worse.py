@@ -237,7 +237,7 @@ def test_with_a_budget_the_gap_is_true_by_integer_programming(seed, problems):
     for table in weights.tables:
         tables.append(Table(table.scope, np.zeros(table.costs.shape)))
         held[id(tables[-1])] = table.costs
-    for _, table, again in weights.gathered:
+    for table, again in ((of.kept, of.again) for of in weights.gathered):  # no block of these is computed again
         tables.append(Table((*table.scope, len(domains)), np.stack([np.zeros(table.costs.shape), again.costs], -1)))
         held[id(tables[-1])] = np.stack([table.costs, again.bytes], -1)
         domains.append(2)
