@@ -88,7 +88,7 @@ def _cheapest(
             considered.append(f"{mesh} not searched: nothing on it costs less than {in_unit(least, row)}")
             continue
         find = recursive if row.by_axes else search
-        weighing = _Weighing(mesh, request, space, objective)
+        weighing = Weighing(mesh, request, space, objective)
         try:
             budget = weighing.budget()
             choice = find(space, objective, budget)
@@ -126,7 +126,7 @@ def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, o
     )
 
 
-class _Weighing:
+class Weighing:
     """What choices hold and cost on a mesh, all of it."""
 
     def __init__(self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective) -> None:
@@ -205,7 +205,7 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     leaves = fixed_leaves(graph.capture, mesh, inputs, request.storage, every_rank=True)
     outputs = output_layouts(graph.capture, mesh, leaves)
     space = Space(graph, mesh, {}, {}, outputs, *blocks_for(graph, request))
-    weighing = _Weighing(mesh, request, space, Seconds(request.hardware))
+    weighing = Weighing(mesh, request, space, Seconds(request.hardware))
     choice = weighing.settle(data_parallel(graph, mesh, leaves, outputs))
     plan = weighing.plan(choice)
     if request.memory is not None and plan.held.total > request.memory:
@@ -215,7 +215,7 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     return plan
 
 
-def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, weighing: _Weighing) -> Choice:
+def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, weighing: Weighing) -> Choice:
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
         return choice

@@ -17,7 +17,7 @@ from shardwright.graph.ir import Capture, Node, Value
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.known_plans import KNOWN_PLANS
-from shardwright.plan.make import make_plan, or_known
+from shardwright.plan.make import Weighing, make_plan, or_known
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW
@@ -266,13 +266,14 @@ def test_where_a_gap_is_left_the_best_of_what_is_known_is_taken():
     space = space_of(graph, mesh, request, row)
     whole = {node.name: graph.rules[node.name].replicated() for node in capture.nodes}
     poor = Choice(whole, {name: of[0] for name, of in space.leaves.items()}, 1e9, 0.0)
-    found = or_known(poor, space, row, request, None)
+    weighing = Weighing(mesh, request, space, OBJECTIVE)
+    found = or_known(poor, space, row, request, weighing)
     assert found.bound == 0.0
     others = [planned(capture, mesh, "recursive"), planned(capture, mesh, "propagation")]
     others += [planned(capture, mesh, None, "data"), *(make(graph, request) for make in KNOWN_PLANS.values())]
     assert all(found.cost <= cost(other) * (1 + 1e-12) for other in others)
     exact = planned(capture, mesh, "exact")
-    assert or_known(replace(poor, cost=1.0, bound=1.0), space, row, request, None).strategies == whole
+    assert or_known(replace(poor, cost=1.0, bound=1.0), space, row, request, weighing).strategies == whole
     assert exact.cost <= found.cost
 
 
