@@ -91,6 +91,9 @@ class _Lives:
 
     def _bytes(self, instruction: Instruction, name: str) -> int:
         plan, rank = self._plan, self._program.rank
+        if instruction.kind == "joined":
+            value, step = instruction.bucket[instruction.outputs.index(name)]
+            return local_bytes(value, step.after, plan.mesh, rank)
         if instruction.value is not None and instruction.step is not None:
             return local_bytes(instruction.value, instruction.step.after, plan.mesh, rank)
         return local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh, rank)

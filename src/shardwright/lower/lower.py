@@ -20,6 +20,7 @@ from shardwright.lower.local import localise
 from shardwright.lower.passes import join_buckets
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
+from shardwright.lower.sums import join_sums, sum_first
 from shardwright.mesh.redistribute import FUNCTION_NAMES, Shape, Step
 from shardwright.plan.decisions import Transfer
 from shardwright.plan.plan import Plan
@@ -38,6 +39,7 @@ def lower(plan: Plan, rank: int, bucket_bytes: int = BUCKET_BYTES) -> LocalProgr
     program = lowering.run()
     check(program, plan)
     program = join_buckets(program, bucket_bytes)
+    program = join_sums(sum_first(program, plan))
     check(program, plan)
     return program
 

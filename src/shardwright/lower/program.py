@@ -25,11 +25,11 @@ class Instruction:
 
     ``reads`` are the variables that ``text`` mentions. An operator has its ``node``; a redistribution its ``value``
     and ``step``; a bucket joins the gradient reductions of several replicated parameters over the same axes:
-    ``bucket`` has the value and the step of each. The program begins with "later", in whose backward the gradients of
-    all buckets are waited for.
+    ``bucket`` has the value and the step of each, as it has for small sums that are "joined". The program
+    begins with "later", in whose backward the gradients of all buckets are waited for.
     """
 
-    kind: Literal["operator", "redistribution", "bucket", "later"]
+    kind: Literal["operator", "redistribution", "bucket", "later", "joined"]
     outputs: tuple[str, ...]
     reads: tuple[str, ...]
     text: str

@@ -11,7 +11,7 @@ the same functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -49,6 +49,9 @@ class Communicator(Protocol):
 
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         """The sum over the members, in place; returns its argument."""
+
+    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """The sums of small tensors, which may differ in dtype, as new tensors; the members wait once for all."""
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         """Begin to sum over the members, in place; what is returned waits for the end.
@@ -235,6 +238,19 @@ class AllReduce(torch.autograd.Function):
         return gradient, None, None
 
 
+class AllReduceTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, axes: Axes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        for x in tensors:
+            _check_summable(x)
+        return tuple(comm.all_reduce_together([x.contiguous() for x in tensors], axes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *gradients
+
+
 class Enter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
@@ -306,6 +322,12 @@ def all_to_all(
 def all_reduce(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
     """The sum over ``axes``, in a new tensor. Backward: nothing."""
     return _apply(AllReduce, x, comm, axes)
+
+
+def all_reduce_together(comm: Communicator, axes: Axes, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The sum of each of some small tensors over ``axes``, in new tensors. Backward: nothing."""
+    sums: tuple[Tensor, ...] = AllReduceTogether.apply(comm, axes, *tensors)  # type: ignore[no-untyped-call]
+    return sums
 
 
 def enter(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:

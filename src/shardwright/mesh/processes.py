@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,12 @@ def _start_plainly(
     work = collective(*tensors, group=group, async_op=True)
     assert work is not None
     return work.wait
+
+
+def _sum_of_bytes(everyone: Tensor, like: Tensor) -> Tensor:
+    """The sum of tensors of one dtype and shape, of which each row has the bytes of one."""
+    rows = everyone.clone(memory_format=torch.contiguous_format).view(like.dtype)
+    return rows.sum(0, dtype=like.dtype).view(like.shape)
 
 
 def _done() -> None:
@@ -126,6 +132,17 @@ class ProcessCommunicator:
                 self._run(dist.all_reduce, total, group=group)
             numbers.write(tensor, total)
         return tensor
+
+    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """Of one dtype they are reduced as one; else each rank sums what all have, in the order of the ranks."""
+        if len({tensor.dtype for tensor in tensors}) == 1:
+            flat = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), axes)
+            sums = torch.split(flat, [tensor.numel() for tensor in tensors])
+            return [part.view(tensor.shape) for tensor, part in zip(tensors, sums, strict=True)]
+        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
+        everyone = torch.stack(self.all_gather(packed, axes))
+        parts = torch.split(everyone, [tensor.nbytes for tensor in tensors], 1)
+        return [_sum_of_bytes(part, tensor) for tensor, part in zip(tensors, parts, strict=True)]
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         group = self._group(axes)

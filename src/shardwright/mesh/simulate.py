@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any, TypeVar
@@ -66,6 +66,10 @@ class SimulatedCommunicator:
 
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         return tensor.copy_(self._call("all_reduce", [tensor], axes)[0])
+
+    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """One after the other, as plans count them."""
+        return [self.all_reduce(tensor.clone(), axes) for tensor in tensors]
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         """Until it is waited for, the tensor holds no numbers, so that whoever reads them is found out."""

@@ -27,6 +27,17 @@ def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[C
                 whole = Collective("all_reduce", joined[0].axes, sum(c.bytes for c in joined))
                 counts[whole] += runs.get("reduced", 0)
             continue
+        if instruction.kind == "joined":
+            joined = [collective for _, _, collective in collectives]
+            one_dtype = len({value.dtype for value, _ in instruction.bucket}) == 1
+            size, axes = sum(c.bytes for c in joined), joined[0].axes
+            whole = (
+                Collective("all_reduce", axes, size)
+                if one_dtype
+                else Collective("all_gather", axes, size * program.mesh.extent(axes))
+            )
+            counts[whole] += backwards + forwards
+            continue
         for _, direction, collective in collectives:
             counts[collective] += backwards + (forwards if direction == "forward" else 0)
     return +counts

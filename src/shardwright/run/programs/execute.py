@@ -34,7 +34,9 @@ Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
 Pass = Literal["forward", "reduced", "deferred"]
 """A forward alone, one whose backward reduces the gradients, or one whose backward leaves them to a later one."""
 
-_STEPS = ("all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter")
+_STEPS = (
+    "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "all_reduce_together", "enter",
+)  # fmt: skip
 # What the source of a program may name.
 _NAMES = {
     "torch": torch,

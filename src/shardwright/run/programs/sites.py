@@ -106,7 +106,7 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
     instruction = program.instructions[at]
     if instruction.kind == "later":
         return "", ""  # `Sites.watched_later` tells of each bucket
-    if instruction.bucket:
+    if instruction.kind == "bucket":
         names = [value.label for value, _ in instruction.bucket]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         return "", f"the gradients of {', '.join(names[:_NAMED])}{more}"
