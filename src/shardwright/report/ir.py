@@ -118,8 +118,8 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
         if instruction.again:
             yield "    # not kept: the backward does it again"
     elif instruction.kind == "later":
-        for output, read in zip(instruction.outputs, instruction.reads, strict=True):
-            yield f"%{output} = %{read}  # the backward waits for its gradient here"
+        awaited = ", ".join(f"%{name}" for name in instruction.reads)
+        yield f"# the last of the backward: wait for the gradients of {awaited}"
     elif instruction.kind == "joined":
         for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.bucket, strict=True):
             local = _local(value, step.after, program)
@@ -127,8 +127,8 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
             yield from _collective_lines(value, step, program)
         yield f"    # these {len(instruction.bucket)} sums run as one collective"
     else:
-        for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.bucket, strict=True):
-            yield f"%{output}: {_local(value, step.after, program)} = enter(%{read})  # {step.after}"
+        for output, (value, step) in zip(instruction.outputs, instruction.bucket, strict=True):
+            yield f"%{output}: {_local(value, step.after, program)} = enter(%{value.name})  # {step.after}"
             yield from _collective_lines(value, step, program)
         if len(instruction.bucket) > 1:
             yield f"    # one bucket: these {len(instruction.bucket)} adjoints run as one all_reduce"
