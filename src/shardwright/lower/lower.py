@@ -17,10 +17,9 @@ from shardwright.errors import LoweringError
 from shardwright.graph.ir import Node
 from shardwright.lower.check import check
 from shardwright.lower.local import localise
-from shardwright.lower.passes import join_buckets
+from shardwright.lower.passes import join_buckets, join_sums, sum_first
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
-from shardwright.lower.sums import join_sums, sum_first
 from shardwright.mesh.redistribute import FUNCTION_NAMES, Shape, Step
 from shardwright.plan.decisions import Transfer
 from shardwright.plan.plan import Plan
