@@ -94,12 +94,13 @@ def statistics_of_the_part(patch):
 
 
 def count_of_the_part(patch):
-    summed = collectives._summed
+    summed = collectives.AllReduceTogether.forward
 
-    def forgotten(x, comm, axes):
-        return summed(x, comm, axes) if x.is_floating_point() else x.clone()
+    def forgotten(ctx, comm, axes, *tensors):
+        sums = summed(ctx, comm, axes, *tensors)
+        return tuple(s if x.is_floating_point() else x.clone() for s, x in zip(sums, tensors, strict=True))
 
-    patch.setattr(collectives, "_summed", forgotten)
+    patch.setattr(collectives.AllReduceTogether, "forward", staticmethod(forgotten))
 
 
 def mask_of_the_part(patch):

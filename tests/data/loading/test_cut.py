@@ -12,7 +12,7 @@ from shardwright.errors import UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import simulate
-from shardwright.run.programs.inputs import local_inputs, rows_of
+from shardwright.run.programs.inputs import cuts_of, local_inputs, rows_of
 
 MESH = Mesh.of(a=2, b=2)
 BY_PAIRS = Layout.split(2, {0: ["a"]})  # ranks 0 and 1 have the same rows, as where a tensor is split over b
@@ -30,12 +30,18 @@ class Plan:
         return BY_PAIRS.dims[0].bounds(rows, MESH, MESH.coordinates(rank))
 
 
+def mine(batch, comm):
+    """This rank's part of a batch of one tensor."""
+    cuts, _ = cuts_of([DATA.shape], [BY_PAIRS], rows_of(batch, list(batch), None), comm)
+    return local_inputs(list(batch), cuts, comm)
+
+
 def inputs_of_loaders(**how):
     """On each rank, its part of what a loader gives, and the collectives that this took."""
 
     def one(comm):
         batch = next(iter(sw.loader(list(DATA), 10, shuffle=False, world=Rank(comm.rank), check_data=False, **how)))
-        [part] = local_inputs(list(batch), [DATA.shape], [BY_PAIRS], rows_of(batch, list(batch), None), comm)
+        [part] = mine(batch, comm)
         return part, [collective.kind for collective in comm.collectives]
 
     return simulate(MESH, one)
@@ -51,7 +57,7 @@ def test_ranks_exchange_rows_alone_and_no_sizes(plan, talk):
 def test_a_whole_batch_on_every_rank_needs_no_exchange():
     def one(comm):
         batch = sw.loader(list(DATA), 10, shuffle=False, world=Rank(comm.rank), check_data=False).sample_batch()
-        [part] = local_inputs(list(batch), [DATA.shape], [BY_PAIRS], rows_of(batch, list(batch), None), comm)
+        [part] = mine(batch, comm)
         return part, comm.collectives
 
     for rank, (part, collectives) in enumerate(simulate(MESH, one)):
@@ -71,7 +77,7 @@ def test_a_batch_of_a_loader_for_other_ranks_is_refused():
     batch = next(iter(sw.loader(list(DATA), 10, shuffle=False, world=Rank(1), check_data=False)))
 
     def one(comm):
-        local_inputs(list(batch), [DATA.shape], [BY_PAIRS], rows_of(batch, list(batch), None), comm)
+        mine(batch, comm)
 
     with pytest.raises(UsageError, match="the batch was cut for 4 ranks, and there are 2: it comes from a loader for"):
         simulate(Mesh.of(a=2), one)

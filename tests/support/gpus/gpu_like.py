@@ -8,7 +8,7 @@ device cuda; where it is needed, another device that is not there stands for it.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -102,6 +102,9 @@ class OnGpus:
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         self._take([tensor], sums=True)
         return tensor
+
+    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        return [self.all_reduce(tensor, axes) for tensor in tensors]
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         self._take([tensor], sums=True)

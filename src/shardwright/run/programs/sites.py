@@ -110,7 +110,10 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
         names = [value.label for value, _ in instruction.bucket]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         return "", f"the gradients of {', '.join(names[:_NAMED])}{more}"
-    used, value = _user(program, at), instruction.value
+    user, value = _user(program, at), instruction.value
+    used = "" if user is None else _name(user)
+    if user is not None and program.loss in user.results and all(v.shape == () for v, _ in instruction.steps()):
+        used = "the loss"  # which is made of sums
     if value is not None and value.kind == "parameter":
         return f"{value.label}{f' in {used}' if used else ''}", f"the gradient of {value.label}"
     if not used and value is not None:
@@ -126,18 +129,16 @@ def _result(program: LocalProgram, value: Value) -> str:
     return f"the buffer {buffers[0]}" if buffers else f"the output {value.label}"
 
 
-def _user(program: LocalProgram, at: int) -> str:
-    """The operator that instruction ``at`` is, or that waits for its result; empty where the program returns it."""
+def _user(program: LocalProgram, at: int) -> Node | None:
+    """The operator that instruction ``at`` is, or that waits for its result; None where the program returns it."""
     instructions = program.instructions
     while instructions[at].node is None:
         results = set(instructions[at].outputs)
         readers = (later for later in range(at + 1, len(instructions)) if results & set(instructions[later].reads))
         at = next(readers, -1)
         if at < 0:
-            return ""
-    node = instructions[at].node
-    assert node is not None
-    return _name(node)
+            return None
+    return instructions[at].node
 
 
 def _name(node: Node) -> str:
