@@ -37,15 +37,15 @@ def collectives():
     found = {}
     for dtype in MOVED:
         mine = numbers(dtype, comm.rank)
-        found[dtype, "gather"] = comm.all_gather(mine, ("a",))
-        found[dtype, "scalar"] = comm.all_gather(mine[0, 1].clone(), ("a",))
+        found[dtype, "gather"] = list(comm.all_gather(mine, ("a",)))
+        found[dtype, "scalar"] = list(comm.all_gather(mine[0, 1].clone(), ("a",)))
         found[dtype, "exchange"] = comm.all_to_all([numbers(dtype, comm.rank), numbers(dtype, comm.rank + 4)], ("a",))
     for dtype in SUMMED:
         mine = numbers(dtype, comm.rank)
         given = mine.clone()
         assert comm.all_reduce(given, ("a",)) is given
         found[dtype, "sum"] = given
-        found[dtype, "scattered"] = comm.reduce_scatter([mine.clone(), mine.clone()], ("a",))
+        found[dtype, "scattered"] = comm.reduce_scatter(mine.repeat(2, 1, 1), ("a",))
     comm.close()
     dist.destroy_process_group()
     return {key: plain(value) for key, value in found.items()}

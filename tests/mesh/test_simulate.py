@@ -21,7 +21,7 @@ def test_collectives_among_the_ranks_along_some_axes():
         return (
             comm.all_reduce(x.clone(), ("a",)).tolist(),
             [t.item() for t in comm.all_gather(x, ("b",))],
-            comm.reduce_scatter([x, x + 10, x + 20], ("b",)).tolist(),
+            comm.reduce_scatter(torch.stack([x, x + 10, x + 20]), ("b",)).tolist(),
             [t.item() for t in comm.all_to_all([x + 100 * i for i in range(6)], ("a", "b"))],
             x.tolist(),
         )
@@ -35,7 +35,7 @@ def test_collectives_are_counted_with_their_bytes():
         x = torch.zeros(2, 5, dtype=torch.float64)
         comm.all_reduce(x, ("a",))
         comm.all_gather(x, ("a", "b"))
-        comm.reduce_scatter([x] * 3, ("b",))
+        comm.reduce_scatter(x.expand(3, 2, 5), ("b",))
         comm.all_to_all([x] * 2, ("a",))
         return comm.collectives
 
@@ -52,11 +52,13 @@ def test_a_group_of_one_does_not_communicate():
     def run(comm):
         x = torch.arange(2)
         return (
-            comm.all_reduce(x, ()) is x and comm.all_gather(x, ("one",)) and comm.reduce_scatter([x], ("one",)) is x,
+            comm.all_reduce(x, ()) is x,
+            comm.all_gather(x, ("one",)).tolist(),
+            comm.reduce_scatter(x[None], ("one",)).tolist(),
             comm.collectives,
         )
 
-    assert simulate(Mesh.of(one=1, a=2), run)[1] == (True, [])
+    assert simulate(Mesh.of(one=1, a=2), run)[1] == (True, [[0, 1]], [0, 1], [])
 
 
 def test_no_rank_sees_what_another_writes_later():

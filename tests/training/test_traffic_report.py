@@ -61,7 +61,7 @@ def communicate(name):
             run = {
                 "all_reduce": lambda x=whole: comm.all_reduce(x, AXES),
                 "all_gather": lambda x=pieces: comm.all_gather(x[0], AXES),
-                "reduce_scatter": lambda x=pieces: comm.reduce_scatter(x, AXES),
+                "reduce_scatter": lambda x=pieces: comm.reduce_scatter(torch.stack(x), AXES),
                 "all_to_all": lambda x=pieces: comm.all_to_all(x, AXES),
             }[kind]
             run()

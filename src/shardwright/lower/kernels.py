@@ -195,7 +195,7 @@ def _merged(local: Tensor, comm: Communicator, axes: Axes, counts: Sizes) -> tup
     Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances* (1979): sums of
     x and x² would lose everything in float32 when the mean is large.
     """
-    parts = torch.stack(comm.all_gather(local, axes))
+    parts = comm.all_gather(local, axes)
     weights = _column(counts, local)
     base = parts[next(i for i, count in enumerate(counts) if count), 0]  # differences from it stay small
     mean = base + (weights * (parts[:, 0] - base)).sum(0) / sum(counts)
@@ -246,7 +246,7 @@ class _CrossEntropy(torch.autograd.Function):
         found = torch.stack(comm.all_to_all([part[:2].contiguous() for part in shares], axes))
         total, counts = found[:, 0].logsumexp(0), shares[ranks.index(comm.rank)][2]
         loss = torch.where(counts > 0, total - found[:, 1].sum(0), 0).sum(0, keepdim=True)
-        everyone = torch.stack(comm.all_gather(torch.cat([total, loss]), axes))
+        everyone = comm.all_gather(torch.cat([total, loss]), axes)
         totals = everyone[:, :-1].flatten()[: counted.numel()].view_as(counted)
         ctx.save_for_backward(logits, totals, counted, here, at)
         return everyone[:, -1].sum()

@@ -30,9 +30,9 @@ Axes = tuple[str, ...]
 class Communicator(Protocol):
     """What a rank talks to the others through.
 
-    A collective is among the ranks that differ on ``axes`` only. Lists hold one tensor for each of them, in rank
-    order, all of one shape; tensors are contiguous. `shardwright.mesh.processes.communicator_over` makes those of real
-    ranks.
+    A collective is among the ranks that differ on ``axes`` only. Rows and lists hold one tensor for each of them, in
+    rank order, all of one shape; tensors are contiguous. `shardwright.mesh.processes.communicator_over` makes those of
+    real ranks.
     """
 
     @property
@@ -59,11 +59,11 @@ class Communicator(Protocol):
         Until then nobody reads or writes ``tensor``. All ranks begin what they begin in one order.
         """
 
-    def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
-        """Every member's tensor."""
+    def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
+        """Every member's tensor, as the rows of a new one."""
 
-    def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
-        """The sum over the members of the tensor that each of them has for this rank."""
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
+        """The sum over the members of the row that each of them has for this rank."""
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         """What every member has for this rank."""
@@ -83,12 +83,16 @@ class Cut(NamedTuple):
 
 
 class Parts(NamedTuple):
-    """The rows [start, stop) of every member, in rank order, counted from the first row that the group holds."""
+    """The rows [start, stop) of every member, in rank order, counted from the first row that the group holds.
+
+    They are ``even`` where all members hold as many, one after the other in rank order.
+    """
 
     ranges: tuple[tuple[int, int], ...]
     mine: tuple[int, int]
     widest: int
     total: int
+    even: bool
 
 
 @lru_cache(maxsize=1 << 14)
@@ -100,7 +104,8 @@ def _parts(cut: Cut, mesh: Mesh, rank: int) -> Parts:
         start, stop = split.bounds(cut.size, mesh, mesh.coordinates(member))
         ranges[member] = (start - first, stop - first)
     widest = max(stop - start for start, stop in ranges.values())
-    return Parts(tuple(ranges.values()), ranges[rank], widest, last - first)
+    even = [(i * widest, (i + 1) * widest) for i in range(len(ranges))] == list(ranges.values())
+    return Parts(tuple(ranges.values()), ranges[rank], widest, last - first, even)
 
 
 def _narrow(x: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
@@ -115,7 +120,25 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
 
 
-def _joined(pieces: list[Tensor], dim: int, parts: Parts) -> Tensor:
+def _cut(x: Tensor, dim: int, parts: Parts) -> Tensor:
+    """What each member is to have of ``x``, padded, as the rows of a contiguous tensor: ``x`` itself, if need be."""
+    if parts.even:
+        apart = x.reshape(*x.shape[:dim], len(parts.ranges), parts.widest, *x.shape[dim + 1 :])
+        return apart.movedim(dim, 0).contiguous()
+    return torch.stack([_padded(_narrow(x, dim, rows), dim, parts.widest) for rows in parts.ranges])
+
+
+def _gathered(everyone: Tensor, dim: int, parts: Parts) -> Tensor:
+    """What `_joined` makes of the rows of a tensor; even parts of dim 0 lie there as they shall.
+
+    Autograd is not to take it for a view, which a program could not write to.
+    """
+    if parts.even:
+        return everyone.movedim(0, dim).flatten(dim, dim + 1).contiguous().detach()
+    return _joined(everyone.unbind(), dim, parts)
+
+
+def _joined(pieces: Sequence[Tensor], dim: int, parts: Parts) -> Tensor:
     """The members' padded pieces in the order of their rows, which is not rank order where a dim's axes are not."""
     order = sorted(range(len(pieces)), key=lambda member: parts.ranges[member])
     return torch.cat([_narrow(pieces[m], dim, (0, parts.ranges[m][1] - parts.ranges[m][0])) for m in order], dim)
@@ -135,7 +158,7 @@ def _check(x: Tensor, cut: Cut, rows: int, comm: Communicator) -> None:
 def _gather(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
     parts = cut.parts(comm)
     _check(x, cut, parts.mine[1] - parts.mine[0], comm)
-    return _joined(comm.all_gather(_padded(x, cut.dim, parts.widest), cut.axes), cut.dim, parts)
+    return _gathered(comm.all_gather(_padded(x, cut.dim, parts.widest), cut.axes), cut.dim, parts)
 
 
 def _take(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
@@ -149,8 +172,7 @@ def _scatter_sum(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
     parts = cut.parts(comm)
     _check(x, cut, parts.total, comm)
     _check_summable(x)
-    pieces = [_padded(_narrow(x, cut.dim, rows), cut.dim, parts.widest) for rows in parts.ranges]
-    mine = comm.reduce_scatter(pieces, cut.axes)
+    mine = comm.reduce_scatter(_cut(x, cut.dim, parts), cut.axes)
     return _narrow(mine, cut.dim, (0, parts.mine[1] - parts.mine[0])).contiguous()
 
 

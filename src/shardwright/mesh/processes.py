@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,10 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
 from shardwright.world.control import finish_queued
 from shardwright.world.lockstep import Lockstep
+
+# torch 2.13 gave these new names and deprecated the old ones, which are all that 2.11 has.
+all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 def _world() -> dist.ProcessGroup:
@@ -140,8 +145,7 @@ class ProcessCommunicator:
             sums = torch.split(flat, [tensor.numel() for tensor in tensors])
             return [part.view(tensor.shape) for tensor, part in zip(tensors, sums, strict=True)]
         packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        everyone = torch.stack(self.all_gather(packed, axes))
-        parts = torch.split(everyone, [tensor.nbytes for tensor in tensors], 1)
+        parts = torch.split(self.all_gather(packed, axes), [tensor.nbytes for tensor in tensors], 1)
         return [_sum_of_bytes(part, tensor) for tensor, part in zip(tensors, parts, strict=True)]
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
@@ -160,37 +164,38 @@ class ProcessCommunicator:
 
         return finish
 
-    def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
         if group is None:
-            return [tensor]
-        gathered = list(tensor.new_empty(group.size(), *tensor.shape).unbind())
-        backend = self._backend(tensor, group)
+            return torch.stack([tensor])
+        gathered, backend = tensor.new_empty(group.size(), *tensor.shape), self._backend(tensor, group)
         with self._pulse(b"all_gather"):
-            self._run(dist.all_gather, [moved(each, backend) for each in gathered], moved(tensor, backend), group=group)
+            flat = moved(gathered, backend).view(-1), moved(tensor, backend).view(-1)
+            self._run(all_gather_single, *flat, group=group)
         return gathered
 
-    def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
         if group is None:
-            return tensors[0]
-        backend = self._backend(tensors[0], group)
-        numbers = summed_as(tensors[0].dtype, backend)
+            return rows[0]
+        backend = self._backend(rows, group)
+        numbers = summed_as(rows.dtype, backend)
         if not backend.reduce_scatters:
-            brought = numbers.made(torch.stack(self.all_to_all(tensors, axes)))
+            brought = numbers.made(self._exchanged(rows, group))
             return numbers.back(brought.sum(0, dtype=brought.dtype))
-        given = [numbers.made(tensor) for tensor in tensors]
+        given = numbers.made(rows)
         scattered = torch.empty_like(given[0])
         with self._pulse(b"reduce_scatter"):
-            self._run(dist.reduce_scatter, scattered, given, group=group)
+            self._run(reduce_scatter_single, scattered.view(-1), given.view(-1), group=group)
         return numbers.back(scattered)
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         group = self._group(axes)
-        if group is None:
-            return tensors
-        sent = torch.stack(tensors)
+        return tensors if group is None else list(self._exchanged(torch.stack(tensors), group).unbind())
+
+    def _exchanged(self, sent: Tensor, group: dist.ProcessGroup) -> Tensor:
+        """What every member has for this rank, each as a row of ``sent``."""
         received, backend = torch.empty_like(sent), self._backend(sent, group)
         with self._pulse(b"all_to_all"):
             self._run(dist.all_to_all_single, moved(received, backend), moved(sent, backend), group=group)
-        return list(received.unbind())
+        return received

@@ -83,11 +83,11 @@ class SimulatedCommunicator:
 
         return finish
 
-    def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
-        return self._call("all_gather", [tensor], axes)
+    def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
+        return torch.stack(self._call("all_gather", [tensor], axes))
 
-    def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
-        return self._call("reduce_scatter", tensors, axes)[0]
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
+        return self._call("reduce_scatter", list(rows.unbind()), axes)[0]
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._call("all_to_all", tensors, axes)

@@ -110,13 +110,13 @@ class OnGpus:
         self._take([tensor], sums=True)
         return lambda: None
 
-    def all_gather(self, tensor: Tensor, axes: Axes) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
         self._take([tensor], sums=False)
-        return [tensor.clone() for _ in self.mesh.group(self.rank, axes)]
+        return torch.stack([tensor for _ in self.mesh.group(self.rank, axes)])
 
-    def reduce_scatter(self, tensors: list[Tensor], axes: Axes) -> Tensor:
-        self._take(tensors, sums=True)
-        return tensors[self.mesh.group(self.rank, axes).index(self.rank)].clone()
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
+        self._take([rows], sums=True)
+        return rows[self.mesh.group(self.rank, axes).index(self.rank)].clone()
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         self._take(tensors, sums=False)

@@ -9,17 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.cluster.bench.data import count_wrong, fill, pattern, reduced
+from shardwright.mesh.processes import all_gather_single, reduce_scatter_single
 
-# torch 2.13 gave these new names and deprecated the old ones, which are all that 2.11 has.
-_all_gather: Callable[[Tensor, Tensor], Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,
 }  # fmt: skip
@@ -150,11 +147,11 @@ def _call_all_reduce(case: Case, buffers: Buffers) -> None:
 
 
 def _call_all_gather(case: Case, buffers: Buffers) -> None:
-    _all_gather(buffers.received, buffers.sent)
+    all_gather_single(buffers.received, buffers.sent)
 
 
 def _call_reduce_scatter(case: Case, buffers: Buffers) -> None:
-    _reduce_scatter(buffers.received, buffers.sent, _REDUCTIONS[case.reduction])
+    reduce_scatter_single(buffers.received, buffers.sent, _REDUCTIONS[case.reduction])
 
 
 def _call_all_to_all(case: Case, buffers: Buffers) -> None:

@@ -207,11 +207,12 @@ def _cell(groups: _Groups, kind: CollectiveKind, size: int, buffer: Tensor) -> _
     comm, axes = groups.comm, groups.axes
     part = max(1, round(size / _FLOAT / groups.ranks))
     whole = buffer[: part * groups.ranks]
-    parts = list(whole.view(groups.ranks, part).unbind())
+    rows = whole.view(groups.ranks, part)
+    parts = list(rows.unbind())
     calls: dict[CollectiveKind, Callable[[], object]] = {
         "all_reduce": lambda: comm.all_reduce(whole, axes),
         "all_gather": lambda: comm.all_gather(parts[0], axes),
-        "reduce_scatter": lambda: comm.reduce_scatter(parts, axes),
+        "reduce_scatter": lambda: comm.reduce_scatter(rows, axes),
         "all_to_all": lambda: comm.all_to_all(parts, axes),
     }
     return _Cell(groups, kind, size, calls[kind])
