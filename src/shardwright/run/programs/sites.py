@@ -112,7 +112,8 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
         return "", f"the gradients of {', '.join(names[:_NAMED])}{more}"
     user, value = _user(program, at), instruction.value
     used = "" if user is None else _name(user)
-    if user is not None and program.loss in user.results and all(v.shape == () for v, _ in instruction.steps()):
+    sums = instruction.steps()
+    if sums and user is not None and program.loss in user.results and all(summed.shape == () for summed, _ in sums):
         used = "the loss"  # which is made of sums
     if value is not None and value.kind == "parameter":
         return f"{value.label}{f' in {used}' if used else ''}", f"the gradient of {value.label}"
