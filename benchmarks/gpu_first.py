@@ -156,7 +156,7 @@ def _after_term(process: subprocess.Popen[str]) -> str:
 def _told(said: str) -> tuple[str, dict[str, Any]]:
     """Whether the report of a stall names the rank that sleeps, and what it says."""
     verdicts = (line.strip() for line in said.splitlines() if "for 20 s: rank 1 is in " in line)
-    lines = [line for line in verdicts if "in stalling" in line and "all_reduce of step 6" in line]
+    lines = [line for line in verdicts if "in stalling" in line and " of step 6 for the loss" in line]
     return ("passed", {"verdict": lines[0]}) if lines else ("failed", {})
 
 
