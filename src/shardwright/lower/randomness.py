@@ -117,10 +117,10 @@ def one_kernel(device: torch.device) -> Mask | None:
     bases = torch.arange(67, dtype=torch.int32, device=device) * 64_000_003
     key, threshold = mixed(1), _WORD // 3
     try:
-        compiled = torch.compile(_below, dynamic=True)
-        expected = _below(bases, 1001, _signed(key), _signed(key >> 32), threshold - _WORD // 2)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of names that the compiler itself uses
+            compiled = torch.compile(_below, dynamic=True)
+            expected = _below(bases, 1001, _signed(key), _signed(key >> 32), threshold - _WORD // 2)
             problem = "" if torch.equal(mask(bases, 1001, key, threshold), expected) else "the kernel gives other bits"
     except Exception as error:  # there are as many as there are compilers that may be missing
         problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
