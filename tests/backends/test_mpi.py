@@ -103,7 +103,7 @@ def test_training_is_exact(way, ranks, tmp_path):
 @pytest.mark.parametrize(
     ("how", "code", "cause"),
     [
-        ("raises", 1, "rank 1 failed first: exit code 1, ValueError: the end of rank 1"),
+        pytest.param("raises", 1, "rank 1 failed first: exit code 1, ValueError: the end of rank 1", marks=slow),
         pytest.param("killed", 137, "rank 1 failed first: killed by SIGKILL", marks=slow),
         pytest.param("exits", 1, "rank 1 has ended, while rank 0 waits for it in all_reduce", marks=slow),
         pytest.param("hangs", 1, "rank 0 has waited", marks=slow),

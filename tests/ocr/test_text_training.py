@@ -99,6 +99,7 @@ def by_hand(name, overrides, steps):
     return losses
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_words_train_on_two_ranks_as_on_one(drawn, tmp_path):
     """Three steps of uneven batches, and twelve images, of which each is counted once."""
