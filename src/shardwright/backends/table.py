@@ -58,6 +58,7 @@ class Backend:
         reduce_scatters: whether its reduce-scatter is quicker than an all-to-all and a local sum.
         bucket_bytes: as many bytes of gradients are joined for one all-reduce; a gradient with a quarter of that and
             more is not copied for it.
+        first_bucket_bytes: the same of those that the backward comes to first, so that communication begins early.
         infiniband: whether it goes over InfiniBand where there is one; else over TCP alone.
         within_host_by_loopback: whether ranks of one host talk through a network device, which counts their bytes.
         dtypes: the dtypes of the tensors that its collectives take, as torch names them; empty where they take all.
@@ -76,6 +77,7 @@ class Backend:
     waits_in_turns: bool = False
     reduce_scatters: bool = True
     bucket_bytes: int = 32 * 2**20
+    first_bucket_bytes: int = 2**20
     infiniband: bool = True
     within_host_by_loopback: bool = False
     dtypes: frozenset[str] = frozenset()
@@ -101,7 +103,9 @@ GLOO = Backend(
     waits_in_turns=True,
     # 4 ranks: 15 ms against 1.5 ms for 4 kB, 44-65 ms against 30-42 ms for 4 MB each.
     reduce_scatters=False,
-    bucket_bytes=4 * 2**20,
+    # Its threads compete with the backward for the cores, and each all-reduce has a price: one large bucket at the end
+    # is quicker than several early ones (benchmarks/RESULTS.md, "Gradients in buckets").
+    first_bucket_bytes=32 * 2**20,
     infiniband=False,
     within_host_by_loopback=True,
     dtypes=_DTYPES,

@@ -28,8 +28,10 @@ from shardwright.torch_private import returns_list, tensors_returned
 from shardwright.world.gradients import BUCKET_BYTES
 
 
-def lower(plan: Plan, rank: int, bucket_bytes: int = BUCKET_BYTES) -> LocalProgram:
-    """The program of ``rank`` under a plan; as many bytes of gradients are reduced together.
+def lower(
+    plan: Plan, rank: int, bucket_bytes: int = BUCKET_BYTES, first_bucket_bytes: int = BUCKET_BYTES
+) -> LocalProgram:
+    """The program of ``rank`` under a plan; as many bytes of gradients are reduced together, at first as many.
 
     Raises:
         LoweringError: where the result is not what the plan says (a defect, to be reported).
@@ -37,7 +39,7 @@ def lower(plan: Plan, rank: int, bucket_bytes: int = BUCKET_BYTES) -> LocalProgr
     lowering = _Lowering(plan, rank)
     program = lowering.run()
     check(program, plan)
-    program = join_buckets(program, bucket_bytes)
+    program = join_buckets(program, bucket_bytes, first_bucket_bytes)
     program = join_sums(sum_first(program, plan))
     check(program, plan)
     return program

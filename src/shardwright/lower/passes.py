@@ -12,12 +12,13 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.world.gradients import BUCKET_BYTES
 
-FIRST_BUCKET_BYTES = 2**20  # of the bucket that the backward fills first, so that communication begins early
 _SMALL_BYTES = 1024  # of a sum that may be joined with others
 _ALONE = 4  # a gradient of more than a bucket's bytes divided by this is reduced alone, where it lies
 
 
-def join_buckets(program: LocalProgram, limit_bytes: int = BUCKET_BYTES) -> LocalProgram:
+def join_buckets(
+    program: LocalProgram, limit_bytes: int = BUCKET_BYTES, first_bytes: int = BUCKET_BYTES
+) -> LocalProgram:
     """Join the gradient reductions of replicated parameters into buckets.
 
     Such a reduction is an ``enter`` step on a parameter: identity forward, all-reduce backward. Those over the same
@@ -25,7 +26,7 @@ def join_buckets(program: LocalProgram, limit_bytes: int = BUCKET_BYTES) -> Loca
     all-reduce; large ones travel alone, since to join them costs a copy. A bucket stands where its first parameter is
     needed; its backward begins its reduction as soon as all its gradients are there, while the rest of the backward
     goes on to earlier layers. It is waited for in the backward of ``later``, with which the program begins: what is
-    made first is what autograd comes to last.
+    made first is what autograd comes to last. The bucket that the backward fills first has ``first_bytes`` at most.
     """
     parameters = set(program.parameters)
     entering = [
@@ -35,7 +36,9 @@ def join_buckets(program: LocalProgram, limit_bytes: int = BUCKET_BYTES) -> Loca
     ]
     if not entering:
         return program
-    buckets = {id(members[0]): _bucket(members) for members in _groups(entering, limit_bytes, program.mesh)}
+    buckets = {
+        id(members[0]): _bucket(members) for members in _groups(entering, limit_bytes, first_bytes, program.mesh)
+    }
     joined = {id(instruction) for instruction in entering}
     instructions = [
         buckets.get(id(instruction), instruction)
@@ -46,7 +49,7 @@ def join_buckets(program: LocalProgram, limit_bytes: int = BUCKET_BYTES) -> Loca
     return dataclasses.replace(program, instructions=(later, *_before_blocks(instructions)))
 
 
-def _groups(entering: Sequence[Instruction], limit_bytes: int, mesh: Mesh) -> list[list[Instruction]]:
+def _groups(entering: Sequence[Instruction], limit_bytes: int, first_bytes: int, mesh: Mesh) -> list[list[Instruction]]:
     """What is reduced together, each in the order of the program."""
     groups: list[list[Instruction]] = []
     open_groups: dict[tuple[object, ...], list[Instruction]] = {}
@@ -64,7 +67,7 @@ def _groups(entering: Sequence[Instruction], limit_bytes: int, mesh: Mesh) -> li
         twice = any(member.reads == instruction.reads for member in open_groups.get(key, ()))
         if key not in open_groups or twice or sizes[key] + size > limits[key]:
             groups.append([])
-            limits[key] = limit_bytes if key in open_groups else min(FIRST_BUCKET_BYTES, limit_bytes)
+            limits[key] = limit_bytes if key in open_groups else min(first_bytes, limit_bytes)
             open_groups[key], sizes[key] = groups[-1], 0
         open_groups[key].insert(0, instruction)
         sizes[key] += size

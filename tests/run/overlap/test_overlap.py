@@ -160,8 +160,8 @@ def test_a_gradient_is_changed_in_place_where_nobody_else_has_it(case):
 def broken():
     torch.set_num_threads(1)
     rank = sw.init().rank
-    model = nn.Sequential(*(nn.Linear(600, 600) for _ in range(4)))  # each weight alone in its bucket
-    x = torch.randn(8, 600)
+    model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(4)))  # each weight alone in its bucket
+    x = torch.randn(8, 1500)
     start_s = time.monotonic()
     with sw.parallelize(model, loss_fn, x, "data", batch="global") as parallel:
         parallel(x).backward()

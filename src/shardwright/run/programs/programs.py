@@ -156,7 +156,7 @@ class Programs:
         self._make_room()
         self._warn_of_many(known, remembered)
         backend = backend_moving(self._world.device.type, self._world.backend)
-        program = lower(plan, self._world.rank, backend.bucket_bytes)
+        program = lower(plan, self._world.rank, backend.bucket_bytes, backend.first_bucket_bytes)
         if self._dumps:
             save_graphs(self._dumps, plan, program, number=self._made + 1)
         axes = {collective.axes for _, _, collective in program.collectives()}
