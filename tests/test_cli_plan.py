@@ -221,6 +221,7 @@ def test_verify_of_a_right_plan_ends_with_0(monkeypatch, capsys):
     assert not list((Path().absolute().parent / "tmp").iterdir())
 
 
+@pytest.mark.slow
 def test_verify_of_a_defect_ends_with_1_and_names_the_tensor():
     write("net.py", NET, DEFECT)
     done = verify_command("net.py:build", "-n", "2", "--mode", "data", "--steps", "1", "--dtype", "float64")

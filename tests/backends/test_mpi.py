@@ -240,6 +240,7 @@ def test_what_is_missing_is_named(monkeypatch, tmp_path):
 
 
 @needs_mpi
+@pytest.mark.slow
 def test_a_world_of_one_needs_no_mpirun(tmp_path):
     script = (
         "import shardwright as sw, torch.distributed as dist, torch; w = sw.init(backend='mpi'); x = torch.ones(2)\n"

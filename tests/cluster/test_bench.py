@@ -528,6 +528,7 @@ def test_the_help_says_what_n_is():
     assert "Ranks to start; under a launcher, iterations as in nccl-tests." in " ".join(text.split())
 
 
+@pytest.mark.slow
 def test_mpirun_as_with_nccl_tests(tmp_path):
     mpirun = Path(sys.executable).with_name("mpirun")
     if not mpirun.exists():

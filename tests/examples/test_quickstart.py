@@ -37,7 +37,7 @@ def losses_in(text):
     return [float(loss) for *_, loss in lines]
 
 
-@pytest.mark.parametrize("mode", ["data", "semi-auto", "auto"])
+@pytest.mark.parametrize("mode", [pytest.param("data", marks=pytest.mark.slow), "semi-auto", "auto"])
 @pytest.mark.parametrize(
     ("gradients", "tolerance"), [("mean", 1e-5), pytest.param("sum", 2e-5, marks=pytest.mark.slow)]
 )

@@ -15,7 +15,7 @@ from side_by_side import same_graph
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 NAMED = {family.name: family for family in FAMILIES}
-QUICK = ("bert", "gpt2", "llama", "t5", "vit")
+QUICK = ("llama", "t5")  # rotary tables, and a relative bias that two stacks read
 # Operators that have no rule yet, and run whole.
 WHOLE: set[str] = set()
 
@@ -100,7 +100,7 @@ def test_there_are_families_enough():
 
 
 @pytest.mark.timeout(300)
-def test_five_families_train_as_on_one_device():
+def test_two_families_train_as_on_one_device():
     check(QUICK)
 
 

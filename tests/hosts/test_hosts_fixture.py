@@ -85,6 +85,7 @@ ALL_REDUCE = """
 """
 
 
+@pytest.mark.slow
 def test_gloo_reduces_between_two_hosts_over_their_interfaces(network, tmp_path):
     (tmp_path / "reduce.py").write_text(textwrap.dedent(ALL_REDUCE))
 
@@ -131,6 +132,7 @@ def transfer_s(network, host, size):
         return read_s(sender, size)
 
 
+@pytest.mark.slow
 def test_a_slowed_link_is_slower_than_its_rate_and_a_mended_one_is_not(network):
     size, bits_per_s = 1_000_000, 5_000_000
     try:
@@ -146,6 +148,7 @@ def test_a_slowed_link_is_slower_than_its_rate_and_a_mended_one_is_not(network):
     assert transfer_s(network, "host1", size) < 0.9 * at_the_rate_s
 
 
+@pytest.mark.slow
 def test_a_cut_link_stops_traffic_without_a_word_until_it_is_mended(network):
     ticks = "i=0; while true; do echo $i; i=$((i+1)); sleep 0.05; done"
     with subprocess.Popen(network.ssh_command("host1", ticks), stdout=subprocess.PIPE) as ticking:

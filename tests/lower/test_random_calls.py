@@ -124,9 +124,10 @@ def on_one_device():
     ("mesh", "search"),
     [
         pytest.param(Mesh.of(d=5), "data", marks=pytest.mark.slow),  # parts of 3, and an empty one
-        (Mesh.of(a=2, b=3), "propagation"),
+        pytest.param(Mesh.of(a=2, b=3), "propagation", marks=pytest.mark.slow),
         *(pytest.param(Mesh.of(d=ranks), "data", marks=pytest.mark.slow) for ranks in (2, 3, 8)),
         pytest.param(Mesh.of(d=4), "propagation", marks=pytest.mark.slow),
+        (Mesh.of(d=3), "propagation"),
     ],
     ids=str,
 )

@@ -63,7 +63,9 @@ def on_processes(mesh):
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of(a=2), Mesh.of(a=2, b=2), Mesh.of(a=2, b=3)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [Mesh.of(a=2), pytest.param(Mesh.of(a=2, b=2), marks=pytest.mark.slow), Mesh.of(a=2, b=3)], ids=str
+)
 def test_processes_and_simulation_agree(mesh):
     simulated = simulate(mesh, take_every_step)
     assert simulated[0][1] >= {

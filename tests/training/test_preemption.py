@@ -73,6 +73,7 @@ def test_where_the_job_is_marked_as_failed_a_rank_leaves_at_once_and_saves_nothi
     assert not list(tmp_path.glob("run/step-*"))
 
 
+@pytest.mark.slow
 def test_minutes_are_rank_0_s_and_all_ranks_save_at_the_same_step(tmp_path):
     options = {"every_minutes": 0.3 / 60}
     everyone = run_ranks(2, minutes, str(tmp_path), options)

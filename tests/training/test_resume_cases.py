@@ -168,7 +168,7 @@ def with_torchs_loader(directory, shuffle):
     return found
 
 
-@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("shuffle", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_torchs_loaders_go_on_in_an_epoch_where_their_order_is_known(shuffle, tmp_path):
     [[whole, rest]] = run_ranks(1, with_torchs_loader, str(tmp_path), shuffle)
     if shuffle:

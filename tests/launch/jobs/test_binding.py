@@ -43,10 +43,10 @@ def test_threads_of_one_core_stay_together(tmp_path, monkeypatch):
     ("options", "bound"),
     [
         ([], True),
-        (["--no-preload"], True),
+        pytest.param(["--no-preload"], True, marks=pytest.mark.slow),
         (["--bind-to", "none"], False),
         (["-x", f"OMP_NUM_THREADS={CORES}"], False),
-        (["-x", "OMP_NUM_THREADS=1"], True),
+        pytest.param(["-x", "OMP_NUM_THREADS=1"], True, marks=pytest.mark.slow),
     ],
 )
 def test_a_job_is_bound(launching, options, bound):

@@ -115,7 +115,7 @@ def test_a_line_of_100_megabytes_is_served_in_bounded_memory(launching, tee):
     assert (launching.folder / "shown").stat().st_size >= 100_000_000
 
 
-@pytest.mark.parametrize("blocked", ["stdout", "both"])
+@pytest.mark.parametrize("blocked", ["stdout", pytest.param("both", marks=pytest.mark.slow)])
 def test_a_console_that_nobody_reads_stops_no_rank(launching, blocked):
     script = launching.write(
         "train.py",

@@ -84,7 +84,9 @@ PROBE = """
 """
 
 
-@pytest.mark.parametrize("target", [["sub/probe.py"], ["-m", "sub.probe"]], ids=["script", "module"])
+@pytest.mark.parametrize(
+    "target", [["sub/probe.py"], pytest.param(["-m", "sub.probe"], marks=pytest.mark.slow)], ids=["script", "module"]
+)
 def test_a_forked_rank_is_like_a_fresh_interpreter(launching, target):
     (launching.folder / "sub").mkdir()
     launching.write("sub/probe.py", PROBE)
