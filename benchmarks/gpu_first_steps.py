@@ -69,6 +69,27 @@ SMALL = {
 }
 
 
+class Recurrent(nn.Module):
+    """Classifies sequences by what a recurrent layer makes of their last numbers."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer, self.head = kind(12, 32, num_layers=2, batch_first=True), nn.Linear(32, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.layer(x)[0][:, -1])
+        return found
+
+
+def sequences() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(16, 20, 12, generator=generator), torch.randint(10, (16,), generator=generator)
+
+
+# Whose casts under autocast cuDNN makes, of which no machine without a GPU knows.
+RECURRENT = {kind.__name__: Network(lambda kind=kind: Recurrent(kind), sequences) for kind in (nn.LSTM, nn.GRU)}
+
+
 def losses(model: Any, call: Callable[[], torch.Tensor], steps: int = 3, scaler: Any = None) -> list[float]:
     """Of some steps of AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -151,7 +172,7 @@ def against_cpu(device: torch.device, quick: bool) -> dict[str, Any]:
 
 def _autocast(device: torch.device, dtype: torch.dtype, scaled: bool) -> dict[str, Any]:
     found = {}
-    for name, network in SMALL.items():
+    for name, network in (SMALL | RECURRENT).items():
         outcomes = []
         for ours in (False, True):
             model, batch = network.made(device)

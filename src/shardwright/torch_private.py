@@ -195,7 +195,22 @@ def gradients_are_returned(leaf: torch.Tensor) -> bool:
 
 def fake_mode() -> FakeTensorMode:
     """Tensors without storage that keep their device: meta tensors lose it, and models ask for ``x.device``."""
+    _know_gru_cells()
     return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+@lru_cache(maxsize=1)
+def _know_gru_cells() -> torch.library.Library | None:
+    """Let tensors without storage on a GPU pass a GRU, as they pass an LSTM: of this kernel torch knows no shapes."""
+    if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_thnn_fused_gru_cell", "Meta"):
+        return None
+
+    def cell(input_gates: torch.Tensor, hidden_gates: torch.Tensor, hidden: torch.Tensor, *_: Any) -> Any:
+        return torch.empty_like(hidden), hidden.new_empty(hidden.shape[0], 5 * hidden.shape[1])  # and its workspace
+
+    library = torch.library.Library("aten", "IMPL", "Meta")  # type: ignore[no-untyped-call]
+    library.impl("_thnn_fused_gru_cell", cell)  # type: ignore[no-untyped-call]
+    return library
 
 
 def empty_like_on(tensor: torch.Tensor, device: torch.device, mode: FakeTensorMode) -> torch.Tensor:

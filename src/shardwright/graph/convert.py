@@ -22,7 +22,8 @@ from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.graph.tracing.functions import APPLIED, Application
 from shardwright.graph.tracing.numbers import Numbers
 from shardwright.graph.tracing.regions import NO_GRADIENT
-from shardwright.graph.tracing.trace import SOURCE, Trace
+from shardwright.graph.tracing.sources import source_of
+from shardwright.graph.tracing.trace import Trace
 from shardwright.rules import random
 from shardwright.rules.functions import called, is_function
 from shardwright.rules.notation import Operand
@@ -162,7 +163,7 @@ class _Converter:
         if not torch_private.is_operator(node.target):
             raise CaptureError(
                 f"{torch_private.higher_order_name(node.target) or node.target} is not an operator that can be "
-                f"captured, at {_source(node)}\nKeep it out of the loss function, or load the model without it."
+                f"captured, at {source_of(node)}\nKeep it out of the loss function, or load the model without it."
             )
         op = str(node.target)
         row = row_of(op)
@@ -198,7 +199,7 @@ class _Converter:
         several = isinstance(vals, (tuple, list))
         if isinstance(vals, torch.SymInt | torch.SymFloat | torch.SymBool):
             raise CaptureError(
-                f"the graph would need a number out of a tensor, at {_source(node)}\n"
+                f"the graph would need a number out of a tensor, at {source_of(node)}\n"
                 "Keep it a tensor: index with x.index_select(dim, i.reshape(1)), and choose with torch.where."
             )
         tensors = [val for val in vals if isinstance(val, torch.Tensor)] if several else [vals]
@@ -307,7 +308,7 @@ class _Converter:
         sources = [mark[1] for mark in marks if mark]
         pin = Pin(tuple(mark and mark[0] for mark in marks), (None,) * len(names), sources[0]) if sources else None
         self.nodes.append(
-            Node(name, op, args, tuple(kwargs.items()), tuple(operands), names, _scope(node), _source(node), pin)
+            Node(name, op, args, tuple(kwargs.items()), tuple(operands), names, _scope(node), source_of(node), pin)
         )
         return names
 
@@ -320,7 +321,9 @@ class _Converter:
             like = torch.empty(value.shape, dtype=value.dtype, device="meta")
             result = self._add_value("detach", "result", "detach", like, needs_gradient=False)
             self.nodes.append(
-                Node(result, "aten.detach.default", (Operand(0),), (), (name,), (result,), _scope(node), _source(node))
+                Node(
+                    result, "aten.detach.default", (Operand(0),), (), (name,), (result,), _scope(node), source_of(node)
+                )
             )
             self.detached[name] = result
         return self.detached[name]
@@ -389,10 +392,6 @@ def _scope(node: fx.Node) -> str:
     return (paths[-1] + "." if paths else "").removeprefix(_MODEL).removesuffix(".")
 
 
-def _source(node: fx.Node) -> str:
-    return str((node.meta.get("custom") or {}).get(SOURCE, ""))
-
-
 def _mutation(program: torch.export.ExportedProgram, spec: Any) -> CaptureError:
     node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
     what = (
@@ -401,6 +400,6 @@ def _mutation(program: torch.export.ExportedProgram, spec: Any) -> CaptureError:
         else f"the parameter {str(spec.target).removeprefix(_MODEL)}"
     )
     return CaptureError(
-        f"{what} is changed in place, at {_source(node)}\nWork on a copy: x = x.clone(), or the operator without "
+        f"{what} is changed in place, at {source_of(node)}\nWork on a copy: x = x.clone(), or the operator without "
         "the underscore."
     )

@@ -17,10 +17,14 @@ from torch.fx.node import map_arg
 from shardwright import torch_private
 from shardwright.errors import CaptureError
 from shardwright.graph.functional.parts import once, traced
+from shardwright.graph.tracing.sources import source_of
+from shardwright.rules.table import Column, column
 
 _POSITIONS = {"wrap_with_autocast": 4, "wrap_with_set_grad_enabled": 1}  # where the region stands in the arguments
 NO_GRADIENT = "shardwright_no_gradient"  # the key of the annotation that gradients are off where an operator is called
 _Casts = Mapping[int, torch.dtype]  # operand, by its position among the tensors of a node -> to what it is cast
+# On which devices the kernel of an operator calls others that autocast casts, which tensors without values do not show.
+_CASTS_WITHIN: Column[str] = column(("bilinear", "cpu"))
 
 
 @dataclass(frozen=True)
@@ -122,10 +126,7 @@ def _apart(node: Node, place: Place) -> Any:
     """
     assert place.autocast is not None
     if not torch_private.is_composite(node.target):
-        raise CaptureError(
-            f"{node.target} computes in another dtype under autocast by casts within it, which cannot be "
-            f"captured, {node.meta.get('custom')}\nCast its inputs by hand, or leave it outside autocast."
-        )
+        raise _refusal(node, place.autocast)
     with torch.no_grad(), place.autocast.region():
         graph = traced(node, returns=True)
     for part in graph.nodes:
@@ -135,16 +136,29 @@ def _apart(node: Node, place: Place) -> Any:
     return outputs
 
 
+def _refusal(node: Node, autocast: Autocast) -> CaptureError:
+    return CaptureError(
+        f"{node.target} computes in another dtype under autocast by casts within it, which cannot be captured, at "
+        f"{source_of(node)}\nCast its inputs by hand, and call it where autocast is off: "
+        f"with torch.autocast({autocast.device_type!r}, enabled=False)."
+    )
+
+
 def cast_operands(node: Node, place: Place) -> bool:
     """Make the casts that autocast does to the operands of ``node`` operators of their own, before it.
 
     False, and nothing done, where the operator would then not compute the same in the same dtypes.
+
+    Raises:
+        CaptureError: where that shows in its values alone.
     """
     autocast, operands = place.autocast, _operands(node)
     if autocast is None or not autocast.enabled or not torch_private.is_operator(node.target):
         return True
     if not operands:
         return True
+    if _CASTS_WITHIN.of(str(node.target)) == autocast.device_type and any(_is_cast(n, autocast) for n in operands):
+        raise _refusal(node, autocast)
     casts: _Casts | None = once(f"{autocast} {_pattern(node)} of", node, lambda: _casts(node, operands, autocast))
     if casts is None:
         return False
@@ -197,9 +211,21 @@ def _casts(node: Node, operands: Sequence[Node], autocast: Autocast) -> _Casts |
 def _like_results(operands: Sequence[Node], wanted: torch_private.Computed) -> _Casts:
     """All operands that autocast may cast, to the dtype of the first result."""
     dtypes = [dtype for dtype in _dtypes(wanted) if dtype.is_floating_point]
-    vals = [operand.meta["val"] for operand in operands]
-    cast = [val.is_floating_point() and val.dtype != torch.float64 for val in vals]
-    return {i: dtypes[0] for i, val in enumerate(vals) if dtypes and cast[i] and val.dtype != dtypes[0]}
+    return {
+        i: dtypes[0]
+        for i, operand in enumerate(operands)
+        if dtypes and _may_be_cast(operand) and operand.meta["val"].dtype != dtypes[0]
+    }
+
+
+def _is_cast(operand: Node, autocast: Autocast) -> bool:
+    return _may_be_cast(operand) and operand.meta["val"].dtype != autocast.dtype
+
+
+def _may_be_cast(operand: Node) -> bool:
+    """Whether autocast casts such a tensor at all."""
+    dtype: torch.dtype = operand.meta["val"].dtype
+    return dtype.is_floating_point and dtype != torch.float64
 
 
 def _dtypes(of: torch_private.Computed) -> list[torch.dtype]:

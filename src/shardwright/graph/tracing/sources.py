@@ -12,9 +12,11 @@ from pathlib import Path
 from types import CodeType, FrameType, TracebackType
 
 import torch
+from torch import fx
 
 from shardwright import package
 
+SOURCE = "shardwright_source"  # the key of an annotation that every traced operator carries
 _TORCH = str(Path(torch.__file__).parent) + "/"
 _OURS = str(package.FOLDER) + "/"
 _MODELS = _OURS + "zoo/"
@@ -61,6 +63,11 @@ def describe(filename: str, line: int, function: str) -> str:
 def describe_frame(frame: FrameType) -> str:
     """The place where ``frame`` stands now."""
     return describe(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+
+
+def source_of(node: fx.Node) -> str:
+    """Where the user calls a traced operator."""
+    return str((node.meta.get("custom") or {}).get(SOURCE, ""))
 
 
 def callers_source() -> str:

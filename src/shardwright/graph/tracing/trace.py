@@ -29,7 +29,6 @@ from shardwright.graph.tracing.regions import NO_GRADIENT
 from shardwright.rules.notation import Operand
 
 LossFunction = Callable[[Any, Any], Any]
-SOURCE = "shardwright_source"  # the key of an annotation that every traced operator carries
 
 
 @dataclass
@@ -82,7 +81,7 @@ class _Annotate(TorchFunctionMode):
         refuse_detaching(name, args, where)
         before = self.in_place.before(args, kwargs or {})
         try:
-            with fx_traceback.annotate({SOURCE: source, NO_GRADIENT: _without_gradient(func, kwargs or {})}):
+            with fx_traceback.annotate({sources.SOURCE: source, NO_GRADIENT: _without_gradient(func, kwargs or {})}):
                 result = written.in_place_of(func)(*args, **(kwargs or {}))
         except Exception:
             self.failed = self.failed or where
