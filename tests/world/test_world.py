@@ -15,8 +15,10 @@ import torch.distributed as dist
 import shardwright as sw
 from ranks import free_port, run_ranks
 from shardwright.errors import UsageError, WorldError
+from shardwright.hosts.environment import read_environment
+from shardwright.world import meeting
 from shardwright.world.devices import gpu_index, host_names
-from shardwright.world.meeting import Card
+from shardwright.world.meeting import Card, Deadline, open_store
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -288,3 +290,13 @@ def test_one_seed_gives_every_rank_the_same_numbers():
 def test_a_seed_out_of_range_is_refused(seed):
     with pytest.raises(UsageError, match=f"seed={seed} must be a whole number from 0 to 4294967295"):
         sw.set_seed(seed)
+
+
+def test_a_worker_says_once_that_it_waits_for_the_scheduler_of_msrun(monkeypatch, capsys):
+    monkeypatch.setattr(meeting, "_QUIET_S", 0.05)
+    port = free_port()
+    where = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1"}
+    with pytest.raises(WorldError, match=r"^msrun's scheduler did not come to the meeting point"):
+        open_store(read_environment(where | {"MS_SCHED_PORT": str(port)}), Deadline.after(0.3))
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"shardwright: rank 1 waits for msrun's scheduler at 127.0.0.1 port {port}, for up to 0.3 s")

@@ -10,12 +10,28 @@ from typing import Any
 import click
 
 from shardwright.cli.group import RowOf, cli
+from shardwright.launch.asked.other_options import OTHER_OPTIONS
 
 _WORDS = "shardwright.launch.words"
+_OTHER = "other_option_{}"
 
 
 class _LaunchCommand(click.Command):
-    """Keeps a ``--`` that stands before the program, which click would swallow."""
+    """Keeps a ``--`` that stands before the program, which click would swallow; takes the options of other launchers,
+    which its help does not list.
+    """
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self.params += [
+            click.Option(
+                [*option.names, _OTHER.format(number)],
+                is_flag=not option.value,
+                metavar=option.value or None,
+                hidden=True,
+            )
+            for number, option in enumerate(OTHER_OPTIONS)
+        ]
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         typed = args
@@ -31,7 +47,10 @@ class _LaunchCommand(click.Command):
         return rest
 
 
-@cli.command(cls=_LaunchCommand, context_settings={"allow_interspersed_args": False})
+@cli.command(
+    cls=_LaunchCommand,
+    context_settings={"allow_interspersed_args": False, "token_normalize_func": lambda name: name.replace("_", "-")},
+)
 @click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per slot of the hosts, or per GPU.")
 @click.option("-m", "--module", is_flag=True, help="The program is a module, as in `python -m`.")
 @click.option(
@@ -150,22 +169,29 @@ def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
     """
     from shardwright.launch.asked.host_options import HostRequest
     from shardwright.launch.asked.options import read_options
+    from shardwright.launch.asked.other_words import in_our_words, split_typed
     from shardwright.launch.asked.request import LaunchRequest
     from shardwright.launch.asked.restart_options import RestartOptions
     from shardwright.launch.carriers.srun import batch_script
     from shardwright.launch.start import STARTS
     from shardwright.launch.start import launch as launch_job
 
+    typed = click.get_current_context().meta[_WORDS]
+    others = {option: words.pop(_OTHER.format(number)) for number, option in enumerate(OTHER_OPTIONS)}
+    said = {option: str(value) for option, value in others.items() if value not in (None, False)}
+    words["allocation"] = os.environ
+    if said:
+        words = in_our_words(said, words, split_typed(typed, words["command"]))
     program, module = words.pop("program"), words.pop("module")
     restarts = RestartOptions.read(*(words.pop(word) for word in ("max_restarts", "elastic", "min_ranks")))
     of_hosts = {entry.name: words.pop(entry.name) for entry in fields(HostRequest) if entry.name in words}
     request = LaunchRequest(
         arguments=words.pop("command"), kind="program" if program else "module" if module else "script",
-        preload=not words.pop("no_preload"), restarts=restarts, where=HostRequest(**of_hosts, allocation=os.environ),
+        preload=not words.pop("no_preload"), restarts=restarts, where=HostRequest(**of_hosts),
         **words,
     )  # fmt: skip
     if print_sbatch:
-        click.echo(batch_script(click.get_current_context().meta[_WORDS], request), nl=False)
+        click.echo(batch_script(typed, request), nl=False)
         return
     job = read_options(request)
     if job.start_command is not None and job.start_command.note:

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import struct
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -26,6 +27,7 @@ from shardwright.hosts.environment import FileMeeting, LaunchEnvironment, Meetin
 from shardwright.whole_file import write_whole
 
 _LOOPBACK = "127.0.0.1"
+_QUIET_S = 5.0  # for which nobody is told that it is waited
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
@@ -86,7 +88,7 @@ def open_store(told: LaunchEnvironment, deadline: Deadline) -> Store:
         case TcpMeeting(address, port, server_rank):
             if told.rank == server_rank:  # msrun's scheduler, which has no rank, serves what it has told the others
                 return _serve(_listen(address, port), told.size)
-            return _join([address], port, server_rank, deadline)
+            return _join([address], port, told, deadline)
         case FileMeeting(path, one_host):
             return _meet_by_file(path, one_host, told, deadline)
         case MpiMeeting():
@@ -130,17 +132,33 @@ def _serve(listener: socket.socket, size: int) -> Store:
     return TCPStore(_LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
-def _join(addresses: list[str], port: int, server_rank: int | None, deadline: Deadline) -> Store:
+def _join(addresses: list[str], port: int, told: LaunchEnvironment, deadline: Deadline) -> Store:
     # torch's own client waits a second between attempts and prints each one; a plain socket is quick and quiet.
+    server = _server(told)
+    told_at_s = deadline.left_s() - _QUIET_S
     for _ in deadline.pauses():
         for address in addresses:
             if _accepts(address, port, deadline):
                 return _connect(address, port, deadline)
-    server = "the launcher" if server_rank is None else f"rank {server_rank}"
+        if deadline.left_s() < told_at_s:
+            told_at_s = -1.0
+            print(
+                f"shardwright: rank {told.rank} waits for {server} at {' or '.join(addresses)} port {port}, for up to "
+                f"{deadline.timeout_s:g} s; is it running, and may this host reach it?",
+                file=sys.stderr, flush=True,
+            )  # fmt: skip
     raise WorldError(
         f"{server} did not come to the meeting point {' or '.join(addresses)} port {port} within "
         f"{deadline.timeout_s:g} s; see its log, or raise the time with sw.init(timeout=...)"
     )
+
+
+def _server(told: LaunchEnvironment) -> str:
+    """Who serves the meeting point, in words."""
+    server_rank = told.meeting.server_rank if isinstance(told.meeting, TcpMeeting) else 0
+    if server_rank is not None:
+        return f"rank {server_rank}"
+    return "msrun's scheduler" if told.launcher == "msrun" else "the launcher"
 
 
 def _accepts(address: str, port: int, deadline: Deadline) -> bool:
@@ -200,7 +218,7 @@ def _meet_by_mpi(told: LaunchEnvironment, deadline: Deadline) -> Store:
     listener = _listen("", 0) if told.rank == 0 else None
     note = (own_addresses(), listener.getsockname()[1]) if listener else None
     addresses, port = mpi.bcast(note, root=0)
-    return _serve(listener, told.size) if listener else _join(addresses, port, 0, deadline)
+    return _serve(listener, told.size) if listener else _join(addresses, port, told, deadline)
 
 
 def interfaces() -> dict[str, str]:

@@ -63,6 +63,7 @@ def read_options(request: LaunchRequest) -> LaunchOptions:
     place = _read_place(request, chosen, table, own_variables)
     remote = place if isinstance(place, RemoteOptions) else None
     by_rank = _table_variables(request, table)
+    _check_mca(request.mca, chosen, remote is not None)
     environment = variables | _read_environment(request, chosen, variables, {} if remote is not None else by_rank)
     whole = os.environ | environment
     program = _read_program(request, remote, whole)
@@ -110,16 +111,18 @@ def _read_environment(
     """
     devices = table_gpus(by_rank, os.environ | variables) if by_rank else request.devices
     environment = visible_devices(devices, os.environ) | read_backend(request.backend, carrier)
-    _check_mca(request.mca, carrier)
     if request.save_graphs is not None:
         environment[VARIABLE] = str(SaveGraphs.parse(request.save_graphs))
     return environment
 
 
-def _check_mca(words: Sequence[tuple[str, str]], carrier: CarrierFacts) -> None:
+def _check_mca(words: Sequence[tuple[str, str]], carrier: CarrierFacts, on_hosts: bool) -> None:
     if words and not carrier.takes_mca:
         owner = next(row.name for row in CARRIERS.values() if row.takes_mca)
-        raise UsageError(f"--mca {' '.join(words[0])} is a setting of {owner}; type --via {owner} too")
+        remedy = "which starts no ranks here: not needed, leave it out"
+        if not on_hosts:
+            remedy = f"leave it out, or type --via {owner} too"
+        raise UsageError(f"--mca {' '.join(words[0])} is a setting of {owner}{',' if on_hosts else ';'} {remedy}")
     check_mca(words)
 
 
@@ -127,8 +130,10 @@ def _read_program(request: LaunchRequest, remote: RemoteOptions | None, environm
     """The program, checked unless it lies where only the hosts can check it."""
     elsewhere = remote is not None and (bool(remote.wdir) or remote.stage is not None)
     if elsewhere and request.arguments:
-        return Program(request.kind, tuple(request.arguments))
-    return check_program(request.kind, request.arguments, environment)
+        program = Program(request.kind, tuple(request.arguments))
+    else:
+        program = check_program(request.kind, request.arguments, environment)
+    return replace(program, tells_local_rank=request.local_rank)
 
 
 def _ranks_here(

@@ -14,13 +14,15 @@ from shardwright.launch.host.program import ProgramKind
 class LaunchRequest:
     """The words of ``shardwright launch``, with what holds where one is left out.
 
-    ``arguments`` are the program, which is of the kind ``kind``, and what is handed to it. Without ``ranks`` there is
+    ``arguments`` are the program, which is of the kind ``kind``, and what is handed to it; ``local_rank`` is handed to
+    scripts that take it as an argument. Without ``ranks`` there is
     one per slot of the hosts, or per GPU. Without ``tee`` rank 0 is shown, or nothing if the job is detached. Without
     ``via`` the hosts decide who starts the ranks, and without hosts in ``where`` the job is on this one.
     """
 
     arguments: Sequence[str]
     kind: ProgramKind = "script"
+    local_rank: bool = True
     ranks: str | None = None
     preload: bool = True
     variables: Sequence[str] = ()

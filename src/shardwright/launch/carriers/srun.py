@@ -99,7 +99,7 @@ def batch_script(words: Sequence[str], request: LaunchRequest) -> str:
     hosts, _ = request.where.named(table)
     count = table.size if table is not None else read_count(request.ranks)
     kept = list(words)
-    kept.remove("--print-sbatch")
+    del kept[[word.replace("_", "-") for word in kept].index("--print-sbatch")]
     kept = [*([] if request.via else ["--via", SRUN.name]), *kept]
     name = request.job or Path(request.arguments[0]).stem
     return _script([sys.executable, "-m", "shardwright", "launch", *kept], name, hosts, count, request.grace_s)

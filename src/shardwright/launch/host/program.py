@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 import importlib.machinery
 import os
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -16,20 +17,54 @@ from shardwright.errors import UsageError
 
 ProgramKind = Literal["script", "module", "program"]
 _RANK_COMMANDS = ("train",)  # our own commands that ranks run
+_LOCAL_RANK = ("--local_rank", "--local-rank")
 
 
 @dataclass(frozen=True)
 class Program:
-    """What ranks run: ``arguments[0]`` is a script's path, a module's name or a program; the rest is handed to it."""
+    """What ranks run: ``arguments[0]`` is a script's path, a module's name or a program; the rest is handed to it.
+
+    With ``tells_local_rank`` a script that takes ``--local_rank`` is given it, as by torch.distributed.launch.
+    """
 
     kind: ProgramKind
     arguments: tuple[str, ...]
+    tells_local_rank: bool = True
 
     def command_line(self) -> list[str]:
         """The program as a command of its own, for ranks that are started singly."""
         if self.kind == "program":
             return list(self.arguments)
         return [sys.executable, *(["-m"] if self.kind == "module" else []), *self.arguments]
+
+    def for_rank(self, variables: Mapping[str, str]) -> Program:
+        """What the rank with these variables runs."""
+        name, *rest = self.arguments
+        given = any(word.partition("=")[0] in _LOCAL_RANK for word in rest)
+        if not self.tells_local_rank or self.kind != "script" or given or (option := _local_rank_option(name)) is None:
+            return self
+        return replace(self, arguments=(name, f"{option}={variables['LOCAL_RANK']}", *rest))
+
+
+def _local_rank_option(script: str) -> str | None:
+    """How a script spells the option for its local rank, where its parser has one: argparse takes ``-`` and ``_`` for
+    different.
+    """
+    try:
+        text = Path(script).read_bytes()
+        if b"local" not in text:
+            return None
+        calls = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call)]
+    except (OSError, SyntaxError, ValueError):
+        return None  # the rank says what is wrong with it
+    names = [
+        argument.value
+        for call in calls
+        if isinstance(call.func, ast.Attribute) and call.func.attr in ("add_argument", "option")
+        for argument in call.args
+        if isinstance(argument, ast.Constant) and argument.value in _LOCAL_RANK
+    ]
+    return str(names[0]) if names else None
 
 
 def check_program(kind: ProgramKind, arguments: Sequence[str], environment: Mapping[str, str]) -> Program:

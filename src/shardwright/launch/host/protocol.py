@@ -68,7 +68,7 @@ class Start(NamedTuple):
 
 def read_program(entry: Mapping[str, Any]) -> Program:
     """A program that came in a message."""
-    return Program(entry["kind"], tuple(entry["arguments"]))
+    return Program(entry["kind"], tuple(entry["arguments"]), entry["tells_local_rank"])
 
 
 # --- orders

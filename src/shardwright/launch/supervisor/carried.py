@@ -126,9 +126,12 @@ def supervise(
     said = os.memfd_create("mpirun")
     pipes = {rank: {stream: os.pipe2(os.O_CLOEXEC) for stream in STREAMS} for rank in start.ranks}
     plan = {
-        "supervisor": os.getpid(), "reports": reports.theirs, "command": start.program.command_line(),
+        "supervisor": os.getpid(), "reports": reports.theirs,
         "ranks": {
-            rank: {"variables": variables, "pipes": {stream: fds[1] for stream, fds in pipes[rank].items()}}
+            rank: {
+                "variables": variables, "pipes": {stream: fds[1] for stream, fds in pipes[rank].items()},
+                "command": start.program.for_rank(variables).command_line(),
+            }
             for rank, variables in start.ranks.items()
         },
     }  # fmt: skip
@@ -210,7 +213,7 @@ def carry(path: str) -> NoReturn:
     carrier = os.getpid()
     pid = os.fork()
     if pid == 0:
-        _become_rank(carrier, supervisor, mine, plan["command"])
+        _become_rank(carrier, supervisor, mine)
     _report(reports, Started(rank, pid))
     while True:
         _, status = os.waitpid(pid, os.WUNTRACED | os.WCONTINUED)
@@ -224,7 +227,7 @@ def carry(path: str) -> NoReturn:
             os._exit(code if code >= 0 else 128 - code)
 
 
-def _become_rank(carrier: int, supervisor: Path, mine: dict[str, Any], command: list[str]) -> NoReturn:
+def _become_rank(carrier: int, supervisor: Path, mine: dict[str, Any]) -> NoReturn:
     die_with_parent(signal.SIGKILL)
     if os.getppid() != carrier:
         os._exit(1)
@@ -235,7 +238,7 @@ def _become_rank(carrier: int, supervisor: Path, mine: dict[str, Any], command: 
     for signum in _TAKEN:
         signal.signal(signum, signal.SIG_DFL)
     os.environ.update(mine["variables"])
-    execute(command)
+    execute(mine["command"])
     os._exit(127)
 
 

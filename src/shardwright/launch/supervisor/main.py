@@ -80,13 +80,14 @@ def main() -> None:
             become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
             if start.bind:
                 bind(variables, count_gpus(os.environ))
+            program = start.program.for_rank(variables)
             if not preload:
-                execute(start.program.command_line())
+                execute(program.command_line())
             if PULSE_VARIABLE in variables:
                 answer_with_stacks(variables[PULSE_VARIABLE])
             if start.packed:
                 forget_this_package()
-            return zygote.run(start.program)
+            return zygote.run(program)
         for fd in pipes.values():
             os.close(fd)
         process.error_file = error_file(variables)
