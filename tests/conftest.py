@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+from collections.abc import Iterator
 from types import ModuleType
 
 import pytest
@@ -23,6 +24,17 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     _cache.cleanup()
+
+
+@pytest.fixture
+def float64() -> Iterator[None]:
+    """New tensors are in float64, and drawn as in every other such test."""
+    import torch
+
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 # Who imports one of these starts processes, which `make test-fast` does without.

@@ -18,6 +18,7 @@ from shardwright.plan.request import PlanRequest
 from shardwright.rules.table import row_of
 from whole import run, same
 
+pytestmark = pytest.mark.usefixtures("float64")
 D = distributions
 
 
@@ -98,13 +99,6 @@ def loss_fn(model, x):
     found["rnn"] = model.rnn(x[:, None].expand(-1, 3, -1))[0]
     real = [value.double().tanh().square() for value in found.values() if value.requires_grad]
     return sum((value.sum() for value in real), logits.sum()), found
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 @cache

@@ -13,16 +13,9 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
 from whole import plan_of, run, same
 
-pytestmark = pytest.mark.networks
+pytestmark = [pytest.mark.networks, pytest.mark.usefixtures("float64")]
 
 MESHES = [Mesh.of(d=2), Mesh.of(d=3), Mesh.of(d=4), Mesh.of(a=2, b=3), Mesh.of(d=8)]
-
-
-@pytest.fixture(autouse=True)
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def network(name, rows):

@@ -6,15 +6,8 @@ import torch
 from shardwright.ocr.networks.crnn import CRNN, VGG7, ResNet34
 from shardwright.ocr.networks.dbnet import DBNet, resnet18_pyramid, resnet50_pyramid
 from shardwright.ocr.networks.losses import DetectionLoss, detection_loss, recognition_loss
-from shardwright.ocr.networks.mobilenet import MobileNetPyramid
+from shardwright.ocr.networks.mobilenet import mobilenet_pyramid
 from whole import like_plain
-
-
-@pytest.fixture
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
 
 
 def parameters(model):
@@ -38,7 +31,7 @@ LEVELS = 4 * 256 * 64 * 9
 PYRAMIDS = {
     "resnet18": (resnet18_pyramid, 11_689_512 - 513_000, [64, 128, 256, 512]),
     "resnet50": (resnet50_pyramid, 25_557_032 - 2_049_000, [256, 512, 1024, 2048]),
-    "mobilenet": (MobileNetPyramid, None, [16, 24, 56, 480]),
+    "mobilenet": (mobilenet_pyramid, None, [16, 24, 56, 480]),
 }
 
 
@@ -76,12 +69,12 @@ NETWORKS = {
     "resnet34": (lambda: CRNN(ResNet34(4), 7, 5), recognition_loss, words),
     "resnet18": (lambda: DBNet(resnet18_pyramid(4), 16), detection_loss(DetectionLoss()), scenes),
     "resnet50": (lambda: DBNet(resnet50_pyramid(4), 16), detection_loss(DetectionLoss()), scenes),
-    "mobilenet": (lambda: DBNet(MobileNetPyramid(0.1), 16), detection_loss(DetectionLoss()), scenes),
+    "mobilenet": (lambda: DBNet(mobilenet_pyramid(0.1), 16), detection_loss(DetectionLoss()), scenes),
 }
 
 
 @pytest.mark.networks
-@pytest.mark.usefixtures("_float64")
+@pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("name", ["vgg7", *(pytest.param(n, marks=pytest.mark.slow) for n in list(NETWORKS)[1:])])
 def test_plans_of_text_networks_give_what_one_device_gives(name):
     """Captured, each loss a quotient of sums over all ranks; uneven on 2 ranks."""

@@ -266,7 +266,10 @@ WRONG = [
     ("scheduler.min_lr=1", "scheduler.min_lr: expected less than lr, 0.0005"),
     ("model.resume=[1]", "model.resume: expected true or false or text, got [1]"),
     ("system.drop_overflow_update=False", "system.drop_overflow_update: false is not offered"),
-    ("train.dataset.type=DetDataset", "dataset.type: DetDataset has no samples of rec"),
+    (
+        "train.dataset.type=DetDataset",
+        "train.dataset.type: DetDataset has no samples of rec; use RecDataset or LMDBDataset",
+    ),
 ]
 
 

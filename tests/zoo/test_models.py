@@ -16,13 +16,6 @@ from side_by_side import same_graph
 from whole import run, same
 
 
-@pytest.fixture
-def _float64():
-    torch.set_default_dtype(torch.float64)
-    yield
-    torch.set_default_dtype(torch.float32)
-
-
 def parameters(model):
     return sum(p.numel() for p in model.parameters())
 
@@ -180,7 +173,7 @@ PLANS = [
 @pytest.mark.networks
 @pytest.mark.parametrize(("search", "ranks"), PLANS)
 @pytest.mark.parametrize("name", list(ZOO))
-@pytest.mark.usefixtures("_float64")
+@pytest.mark.usefixtures("float64")
 def test_any_plan_gives_what_one_device_gives(name, search, ranks):
     graph, model, batch, reference = prepared(name)
     mode, options = ("data", {}) if search == "data" else ("auto", {"search": search})

@@ -16,12 +16,13 @@ from shardwright.ocr.tasks import DATASETS, TASKS
 from shardwright.zoo.config import sections
 from shardwright.zoo.reading import Problems, read
 
-# Keys of MindOCR's that say how its data sets feed its networks, which here follows from the task.
+# Keys of MindOCR's that say how its data sets feed its networks, which here follows from the task, or how layers begin.
 WITHOUT_EFFECT = (
     "train.dataset_sink_mode", "eval.dataset_sink_mode", "train.pred_cast_fp32", "train.loader.max_rowsize",
     "eval.loader.max_rowsize", "train.dataset.output_columns", "eval.dataset.output_columns",
     "train.dataset.net_input_column_index", "eval.dataset.net_input_column_index",
-    "train.dataset.label_column_index", "eval.dataset.label_column_index",
+    "train.dataset.label_column_index", "eval.dataset.label_column_index", "train.dataset.shuffle",
+    "eval.dataset.shuffle", "model.head.weight_init", "model.head.bias_init", "metric.print_flag",
 )  # fmt: skip
 
 
@@ -115,6 +116,14 @@ def _system_problems(settings: Settings) -> Problems:
         problems.append(f"model.transform: expected null, got {settings.model.transform!r}")
     if settings.scheduler.min_lr >= settings.scheduler.lr:
         problems.append(f"scheduler.min_lr: expected less than lr, {settings.scheduler.lr}")
-    kinds = {settings.train.dataset.type, settings.eval.dataset.type}
-    wrong = sorted(kind for kind in kinds if DATASETS[kind][0] != settings.model.type)
-    return [*problems, *(f"dataset.type: {kind} has no samples of {settings.model.type}" for kind in wrong)]
+    return [*problems, *_dataset_problems(settings)]
+
+
+def _dataset_problems(settings: Settings) -> Problems:
+    task = settings.model.type
+    fitting = " or ".join(name for name, (of, _) in DATASETS.items() if of == task)
+    return [
+        f"{part}.dataset.type: {kind} has no samples of {task}; use {fitting}"
+        for part, kind in (("train", settings.train.dataset.type), ("eval", settings.eval.dataset.type))
+        if DATASETS[kind][0] != task
+    ]

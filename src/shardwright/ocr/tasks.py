@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -185,10 +184,7 @@ def text_images(options: Dataset, task: Task, path: str, training: bool) -> Text
     Raises:
         UsageError, DataError: where keys or files do not fit.
     """
-    kind, read = DATASETS[options.type]
-    if kind != task:
-        fitting = " or ".join(name for name, (of, _) in DATASETS.items() if of == task)
-        raise UsageError(f"{path}.type: {options.type} has no samples of {task}; use {fitting}")
+    _, read = DATASETS[options.type]
     folders = _each(options.data_dir)
     labels = _each(options.label_file) if options.label_file else [None] * len(folders)
     shares = _each(options.sample_ratio) * (1 if isinstance(options.sample_ratio, tuple) else len(folders))
@@ -209,8 +205,3 @@ def text_images(options: Dataset, task: Task, path: str, training: bool) -> Text
 
 def _each(value: Any) -> list[Any]:
     return list(value) if isinstance(value, tuple) else [value]
-
-
-def as_numpy(outputs: Any) -> Any:
-    """A tensor, or each of several, in numpy."""
-    return [as_numpy(one) for one in outputs] if isinstance(outputs, (tuple, list)) else np.asarray(outputs.cpu())

@@ -10,61 +10,68 @@ from torch import nn
 
 from shardwright.ocr.networks.crnn import VGG7, ResNet34
 from shardwright.ocr.networks.dbnet import resnet18_pyramid, resnet50_pyramid
-from shardwright.ocr.networks.mobilenet import MobileNetPyramid
+from shardwright.ocr.networks.mobilenet import mobilenet_pyramid
 from shardwright.ocr.samples.sample import Task
 from shardwright.zoo.ranges import at_least, between, more_than
 from shardwright.zoo.rows import Table
 
 
 @dataclass(frozen=True, kw_only=True)
-class Backbone:
-    """``width`` is that of the first stage; ``pretrained`` can only be false, as no weights come along."""
+class Named:
+    """A choice by the name that users know."""
 
     name: str
-    width: int = at_least(4, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backbone(Named):
+    """``pretrained`` can only be false, as no weights come along."""
+
     pretrained: Literal[False] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectionResNet(Backbone):
+class Staged(Backbone):
+    """``width`` is that of the first stage."""
+
+    width: int = at_least(4, 64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DetectionResNet(Staged):
     """With ``zero_init`` each block begins as its shortcut, which keeps rounding small (docs/training/zoo.md)."""
 
     zero_init: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class MobileNet:
+class MobileNet(Backbone):
     """``alpha`` scales all widths of the large network."""
 
-    name: str
     architecture: Literal["large"] = "large"
     alpha: float = more_than(0, 0.5)
-    pretrained: Literal[False] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Fpn:
+class Fpn(Named):
     """A pyramid of so many channels in all."""
 
-    name: str
     out_channels: int = at_least(4, 256)
     bias: bool = False
     use_asf: Literal[False] = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rnn:
+class Rnn(Named):
     """Two LSTM layers, each direction of this width."""
 
-    name: str
     hidden_size: int = at_least(1, 256)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectionHead:
+class DetectionHead(Named):
     """Differentiable binarisation with a slope of ``k``."""
 
-    name: str
     k: float = more_than(0, 50.0)
     bias: bool = False
     adaptive: Literal[True] = True
@@ -72,20 +79,18 @@ class DetectionHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CTCHead:
+class CTCHead(Named):
     """Logits of the dictionary's characters and the blank; ``out_channels`` is their number."""
 
-    name: str
     out_channels: int = at_least(2, 37)
     weight_init: Literal["crnn_customised"] | None = None
     bias_init: Literal["crnn_customised"] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectionPostprocess:
+class DetectionPostprocess(Named):
     """How boxes come from a map of probabilities (`scoring.boxes`)."""
 
-    name: str
     box_type: Literal["quad"] = "quad"
     binary_thresh: float = between(0, 1, 0.3)
     box_thresh: float = between(0, 1, 0.6)
@@ -95,28 +100,25 @@ class DetectionPostprocess:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
+class Decoding(Named):
     """Which characters stand for the ids: a file with one on each line, or 0-9a-z where there is none."""
 
-    name: str
     character_dict_path: str | None = None
     use_space_char: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
-class DetectionMetric:
+class DetectionMetric(Named):
     """Precision, recall and their harmonic mean (f-score), by the rule of ICDAR 2015."""
 
-    name: str
     main_indicator: Literal["hmean", "f-score", "precision", "recall"] = "hmean"
     iou: float = between(0, 1, 0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecognitionMetric:
+class RecognitionMetric(Named):
     """The share of exact matches, and one less the mean normalised edit distance."""
 
-    name: str
     main_indicator: Literal["acc", "norm_edit_distance"] = "acc"
     character_dict_path: str | None = None
     ignore_space: bool = True
@@ -124,10 +126,9 @@ class RecognitionMetric:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DBLoss:
+class DBLoss(Named):
     """What the parts of a detector's loss count."""
 
-    name: str
     eps: float = more_than(0, 1e-6)
     l1_scale: float = at_least(0, 10.0)
     bce_scale: float = at_least(0, 5.0)
@@ -135,10 +136,9 @@ class DBLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CTCLoss:
-    """The lengths follow from network and data; those given are checked."""
+class CTCLoss(Named):
+    """Lengths follow from network and data; ``pred_seq_len`` is checked where it is given."""
 
-    name: str
     pred_seq_len: int | None = at_least(1, None)
     max_label_len: int | None = at_least(1, None)
     batch_size: int | None = at_least(1, None)
@@ -162,9 +162,9 @@ BACKBONES = Table(
         "det_resnet50": Part(
             DetectionResNet, "det", lambda options: resnet50_pyramid(options.width, options.zero_init)
         ),
-        "det_mobilenet_v3": Part(MobileNet, "det", lambda options: MobileNetPyramid(options.alpha)),
-        "rec_vgg7": Part(Backbone, "rec", lambda options: VGG7(options.width)),
-        "rec_resnet34": Part(Backbone, "rec", lambda options: ResNet34(options.width)),
+        "det_mobilenet_v3": Part(MobileNet, "det", lambda options: mobilenet_pyramid(options.alpha)),
+        "rec_vgg7": Part(Staged, "rec", lambda options: VGG7(options.width)),
+        "rec_resnet34": Part(Staged, "rec", lambda options: ResNet34(options.width)),
     },
 )
 NECKS = Table("model.neck", {"DBFPN": Part(Fpn, "det"), "RNNEncoder": Part(Rnn, "rec")})

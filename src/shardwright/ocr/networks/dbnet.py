@@ -9,40 +9,28 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from shardwright.ocr.networks.layers import Pyramid
 from shardwright.zoo.models.resnet import BasicBlock, ResNet, resnet18, resnet50
 
 STRIDE = 32
 """Sides of images are multiples of this."""
 
 
-class ResNetPyramid(nn.Module):
-    """A ResNet without its head: [n, 3, h, w] -> its four stages, at strides 4, 8, 16 and 32."""
-
-    def __init__(self, network: ResNet) -> None:
-        super().__init__()
-        self.stem, self.stages = network.stem, network.stages
-        blocks = [stage[-1] for stage in self.stages]  # type: ignore[index]
-        self.channels = [
-            (block.conv2 if isinstance(block, BasicBlock) else block.conv3).out_channels for block in blocks
-        ]
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.stem(x)
-        found = []
-        for stage in self.stages:
-            x = stage(x)
-            found.append(x)
-        return found
+def _pyramid(network: ResNet) -> Pyramid:
+    """A ResNet without its head, whose stages are at strides 4, 8, 16 and 32."""
+    blocks = [stage[-1] for stage in network.stages]  # type: ignore[index]
+    last = [block.conv2 if isinstance(block, BasicBlock) else block.conv3 for block in blocks]
+    return Pyramid(network.stem, network.stages, [convolution.out_channels for convolution in last])
 
 
-def resnet18_pyramid(width: int = 64, zero_init: bool = False) -> ResNetPyramid:
+def resnet18_pyramid(width: int = 64, zero_init: bool = False) -> Pyramid:
     """64, 128, 256 and 512 channels; for the arguments see `ResNet`."""
-    return ResNetPyramid(resnet18(1, "imagenet", width, zero_init))
+    return _pyramid(resnet18(1, "imagenet", width, zero_init))
 
 
-def resnet50_pyramid(width: int = 64, zero_init: bool = False) -> ResNetPyramid:
+def resnet50_pyramid(width: int = 64, zero_init: bool = False) -> Pyramid:
     """256, 512, 1024 and 2048 channels; for the arguments see `ResNet`."""
-    return ResNetPyramid(resnet50(1, "imagenet", width, zero_init))
+    return _pyramid(resnet50(1, "imagenet", width, zero_init))
 
 
 class Neck(nn.Module):

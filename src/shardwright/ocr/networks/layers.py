@@ -1,8 +1,10 @@
-"""The layer that all backbones are made of."""
+"""The layer that all backbones are made of, and what those of detectors have in common."""
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 Size = int | tuple[int, int]
 
@@ -21,3 +23,19 @@ def conv_norm(
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
     layers = [convolution, nn.BatchNorm2d(outputs), *([activation()] if activation else [])]
     return nn.Sequential(*layers)
+
+
+class Pyramid(nn.Module):
+    """A stem and stages, one after the other: [n, 3, h, w] -> what each stage gives, of so many ``channels``."""
+
+    def __init__(self, stem: nn.Module, stages: nn.Module, channels: Sequence[int]) -> None:
+        super().__init__()
+        self.stem, self.stages, self.channels = stem, stages, list(channels)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = self.stem(x)
+        found = []
+        for stage in self.stages.children():
+            x = stage(x)
+            found.append(x)
+        return found

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from shardwright.ocr.networks.layers import conv_norm
+from shardwright.ocr.networks.layers import Pyramid, conv_norm
 
 
 class _Row(NamedTuple):
@@ -74,37 +74,26 @@ class Inverted(nn.Module):
         return x + y if self.adds else y
 
 
-class MobileNetPyramid(nn.Module):
-    """The large network without its head: [n, 3, h, w] -> its features at strides 4, 8, 16 and 32.
+def mobilenet_pyramid(alpha: float = 0.5) -> Pyramid:
+    """The large network without its head, whose stages are at strides 4, 8, 16 and 32.
 
     ``alpha`` scales all widths; 0.5 has 16, 24, 56 and 480 channels.
     """
 
-    def __init__(self, alpha: float = 0.5) -> None:
-        super().__init__()
+    def scaled(channels: float) -> int:
+        return _divisible(alpha * channels)
 
-        def scaled(channels: float) -> int:
-            return _divisible(alpha * channels)
-
-        inputs = scaled(16)
-        self.stem = conv_norm(3, inputs, 3, 2, activation=nn.Hardswish)
-        self.stages = nn.ModuleList()
-        self.channels: list[int] = []
-        for first, end in _STAGES:
-            blocks: list[nn.Module] = []
-            for row in _LARGE[first:end]:
-                blocks.append(Inverted(inputs, row, scaled))
-                inputs = scaled(row.outputs)
-            if end == len(_LARGE):
-                blocks.append(conv_norm(inputs, scaled(_LAST), 1, activation=nn.Hardswish))
-                inputs = scaled(_LAST)
-            self.stages.append(nn.Sequential(*blocks))
-            self.channels.append(inputs)
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        x = self.stem(x)
-        found = []
-        for stage in self.stages:
-            x = stage(x)
-            found.append(x)
-        return found
+    inputs = scaled(16)
+    stem = conv_norm(3, inputs, 3, 2, activation=nn.Hardswish)
+    stages, channels = [], []
+    for first, end in _STAGES:
+        blocks: list[nn.Module] = []
+        for row in _LARGE[first:end]:
+            blocks.append(Inverted(inputs, row, scaled))
+            inputs = scaled(row.outputs)
+        if end == len(_LARGE):
+            blocks.append(conv_norm(inputs, scaled(_LAST), 1, activation=nn.Hardswish))
+            inputs = scaled(_LAST)
+        stages.append(nn.Sequential(*blocks))
+        channels.append(inputs)
+    return Pyramid(stem, nn.ModuleList(stages), channels)

@@ -49,7 +49,7 @@ class NormalizeImage:
     """``(image - mean) / std``, one number per channel or "imagenet", which has them in the order of the channels."""
 
     bgr_to_rgb: bool = True
-    is_hwc: bool = True
+    is_hwc: Literal[True] = True
     mean: tuple[float, ...] | str = "imagenet"
     std: tuple[float, ...] | str = "imagenet"
 

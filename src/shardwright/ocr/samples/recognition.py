@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -50,7 +51,7 @@ class RecResizeImg:
 
     image_shape: tuple[int, ...] = (32, 100)
     padding: bool = False
-    infer_mode: bool = False
+    infer_mode: Literal[False] = False
     character_dict_path: str | None = None
 
     def __call__(self, sample: Sample, random: np.random.Generator) -> None:
@@ -63,7 +64,10 @@ class RecResizeImg:
 
 @dataclass(frozen=True)
 class RecResizeNormForInfer:
-    """Resized to ``target_height`` and ``target_width`` and normalised as (x - 127) / 127."""
+    """Resized to ``target_height`` and ``target_width`` and normalised as (x - 127) / 127.
+
+    With ``keep_ratio`` the rest is zero, whatever ``padding`` says, since the images of a batch have one size.
+    """
 
     target_height: int = 32
     target_width: int = 100
