@@ -20,6 +20,7 @@ INSIDE = {
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
     "graph": ("functional", "tracing"),
     "plan": ("pricing", "searching"),
+    "report": ("plans",),
     "run": ("graphs", "overlap", "programs", "placing"),
     "cluster": ("bench", "doctor", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),

@@ -7,4 +7,4 @@ from pages import DOCS, run_blocks
 
 @pytest.mark.slow
 def test_the_blocks_of_the_page_run(tmp_path):
-    assert run_blocks(DOCS / "planning.md", tmp_path).count("bash") == 7
+    assert run_blocks(DOCS / "planning.md", tmp_path).count("bash") == 8

@@ -15,8 +15,8 @@ from shardwright.plan.explain import joined, template
 from shardwright.plan.make import make_plan
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.request import PlanRequest
-from shardwright.report.plan_page import plan_page
-from shardwright.report.plan_summary import plan_summary
+from shardwright.report.plans.summary import plan_summary
+from shardwright.report.plans.text_page import plan_page
 
 H100 = read_hardware("h100")
 

@@ -40,10 +40,22 @@ _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 @click.option("--full", is_flag=True, help="Every operator and collective in place of one page.")
 @click.option("--explain", metavar="NAME", help="What it does with this module, operator or parameter, and why.")
 @click.option("--compare", is_flag=True, help="Add the data parallel, tensor parallel and fully sharded plans.")
+@click.option(
+    "--html", metavar="plan.html", help="Write a page for a browser: the model as a tree, a step's time line."
+)
+@click.option("--beside", metavar="other.json", help="What another plan of this model does otherwise, also in --html.")
 @click.option("--json", "as_json", is_flag=True, help="The page as one JSON object; docs/planning.md lists its keys.")
 @click.argument("target", metavar="FILE.py:build")
 def plan(
-    target: str, save: str | None, full: bool, explain: str | None, compare: bool, as_json: bool, **options: Any
+    target: str,
+    save: str | None,
+    full: bool,
+    explain: str | None,
+    compare: bool,
+    html: str | None,
+    beside: str | None,
+    as_json: bool,
+    **options: Any,
 ) -> None:
     """Show who would compute what, without any of the devices.
 
@@ -54,6 +66,7 @@ def plan(
         raise UsageError(
             "--full, --explain and --json each print something else, and --compare adds to a page or to JSON"
         )
+    from shardwright.report.plans.html import save_html
     from shardwright.report.progress import Progress
     from shardwright.verification.plan_file import plan_file
 
@@ -62,12 +75,16 @@ def plan(
         if save is not None:
             planned.plan.save(save)
         progress.stage("pricing")
+        if html is not None:
+            save_html(planned.page(target, compared=compare, beside=beside), html)
         if as_json:
             text = json.dumps(planned.document(compared=compare), indent=1)
         elif explain is not None:
             text = planned.explained(explain)
         else:
             text = planned.full() if full else planned.with_comparison() if compare else str(planned)
+        if beside is not None and not as_json:
+            text = f"{text}\n\n{planned.difference(beside)}"
     click.echo(text)
 
 

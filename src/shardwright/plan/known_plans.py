@@ -1,7 +1,7 @@
 """The plans that people know by name, for any graph: data parallel, tensor parallel, fully sharded.
 
-They stand beside the plan that a search found, under the same costs (`report/comparison.py`), and can be run as any
-other. No plan here knows names of modules or operators: what the batch is, the plan that follows it tells; what the
+They stand beside the plan that a search found, under the same costs (`report/plans/comparison.py`), and can be run as
+any other. No plan here knows names of modules or operators: what the batch is, the plan that follows it tells; what the
 weights are, the graph tells. Pins and a limit of memory are not obeyed, so that a table shows what they cost.
 """
 

@@ -58,8 +58,23 @@ class Prices:
     @cached_property
     def transfers(self) -> Sequence[Moved]:
         """What the redistributions communicate, in order of execution."""
-        found = (self._transferred(transfer) for transfer in self.plan.transfers)
+        found = (self.transferred(transfer) for transfer in self.plan.transfers)
         return [moved for moved in found if moved is not None]
+
+    def transferred(self, transfer: Transfer) -> Moved | None:
+        """What one redistribution communicates; None where it moves nothing."""
+        plan = self.plan
+        found = list(plan.transfer_collectives(transfer))
+        if not found:
+            return None
+        value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
+        spent = self.objective.transfer(value, transfer.steps, plan.mesh)
+        if times := plan.repeats(transfer):
+            spent += times * self.objective.transfer(replace(value, needs_gradient=False), transfer.steps, plan.mesh)
+        kinds = tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found))
+        axes = _axes([priced.collective for priced in found])
+        sent = sum(priced.bytes for priced in found)
+        return Moved(kinds, axes, value.label, found[0].module, len(found), sent, spent, transfer.value)
 
     @property
     def moved(self) -> Sequence[Moved]:
@@ -92,20 +107,6 @@ class Prices:
         sent = sum(c.sent_bytes(plan.mesh) for c in found)
         kinds = tuple(dict.fromkeys(c.kind for c in found))
         return Moved(kinds, _axes(found), node.name, node.scope, len(found), sent, spent)
-
-    def _transferred(self, transfer: Transfer) -> Moved | None:
-        plan = self.plan
-        found = list(plan.transfer_collectives(transfer))
-        if not found:
-            return None
-        value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
-        spent = self.objective.transfer(value, transfer.steps, plan.mesh)
-        if times := plan.repeats(transfer):
-            spent += times * self.objective.transfer(replace(value, needs_gradient=False), transfer.steps, plan.mesh)
-        kinds = tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found))
-        axes = _axes([priced.collective for priced in found])
-        sent = sum(priced.bytes for priced in found)
-        return Moved(kinds, axes, value.label, found[0].module, len(found), sent, spent, transfer.value)
 
 
 def repeated_costs(plan: Decisions, objective: Objective) -> dict[str, float]:

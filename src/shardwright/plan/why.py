@@ -85,6 +85,10 @@ class Why:
         parts = [scope.split(".") for scope in dict.fromkeys(scopes) if scope]
         return dict.fromkeys(".".join(part[:count]) for part in parts for count in range(1, len(part) + 1))
 
+    def reasons(self, node: Node) -> str:
+        """Which constraint binds an operator, and what the next best strategy would cost more."""
+        return " ".join(self._why(node))
+
     # What is asked for
 
     def _module(self, name: str) -> Iterator[str]:
@@ -106,7 +110,7 @@ class Why:
         yield _communication(moved)
         dearest = sorted(nodes, key=lambda node: -self._spent(node))[:MOST_OPERATORS]
         if dearest:
-            whys = [f"{node.name}: {' '.join(self._why(node))}" for node in nodes if node in dearest]
+            whys = [f"{node.name}: {self.reasons(node)}" for node in nodes if node in dearest]
             which = "why" if len(whys) == len(nodes) else f"why, for the {len(whys)} operators that take longest"
             yield "\n".join([f"{which}:", *whys, self._freedom()])
 
@@ -120,7 +124,7 @@ class Why:
         lines.append(f"It computes {takes}, shared by {shared} of {self.plan.mesh.size} devices. Its rule: {rule}")
         yield "\n".join(lines)
         yield _communication([m for m in self.prices.moved if self._concerns(m, node)])
-        yield "\n".join(["why: " + " ".join(self._why(node)), self._freedom()])
+        yield "\n".join(["why: " + self.reasons(node), self._freedom()])
 
     def _parameter(self, value: Value) -> Iterator[str]:
         stored, slices, held = self._stored(value)
@@ -193,7 +197,6 @@ class Why:
             yield f"Over {'·'.join(idle)} all devices do the same work."
 
     def _why(self, node: Node) -> Iterator[str]:
-        """Which constraint binds, and the next best strategy."""
         rule = self.plan.graph.rules[node.name]
         if not rule.listed:
             yield f"It has no rule, so that every device runs it whole; sw.register_rule may give {node.op} one."

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -20,9 +21,10 @@ from shardwright.plan.pricing.optimizers import states_of
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest, read_memory, read_patterns
 from shardwright.plan.searches import Mode, SearchName
-from shardwright.report.comparison import comparison, in_numbers, with_known_plans
-from shardwright.report.plan_page import plan_page
-from shardwright.report.plan_summary import plan_summary
+from shardwright.report.plans.comparison import comparison, in_numbers, with_known_plans
+from shardwright.report.plans.document import PlanDocument, document_of
+from shardwright.report.plans.summary import plan_summary
+from shardwright.report.plans.text_page import plan_page
 from shardwright.verification.build import BuildFunction, Built
 
 T = TypeVar("T")
@@ -59,6 +61,27 @@ class PlannedFile:
         if compared:
             found["known_plans"] = in_numbers(self._known_plans, self.request.hardware)
         return found | {"notes": list(self.notes), "seconds": dict(self.seconds)}
+
+    def difference(self, path: str) -> str:
+        """What the plan of a file does otherwise, by its name.
+
+        Raises:
+            PlanError: where it is no plan of this model.
+        """
+        return f"beside {path}, the other:\n{self.plan.diff(Plan.load(path, self.plan.graph))}"
+
+    def page(self, title: str, *, compared: bool = False, beside: str | None = None) -> PlanDocument:
+        """What a page for a browser shows of it, and of the known plans and the plan of a file where they are wanted.
+
+        Raises:
+            PlanError: where ``beside`` is no plan of this model.
+        """
+        plans = {"this plan": self.plan}
+        if beside is not None:
+            plans[Path(beside).name] = Plan.load(beside, self.plan.graph)
+        if compared:
+            plans |= {name: plan for name, plan in self._known_plans.items() if isinstance(plan, Plan)}
+        return document_of(title, plans, self.request.hardware)
 
     @cached_property
     def _known_plans(self) -> Mapping[str, Plan | str]:

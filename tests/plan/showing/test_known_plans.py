@@ -16,7 +16,7 @@ from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.report.comparison import comparison, with_known_plans
+from shardwright.report.plans.comparison import comparison, with_known_plans
 from whole import plain, run, same
 
 H100 = read_hardware("h100")

@@ -1,0 +1,83 @@
+"""What one device does in a step, one after the other: the forward, then the backward."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Literal, NamedTuple
+
+from shardwright.graph.ir import Node
+from shardwright.plan.decisions import Transfer
+from shardwright.plan.plan import Plan
+from shardwright.plan.prices import Prices
+
+Lane = Literal["computes", "communicates"]
+
+
+class Event(NamedTuple):
+    """Computing or communicating for one operator, in one direction."""
+
+    backward: bool
+    lane: Lane
+    operator: str  # its name, "" where none is concerned
+    seconds: float
+
+
+def events_of(plan: Plan, prices: Prices) -> list[Event]:
+    """All that takes time, in order; together it is `Prices.step_s`."""
+    forward = [event for event in _forward(plan, prices) if event.seconds > 0]
+    backward = [event for event in _backward(plan, prices) if event.seconds > 0]
+    return [*forward, *reversed(backward)]
+
+
+def _forward(plan: Plan, prices: Prices) -> Iterator[Event]:
+    coming = _coming(plan)
+    for node in plan.capture.nodes:
+        for transfer in coming[node.name]:
+            yield Event(False, "communicates", node.name, _transferred(plan, prices, transfer)[0])
+        computing_s, inside_s = _forward_s(plan, prices, node)
+        yield Event(False, "computes", node.name, computing_s)
+        yield Event(False, "communicates", node.name, inside_s)
+    for transfer in coming[""]:
+        yield Event(False, "communicates", "", _transferred(plan, prices, transfer)[0])
+
+
+def _backward(plan: Plan, prices: Prices) -> Iterator[Event]:
+    """In the order of the forward."""
+    coming = _coming(plan)
+    for node in plan.capture.nodes:
+        for transfer in coming[node.name]:
+            yield Event(True, "communicates", node.name, _transferred(plan, prices, transfer)[1])
+        computing_s, inside_s = _forward_s(plan, prices, node)
+        moved = prices.inside.get(node.name)
+        yield Event(True, "communicates", node.name, (moved.seconds if moved else 0.0) - inside_s)
+        yield Event(True, "computes", node.name, prices.computes_s[node.name] - computing_s)
+    for transfer in coming[""]:
+        yield Event(True, "communicates", "", _transferred(plan, prices, transfer)[1])
+
+
+def _coming(plan: Plan) -> dict[str, list[Transfer]]:
+    """What is brought to its place before each operator, the first that needs it there; "" stands for the outputs."""
+    found: dict[str, list[Transfer]] = defaultdict(list)
+    for transfer in plan.transfers:
+        if transfer.steps:
+            found[transfer.consumers[0][0]].append(transfer)
+    return found
+
+
+def _forward_s(plan: Plan, prices: Prices, node: Node) -> tuple[float, float]:
+    """What a node computes in the forward, and what it communicates inside."""
+    strategy = plan.strategies[node.name]
+    found = plan.graph.collectives_inside(node, strategy, plan.mesh)[0]
+    inside_s = sum(prices.objective.collective(collective, plan.mesh) for collective in found)
+    return prices.objective.forward(plan.graph, node, strategy, plan.mesh) - inside_s, inside_s
+
+
+def _transferred(plan: Plan, prices: Prices, transfer: Transfer) -> tuple[float, float]:
+    """Seconds of the forward and of the backward."""
+    moved = prices.transferred(transfer)
+    if moved is None:
+        return 0.0, 0.0
+    found = [each.collective for each in plan.transfer_collectives(transfer) if each.direction == "forward"]
+    forward_s = sum(prices.objective.collective(collective, plan.mesh) for collective in found)
+    return forward_s, moved.seconds - forward_s
