@@ -13,7 +13,7 @@ import pytest
 
 BIN = Path(sys.executable).parent
 TESTS = Path(__file__).parents[1] / "support"
-PROGRAM = str(Path(__file__).with_name("mpi_ranks.py"))
+PROGRAM = str(Path(__file__).with_name("backend_ranks.py"))
 MPIRUN = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
 
 needs_mpi = pytest.mark.skipif(MPIRUN is None, reason="needs mpirun: pip install 'shardwright[mpi]'")

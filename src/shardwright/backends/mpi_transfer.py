@@ -1,13 +1,14 @@
 """Collectives on CPU tensors by MPI, in place of the tensors' own memory: no copy is made of a contiguous tensor.
 
-Everything here is blocking. Tensors are moved by the size of their elements, so that every dtype travels; they are
-reduced as what they are. MPI knows no bfloat16 and no float16: those are summed in float32, block by block, and rounded
-once at the end, so that the result is the nearest number to a sum in float32, on every rank the same.
+Everything here is blocking: what is to be stepped through has ended already. Tensors are moved by the size of their
+elements, so that every dtype travels; they are reduced as what they are. MPI knows no bfloat16 and no float16: those
+are summed in float32, block by block, and rounded once at the end, so that the result is the nearest number to a sum in
+float32, on every rank the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 
+from shardwright.backends.work import Steps
 from shardwright.errors import UsageError
 
 ReduceKind = dist.ReduceOp
@@ -99,14 +101,19 @@ class Transfer:
     def reduction(self, reduce_op: Any, tensor: Tensor) -> Reduction:
         return Reduction.of(reduce_op, tensor.dtype, self.size)
 
-    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> None:
+    def barrier(self) -> Steps:
+        self.comm.Barrier()
+        return ()
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         with _Whole(tensor, write=True) as flat:
             for block in self._blocks(flat, reduction):
                 with _Wide(block, reduction.widened, read=True, write=True) as wide:
                     self.comm.Allreduce(MPI.IN_PLACE, _numbers(wide, reduction), reduction.op)
                     reduction.finish(wide)
+        return ()
 
-    def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> None:
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Steps:
         """Into ``tensor`` of the root; that of another rank keeps its values."""
         here = self.rank == root
         with _Whole(tensor, write=here) as flat:
@@ -118,51 +125,55 @@ class Transfer:
                         continue
                     self.comm.Reduce(MPI.IN_PLACE, buffer, reduction.op, root)
                     reduction.finish(wide)
+        return ()
 
-    def broadcast(self, tensor: Tensor, root: int) -> None:
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
         with _Whole(tensor, write=self.rank != root) as flat:
             for block in _cut(flat, self.largest_count):
                 self.comm.Bcast(_elements(block), root)
+        return ()
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> None:
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
         """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
         with _Whole(output, write=True) as flat, _Whole(tensor) as part:
             rows = flat.view(self.size, part.numel())
             if flat.numel() <= self.largest_count:
                 self.comm.Allgather(_elements(part), _elements(rows))
-                return
+                return ()
             for columns in self._columns(part.numel()):
                 gathered = rows.new_empty(self.size, columns.stop - columns.start)
                 self.comm.Allgather(_elements(part[columns]), _elements(gathered))
                 rows[:, columns] = gathered
+        return ()
 
-    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> None:
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
         """The tensors of all ranks, which may differ in size."""
         if len({output.numel() for output in outputs}) > 1:
             for root, output in enumerate(outputs):
                 if root == self.rank:
                     output.copy_(tensor)
                 self.broadcast(output, root)
-            return
+            return ()
         with _Joined(outputs, write=True) as joined:
-            self.all_gather(joined, tensor)
+            return self.all_gather(joined, tensor)
 
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> None:
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Steps:
         """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
         with _Whole(output, write=True) as part, _Whole(tensor) as flat:
             rows = flat.view(self.size, part.numel())
             if flat.numel() <= self.largest_count and not reduction.widened:
                 self._reduce_scatter(part, rows, reduction)
-                return
+                return ()
             for columns in self._columns(part.numel(), reduction.block() if reduction.widened else None):
                 with _Wide(part[columns], reduction.widened, write=True) as wide:
                     self._reduce_scatter(wide, rows[:, columns].to(wide.dtype).contiguous(), reduction)
+        return ()
 
     def _reduce_scatter(self, part: Tensor, rows: Tensor, reduction: Reduction) -> None:
         self.comm.Reduce_scatter_block(_numbers(rows, reduction), _numbers(part, reduction), reduction.op)
         reduction.finish(part)
 
-    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> None:
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
         """One tensor for every rank; they may differ in size."""
         if len({tensor.numel() for tensor in tensors}) > 1:
             for root, tensor in enumerate(tensors):
@@ -170,11 +181,11 @@ class Transfer:
                 self.reduce(reduced, root, reduction)
                 if root == self.rank:
                     output.copy_(reduced.view_as(output))
-            return
+            return ()
         with _Joined(tensors) as joined:
-            self.reduce_scatter(output, joined, reduction)
+            return self.reduce_scatter(output, joined, reduction)
 
-    def exchange(self, outputs: dict[int, Tensor], inputs: dict[int, Tensor]) -> None:
+    def exchange(self, kind: str, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor], root: int = 0) -> Steps:
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter.
 
         Every rank decides for itself what it sends, so that all must send one message for each that is awaited.
@@ -190,6 +201,7 @@ class Transfer:
         for peer, tensor in received.items():
             if tensor is not outputs[peer]:
                 outputs[peer].copy_(tensor)
+        return ()
 
     def send(self, tensor: Tensor, peer: int, tag: int) -> list[MPI.Request]:
         """Of a contiguous tensor, which must live until the requests are done."""
@@ -289,6 +301,3 @@ class _Joined:
 
 def _same_storage(tensors: Sequence[Tensor]) -> bool:
     return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1
-
-
-Task = Callable[[], None]

@@ -20,79 +20,44 @@ from datetime import timedelta
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from mpi4py import MPI
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not listed
 
-from shardwright.backends.mpi_transfer import Task
+from shardwright.backends.work import CollectiveWork, Steps, Task
 
 _LOOK_S = 1.0
 _STOP_TIMEOUT_S = 5.0
 
 
-class MpiWork(dist.Work):
-    """A collective that was asked for; its future's value is the list of the tensors that it wrote.
+class MpiWork(CollectiveWork):
+    """A collective by MPI, or a message.
 
-    ``later``: it ends on another thread than the one that waits for it. Without, the few microseconds of an event and a
-    future are saved.
+    ``later``: it ends on another thread than the one that waits for it. Without, the few microseconds of an event are
+    saved.
     """
 
     def __init__(self, outputs: Sequence[Tensor], later: bool) -> None:
-        super().__init__()
-        self.outputs = list(outputs)
-        self._error: BaseException | None = None
-        self._done = False
+        super().__init__(outputs)
         self._ended = threading.Event() if later else None
-        self._future: torch.futures.Future[list[Tensor]] | None = torch.futures.Future() if later else None
 
     def run(self, task: Task) -> None:
+        error: BaseException | None = None
         try:
             with torch.no_grad():
-                task()
-        except BaseException as error:
-            self._error = error
-        self._done = True
-        if self._future is not None:
-            self._complete(self._future)
+                for _ in task():
+                    pass
+        except BaseException as raised:
+            error = raised
+        self.end(error)
         if self._ended is not None:
             self._ended.set()
-
-    def _complete(self, future: torch.futures.Future[list[Tensor]]) -> None:
-        if self._error is None:
-            future.set_result(self.outputs)
-        else:
-            future.set_exception(self._error)  # type: ignore[arg-type]  # declared as a result
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Raises what the collective raised, or `TimeoutError` after a timeout that is not 0."""
         if self._ended is not None and not self._ended.wait(timeout.total_seconds() if timeout else None):
             raise TimeoutError(f"the collective has not ended after {timeout}")
-        if self._error is not None:
-            raise self._error
-        return True
-
-    def synchronize(self) -> None:
-        self.wait()
-
-    def is_completed(self) -> bool:
-        return self._done
-
-    def is_success(self) -> bool:
-        return self._done and self._error is None
-
-    def exception(self) -> BaseException | None:
-        return self._error
-
-    def result(self) -> list[Tensor]:
-        self.wait()
-        return self.outputs
-
-    def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        if self._future is None:
-            self._future = torch.futures.Future()
-            self._complete(self._future)
-        return self._future
+        return self.ended_well()
 
 
 class Message(MpiWork):
@@ -106,15 +71,15 @@ class Message(MpiWork):
         self.statuses = [MPI.Status() for _ in self.requests]
         self._once = threading.Lock()
 
-    def _end(self) -> None:
+    def _last(self) -> Steps:
         MPI.Request.Waitall(self.requests, self.statuses)
-        self.finish()
+        return self.finish()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         with self._once:
             if not self._done:
                 with self.watched():
-                    self.run(self._end)
+                    self.run(self._last)
         return super().wait(timeout)
 
     def is_completed(self) -> bool:

@@ -1,8 +1,9 @@
-"""What the ranks of tests/backends/test_mpi.py do: under mpirun, `python mpi_ranks.py NAME` runs one function here."""
+"""What ranks do to try a backend, whichever it is. Under mpirun, `python backend_ranks.py NAME` runs one of these."""
 
 import functools
 import json
 import os
+import random
 import sys
 import time
 import traceback
@@ -303,6 +304,59 @@ def by_others():
     objects = [None] * size
     dist.all_gather_object(objects, {"rank": rank})
     assert objects == [{"rank": r} for r in range(size)]
+
+
+def stress(seconds):
+    """Collectives at random on the world and on groups of some ranks, each rank with pauses of its own; returns how
+    many were right."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    groups = [None]
+    for members in ([0, size - 1], list(range(1, size)), list(range(0, size, 2))):
+        group = dist.new_group(members)
+        groups += [(members, group)] if len(members) > 1 else []
+    together, own, count = random.Random(7), random.Random(rank), 0
+    end = time.monotonic() + seconds
+    while True:
+        go_on = torch.tensor([time.monotonic() < end])
+        dist.broadcast(go_on, 0)
+        if not go_on:
+            return count
+        for _ in range(50):
+            pick, seed = together.choice(groups), together.randrange(1 << 30)
+            members, group = (list(range(size)), None) if pick is None else pick
+            if rank in members:
+                if own.random() < 0.1:
+                    time.sleep(own.choice((0.0, 0.0005, 0.005)))
+                one_at_random(group, members.index(rank), len(members), seed)
+            count += 1
+
+
+def one_at_random(group, rank, size, seed):
+    draw = random.Random(seed)
+    kind = draw.choice(("sum", "sum", "gather", "scatter", "exchange", "broadcast"))
+    dtype, numel = draw.choice((*FLOATS, torch.int64)), draw.choice((0, 1, 3, 100, 1024, 5000, 70_000, 300_001))
+    more, root = {"group": group, "async_op": draw.random() < 0.5}, draw.randrange(size)
+    parts = [values(dtype, (numel,), seed, r) for r in range(size)]
+    mine = parts[rank].clone()
+    got, wanted = [mine], [expected(parts, "SUM")]
+    if kind == "sum":
+        work = dist.all_reduce(mine, **more)
+    elif kind == "broadcast":
+        work, wanted = dist.broadcast(mine, group_src=root, **more), [parts[root]]
+    elif kind == "scatter":
+        got = [torch.zeros(numel).to(dtype)]
+        work = dist.reduce_scatter(got[0], [mine + r for r in range(size)], **more)
+        wanted = [expected([part + rank for part in parts], "SUM")]
+    else:
+        got, wanted = [torch.zeros(numel).to(dtype) for _ in range(size)], parts
+        if kind == "gather":
+            work = dist.all_gather(got, mine, **more)
+        else:
+            work, wanted = dist.all_to_all(got, [mine + r for r in range(size)], **more), [p + rank for p in parts]
+    if work is not None:
+        work.wait()
+    for one, other in zip(got, wanted, strict=True):
+        same(one, other, kind, numel, more)
 
 
 def verified(name, options):
