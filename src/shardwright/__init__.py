@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from shardwright.backends import at_import
+
 __version__ = "0.1.0"
 
 # public name -> the module that defines it
@@ -69,3 +71,6 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
+
+
+at_import.register()

@@ -110,11 +110,12 @@ __all__ = [
 ]
 
 
-def add_gloo_inside(group: dist.ProcessGroup, store: Store, timeout: timedelta) -> None:
+def add_gloo_inside(group: dist.ProcessGroup, store: Store, timeout: timedelta) -> dist.ProcessGroupGloo:
     """Let gloo answer what ``group``, a subclass in Python, does not: calls from C++ pass by some methods of such a
     subclass, and adding a backend to a group has no public name."""
     gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+    return gloo
 
 
 def flight_recorder() -> bytes | str:

@@ -327,7 +327,7 @@ def test_names_of_collectives():
         ({"collective": "gather"}, "gather is no collective that is measured; choose one of all_reduce"),
         ({"dtype": "fp8"}, "-d fp8 is not served; choose one of int8, uint8"),
         ({"reduction": "avg"}, "-o avg is not served; choose one of sum, prod, max, min"),
-        ({"backend": "ucc"}, "--backend ucc is not served; choose one of gloo, nccl, mpi"),
+        ({"backend": "ucc"}, "--backend ucc is not served; choose one of gloo, nccl, mpi, shm"),
         ({"iters": 0}, "--iters 0: expected a whole number from 1 on"),
         ({"warmup": -1}, "-w -1: expected a whole number from 0 on"),
         ({"devices": 2}, "-g 2: every rank has one device; start more ranks instead, as with -n 2"),

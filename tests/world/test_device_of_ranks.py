@@ -36,7 +36,7 @@ def test_the_device_follows_the_backend_where_nobody_asks():
         ("tpu", "gloo", UsageError, "device='tpu' is none that ranks compute on; expected 'cpu', 'cuda' or 'cuda:N'"),
         (3.5, "gloo", UsageError, "device=3.5 is none that ranks compute on"),
         ("cpu", "nccl", UsageError, "device='cpu', but the backend 'nccl' moves no tensors from there; choose "
-         "backend='gloo' or 'mpi'"),
+         "backend='gloo' or 'mpi' or 'shm'"),
         ("cuda:0", "mpi", UsageError, r"moves no tensors from there; choose backend='gloo' or 'nccl'"),
         ("cuda:2", "gloo", WorldError, r"device='cuda:2', but torch sees 2 GPUs here \(CUDA_VISIBLE_DEVICES=4,5\)"),
     ],

@@ -125,7 +125,12 @@ MPI = Backend(
     name="mpi", says="CPU, started by mpirun", moves=("cpu",), torch_name="shardwright_mpi",
     module="shardwright.backends.mpi",
 )  # fmt: skip
-BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI)}
+SHM = Backend(
+    name="shm", says="CPU, ranks of one host", moves=("cpu",), module="shardwright.backends.shm",
+    sends_messages=True, waits_in_turns=True, bucket_bytes=4 * 2**20, infiniband=False,
+    dtypes=_DTYPES,  # where there is no memory to share, gloo steps in
+)  # fmt: skip
+BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI, SHM)}
 
 
 def usual_backend(device: DeviceType) -> Backend:
@@ -137,7 +142,7 @@ def choices() -> str:
     """The backends as an error lists them.
 
     >>> choices()
-    "'gloo' (CPU), 'nccl' (GPU) or 'mpi' (CPU, started by mpirun)"
+    "'gloo' (CPU), 'nccl' (GPU), 'mpi' (CPU, started by mpirun) or 'shm' (CPU, ranks of one host)"
     """
     *others, last = [f"{row.name!r} ({row.says})" for row in BACKENDS.values()]
     return f"{', '.join(others)} or {last}"

@@ -1,0 +1,331 @@
+"""Collectives in the memory that ranks share, as steps: each ends with this rank's coming to a stage.
+
+A step writes into the slot of this rank for the next stage; what runs behind its ``yield``, when all have come there,
+reads the slots of that stage. Who has come to a stage has read all of the one before, so that two slots for each rank
+will do. Tensors that are larger than a slot go through it chunk by chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from shardwright.backends.segment.memory import DATA_BYTES, HEAD_BYTES, Memory
+from shardwright.backends.segment.notes import Note
+from shardwright.backends.segment.reduction import Reduction
+from shardwright.backends.segment.waiting import Rendezvous
+from shardwright.errors import WorldError
+
+Steps = Iterator[None]
+# As many ranks read all parts of all of a tensor; more of them share the work, each with a slice of its own.
+_EACH_BY_ITSELF = 3
+# All parts of a tensor together, up to which each rank reads them all whatever their number.
+SMALL_BYTES = 1 << 17
+
+
+class Collectives:
+    """Those of one group; ``names`` are its members as its users number them."""
+
+    def __init__(self, memory: Memory, rendezvous: Rendezvous, names: Sequence[int], backend: str) -> None:
+        self.memory, self.rendezvous, self.names, self.backend = memory, rendezvous, tuple(names), backend
+        self.rank, self.size = memory.rank, memory.size
+        self.number = 0  # of collectives that have begun
+
+    def reduction(self, reduce_op: Any, tensor: Tensor) -> Reduction:
+        return Reduction.of(self.backend, reduce_op, tensor.dtype, self.size)
+
+    # --- slots
+
+    @property
+    def _next(self) -> int:
+        """The parity of the stage to which this rank will come next."""
+        return (self.rendezvous.stage + 1) & 1
+
+    def _mine(self, like: Tensor, start: int = 0) -> Tensor:
+        """Room for ``like`` in the slot of this rank for the next stage, from the byte ``start`` on."""
+        return self.memory.data(self.rank, self._next).narrow(0, start, like.nbytes).view(like.dtype)
+
+    def _of(self, rank: int, like: Tensor, start: int = 0) -> Tensor:
+        """What ``rank`` has written for this stage, as long as ``like``."""
+        return self.memory.data(rank, self.rendezvous.stage & 1).narrow(0, start, like.nbytes).view(like.dtype)
+
+    def _of_all(self, like: Tensor, start: int = 0) -> list[Tensor]:
+        return [self._of(rank, like, start) for rank in range(self.size)]
+
+    # --- notes
+
+    def note(self, kind: str, tensor: Tensor | None = None, operation: str = "", root: int = 0) -> Note:
+        """Of the next collective."""
+        self.number += 1
+        dtype, count = (None, 0) if tensor is None else (tensor.dtype, tensor.numel())
+        return Note(self.number, kind, dtype, count, operation, root)
+
+    def _write(self, note: Note, sizes: Sequence[int] = ()) -> None:
+        self.memory.write_note(self._next, note.head() + np.asarray(sizes, np.int64).tobytes())
+
+    def compare(self, note: Note, sizes: int = 0) -> None:
+        """Raise `WorldError`, on all ranks alike, where one has come to something else; also in ``sizes`` numbers."""
+        length = HEAD_BYTES + 8 * sizes
+        notes = [self.memory.note(rank, self.rendezvous.stage & 1, length) for rank in range(self.size)]
+        if any(other != notes[0] for other in notes):
+            raise WorldError(self._differ(notes))
+
+    def _differ(self, notes: Sequence[bytes]) -> str:
+        said = [str(Note.read(note[:HEAD_BYTES])) for note in notes]
+        if len(set(said)) == 1:
+            said = [f"{said[0]} with {np.frombuffer(note[HEAD_BYTES:], np.int64).tolist()}" for note in notes]
+        by_what: dict[str, list[int]] = {}
+        for name, what in zip(self.names, said, strict=True):
+            by_what.setdefault(what, []).append(name)
+        parts = [f"{_ranks(ranks)} called {what}" for what, ranks in by_what.items()]
+        return (
+            f"the ranks do not call the same: {', '.join(parts)} (number {self.number} of the group of the ranks "
+            f"{', '.join(map(str, self.names))}); all must make the same calls, in one order, on tensors that fit"
+        )
+
+    # --- every rank gets the same
+
+    def barrier(self) -> Steps:
+        note = self.note("barrier")
+        self._write(note)
+        yield
+        self.compare(note)
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
+        flat, finish = flat_of(tensor)
+        note = self.note("all_reduce", flat, reduction.name)
+        if self.size <= _EACH_BY_ITSELF or flat.nbytes * self.size <= SMALL_BYTES:
+            yield from self._reduce_each(note, flat, reduction, True)
+        else:
+            yield from self._reduce_slices(note, flat, reduction)
+        finish()
+
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Steps:
+        """Into ``tensor`` of the root; that of another rank keeps its values."""
+        flat, finish = flat_of(tensor)
+        here = self.rank == root
+        yield from self._reduce_each(self.note("reduce", flat, reduction.name, root), flat, reduction, here)
+        if here:
+            finish()
+
+    def _reduce_each(self, note: Note, flat: Tensor, reduction: Reduction, wanted: bool) -> Steps:
+        """Each rank that wants the result reduces all of it."""
+        for chunk, first in _chunks(flat, DATA_BYTES):
+            self._mine(chunk).copy_(chunk)
+            if first:
+                self._write(note)
+            yield
+            if first:
+                self.compare(note)
+            if wanted:
+                reduction.total(self._of_all(chunk), chunk)
+
+    def _reduce_slices(self, note: Note, flat: Tensor, reduction: Reduction) -> Steps:
+        """Each rank reduces a slice of each chunk; it goes to the others with the next chunk."""
+        room = DATA_BYTES * self.size // (self.size + 1) // 64 * 64 - 64 * self.size
+        chunks = [chunk for chunk, _ in _chunks(flat, room)]
+        for number in range(len(chunks) + 1):
+            chunk = chunks[number] if number < len(chunks) else None
+            if chunk is not None:
+                self._mine(chunk).copy_(chunk)
+            if number == 0:
+                self._write(note)
+            yield
+            if number == 0:
+                self.compare(note)
+            else:
+                for rank, part in enumerate(self._slices(chunks[number - 1])):
+                    part.copy_(self._of(rank, part, room))
+            if chunk is not None:
+                slices = self._slices(chunk)
+                start = sum(part.nbytes for part in slices[: self.rank])
+                mine = slices[self.rank]
+                reduction.total(self._of_all(mine, start), self._mine(mine, room))
+
+    def _slices(self, chunk: Tensor) -> list[Tensor]:
+        bounds = [chunk.numel() * rank // self.size for rank in range(self.size + 1)]
+        return [chunk[start:end] for start, end in pairwise(bounds)]
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        flat, finish = flat_of(tensor)
+        note = self.note("broadcast", flat, root=root)
+        for chunk, first in _chunks(flat.view(torch.uint8), DATA_BYTES):
+            if self.rank == root:
+                self._mine(chunk).copy_(chunk)
+            if first:
+                self._write(note)
+            yield
+            if first:
+                self.compare(note)
+            if self.rank != root:
+                chunk.copy_(self._of(root, chunk))
+        if self.rank != root:
+            finish()
+
+    # --- gathering
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
+        """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
+        flat, finish = flat_of(output)
+        yield from self._all_gather(flat.view(self.size, tensor.numel()).unbind(), tensor)
+        finish()
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
+        """The tensors of all ranks, which may differ in size."""
+        flats, finish = _flats(outputs)
+        yield from self._all_gather(flats, tensor)
+        finish()
+
+    def _all_gather(self, rows: Sequence[Tensor], tensor: Tensor) -> Steps:
+        flat, _ = flat_of(tensor)
+        sizes = [row.numel() for row in rows]
+        if len(set(sizes)) == 1:
+            note, table = self.note("all_gather", flat), []
+        else:
+            note, table = self.note("all_gather of several sizes", flat[:0]), sizes
+        mine, rows = flat.view(torch.uint8), [row.view(torch.uint8) for row in rows]
+        for start in range(0, max(1, *(row.numel() for row in rows)), DATA_BYTES):
+            chunk = mine[start : start + DATA_BYTES]
+            self._mine(chunk).copy_(chunk)
+            if start == 0:
+                self._write(note, table)
+            yield
+            if start == 0:
+                self.compare(note, len(table))
+            for rank, row in enumerate(rows):
+                part = row[start : start + DATA_BYTES]
+                part.copy_(self._of(rank, part))
+
+    # --- a part for each
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Steps:
+        """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
+        flat, _ = flat_of(tensor)
+        return self._reduce_scatter(output, flat.view(self.size, output.numel()).unbind(), reduction)
+
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
+        """One tensor for every rank; they may differ in size."""
+        return self._reduce_scatter(output, _flats(tensors)[0], reduction)
+
+    def _reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], reduction: Reduction) -> Steps:
+        """Of each part as much at a time as all parts have room for in a slot."""
+        flat, finish = flat_of(output)
+        note = self.note("reduce_scatter", flat[:0], reduction.name)
+        sizes = [row.numel() for row in rows]
+        room = DATA_BYTES // self.size // 64 * 64
+        width = room // flat.element_size()
+        for start in range(0, max(1, *sizes), width):
+            for rank, row in enumerate(rows):
+                part = row[start : start + width]
+                self._mine(part, rank * room).copy_(part)
+            if start == 0:
+                self._write(note, sizes)
+            yield
+            if start == 0:
+                self.compare(note, self.size)
+            part = flat[start : start + width]
+            reduction.total(self._of_all(part, self.rank * room), part)
+        finish()
+
+    def exchange(self, kind: str, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor], root: int = 0) -> Steps:
+        """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter."""
+        sent, _ = _flats(list(inputs.values()))
+        received, finish = _flats(list(outputs.values()))
+        note = self.note(kind, next(iter((*sent, *received)))[:0], root=root)
+        into = dict(zip(outputs, (flat.view(torch.uint8) for flat in received), strict=True))
+        out = dict(zip(inputs, (flat.view(torch.uint8) for flat in sent), strict=True))
+        yield from self._exchange(note, into, out)
+        finish()
+
+    def _exchange(self, note: Note, into: Mapping[int, Tensor], out: Mapping[int, Tensor]) -> Steps:
+        """Each rank puts what it has for all in a row; the others take their part of it."""
+        lengths = [out[r].numel() if r in out else 0 for r in range(self.size)]
+        self._put(out, lengths, 0)
+        self._write(note, lengths + [into[r].numel() if r in into else 0 for r in range(self.size)])
+        yield
+        self.compare(note)
+        table = self._tables()
+        self._fit(note, table)
+        starts = np.cumsum(table[:, : self.size], axis=1) - table[:, : self.size]
+        longest = int(table[:, : self.size].sum(1).max())
+        for start in range(0, max(1, longest), DATA_BYTES):
+            if start:
+                self._put(out, lengths, start)
+                yield
+            for rank, tensor in into.items():
+                self._take(rank, tensor, int(starts[rank, self.rank]), start)
+
+    def _put(self, out: Mapping[int, Tensor], lengths: Sequence[int], start: int) -> None:
+        """What lies from the byte ``start`` on in the row of this rank's parts."""
+        at = 0
+        for rank, length in enumerate(lengths):
+            first, end = max(at, start), min(at + length, start + DATA_BYTES)
+            if first < end:
+                part = out[rank][first - at : end - at]
+                self._mine(part, first - start).copy_(part)
+            at += length
+
+    def _take(self, rank: int, tensor: Tensor, at: int, start: int) -> None:
+        """What lies there of the part that stands from ``at`` on in the row of ``rank``."""
+        first, end = max(at, start), min(at + tensor.numel(), start + DATA_BYTES)
+        if first < end:
+            part = tensor[first - at : end - at]
+            part.copy_(self._of(rank, part, first - start))
+
+    def _tables(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """By rank, how many bytes it sends to each and awaits from each."""
+        length, parity = HEAD_BYTES + 16 * self.size, self.rendezvous.stage & 1
+        notes = [self.memory.note(rank, parity, length)[HEAD_BYTES:] for rank in range(self.size)]
+        return np.stack([np.frombuffer(note, np.int64) for note in notes])
+
+    def _fit(self, note: Note, table: np.ndarray[Any, np.dtype[np.int64]]) -> None:
+        sent, awaited = table[:, : self.size], table[:, self.size :].T
+        for source, target in np.argwhere(sent != awaited)[:1]:
+            raise WorldError(
+                f"{note}: rank {self.names[source]} sends {sent[source, target]} bytes to rank {self.names[target]}, "
+                f"which awaits {awaited[source, target]} from it (number {note.number} of the group of the ranks "
+                f"{', '.join(map(str, self.names))}); both must name the same size"
+            )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+
+
+def _chunks(flat: Tensor, most_bytes: int) -> Iterator[tuple[Tensor, bool]]:
+    """Of at most so many bytes, and whether each is the first; an empty tensor has one, too, which ranks come to."""
+    most = most_bytes // flat.element_size()
+    for start in range(0, max(1, flat.numel()), most):
+        yield flat[start : start + most], start == 0
+
+
+def flat_of(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
+    """The elements of a tensor in their order, its own memory or a copy; and what writes them back from there.
+
+    Autograd, which counts what is written to a tensor, learns nothing of it, as with other backends.
+    """
+    memory = tensor.data
+    if memory.is_contiguous() and not memory.is_conj() and not memory.is_neg():
+        # Where there is one element, its stride may be any.
+        return memory.as_strided((memory.numel(),), (1,)), _nothing
+    copy = memory.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+    return copy.as_strided((copy.numel(),), (1,)), lambda: memory.copy_(copy)
+
+
+def _flats(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], object]]:
+    found = [flat_of(tensor) for tensor in tensors]
+
+    def finish() -> None:
+        for _, write_back in found:
+            write_back()
+
+    return [flat for flat, _ in found], finish
+
+
+def _nothing() -> None:
+    """What need not be written back."""

@@ -1,0 +1,178 @@
+"""The memory that the ranks of a group share: a file without a name, in which every rank has a place and two slots.
+
+One rank makes the file, the others open it as ``/proc/<pid>/fd/<number>``. Nothing of it stands in /dev/shm, so that
+nothing is left there however the ranks end, and containers that have little of /dev/shm need no more. The kernel frees
+the memory with the last rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import struct
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+TOKEN_BYTES = 16
+HEAD_BYTES = 32  # of a note
+DATA_BYTES = 1 << 19  # of a slot, behind its note: what two ranks write and read stays in their caches
+_PAGE_BYTES = 4096
+_PLACE_BYTES = 1024
+_SEMAPHORE_BYTES = 64  # at least a `sem_t`, and a line of the cache
+_MARK = struct.Struct("<I")
+_REASON = struct.Struct("<I")
+_HEAD_AT = 64
+_REASON_AT = 128
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where everything lies in the memory of ``size`` ranks; native.c knows it, too."""
+
+    size: int
+    place_bytes: int = _PLACE_BYTES
+    head_at: int = _HEAD_AT
+
+    @cached_property
+    def note_bytes(self) -> int:
+        """What stands before the data of a slot: a head, and two numbers for each rank."""
+        return _up(HEAD_BYTES + 16 * self.size, 64)
+
+    @property
+    def slot_bytes(self) -> int:
+        return self.note_bytes + DATA_BYTES
+
+    @property
+    def places_at(self) -> int:
+        return _PAGE_BYTES
+
+    @property
+    def semaphores_at(self) -> int:
+        return self.places_at + self.size * self.place_bytes
+
+    @cached_property
+    def slots_at(self) -> int:
+        return _up(self.semaphores_at + self.size**2 * _SEMAPHORE_BYTES, _PAGE_BYTES)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.slots_at + 2 * self.size * self.slot_bytes
+
+    def place_at(self, rank: int) -> int:
+        return self.places_at + rank * self.place_bytes
+
+    def semaphore_at(self, rank: int, peer: int) -> int:
+        """Of the semaphore on which ``rank`` waits for ``peer``."""
+        return self.semaphores_at + (rank * self.size + peer) * _SEMAPHORE_BYTES
+
+    def slot_at(self, rank: int, parity: int) -> int:
+        return self.slots_at + (2 * rank + parity) * self.slot_bytes
+
+
+def _up(number: int, unit: int) -> int:
+    return -(-number // unit) * unit
+
+
+class Memory:
+    """The memory, mapped by the rank ``rank`` of a group."""
+
+    def __init__(self, file: int, layout: Layout, rank: int) -> None:
+        self.layout, self.rank, self.size = layout, rank, layout.size
+        self.bytes = mmap.mmap(file, layout.total_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+        whole = torch.frombuffer(self.bytes, dtype=torch.uint8)
+        self._data = [[self._data_of(whole, rank, parity) for parity in (0, 1)] for rank in range(self.size)]
+
+    def _data_of(self, whole: Tensor, rank: int, parity: int) -> Tensor:
+        return whole.narrow(0, self.layout.slot_at(rank, parity) + self.layout.note_bytes, DATA_BYTES)
+
+    def data(self, rank: int, parity: int) -> Tensor:
+        """The bytes of a slot behind its note."""
+        return self._data[rank][parity]
+
+    def write_note(self, parity: int, note: bytes) -> None:
+        """What this rank does, for the others to compare with what they do; its head is kept for who looks later."""
+        place, slot = self.layout.place_at(self.rank) + _HEAD_AT, self.layout.slot_at(self.rank, parity)
+        self.bytes[place : place + HEAD_BYTES] = note[:HEAD_BYTES]
+        self.bytes[slot : slot + len(note)] = note
+
+    def note(self, rank: int, parity: int, length: int) -> bytes:
+        start = self.layout.slot_at(rank, parity)
+        return self.bytes[start : start + length]
+
+    def last_head(self, rank: int) -> bytes:
+        """The head of the last note that a rank wrote."""
+        start = self.layout.place_at(rank) + _HEAD_AT
+        return self.bytes[start : start + HEAD_BYTES]
+
+    def stage(self, rank: int) -> int:
+        """The last stage to which a rank has come."""
+        stage: int = _MARK.unpack_from(self.bytes, self.layout.place_at(rank))[0]
+        return stage
+
+    def set_stage(self, stage: int) -> None:
+        _MARK.pack_into(self.bytes, self.layout.place_at(self.rank), stage)
+
+    def leave(self, reason: str) -> None:
+        """Tell the others why this rank comes to nothing more."""
+        start = self.layout.place_at(self.rank) + _REASON_AT
+        text = reason.encode()[: _PLACE_BYTES - _REASON_AT - _REASON.size]
+        self.bytes[start + _REASON.size : start + _REASON.size + len(text)] = text
+        _REASON.pack_into(self.bytes, start, len(text))
+
+    def reason(self, rank: int) -> str:
+        """Why a rank comes to nothing more; "" as long as it has not said so."""
+        start = self.layout.place_at(rank) + _REASON_AT
+        length = _REASON.unpack_from(self.bytes, start)[0]
+        start += _REASON.size
+        return self.bytes[start : start + length].decode(errors="replace")
+
+
+def make_file(layout: Layout, token: bytes) -> int:
+    """A file with memory for all of it; raises `OSError` where there is not as much."""
+    file = os.memfd_create("shardwright", os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(file, 0, layout.total_bytes)
+        os.pwrite(file, token, 0)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
+def open_file(pid: int, number: int, layout: Layout, token: bytes) -> int:
+    """The file that process ``pid`` has made; raises `OSError` where this process may not open it, or it is another."""
+    file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(file).st_size != layout.total_bytes or os.pread(file, TOKEN_BYTES, 0) != token:
+        os.close(file)
+        raise OSError(f"/proc/{pid}/fd/{number} is another file than the one that was made")
+    return file
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told from a later one with its number by when it was started."""
+
+    pid: int
+    started: str
+
+    @classmethod
+    def this(cls) -> Process:
+        return cls(os.getpid(), _started(os.getpid()))
+
+    def has_ended(self) -> bool:
+        """Whether it runs no more, though nobody may have asked for its exit code yet."""
+        return _started(self.pid) != self.started
+
+
+def _started(pid: int) -> str:
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    return "" if fields[0] in "ZXx" else fields[19]

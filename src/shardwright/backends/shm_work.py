@@ -1,0 +1,225 @@
+"""When the collectives of a group in shared memory run, and what becomes of one that cannot end.
+
+They run one after the other, in the order in which they were asked for, on the thread of whoever waits first. One that
+nobody waits for yet is begun at once, so that others need not wait for this rank; a larger one, and one whose future is
+asked for, runs on a thread of the group.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.backends.segment.collectives import Collectives
+from shardwright.backends.segment.memory import DATA_BYTES, Process
+from shardwright.backends.segment.notes import Note
+from shardwright.backends.work import CollectiveWork, Task
+from shardwright.errors import WorldError
+
+_LOOK_S = 0.2
+_STOP_TIMEOUT_S = 5.0
+
+
+class Course(Protocol):
+    """A collective under way."""
+
+    def advance(self, timeout_s: float) -> bool:
+        """Whether it has ended; it goes on for at most so long where others do not come."""
+
+
+class ByStep:
+    """A collective as steps, each of which ends with coming to a stage."""
+
+    def __init__(self, task: Task, collectives: Collectives) -> None:
+        self._rendezvous, self._arrived = collectives.rendezvous, False
+        self._steps: Iterator[None] = iter(())
+        self._task: Task | None = task
+
+    def advance(self, timeout_s: float) -> bool:
+        with torch.no_grad():
+            if self._task is not None:
+                self._steps, self._task = iter(self._task()), None
+            while True:
+                if self._arrived and not self._rendezvous.wait(timeout_s):
+                    return False
+                self._arrived = False
+                if next(self._steps, self) is self:
+                    return True
+                self._rendezvous.arrive()
+                self._arrived = True
+
+
+class ShmWork(CollectiveWork):
+    """A collective that was asked for."""
+
+    def __init__(self, what: str, outputs: Sequence[Tensor], course: Course, lane: Lane) -> None:
+        super().__init__(outputs)
+        self.what, self.course, self._lane = what, course, lane
+        self.since_s = 0.0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises what the collective raised, or `WorldError` after a timeout, which does not end the collective."""
+        if not self._done and not self._lane.finish(self, timeout.total_seconds() if timeout else None):
+            raise WorldError(f"{self.what} has not ended after {timeout}")
+        return self.ended_well()
+
+    def is_completed(self) -> bool:
+        return self._done or self._lane.finish(self, 0.0)
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future = super().get_future()
+        if not self._done:
+            self._lane.finish_aside(self)
+        return future
+
+
+class Lane:
+    """The collectives of one group on this rank."""
+
+    def __init__(self, collectives: Collectives, processes: Sequence[Process], timeout_s: float) -> None:
+        self.collectives, self._processes, self.timeout_s = collectives, processes, timeout_s
+        self.failed: WorldError | None = None
+        self._asked: deque[ShmWork] = deque()
+        self._driving = threading.Lock()
+        self._queue: queue.SimpleQueue[ShmWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is asked for."""
+        return not self._asked
+
+    def begin(self, what: str, outputs: Sequence[Tensor], course: Course, nbytes: int, asynchronous: bool) -> ShmWork:
+        """Of ``nbytes`` in all; unless ``asynchronous`` it has ended when this returns, or has raised."""
+        work = ShmWork(what, outputs, course, self)
+        self._asked.append(work)
+        if not asynchronous:
+            work.wait()
+        elif nbytes > DATA_BYTES:
+            self.finish_aside(work)
+        else:
+            self.finish(work, 0.0)
+        return work
+
+    def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
+        """Whether it has ended, with all that was asked for before it; within the time, if there is one."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        while not work.ended:
+            if not self._driving.acquire(timeout=-1 if end_s is None else max(0.0, end_s - time.monotonic())):
+                return work.ended
+            try:
+                self._drive(work, end_s)
+            finally:
+                self._driving.release()
+            if end_s is not None and time.monotonic() >= end_s:
+                return work.ended
+        return True
+
+    def _drive(self, last: ShmWork, end_s: float | None) -> None:
+        while not last.ended:
+            work = self._asked[0]
+            if not self._advance(work, end_s):
+                return
+            self._asked.popleft()
+
+    def _advance(self, work: ShmWork, end_s: float | None) -> bool:
+        """Whether it has ended; an error of its own ends it, too, and is kept for who waits for it."""
+        work.since_s = work.since_s or time.monotonic()
+        try:
+            if self.failed is not None:
+                raise self.failed
+            while not work.course.advance(_LOOK_S if end_s is None else self._slice(end_s)):
+                if time.monotonic() - work.since_s > _LOOK_S:
+                    self._look(work)
+                if end_s is not None and time.monotonic() >= end_s:
+                    return False
+        except WorldError as error:
+            work.end(error)
+        except BaseException as error:
+            self._give_up(WorldError(f"rank {self._name} failed in {work.what}: {type(error).__name__}: {error}"))
+            work.end(error)
+        else:
+            work.end()
+        return True
+
+    @staticmethod
+    def _slice(end_s: float) -> float:
+        return max(0.0, min(_LOOK_S, end_s - time.monotonic()))
+
+    @property
+    def _name(self) -> int:
+        return self.collectives.names[self.collectives.rank]
+
+    def _look(self, work: ShmWork) -> None:
+        """Raise `WorldError` where those who are missing will not come, or have not come for too long."""
+        missing = self._missing()
+        reason = next(filter(None, (self._gone(rank, work) for rank in missing)), "")
+        waited_s = time.monotonic() - work.since_s
+        if not reason and missing and waited_s > self.timeout_s:
+            reason = self._late(missing, work, waited_s)
+        if reason and not self.collectives.rendezvous.wait(0.0):
+            error = WorldError(reason)
+            self._give_up(error)
+            raise error
+
+    def _missing(self) -> list[int]:
+        """Who has not come to the stage of this rank."""
+        memory, stage = self.collectives.memory, self.collectives.rendezvous.stage
+        return [rank for rank in range(memory.size) if (memory.stage(rank) - stage) % (1 << 32) >= 1 << 31]
+
+    def _gone(self, rank: int, work: ShmWork) -> str:
+        """Why a rank will not come; "" where it may."""
+        name, reason = self.collectives.names[rank], self.collectives.memory.reason(rank)
+        if reason:
+            return reason
+        if self._processes[rank].has_ended():
+            pid = self._processes[rank].pid
+            return f"rank {name} (process {pid}) has ended, while rank {self._name} waits for it in {work.what}"
+        return ""
+
+    def _late(self, missing: Sequence[int], work: ShmWork, waited_s: float) -> str:
+        where = "; ".join(f"rank {self.collectives.names[rank]} {self._last(rank)}" for rank in missing)
+        return (
+            f"rank {self._name} has waited {waited_s:.0f} s in {work.what} (number {self.collectives.number} of its "
+            f"group) for others, longer than the {self.timeout_s:g} s of sw.init(timeout=...): {where}"
+        )
+
+    def _last(self, rank: int) -> str:
+        note = Note.read(self.collectives.memory.last_head(rank))
+        return "has come to nothing yet" if note is None else f"last came to number {note.number}, {note}"
+
+    def _give_up(self, error: WorldError) -> None:
+        """Nothing more comes of this group; the others learn why."""
+        self.failed = error
+        self.collectives.memory.leave(str(error))
+
+    def finish_aside(self, work: ShmWork) -> None:
+        """On the thread of the group."""
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def _serve(self) -> None:
+        while (work := self._queue.get()) is not None:
+            self.finish(work, None)
+
+    def close(self) -> None:
+        """After what has been asked for aside; the others learn that this rank comes to nothing more."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_STOP_TIMEOUT_S)
+        if self.failed is None:
+            self._give_up(WorldError(f"rank {self._name} has left the group of the ranks {self._names}"))
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(str, self.collectives.names))

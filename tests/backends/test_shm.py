@@ -1,0 +1,240 @@
+"""The shm backend: right results with native code and without, ends that are told, and nothing left behind."""
+
+import contextlib
+import io
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import backend_ranks
+import pytest
+import torch
+import torch.distributed as dist
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.errors import WorldError
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def no_compiler(tmp_path):
+    """The environment of a host without one, and without what was compiled before."""
+    return {"PATH": str(tmp_path), "CC": "", "XDG_CACHE_HOME": str(tmp_path)}
+
+
+def collectives(examples):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        sw.init("shm", timeout=60)
+    backend_ranks.drawn = backend_ranks.settings(backend_ranks.drawn, max_examples=examples)
+    reductions = backend_ranks.reduces()
+    backend_ranks.moves()
+    backend_ranks.messages()
+    backend_ranks.order()
+    return reductions, dist.group.WORLD.collectives.rendezvous.__class__.__name__, said.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow), pytest.param(4, marks=slow)])
+def test_collectives(ranks):
+    for reductions, way, said in run_ranks(ranks, collectives, 8 if ranks == 2 else 60):
+        assert reductions > 4
+        assert (way, said) == ("ByNative", "")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=slow)])
+def test_collectives_without_native_code(ranks, no_compiler):
+    found = run_ranks(ranks, collectives, 4 if ranks == 2 else 40, env=no_compiler)
+    assert {way for _, way, _ in found} == {"BySemaphores"}
+    assert ["shm: without native code" in said for _, _, said in found] == [True] + [False] * (ranks - 1)
+
+
+def by_others_and_groups():
+    sw.init("shm", timeout=60)
+    backend_ranks.by_others()
+    backend_ranks.subgroups()
+
+
+@slow
+def test_other_callers_and_groups():
+    run_ranks(4, by_others_and_groups)
+
+
+def large():
+    """Larger than a slot, in chunks of slots, and in slices; each rank has the same bits whatever the order of sums."""
+    sw.init("shm", timeout=60)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for numel in (1, 4097, 300_001):
+        for dtype in (torch.float32, torch.bfloat16):
+            parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]
+            total = parts[0].float().clone()
+            for part in parts[1:]:
+                total += part
+            mine = parts[rank].clone()
+            dist.all_reduce(mine)
+            assert torch.equal(mine, total.to(dtype)), (numel, dtype)
+            work = dist.all_reduce(parts[rank], dist.ReduceOp.AVG, async_op=True)
+            assert work.get_future().wait()[0] is parts[rank]
+            assert torch.equal(parts[rank], (total / size).to(dtype))
+            found.append(mine.float().sum().item())
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=slow)])
+def test_sums_go_in_the_order_of_the_ranks(ranks):
+    assert len(set(map(tuple, run_ranks(ranks, large)))) == 1
+
+
+def stressed(seconds):
+    sw.init("shm", timeout=120)
+    return backend_ranks.stress(seconds)
+
+
+@slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_many_in_any_order(ranks, native, no_compiler):
+    counts = run_ranks(ranks, stressed, 60, timeout=400, env=None if native else no_compiler)
+    assert len(set(counts)) == 1
+    assert counts[0] > 100
+
+
+def unlike():
+    """What all ranks are told where they do not call the same; the group serves on."""
+    sw.init("shm", timeout=60)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    said = []
+    for call in (
+        lambda: dist.all_reduce(torch.ones(3 + rank)),
+        lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX) if rank else dist.barrier(),
+        lambda: dist.broadcast(torch.ones(3), rank),
+        lambda: (
+            dist.all_gather([torch.ones(2)] * size, torch.ones(2), async_op=True).wait()
+            if rank
+            else dist.all_gather([torch.ones(2, dtype=torch.int64)] * size, torch.ones(2, dtype=torch.int64))
+        ),
+        lambda: (
+            dist.all_to_all_single(torch.ones(2 * size), torch.ones(2 * size), [2] * size, [2] * size)
+            if rank
+            else dist.all_to_all_single(torch.ones(4), torch.ones(2 * size), [2, 1, 1], [2] * size)
+        ),
+    ):
+        with pytest.raises(WorldError) as error:
+            call()
+        said.append(str(error.value))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == size
+    return said
+
+
+def test_ranks_that_do_not_call_the_same_are_named():
+    first, *others = run_ranks(3, unlike)
+    assert all(other == first for other in others)
+    sizes, kinds, roots, dtypes, parts = first
+    assert (
+        "the ranks do not call the same: rank 0 called all_reduce of 3 elements of float32 by SUM, rank 1 called "
+        "all_reduce of 4 elements of float32 by SUM, rank 2 called all_reduce of 5 elements of float32 by SUM" in sizes
+    )
+    assert "rank 0 called barrier, ranks 1, 2 called all_reduce of 3 elements of float32 by MAX" in kinds
+    assert "rank 0 called broadcast of 3 elements of float32, rank 1 called broadcast" in roots
+    assert "rank 0 called all_gather of 2 elements of int64, ranks 1, 2 called all_gather" in dtypes
+    assert "all_to_all of float32: rank 1 sends 8 bytes to rank 0, which awaits 4 from it" in parts
+
+
+def goes(how):
+    """Rank 1 goes, while the others wait for it; what they are told, and after how long."""
+    sw.init("shm", timeout=3 if how == "stalls" else 60)
+    rank = dist.get_rank()
+    dist.broadcast(torch.ones(2), 0)
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stalls":
+            time.sleep(8)
+            return None
+        os._exit(3)
+    start, said = time.monotonic(), []
+    for _ in range(2):
+        with pytest.raises(RuntimeError) as error:
+            dist.all_reduce(torch.ones(3))
+        said.append(str(error.value))
+    assert said[0] == said[1]
+    return said[0], time.monotonic() - start
+
+
+def segments():
+    """What of shared memory has a name."""
+    return sorted(os.listdir("/dev/shm"))
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("exits", marks=slow)])
+def test_a_rank_that_ends_is_named(how):
+    before = segments()
+    found = run_ranks(3, goes, how, dying=(1,))
+    for rank in (0, 2):
+        said, took_s = found[rank]
+        assert "rank 1 (process " in said or "rank 1 has left" in said
+        assert "has ended, while rank" in said
+        assert took_s < 20
+    assert segments() == before
+
+
+@slow
+def test_a_rank_that_stalls_is_named():
+    before = segments()
+    found = run_ranks(3, goes, "stalls")
+    for rank in (0, 2):
+        said, took_s = found[rank]
+        assert "longer than the 3 s of sw.init(timeout=...): rank 1 last came to number" in said
+        assert "broadcast of 2 elements of float32" in said
+        assert 2.5 < took_s < 20
+    assert segments() == before
+
+
+def without_memory():
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        world = sw.init("shm", timeout=60)
+    total = torch.ones(1000)
+    dist.all_reduce(total)
+    return world.backend, total.sum().item(), said.getvalue()
+
+
+def test_gloo_takes_its_place_aloud():
+    first, second = run_ranks(2, without_memory)
+    assert first[:2] == second[:2] == ("shm", 2000.0)
+    text = "backend='shm' cannot share memory, gloo takes its place: there are no 2 MiB of memory for 2 ranks"
+    assert text in first[2]
+    assert second[2] == ""
+
+
+def by_torch_alone():
+    dist.init_process_group("shm")
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.tolist()
+
+
+def test_scripts_that_use_nothing_else_of_ours():
+    assert run_ranks(2, by_torch_alone) == [[2.0, 2.0]] * 2
+
+
+@slow
+def test_torch_learns_of_it_also_where_it_is_imported_later():
+    code = (
+        "import shardwright, sys\nassert 'torch' not in sys.modules\nimport torch, torch.distributed as dist\n"
+        "dist.init_process_group('shm', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "x = torch.ones(2); dist.all_reduce(x); print(x.tolist(), dist.get_backend())\n"
+        "dist.destroy_process_group()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
+    assert ended.stdout == "[1.0, 1.0] shm\n", ended.stderr
