@@ -62,6 +62,7 @@ STEPS = (
     Step("steady", "steady steps wait for the GPU nowhere (set_sync_debug_mode)", 60, "GPU"),
     Step("profile", "kernels, copies and busy time of a step beside plain PyTorch", 60, "GPU"),
     Step("saves", "an asynchronous save while steps overwrite what it saves", 60),
+    Step("pinned", "memory for saves is pinned at its size, and copied to while the GPU works", 60, "GPU"),
     Step("meta", "a model on the meta device is made on the device, tensor by tensor", 60),
     *(
         Step(f"two ranks, {name}", what, 90, where, 2, backend, function="two_ranks", environment=variables)
@@ -76,6 +77,11 @@ STEPS = (
     *(
         Step(f"groups, {name}", "groups that some ranks make, and groups that are made while steps run", 60, where, 2,
              backend, function="groups")
+        for name, where, backend in (("gloo", "anywhere", "gloo"), ("NCCL", "two GPUs", "nccl"))
+    ),
+    *(
+        Step(f"ids and dtypes, {name}", "ids out of range in a split table end no process; every dtype travels", 60,
+             where, 2, backend, function="ids_and_dtypes")
         for name, where, backend in (("gloo", "anywhere", "gloo"), ("NCCL", "two GPUs", "nccl"))
     ),
     *(

@@ -12,12 +12,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_first_steps import SMALL, close, images, largest, loss_fn, losses
+from gpu_first_steps import SMALL, Network, close, images, largest, loss_fn, losses, words
 from torch import nn
 
 import shardwright as sw
 from shardwright.cluster.bench.profile import measure_links
+from shardwright.errors import ShardwrightError
 from shardwright.launch.asked.variables import BACKEND_VARIABLE
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.processes import communicator_over
 from shardwright.plan.pricing.hardware import for_device
 from shardwright.world.world import World
 
@@ -146,6 +149,57 @@ def groups(world: World, quick: bool) -> dict[str, Any]:
     return {"groups": "made"}
 
 
+class Table(nn.Module):
+    """Classifies words, one by one, by rows of a table that is split."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(64, 16), nn.Linear(16, 64)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.table(ids))
+        return found
+
+
+def ids_out_of_range(world: World) -> str:
+    """What is said of an id that is in no row: on GPUs of the loss of a step first, and then at the next one."""
+    model, (ids, target) = Network(Table, lambda: words(64, 8, 32)).made(world.device)
+    pins = {"table": ((2, 1), (1, 1))}
+    parallel = sw.parallelize(model, loss_fn, (ids, target), batch="global", mode="semi-auto", pins=pins)
+    parallel((ids, target)).backward()
+    wrong = ids.clone()
+    wrong[0, 0] = 64
+    try:
+        loss = parallel((wrong, target))
+        assert loss.isnan(), loss
+        parallel((ids, target))
+    except ShardwrightError as error:
+        return str(error)
+    raise AssertionError("an id out of range is taken")
+
+
+def every_dtype(world: World) -> list[str]:
+    """Sums and gathers over ranks, also of what NCCL does not take."""
+    comm = communicator_over(Mesh.of(d=2))
+    comm.prepare([("d",)])
+    dtypes = [torch.bool, torch.uint8, torch.int16, torch.uint16, torch.int64, torch.bfloat16, torch.complex64]
+    for dtype in dtypes:
+        given = [torch.tensor([[0, 1], [1, rank]]).to(dtype) for rank in range(2)]
+        mine = given[world.rank].to(world.device)
+        assert torch.equal(comm.all_gather(mine, ("d",)).cpu(), torch.stack(given)), dtype
+        total = (given[0].to(torch.complex128) + given[1].to(torch.complex128)).to(torch.complex64)
+        if dtype != torch.bool:
+            scattered = comm.reduce_scatter(mine, ("d",)).cpu().to(torch.complex64)
+            assert torch.equal(scattered, total[world.rank]), dtype
+            assert torch.equal(comm.all_reduce(mine, ("d",)).cpu().to(torch.complex64), total), dtype
+    comm.close()
+    return [str(dtype).removeprefix("torch.") for dtype in dtypes]
+
+
+def ids_and_dtypes(world: World, quick: bool) -> dict[str, Any]:
+    return {"dtypes": every_dtype(world), "said": ids_out_of_range(world)}
+
+
 def stalling(world: World, quick: bool) -> dict[str, Any]:
     """Rank 1 sleeps before its sixth step, when batches are compared no more."""
     parallel, batch = split(world, "perceptron", mode="data")
@@ -159,7 +213,8 @@ def stalling(world: World, quick: bool) -> dict[str, Any]:
 def clean_exit(world: World, quick: bool) -> dict[str, Any]:
     number = torch.ones(1, device=world.device)
     dist.all_reduce(number)
-    return {"sum": number.item(), "device": str(world.device), "backend": world.backend}
+    cores = len(os.sched_getaffinity(0))  # on GPUs, a share of those near this rank's
+    return {"sum": number.item(), "device": str(world.device), "backend": world.backend, "cores": cores}
 
 
 def links(world: World, quick: bool) -> dict[str, Any]:
@@ -172,7 +227,9 @@ def links(world: World, quick: bool) -> dict[str, Any]:
     return found
 
 
-FUNCTIONS = {function.__name__: function for function in (two_ranks, groups, stalling, clean_exit, links)}
+FUNCTIONS = {
+    function.__name__: function for function in (two_ranks, groups, ids_and_dtypes, stalling, clean_exit, links)
+}
 
 
 def main() -> None:

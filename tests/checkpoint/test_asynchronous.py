@@ -22,7 +22,8 @@ from shardwright import checkpoint
 from shardwright.checkpoint.api import Checkpoints
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.saving.image import Copy
+from shardwright.checkpoint.saving.image import ROOM_BYTES, Copy, Image
+from shardwright.checkpoint.saving.room import room_of
 from shardwright.checkpoint.saving.save import TO_SAVE
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.store import Store
@@ -408,3 +409,36 @@ def test_a_rank_that_dies_beside_the_loop_is_told_by_the_other(tmp_path):
     assert said.startswith("nothing was saved: rank 1 ended or did not answer within 60 s")
     assert Store(tmp_path).latest() is None
     no_leftovers(Store(tmp_path))
+
+
+class Driver:
+    """As much of a GPU's driver as pins memory; ``error`` is what it answers."""
+
+    def __init__(self, error=0):
+        self.error, self.pinned = error, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        assert (address % 4096, flags) == (0, 0)
+        if not self.error:
+            self.pinned[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        assert Path("/proc/self/maps").read_text().count(f"{address:x}-"), "it is still there"
+        del self.pinned[address]
+        return 0
+
+
+def test_memory_that_is_pinned_has_the_size_that_is_asked_for_and_is_given_back(monkeypatch):
+    """Torch's own would have the next power of two, twice as much here."""
+    driver, image = Driver(), Image()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    for size in ((1 << 20) + 1, (5 << 20) + 1):
+        image._make_room(size, pinned=True)
+        assert driver.pinned == {image.memory.data_ptr(): size + ROOM_BYTES}
+        assert not image.memory.count_nonzero()
+    del image
+    assert driver.pinned == {}
+    driver.error = 2
+    with pytest.warns(UserWarning, match=r"5 MB of memory for saves cannot be pinned \(CUDA error 2\): each save"):
+        assert room_of(5_000_000, True).nbytes == 5_000_000

@@ -7,7 +7,6 @@ lock. The memory begins at a page, so that the disk can take it without another 
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Collection, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from torch import Tensor
 
 from shardwright.checkpoint.format.containers import Frame, frame_of, without_crc
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Place, checksum
+from shardwright.checkpoint.saving.room import room_of
 from shardwright.checkpoint.saving.save import NO_BOX, Part, Prepared, Written
 from shardwright.checkpoint.storage.files import written
 from shardwright.checkpoint.storage.store import Store, WritingPlace
@@ -84,12 +84,7 @@ class Image:
         if size <= self.memory.numel():
             return
         self.memory = torch.empty(0, dtype=torch.uint8)  # give back the old before asking for the new
-        size += ROOM_BYTES
-        if pinned:
-            self.memory = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        else:
-            self.memory = torch.frombuffer(mmap.mmap(-1, size), dtype=torch.uint8)
-        self.memory.zero_()  # the system finds the pages now and not in the middle of the first copy
+        self.memory = room_of(size + ROOM_BYTES, pinned)
 
 
 class Copy:
