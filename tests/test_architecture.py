@@ -23,7 +23,7 @@ INSIDE = {
     "plan": ("pricing", "searching"),
     "report": ("plans",),
     "run": ("graphs", "overlap", "programs", "placing"),
-    "cluster": ("bench", "doctor", "trust"),
+    "cluster": ("programs", "bench", "doctor", "jobs", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),
 }
 STANDARD_LIBRARY_ONLY = {"errors", "whole_file", "package", "pulse", "hosts", "launch"}

@@ -9,7 +9,7 @@ import sys
 import textwrap
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +50,16 @@ class Launching:
         (self.folder / name).write_text(textwrap.dedent(text))
         return name
 
-    def start(self, *arguments: str, command: str = "launch", env: dict[str, str] | None = None, **popen: Any) -> Any:
+    def start(
+        self, *arguments: str, command: str = "launch", env: dict[str, str] | None = None,
+        line: Sequence[str] = (), **popen: Any,
+    ) -> Any:  # fmt: skip
+        """``line`` stands before the arguments, in place of our command."""
         inherited = {k: v for k, v in os.environ.items() if k not in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES")}
         environment = inherited | {_MARK: self.mark} | (env or {})
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, "text": True}
         launcher = subprocess.Popen(
-            [COMMAND, command, *arguments], cwd=self.folder, env=environment, **(streams | popen)
+            [*(line or (COMMAND, command)), *arguments], cwd=self.folder, env=environment, **(streams | popen)
         )
         self.running.append(launcher)
         return launcher

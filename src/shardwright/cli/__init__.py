@@ -7,7 +7,7 @@ import sys
 import click
 
 # Each hangs its commands on the group.
-from shardwright.cli import checkpoints, clusters, launching, machines, planning, tables, training  # noqa: F401
+from shardwright.cli import checkpoints, clusters, jobs, launching, machines, planning, tables, training  # noqa: F401
 from shardwright.cli.group import cli
 from shardwright.errors import ShardwrightError
 

@@ -8,25 +8,14 @@ from typing import Any
 import click
 
 from shardwright.cli.group import cli
-
-_HOST = click.option("-H", "--host", "hosts", metavar="a,b", help="The hosts; without any this one alone.")
-_HOSTFILE = click.option("--hostfile", metavar="FILE", help="The same as lines `a slots=8`.")
-_PYTHON = click.option(
-    "--python",
-    multiple=True,
-    metavar="[HOST=]PATH",
-    help="The interpreter on the hosts; without it the path of this one.",
-)
-_TIMEOUT = click.option(
-    "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
-)
+from shardwright.cli.host_options import HOST, HOSTFILE, PYTHON, TIMEOUT
 
 
 @cli.command()
-@_HOST
-@_HOSTFILE
-@_PYTHON
-@_TIMEOUT
+@HOST
+@HOSTFILE
+@PYTHON
+@TIMEOUT
 @click.option("--json", "as_json", is_flag=True, help="Print JSON in place of the table.")
 @click.option("--fix-script", "script", is_flag=True, help="Print a script of what to type; nothing is run.")
 def doctor(
@@ -57,10 +46,10 @@ def hosts() -> None:
 
 
 @hosts.command()
-@_HOST
-@_HOSTFILE
-@_PYTHON
-@_TIMEOUT
+@HOST
+@HOSTFILE
+@PYTHON
+@TIMEOUT
 @click.option("--dry-run", "dry", is_flag=True, help="Show what would be done, and end.")
 @click.option("--undo", is_flag=True, help="Put everything back as it was before.")
 @click.option("-y", "--yes", is_flag=True, help="Do not ask before it is done.")
@@ -88,10 +77,10 @@ def trust(
 
 
 @hosts.command("check")
-@_HOST
-@_HOSTFILE
-@_PYTHON
-@_TIMEOUT
+@HOST
+@HOSTFILE
+@PYTHON
+@TIMEOUT
 def check_hosts(hosts: str | None, hostfile: str | None, python: tuple[str, ...], connect_timeout_s: float) -> None:
     """Try ssh from every host to every other one; the exit code is 0 where no pair needs a password."""
     from shardwright.cluster.trust.command import check as run
@@ -101,15 +90,15 @@ def check_hosts(hosts: str | None, hostfile: str | None, python: tuple[str, ...]
 
 @cli.command(context_settings={"allow_interspersed_args": False})
 @click.option("-n", "--ranks", metavar="N", help="How many ranks; without it one per slot of the hosts.")
-@_HOST
-@_HOSTFILE
-@_PYTHON
+@HOST
+@HOSTFILE
+@PYTHON
 @click.option(
     "--wdir", multiple=True, metavar="[HOST=]DIR", help="The working directory on the hosts; without it this one."
 )
 @click.option("--port", type=int, help="The port where the ranks would meet; without it a free one is chosen.")
 @click.option("--interface", metavar="NAME", help="The network interface of the first host by which ranks would meet.")
-@_TIMEOUT
+@TIMEOUT
 @click.argument("command", metavar="[SCRIPT]...", nargs=-1, type=click.UNPROCESSED)
 def check(
     ranks: str | None,

@@ -1,4 +1,4 @@
-"""The commands of jobs: `shardwright launch` starts one, `logs`, `ps` and `stop` are for those that run."""
+"""The command that starts a job, `shardwright launch`."""
 
 from __future__ import annotations
 
@@ -150,6 +150,11 @@ class _LaunchCommand(click.Command):
     help="When no rank finishes a step or writes anything for so long, show where each is, and end the job with exit "
     "code 124.  [default: never]",
 )
+@click.option(
+    "--on-stall",
+    type=click.Choice(["end", "report"]),
+    help="With report such a job is shown and goes on.  [default: end]",
+)
 @click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
 @click.argument("command", nargs=-1, type=click.UNPROCESSED)
@@ -205,38 +210,3 @@ def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
     if job.stall_timeout_s is not None:
         job.carrier.refuse("--stall-timeout without --run")
     click.echo(commands(job), nl=False)
-
-
-@cli.command()
-@click.option("-f", "--follow", is_flag=True, help="Go on until the job ends; exit with its code.")
-@click.option("--rank", "ranks", default="0", show_default=True, metavar="all|0,3", help="The ranks to show.")
-@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
-@click.argument("job", required=False)
-def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
-    """Show what a job's ranks wrote; without JOB that of the job started last."""
-    from pathlib import Path
-
-    from shardwright.launch.kept.follow import show_logs
-
-    sys.exit(show_logs(Path(log_dir), job, ranks, follow))
-
-
-@cli.command()
-def ps() -> None:
-    """List the jobs that you have launched on this host, with their hosts, ranks, restarts and logs."""
-    from shardwright.launch.kept.jobs import show_jobs
-
-    click.echo(show_jobs())
-
-
-@cli.command()
-@click.option("--now", is_flag=True, help="Kill the ranks at once.")
-@click.argument("job")
-def stop(job: str, now: bool) -> None:
-    """End a job on all its hosts: JOB is its name, as `shardwright ps` shows it, or the folder of its logs.
-
-    Its ranks are told to end (TERM) and have the grace with which it was launched; a second call kills them.
-    """
-    from shardwright.launch.jobs_stop import stop_job
-
-    sys.exit(stop_job(job, now, lambda text: click.echo(f"shardwright: {text}")))

@@ -56,6 +56,15 @@ class Host:
         name = f"[{self.name}]" if ":" in self.name else self.name
         return f"{self.user}@{name}" if self.user else name
 
+    @property
+    def login(self) -> str:
+        """The host as ssh takes it: with its user.
+
+        >>> Host("fd00::1", 2, "alice").login
+        'alice@fd00::1'
+        """
+        return f"{self.user}@{self.name}" if self.user else self.name
+
 
 @dataclass(frozen=True)
 class Hosts:

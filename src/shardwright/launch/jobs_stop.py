@@ -27,15 +27,13 @@ def stop_job(word: str, now: bool, say: Callable[[str], None]) -> int:
     what = f"the {job.ranks} rank{'s' * (job.ranks != 1)} of job {job.name} on {', '.join(job.hosts)}"
     if now or job.told_path.exists():
         say(f"killing {what}")
-        job.told_path.touch()
-        _signal(job, KILL_NOW)
+        tell_launcher(job, now=True)
         ended = _wait(job, _NOW_S)
     else:
         say(
             f"{what} are told to end, and have {job.grace_s:g} s; `shardwright stop {word}` again, or --now, kills them"
         )
-        job.told_path.touch()
-        _signal(job, signal.SIGTERM)
+        tell_launcher(job, now=False)
         ended = _wait(job, job.grace_s + _BEYOND_S)
     if ended:
         say(f"job {job.name} has ended; its logs: {job.folder}")
@@ -46,9 +44,11 @@ def stop_job(word: str, now: bool, say: Callable[[str], None]) -> int:
     return _end_what_is_left(job, say)
 
 
-def _signal(job: JobRecord, signum: int) -> None:
+def tell_launcher(job: JobRecord, now: bool) -> None:
+    """Have the launcher of a job end it: at once, or with the grace that the job was launched with."""
+    job.told_path.touch()
     if job.lives:
-        send_signal(job.pid, signum)
+        send_signal(job.pid, KILL_NOW if now else signal.SIGTERM)
         send_signal(job.pid, signal.SIGCONT)  # a stopped launcher hears it, too
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator, Mapping
 from shardwright.errors import LaunchError
 from shardwright.launch.attempt import Attempt, AttemptEnd
 from shardwright.launch.carriers.connection import Carrier, Connection, Connections
-from shardwright.launch.hangs.stall import STALLED_CODE, StallWatch
+from shardwright.launch.hangs.stall import HINT, STALLED_CODE, StallWatch
 from shardwright.launch.hangs.stall_report import group_lines, headline, write_report
 from shardwright.launch.host.processes import become_subreaper, descendants
 from shardwright.launch.host.protocol import (
@@ -36,6 +36,7 @@ from shardwright.launch.host.protocol import (
     CarrierSaid,
     Continued,
     End,
+    EndAsked,
     Ended,
     Errors,
     Event,
@@ -69,7 +70,7 @@ class Launcher:
         self.attempt, self.carrier, self.started = attempt, carrier, started
         self.say = attempt.console.say
         self.connections = Connections()
-        self.stall = StallWatch(attempt.options.stall_timeout_s)
+        self.stall = StallWatch(attempt.options.stall_timeout_s, hears=not attempt.options.logs_stay)
         self.all_started_s: float | None = None  # by the monotonic clock
         self.unsure_until_s = 0.0  # by the monotonic clock: ranks may still run on a host that is lost
         self.killed: set[int] = set()
@@ -96,8 +97,7 @@ class Launcher:
         try:
             folder.begin_again()
             folder.make_ranks(options.ranks)
-            kept = options.remote is not None and not options.remote.collect_logs
-            self.logs = RankLogs(folder, options.ranks, self.say, attempt.first_line, kept, self._host)
+            self.logs = RankLogs(folder, options.ranks, self.say, attempt.first_line, options.logs_stay, self._host)
             self._note(lambda: folder.write_state(attempt.state))
             self._note(folder.reserve)
             connections = self.carrier.start(attempt.run_id, folder, attempt.first_line, options.shown)
@@ -161,9 +161,12 @@ class Launcher:
             elif signum in ENDING_SIGNALS:
                 self._interrupt(signum)
             elif signum == KILL_NOW:
-                if not self.judge.ending:
-                    self._interrupt(signal.SIGTERM)
-                self._kill("stop --now")
+                self._end_now("stop --now")
+
+    def _end_now(self, why: str) -> None:
+        if not self.judge.ending:
+            self._interrupt(signal.SIGTERM)
+        self._kill(why)
 
     def _interrupt(self, signum: int) -> None:
         name, grace_s = signal_name(signum), self.attempt.options.grace_s
@@ -199,7 +202,7 @@ class Launcher:
 
     def _take(self, connection: Connection, event: Event) -> None:
         if isinstance(event, Output | OutputLost | Progressed | Continued | Exited):
-            self.stall.moved()
+            self._moved()
         match event:
             case Started(rank):
                 self._started(rank)
@@ -227,6 +230,11 @@ class Launcher:
                 self._carrier_said(text, matters)
             case NotStarted(reason):
                 self._not_started(f"{connection.name}: {reason}" if self.connections.hosts else reason)
+            case EndAsked(now=True):
+                self._end_now(f"stop --now -H {connection.name}")
+            case EndAsked() if not self.judge.ending:
+                self.say(f"`shardwright stop -H {connection.name}` asks to end the job")
+                self._interrupt(signal.SIGTERM)
             case SupervisorGone():
                 self._lost(connection)
             case Ended():
@@ -235,8 +243,12 @@ class Launcher:
     def _started(self, rank: int) -> None:
         if self.judge.rank_started(rank):
             self.all_started_s = time.monotonic()
-            self.stall.moved()
+            self._moved()
             self.started()
+
+    def _moved(self) -> None:
+        if self.stall.moved():
+            self.say("the ranks get on again")
 
     def _tell(self, connection: Connection, event: Stopped | Continued | Left) -> None:
         """Say what a person wants to know as long as nothing has begun to end the job."""
@@ -310,9 +322,13 @@ class Launcher:
             self._fail(cause, cause.rank if cause.rank >= 0 else None, details)
 
     def _look_for_stall(self) -> None:
-        """Ask where the ranks are, once they have been quiet for too long; with the answers the job ends."""
+        """Ask where the ranks are, once they have been quiet for too long; with the answers the job ends, unless it is
+        to go on.
+        """
         if not self.judge.undecided:
             return
+        if self.stall.should_hint():
+            self.say(HINT)
         if self.stall.should_ask():
             self.stall.ask(self.connections.leases())
             self.connections.order(AskStacks())
@@ -321,14 +337,18 @@ class Launcher:
 
     def _stalled(self) -> None:
         hang = self.stall.hang(tuple(sorted(self.judge.ends)), self.connections.hosts)
-        odd = hang.verdict()[1]
-        cause = RankEnd(-1, STALLED_CODE, time.time(), loss=headline(hang))
-        self.judge.blame(cause)
         details = [f"    {line}" for line in group_lines(hang)]
         try:
             details.append(f"their stacks: {write_report(hang, self.attempt.folder.path)}")
         except OSError as error:
             details.append(f"their stacks cannot be written: {error}")
+        if not self.attempt.options.stall_ends:
+            self.say("\n".join([headline(hang), *details, "the job goes on (--on-stall report); Ctrl-C ends it"]))
+            self.stall.reported()
+            return
+        odd = hang.verdict()[1]
+        cause = RankEnd(-1, STALLED_CODE, time.time(), loss=headline(hang))
+        self.judge.blame(cause)
         self._fail(cause, odd[0] if len(odd) == 1 else None, details)
 
     def _fail(self, cause: RankEnd, rank: int | None, details: list[str]) -> None:

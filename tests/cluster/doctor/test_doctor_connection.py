@@ -8,7 +8,8 @@ import pytest
 from click.testing import CliRunner
 
 from shardwright.cli import cli
-from shardwright.cluster.doctor import connection, probe
+from shardwright.cluster.doctor import probe
+from shardwright.cluster.programs import connection
 
 # The host is the word before the last one; the last one is the command, which `good` runs here after a greeting.
 SSH = """#!/bin/sh

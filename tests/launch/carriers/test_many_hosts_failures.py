@@ -294,6 +294,9 @@ def test_an_out_of_memory_kill_is_told(job):
         + """
     if rank == 1:
         while not os.path.exists("go"): time.sleep(0.01)
+        for _ in range(3):  # the supervisor wakes, and looks where the rank is
+            print("here", flush=True)
+            time.sleep(1.1)
         everything = bytearray(200 << 20)
         everything[::4096] = bytes(len(everything[::4096]))
     time.sleep(100)

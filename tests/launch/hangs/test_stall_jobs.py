@@ -35,6 +35,34 @@ def test_a_rank_that_sleeps_is_shown_though_it_was_not_forked_from_the_zygote(la
     assert run_json(launching)["stalls"] == ["stall-1.txt"]
 
 
+def test_a_hang_that_is_only_reported_goes_on(launching):
+    text = "import time\nprint('up', flush=True)\ntime.sleep(4)\nprint('on', flush=True)\ntime.sleep(4)\n"
+    script = launching.write("t.py", text)
+    words = ["--stall-timeout", "1", "--on-stall", "report", "--", sys.executable, script]
+    ended = launching.run("-n", "1", *words, timeout_s=60)
+    assert ended.code == 0, ended.stderr
+    said = "no rank has finished a step or written anything for 1 s: rank 0 is "
+    assert ended.stderr.count(said) == 2, "once for each hang"
+    assert ended.stderr.count("  the job goes on (--on-stall report); Ctrl-C ends it") == 2
+    assert ended.stderr.count("shardwright: the ranks get on again") == 2
+    assert not (launching.folder / "log_output/1/failed.json").exists()
+    assert (run_json(launching)["stalls"], run_json(launching)["exit_code"]) == (["stall-1.txt", "stall-2.txt"], 0)
+
+
+def test_without_the_option_a_quiet_job_is_told_of_it_once(launching):
+    text = "import sys; from shardwright.launch.hangs import stall; stall.HINT_S = 0.5\n"
+    text += "from shardwright.cli import main; main()"
+    line = [sys.executable, "-c", text, "launch"]
+    ended = launching.run("-n", "1", "--", "sh", "-c", "echo up; sleep 2; echo on; sleep 2", line=line)
+    assert (ended.code, ended.stderr.splitlines()) == (
+        0,
+        ["shardwright: no rank has written anything for 3 minutes; should the job hang, `--stall-timeout SECONDS` "
+         "shows where each rank is, and ends it"],
+    )  # fmt: skip
+    refused = launching.run("-n", "1", "--on-stall", "report", "--", "true")
+    assert (refused.code, "--on-stall report without --stall-timeout: nobody" in refused.stderr) == (2, True)
+
+
 def test_torchrun_looks_for_no_hangs(launching):
     ended = launching.run("-n", "2", "--via", "torchrun", "--stall-timeout", "5", launching.write("t.py", ""))
     assert ended.code == 2

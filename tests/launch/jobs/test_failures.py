@@ -87,19 +87,38 @@ def test_out_of_memory_kill_is_told_from_another_kill(launching):
     script = launching.write(
         "train.py",
         """
-    import os, sys
+    import os, sys, time
     group = sys.argv[1]
     if os.environ["RANK"] == "1":
         open(group + "/cgroup.procs", "w").write(str(os.getpid()))
+        for _ in range(3):  # the supervisor wakes, and looks where the rank is
+            print("here", flush=True)
+            time.sleep(1.1)
         everything = bytearray(200 << 20)
         everything[::4096] = bytes(len(everything[::4096]))
-    import time; time.sleep(30)
+    time.sleep(30)
     """,
     )
     with MemoryGroup(64 << 20) as group:
         ended = launching.run("-n", "2", *PYTHON, script, str(group))
     assert ended.code == 137
     assert "rank 1 failed first: killed by the kernel for lack of memory" in ended.stderr
+
+
+def test_a_kill_is_not_for_memory_though_the_kernel_has_killed_a_process_in_another_group(launching):
+    script = launching.write(
+        "train.py",
+        """
+    import os, signal, subprocess, sys
+    grow = "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid())); bytearray(200 << 20)"
+    code = subprocess.run([sys.executable, "-c", grow.replace("bytearray(", "b'x' * ("), sys.argv[1]]).returncode
+    os.kill(os.getpid(), signal.SIGKILL if code == -signal.SIGKILL else signal.SIGABRT)
+    """,
+    )
+    with MemoryGroup(64 << 20) as group:
+        ended = launching.run("-n", "1", *PYTHON, script, str(group))
+    assert ended.code == 137, ended.stderr
+    assert "rank 0 failed first: killed by SIGKILL\n" in ended.stderr
 
 
 def test_a_rank_that_ignores_term_is_killed_after_the_grace(launching):

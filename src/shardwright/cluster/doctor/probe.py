@@ -5,9 +5,8 @@ this package. `look` reads everything once; `main` is the program that ssh start
 
     {"order": "clock"}                          {"time_s": 1700000000.1}
     {"order": "look"}                           what `look` gives, with the port on which this host listens
-    {"order": "reach", "peers": [...]}          who of them can be reached: by TCP, by name and by ssh
-
-Each is a line of JSON, and so is each answer.
+    {"order": "reach", "peers": [...], ...}     who of them can be reached: by TCP, by name and by ssh; from now on
+                                                this host says its word to whoever connects
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import getpass
 import glob
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import resource
@@ -27,12 +25,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from shardwright.cluster.doctor import wanted
+from shardwright.cluster.programs.answering import answer_orders
 from shardwright.hosts import interfaces
 
 COMMAND_S = 4.0
@@ -219,22 +218,19 @@ def _resolve(name: str) -> list[str] | None:
 
 
 def main(_packed: int) -> None:
-    """Answer orders, each a line, until there are no more."""
+    """Answer orders until there are no more."""
     listening = interfaces.listen()
     listening.setblocking(True)
-    word = b""
-    answers: dict[str, Callable[[dict[str, Any]], Any]] = {
+
+    def reach(order: dict[str, Any]) -> dict[str, Any]:
+        threading.Thread(target=_serve, args=(listening, order["word"].encode()), daemon=True).start()
+        return _reach(order["peers"])
+
+    answer_orders({
         "clock": lambda _: {"time_s": time.time()},
         "look": lambda _: {**look(), "port": listening.getsockname()[1]},
-        "reach": lambda order: _reach(order["peers"]),
-    }
-    with os.fdopen(os.dup(0), "rb") as orders:
-        for line in orders:
-            order = json.loads(line)
-            if not word and "word" in order:
-                word = order["word"].encode()
-                threading.Thread(target=_serve, args=(listening, word), daemon=True).start()
-            os.write(1, json.dumps(answers[order["order"]](order)).encode() + b"\n")
+        "reach": reach,
+    })  # fmt: skip
 
 
 def _serve(listening: socket.socket, word: bytes) -> None:

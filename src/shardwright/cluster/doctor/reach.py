@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardwright.cluster.doctor import probe
-from shardwright.cluster.doctor.connection import Probe, Silent
 from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable
+from shardwright.cluster.programs.connection import Probe, Silent
 from shardwright.hosts.hosts import Host, Hosts
 from shardwright.launch.asked.host_options import PerHost
 
@@ -137,9 +137,8 @@ def others_of(host: Host, hosts: Sequence[Host]) -> list[Host]:
 
 
 def _peer(host: Host, reading: Reading, port: int, word: str) -> dict[str, Any]:
-    target = f"{host.user}@{host.name}" if host.user else host.name
     return {
-        "name": host.name, "target": target, "resolve": host.name, "port": port, "word": word,
+        "name": host.name, "target": host.login, "resolve": host.name, "port": port, "word": word,
         "addresses": addresses_of(reading),
     }  # fmt: skip
 

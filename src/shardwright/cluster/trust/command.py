@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from shardwright.cluster.doctor.connection import Probe, Silent
 from shardwright.cluster.doctor.reading import plain
+from shardwright.cluster.programs.connection import Probe, Silent, open_all
 from shardwright.cluster.trust import on_host
 from shardwright.cluster.trust.host_keys import known_lines
 from shardwright.cluster.trust.plan import Lacking, Look, authorized_line, plan
@@ -63,41 +63,20 @@ def _named(hosts: str | None, hostfile: str | None) -> Hosts:
 
 @contextlib.contextmanager
 def _open(hosts: Hosts, python: PerHost, timeout_s: float, batch: bool) -> Iterator[Opened]:
-    """The program on each host, connected. One after the other where ssh may ask the person for passwords."""
-    opened: dict[str, Probe] = {}
-    silent: dict[str, str] = {}
-
-    def connect(host: Host) -> None:
-        one = opened[host.name] = Probe(
-            host, on_host.__name__, python.on(host.name) or sys.executable, timeout_s, batch
-        )
-        try:
-            one.ask({"order": "login", "targets": []})
-        except Silent as error:
-            silent[host.name] = str(error)
-
-    with ThreadPoolExecutor(max(1, len(hosts)) if batch else 1) as pool:
-        try:
-            list(pool.map(connect, hosts))
-            if silent:
-                listed = "".join(f"\n  {name}: {plain(why)}" for name, why in silent.items())
-                raise LaunchError(
-                    f"{len(silent)} of {len(hosts)} hosts cannot be used, and nothing was changed:{listed}"
-                )
-            yield opened
-        finally:
-            list(pool.map(lambda one: one.close(), opened.values()))
+    """The program on each host, connected. Raises `LaunchError` where one host is silent."""
+    with open_all(hosts, on_host.__name__, python, timeout_s, batch) as (opened, silent):
+        if silent:
+            listed = "".join(f"\n  {name}: {plain(why)}" for name, why in silent.items())
+            raise LaunchError(f"{len(silent)} of {len(hosts)} hosts cannot be used, and nothing was changed:{listed}")
+        yield opened
 
 
 def _ask(opened: Opened, host: Host, order: Mapping[str, Any]) -> dict[str, Any]:
     """The answer of a host. Raises `LaunchError` where it fails there."""
     try:
-        answer = opened[host.name].ask(order)
+        return opened[host.name].ask(order)
     except Silent as error:
         raise LaunchError(f"{host.name}: {plain(error)}") from None
-    if "failed" in answer:
-        raise LaunchError(f"{host.name}: {plain(answer['failed'])}")
-    return answer
 
 
 def _may(yes: bool) -> bool:
@@ -155,7 +134,7 @@ def _undo(hosts: Hosts, opened: Opened, looks: Mapping[str, Look], dry: bool, ye
 
 def _prove(hosts: Hosts, opened: Opened) -> int:
     """Try every pair, and tell."""
-    targets = {host.name: (f"{host.user}@{host.name}" if host.user else host.name) for host in hosts}
+    targets = {host.name: host.login for host in hosts}
 
     def ask(host: Host) -> dict[str, str | None]:
         others = {name: target for name, target in targets.items() if name != host.name}

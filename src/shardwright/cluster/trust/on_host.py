@@ -1,6 +1,6 @@
 """What runs on a host for `shardwright hosts trust`: it looks at ~/.ssh, changes it as it is told, and undoes that.
 
-It needs the standard library alone, so that it can be sent to a bare host. Orders and answers are lines of JSON:
+It needs the standard library alone, so that it can be sent to a bare host. Its orders:
 
     {"order": "look"}                               the public keys, the lines that are there, what could be undone
     {"order": "key"}                                makes a key where there is none, and answers its public part
@@ -22,11 +22,12 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+
+from shardwright.cluster.programs.answering import answer_orders
 
 _RECORD = "shardwright-trust.json"
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
@@ -218,7 +219,7 @@ def _login(target: str) -> str | None:
 
 
 def main(_packed: int) -> None:
-    """Answer orders, each a line, until there are no more. What fails is told in place of the answer."""
+    """Answer orders until there are no more."""
     folder = Folder(Path.home())
     answers: dict[str, Callable[[dict[str, Any]], Any]] = {
         "look": lambda _: folder.look(),
@@ -227,12 +228,4 @@ def main(_packed: int) -> None:
         "undo": lambda _: folder.undo(),
         "login": lambda order: {"logins": login(order["targets"])},
     }
-    with os.fdopen(os.dup(0), "rb") as orders:
-        for line in orders:
-            order = json.loads(line)
-            try:
-                answer = answers[order["order"]](order)
-            except (OSError, ValueError, KeyError) as error:
-                answer = {"failed": f"{type(error).__name__}: {error}"}
-            sys.stdout.write(json.dumps(answer) + "\n")
-            sys.stdout.flush()
+    answer_orders(answers)

@@ -31,7 +31,8 @@ class LaunchOptions:
 
     ``environment`` is what its ranks have in common beyond the environment of the launcher, ``rank_environments`` what
     single ranks have beside torchrun's variables. ``start_command`` starts the ranks where the carrier has one.
-    ``bind`` gives each rank cores of its own (`shardwright.launch.supervisor.binding`).
+    ``bind`` gives each rank cores of its own (`shardwright.launch.supervisor.binding`). A job that hangs for
+    ``stall_timeout_s`` is ended where ``stall_ends``, and shown in any case.
     """
 
     program: Program
@@ -51,6 +52,12 @@ class LaunchOptions:
     bind: bool = True
     restarts: RestartOptions = ONCE
     stall_timeout_s: float | None = None
+    stall_ends: bool = True
+
+    @property
+    def logs_stay(self) -> bool:
+        """Whether what ranks write stays on their hosts."""
+        return self.remote is not None and not self.remote.collect_logs
 
 
 def read_options(request: LaunchRequest) -> LaunchOptions:
@@ -78,6 +85,7 @@ def read_options(request: LaunchRequest) -> LaunchOptions:
         grace_s=request.grace_s, detach=request.detach, rank_environments=by_rank,
         carrier=chosen.settled(remote is not None), start_command=start_command, remote=remote,
         bind=request.bind_to == "core", restarts=request.restarts, stall_timeout_s=request.stall_timeout_s,
+        stall_ends=request.on_stall != "report",
     )  # fmt: skip
 
 
@@ -150,6 +158,8 @@ def _check_numbers(request: LaunchRequest) -> None:
         raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
     if not grace_s >= 0:
         raise UsageError(f"--grace {grace_s} is no time; type the seconds that ranks get to end by themselves")
+    if request.on_stall is not None and stall_timeout_s is None:
+        raise UsageError(f"--on-stall {request.on_stall} without --stall-timeout: nobody looks for hangs; type both")
     if stall_timeout_s is not None and not _SHORTEST_STALL_S <= stall_timeout_s < float("inf"):
         raise UsageError(
             f"--stall-timeout {stall_timeout_s:g} is no time to wait for a sign of life; type seconds, at least "

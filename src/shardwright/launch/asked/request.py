@@ -41,4 +41,5 @@ class LaunchRequest:
     bind_to: str = "core"
     restarts: RestartOptions = ONCE
     stall_timeout_s: float | None = None
+    on_stall: str | None = None
     detach: bool = False

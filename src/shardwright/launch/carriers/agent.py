@@ -48,6 +48,7 @@ from shardwright.launch.host.protocol import (
     EVENTS,
     Beat,
     End,
+    EndAsked,
     Ended,
     Event,
     Exited,
@@ -60,6 +61,7 @@ from shardwright.launch.host.protocol import (
     StderrTail,
     SupervisorGone,
 )
+from shardwright.launch.host.signals import ASK_LAUNCHER, KILL_NOW, woken_by
 from shardwright.launch.host.stage import StagedFiles
 from shardwright.launch.host.stream import Decoder, encode, take_stdio
 from shardwright.launch.host.writer import Writer
@@ -129,6 +131,12 @@ class Agent:
 
     def tell(self, event: AgentEvent) -> None:
         self.writer.put(encode(event))
+
+    def pass_signals(self, fd: int) -> None:
+        """Ask the launcher to end the job, as somebody on this host has asked."""
+        for signum in os.read(fd, 512):
+            if signum in (ASK_LAUNCHER, KILL_NOW):
+                self.tell(EndAsked(signum == KILL_NOW))
 
     # --- from the launcher
 
@@ -359,4 +367,6 @@ def main(packed: int) -> NoReturn:
     agent = Agent(packed, orders, events)
     for signum in (signal.SIGTERM, signal.SIGHUP):  # Slurm ends a step so: time to remove what would be left
         signal.signal(signum, lambda signum, _: agent.abandoned(128 + signum))
-    agent.run()
+    with woken_by(dict.fromkeys((ASK_LAUNCHER, KILL_NOW), lambda *_: None)) as read:
+        agent.selector.register(read, selectors.EVENT_READ, lambda: agent.pass_signals(read))
+        agent.run()

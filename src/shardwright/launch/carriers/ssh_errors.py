@@ -25,7 +25,7 @@ def why_no_answer(
         return f"{python} is Python {old.python} there, expected {lowest} or newer; type --python PATH"
     if exit_code is None:
         what = "answered, but then fell silent" if Hello in answers else "did not answer"
-        return f"it {what} within {spent_s:g} s; try `ssh -o BatchMode=yes {_target(host)} true`"
+        return f"it {what} within {spent_s:g} s; try `ssh -o BatchMode=yes {host.login} true`"
     if exit_code == _SSH_FAILED:
         return _why_ssh_failed(host, "\n".join(lines), last)
     if exit_code == _NOT_FOUND:
@@ -37,12 +37,8 @@ def why_no_answer(
     return f"{python} ended there with exit code {exit_code} before the checks were through: {tail}"
 
 
-def _target(host: Host) -> str:
-    return f"{host.user}@{host.name}" if host.user else host.name
-
-
 def _why_ssh_failed(host: Host, said: str, last: str) -> str:
-    target = _target(host)
+    target = host.login
     for words, text in (
         (
             ("IDENTIFICATION HAS CHANGED",),

@@ -2,6 +2,9 @@
 
 The launcher then asks the supervisors of all hosts where their ranks are. Where one of them has heard of its ranks
 meanwhile, as when the line between the hosts was slow, it was no hang, and the wait begins anew.
+
+Without ``--stall-timeout`` nobody looks at the steps of ranks. Where none has written anything for a while, a person is
+told of the option, once.
 """
 
 from __future__ import annotations
@@ -15,36 +18,61 @@ from shardwright.launch.hangs.stall_verdict import Hang
 STALLED_CODE = 124  # as of timeout(1)
 _ANSWER_S = 12.0  # what supervisors need is bounded to less; the line to another host may be down for a lease
 _SHARE = 0.75  # of the timeout: supervisors look at the pulses of their ranks eight times in it
+HINT_S = 180.0
+HINT = (
+    f"no rank has written anything for {HINT_S / 60:g} minutes; should the job hang, `--stall-timeout SECONDS` shows "
+    "where each rank is, and ends it"
+)
 
 
 class StallWatch:
-    """Tells when all ranks have been quiet for ``timeout_s``, which is None where nobody asked for that."""
+    """Tells when all ranks have been quiet for ``timeout_s``, which is None where nobody asked for that.
 
-    def __init__(self, timeout_s: float | None) -> None:
+    Then, ``hears`` says whether what ranks write is heard of, so that their silence says something.
+    """
+
+    def __init__(self, timeout_s: float | None, hears: bool = True) -> None:
         self.timeout_s = timeout_s
         self.observations: list[Observation] = []
-        self._moved_s: float | None = None  # None until all ranks have started
+        self._hints = timeout_s is None and hears
+        self._moved_s: float | None = None  # None until all ranks have started, and after a report
+        self._reported = False
         self._waits: set[str] | None = None  # the hosts that have been asked and have not answered
         self._until_s = 0.0  # when the time to answer is over
 
-    def moved(self) -> None:
-        """A rank has started, written, ended, or finished a step."""
-        if self.timeout_s is not None:
-            self._moved_s, self._waits = time.monotonic(), None
+    def moved(self) -> bool:
+        """A rank has started, written, ended, or finished a step. Returns whether that is the first of it after a
+        report.
+        """
+        self._moved_s, self._waits = time.monotonic(), None
+        again, self._reported = self._reported, False
+        return again
+
+    def reported(self) -> None:
+        """A person knows of the hang, and the job goes on: nothing is asked until a rank has moved."""
+        self._moved_s = self._waits = None
+        self._reported = True
 
     @property
     def silent_hosts(self) -> list[str]:
         return sorted(self._waits or ())
 
     def wait_s(self) -> float | None:
-        """How long it is until it is time to ask, or to do without an answer; None for never."""
-        if self.timeout_s is None or self._moved_s is None:
+        """How long it is until it is time to ask, to do without an answer, or to hint; None for never."""
+        after_s = HINT_S if self._hints else self.timeout_s
+        if after_s is None or self._moved_s is None:
             return None
-        until_s = self._moved_s + self.timeout_s if self._waits is None else self._until_s
+        until_s = self._moved_s + after_s if self._waits is None else self._until_s
         return max(0.0, until_s - time.monotonic())
 
     def should_ask(self) -> bool:
-        return self._waits is None and self.wait_s() == 0
+        return self.timeout_s is not None and self._waits is None and self.wait_s() == 0
+
+    def should_hint(self) -> bool:
+        """Whether it is time to tell a person of the option; true once."""
+        due = self._hints and self.wait_s() == 0
+        self._hints = self._hints and not due
+        return due
 
     def ask(self, hosts: Mapping[str, float | None]) -> None:
         """Wait for the answers of these hosts, which have their leases and a while to give them."""

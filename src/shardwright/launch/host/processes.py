@@ -1,4 +1,4 @@
-"""Processes as Linux shows them: descent, marks of jobs, kills for lack of memory."""
+"""Processes as Linux shows them: descent, and marks of jobs."""
 
 from __future__ import annotations
 
@@ -61,15 +61,31 @@ def descendants(root: int, without: Collection[int] = ()) -> set[int]:
     return tree
 
 
+def job_marks() -> dict[int, str]:
+    """The mark of each living process that carries one, except the caller: every process of a job does."""
+    found = {pid: variable(pid, JOB_VARIABLE) for pid in all_processes() if pid != os.getpid()}
+    return {pid: mark for pid, mark in found.items() if mark and (fields := _stat(pid)) and fields[0] not in "ZX"}
+
+
 def marked(job_id: str) -> set[int]:
     """Every living process whose environment names the job, except the caller."""
-    mark = f"{JOB_VARIABLE}={job_id}".encode()
-    pids = set()
-    for pid in all_processes():
-        with contextlib.suppress(OSError):
-            if pid != os.getpid() and mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-                pids.add(pid)
-    return {pid for pid in pids if (fields := _stat(pid)) and fields[0] not in "ZX"}
+    return {pid for pid, mark in job_marks().items() if mark == job_id}
+
+
+def variable(pid: int, name: str) -> str | None:
+    """A variable of the environment that a process was started with; None where it has none or may not be read."""
+    begin = f"{name}=".encode()
+    with contextlib.suppress(OSError):
+        for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
+            if entry.startswith(begin):
+                return entry[len(begin) :].decode(errors="replace")
+    return None
+
+
+def parent(pid: int) -> int | None:
+    """The process that has started another, or has adopted it."""
+    fields = _stat(pid)
+    return int(fields[1]) if fields else None
 
 
 def start_ticks(pid: int) -> int | None:
@@ -104,12 +120,3 @@ def kill_all(find: Callable[[], set[int]], timeout_s: float) -> set[int]:
             send_signal(pid, signal.SIGKILL)
         time.sleep(0.01)
     return pids
-
-
-def out_of_memory_kills() -> int:
-    """How many processes the kernel has killed for memory on this host, control groups' limits included."""
-    with contextlib.suppress(OSError):
-        for line in Path("/proc/vmstat").read_text().splitlines():
-            if line.startswith("oom_kill "):
-                return int(line.split()[1])
-    return 0

@@ -223,6 +223,12 @@ class NotStarted(NamedTuple):
     reason: str
 
 
+class EndAsked(NamedTuple):
+    """Somebody on that host has asked to end the job, ``now`` or after the grace (`shardwright stop -H`)."""
+
+    now: bool
+
+
 class SupervisorGone(NamedTuple):
     """An agent tells that its supervisor has ended without its last word, and that it has killed what was left."""
 
@@ -238,6 +244,6 @@ class Ended(NamedTuple):
 
 Event = (
     Started | Output | OutputLost | StderrTail | LogLost | Stopped | Continued | Exited | Errors | Progressed | Stacks
-    | Left | CarrierSaid | NotStarted | SupervisorGone | Ended
+    | Left | CarrierSaid | NotStarted | EndAsked | SupervisorGone | Ended
 )  # fmt: skip
 EVENTS: tuple[type[Event], ...] = get_args(Event)

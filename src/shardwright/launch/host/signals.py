@@ -12,6 +12,9 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 KILL_NOW = signal.SIGRTMIN
 """From `shardwright stop --now`: TERM without a grace. SIGINT, the second of which kills, is ignored behind an &."""
+ASK_LAUNCHER = signal.SIGRTMIN + 1
+"""From `shardwright stop -H` to an agent, which passes it on: the launcher is to end the job as by TERM. An agent that
+gets `KILL_NOW` passes that on, too."""
 
 
 @contextlib.contextmanager

@@ -14,6 +14,7 @@ import os
 import socket
 import stat
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -162,13 +163,23 @@ def show_jobs() -> str:
         return "no job of this user runs that was launched on this host"
     rows = [("JOB", "STATE", "HOSTS", "RANKS", "STARTED", "RESTARTS", "LOGS")]
     for record in known:
-        started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(record.started_s))
         hosts = ",".join(record.hosts)
         rows.append((
-            record.name, record.state, hosts, str(record.ranks), started, str(record.restarts), record.folder,
+            record.name, record.state, hosts, str(record.ranks), moment(record.started_s), str(record.restarts),
+            record.folder,
         ))  # fmt: skip
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    lines = table_lines(rows)
     if any(record.state == LOST for record in known):
         lines.append("lost: its launcher was killed, and its ranks end without it; `shardwright stop JOB` makes sure")
     return "\n".join(lines)
+
+
+def moment(time_s: float) -> str:
+    """A time since the epoch as this host's clock shows it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of words as lines, with each column as wide as its longest word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from shardwright.launch.hangs.stacks import Target
 from shardwright.launch.host.folders import remove_folder
-from shardwright.launch.host.processes import descendants, kill_all, name_of, out_of_memory_kills, send_signal
+from shardwright.launch.host.memory_kills import MemoryKills
+from shardwright.launch.host.processes import descendants, kill_all, name_of, send_signal
 from shardwright.launch.host.protocol import (
     STREAMS,
     AskErrors,
@@ -50,7 +51,7 @@ _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the r
 _ENDING_TICK_S = 0.05
 _LEFT_TO_ITSELF_S = 0.5  # after the last rank: Python's resource tracker, for one, ends by itself
 _LEFT_GRACE_S = 5.0
-_MEMORY_KILL_AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
+_IDLE_TICK_S = 30.0
 
 
 @dataclass
@@ -62,23 +63,6 @@ class Ending:
     scan_at_s: float = 0.0
     told: set[int] = field(default_factory=set)
     killed: set[int] = field(default_factory=set)
-
-
-class _MemoryKills:
-    """The kernel's count of processes killed for memory, now and at two moments before."""
-
-    def __init__(self) -> None:
-        self.older = self.newer = out_of_memory_kills()
-        self.sampled_s = time.monotonic()
-
-    def sample(self) -> None:
-        if time.monotonic() >= self.sampled_s + _MEMORY_KILL_AGE_S:
-            self.older, self.newer = self.newer, out_of_memory_kills()
-            self.sampled_s = time.monotonic()
-
-    def recent(self) -> bool:
-        """Whether there was one since the older sample, of which the age is between one and two intervals."""
-        return out_of_memory_kills() > self.older
 
 
 class Supervisor:
@@ -93,7 +77,8 @@ class Supervisor:
         self.heard_s = time.monotonic()
         self.writer = Writer(events, gone=self._abandoned)
         self.ending: Ending | None = None
-        self.memory_kills = _MemoryKills()
+        self.memory_kills = MemoryKills()
+        self.memory_kills.look(process.pid for process in ranks.values())
         self.selector = selectors.DefaultSelector()
         self.reading = False
         self.writer.attach(self.selector)
@@ -114,13 +99,13 @@ class Supervisor:
         """Supervise until every rank and everything below it has ended, and the launcher has heard of it."""
         while not self._reap():
             self._read_while_heard()
-            tick_s = _MEMORY_KILL_AGE_S if self.lease_s is None else min(_MEMORY_KILL_AGE_S, self.lease_s / 4)
+            tick_s = _IDLE_TICK_S if self.lease_s is None else min(_IDLE_TICK_S, self.lease_s / 4)
             tick_s = tick_s if self.progress is None else min(tick_s, self.progress.interval_s)
             for key, _ in self.selector.select(_ENDING_TICK_S if self.ending else tick_s):
                 key.data()
             if self.lease_s is not None and time.monotonic() - self.heard_s > self.lease_s:
                 self._abandoned()
-            self.memory_kills.sample()
+            self.memory_kills.look(process.pid for process in self._living())
             if self.progress is not None:
                 self._tell_progress(self.progress)
             if self.ending:
@@ -257,7 +242,7 @@ class Supervisor:
         process.ended = True
         self._drain(rank)
         killed_by_us = self.ending is not None and process.pid in self.ending.killed
-        out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent()
+        out_of_memory = code == -signal.SIGKILL and not killed_by_us and self.memory_kills.recent(process.pid)
         self._tell(Exited(rank, code, ended_s, process.signalled, out_of_memory, _error_of(process)))
 
     def _errors(self) -> tuple[tuple[int, str, float], ...]:

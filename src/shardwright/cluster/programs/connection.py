@@ -7,51 +7,61 @@ import json
 import os
 import select
 import subprocess
+import sys
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
 from shardwright import package
 from shardwright.errors import LaunchError
-from shardwright.hosts.hosts import Host, is_this_host
+from shardwright.hosts.hosts import Host, Hosts, is_this_host
+from shardwright.launch.asked.host_options import PerHost
 from shardwright.launch.carriers.packed import BOOT, pack
 from shardwright.launch.carriers.ssh import login_command
 from shardwright.launch.carriers.ssh_errors import why_no_answer
 from shardwright.launch.host.agent_protocol import Answer, TooOld
 
 _ANSWER_S = 15.0
-_SENT = ("__init__", "errors", "whole_file", "package", "hosts", "cluster/__init__")
+_SENT = (
+    "__init__", "errors", "whole_file", "package", "hosts", "cluster/__init__", "cluster/programs/__init__",
+    "cluster/programs/answering",
+)  # fmt: skip
 _MOST_BYTES = 1 << 24  # of an answer: more is no answer of ours
 
 
 class Silent(Exception):
-    """A host that does not answer, with the reason."""
+    """A host that does not answer as it should, with the reason."""
 
 
 @cache
-def _packed(module: str) -> tuple[bytes, bytes]:
+def _packed(module: str, beside: tuple[str, ...]) -> tuple[bytes, bytes]:
     """What is sent: the room of the module, and what that imports."""
     room = "/".join(module.split(".")[1:-1])
-    files = package.sources(*_SENT, room)
+    files = package.sources(*_SENT, *beside, room)
     return pack({f"{package.FOLDER.name}/{name}": data for name, data in files.items()}, module)
 
 
 class Probe:
     """The program ``module`` on a host. Without ``batch`` ssh may ask the person at the terminal for a password.
 
-    Raises `LaunchError` where ssh cannot be started here.
+    ``beside`` are rooms that the module imports, other than its own. Raises `LaunchError` where ssh cannot be started
+    here.
     """
 
-    def __init__(self, host: Host, module: str, python: str, connect_timeout_s: float, batch: bool = True) -> None:
+    def __init__(
+        self, host: Host, module: str, python: str, connect_timeout_s: float, batch: bool = True,
+        beside: tuple[str, ...] = (),
+    ) -> None:  # fmt: skip
         self.host, self.python, self.timeout_s = host, python, connect_timeout_s + _ANSWER_S
         here = is_this_host(host.name) and host.user is None
         command = [python, "-c", BOOT] if here else login_command(host, python, connect_timeout_s, batch)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._batch, self._buffer, self._noise = batch, b"", b""
-        sent, mark = _packed(module)
+        sent, mark = _packed(module, beside)
         self._mark: bytes | None = mark
         try:
             said = self._said if batch else None
@@ -66,7 +76,7 @@ class Probe:
         self._writing: threading.Thread | None = None
 
     def ask(self, order: Mapping[str, Any]) -> dict[str, Any]:
-        """Raises `Silent` where the host does not answer in time, or with something else."""
+        """Raises `Silent` where the host does not answer in time, or fails, or answers with something else."""
         self._write(self._first + json.dumps(order).encode() + b"\n")
         self._first = b""
         until_s = time.monotonic() + self.timeout_s if self._batch or self._mark is None else float("inf")
@@ -106,6 +116,8 @@ class Probe:
             raise Silent("it answered something that is no answer")
         if answer.get("message") == "TooOld":
             raise Silent(self._why(0, {TooOld: TooOld(str(answer.get("python")))}))
+        if "failed" in answer:
+            raise Silent(str(answer["failed"]))
         return answer
 
     def _end(self) -> int | None:
@@ -137,3 +149,30 @@ def _send(descriptor: int, data: bytes) -> None:
     with contextlib.suppress(OSError):  # what has ended is seen by the end of what it says
         while data:
             data = data[os.write(descriptor, data) :]
+
+
+@contextlib.contextmanager
+def open_all(
+    hosts: Hosts, module: str, python: PerHost, timeout_s: float, batch: bool = True, beside: tuple[str, ...] = ()
+) -> Iterator[tuple[dict[str, Probe], dict[str, str]]]:
+    """The program on each host by the host's name, and why others are silent. Without ``batch`` one host is asked after
+    the other, since ssh may ask the person.
+    """
+    opened: dict[str, Probe] = {}
+    silent: dict[str, str] = {}
+
+    def connect(host: Host) -> None:
+        path = python.on(host.name) or sys.executable
+        one = opened[host.name] = Probe(host, module, path, timeout_s, batch, beside)
+        try:
+            one.ask({"order": "hello"})
+        except Silent as error:
+            silent[host.name] = str(error)
+
+    with ThreadPoolExecutor(max(1, len(hosts)) if batch else 1) as pool:
+        try:
+            list(pool.map(connect, hosts))
+            names = [host.name for host in hosts]
+            yield {n: opened[n] for n in names if n not in silent}, {n: silent[n] for n in names if n in silent}
+        finally:
+            list(pool.map(lambda one: one.close(), opened.values()))

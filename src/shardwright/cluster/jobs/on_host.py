@@ -1,0 +1,123 @@
+"""What runs on a host for `shardwright ps -H` and `stop -H`: it finds the jobs of this user there, and ends them.
+
+A job is known by the mark that all its processes carry, and by the record of its launcher where that is on this host.
+Above the processes of a job whose launcher is elsewhere stands an agent, as long as that launcher is heard. The orders:
+
+    {"order": "jobs"}                           what there is of jobs (`jobs`)
+    {"order": "end", "id": ID, "now": false}    who watches a job is told to end it, or its processes, if nobody does
+    {"order": "kill", "id": ID}                 what there is of it is killed
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import time
+from collections.abc import Collection
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from shardwright.cluster.programs.answering import answer_orders
+from shardwright.launch.carriers.packed import BOOT
+from shardwright.launch.host.processes import job_marks, kill_all, parent, send_signal, start_ticks, variable
+from shardwright.launch.host.signals import ASK_LAUNCHER, KILL_NOW
+from shardwright.launch.jobs_stop import tell_launcher
+from shardwright.launch.kept.jobs import known_jobs
+
+IMPORTS = (
+    "launch/__init__", "launch/jobs_stop", "launch/host", "launch/kept", "launch/carriers/__init__",
+    "launch/carriers/packed",
+)  # fmt: skip
+"""The rooms, and the files of rooms, that are sent to a host with this program."""
+_MARK = re.compile(r"(.+-[0-9a-f]{16})(?:/\d+)?")
+_KILL_S = 8.0
+
+
+def _processes() -> dict[str, set[int]]:
+    """The processes of this user's jobs, by the id of the job."""
+    found: dict[str, set[int]] = {}
+    for pid, mark in job_marks().items():
+        if (match := _MARK.fullmatch(mark)) and _is_ours(pid):
+            found.setdefault(match[1], set()).add(pid)
+    return found
+
+
+def _is_ours(pid: int) -> bool:
+    try:
+        return os.stat(f"/proc/{pid}").st_uid == os.getuid()
+    except OSError:
+        return False
+
+
+def _agents(pids: Collection[int]) -> set[int]:
+    """The agents that stand above processes of a job."""
+    above = {up for pid in pids if (up := parent(pid)) is not None} - set(pids)
+    return {pid for pid in above if _is_ours(pid) and _is_agent(pid)}
+
+
+def _is_agent(pid: int) -> bool:
+    try:
+        return BOOT.encode() in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+
+
+def jobs() -> dict[str, Any]:
+    """The jobs of which there are processes here, and those that were launched here."""
+    return {
+        "records": [{**asdict(record), "lives": record.lives} for record in known_jobs()],
+        "parts": [_part(job_id, pids) for job_id, pids in _processes().items()],
+    }
+
+
+def _part(job_id: str, pids: set[int]) -> dict[str, Any]:
+    """What is here of a job: since when it runs, whether an agent watches it, and from where that was started."""
+    agents = _agents(pids)
+    begun = [ticks for pid in pids if (ticks := start_ticks(pid)) is not None]
+    up_s = time.clock_gettime(time.CLOCK_BOOTTIME)
+    age_s = up_s - min(begun) / os.sysconf("SC_CLK_TCK") if begun else 0.0
+    origins = [told.split()[0] for pid in agents if (told := variable(pid, "SSH_CONNECTION"))]
+    return {
+        "id": job_id, "processes": len(pids), "age_s": age_s, "watched": bool(agents),
+        "origin": next(iter(origins), None),
+    }  # fmt: skip
+
+
+def end(job_id: str, now: bool) -> dict[str, Any]:
+    """Tell the launcher, if it is here, or else the agents, which pass it on; processes that nobody watches are told
+    themselves.
+    """
+    if records := [record for record in known_jobs() if job_id in record.marks and record.lives]:
+        for record in records:
+            tell_launcher(record, now)
+        return {}
+    pids = _processes().get(job_id, set())
+    if agents := _agents(pids):
+        _signal(agents, KILL_NOW if now else ASK_LAUNCHER)
+    else:
+        _signal(pids, signal.SIGKILL if now else signal.SIGTERM)
+    return {}
+
+
+def _signal(pids: Collection[int], signum: int) -> None:
+    for pid in pids:
+        send_signal(pid, signum)
+        send_signal(pid, signal.SIGCONT)
+
+
+def kill(job_id: str) -> dict[str, Any]:
+    """Kill what there is of a job. Its agents take what the job has written here with them."""
+    _signal(_agents(_processes().get(job_id, set())), signal.SIGTERM)
+    kill_all(lambda: _processes().get(job_id, set()), _KILL_S)
+    return {}
+
+
+def main(_packed: int) -> None:
+    """Answer orders until there are no more."""
+    answer_orders({
+        "jobs": lambda _: jobs(),
+        "end": lambda order: end(order["id"], order["now"]),
+        "kill": lambda order: kill(order["id"]),
+    })  # fmt: skip

@@ -1,0 +1,1 @@
+"""Programs of ours on several hosts, which are asked one thing after the other."""

@@ -1,0 +1,102 @@
+"""Jobs whose launcher is elsewhere or gone: found on their hosts, and ended there."""
+
+import os
+import signal
+
+import pytest
+
+from hosts import host_network
+from launching import COMMAND, wait_until
+from many_hosts import BOTH, PYTHON, SLEEP, STUBBORN, jobs_on
+
+pytestmark = pytest.mark.slow
+ON = ["-H", "host1,host2"]
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
+        yield network
+
+
+@pytest.fixture
+def job(network, tmp_path):
+    with jobs_on(network, tmp_path) as job:
+        yield job
+
+
+def row(job, name):
+    """State, hosts, processes and launcher of a job; None where it is not shown."""
+    shown = job.run(*ON, command="ps", timeout_s=60)
+    assert shown.code == 0, shown.stderr
+    rows = [line.split() for line in shown.stdout.splitlines() if line.startswith(f"{name} ")]
+    return (rows[0][1], rows[0][2], int(rows[0][3]), " ".join(rows[0][6:])) if rows else None
+
+
+def test_a_launcher_that_is_elsewhere_is_asked_to_end_its_job(job, network):
+    launcher = job.start(*BOTH, "--job", "far", "--max-restarts", "3", *PYTHON, job.write("train.py", SLEEP))
+    job.wait_for_ranks(2)
+    assert row(job, "far") == ("elsewhere", "host1,host2", 4, f"at {network.address}")
+    stopped = job.run(*ON, "far", command="stop", timeout_s=60)
+    assert (stopped.code, stopped.stdout.splitlines()) == (
+        0,
+        ["shardwright: job far on host1, host2: its launcher is told to end; `--now` kills",
+         "shardwright: job far has ended on host1, host2"],
+    ), stopped.stderr  # fmt: skip
+    ended = job.finish(launcher)
+    assert ended.code == 143, "as by `shardwright stop`, and without a restart"
+    assert "`shardwright stop -H host" in ended.stderr
+    assert row(job, "far") is None
+
+
+def test_now_kills_what_would_not_end(job):
+    launcher = job.start(*BOTH, "--job", "deaf", "--grace", "90", *PYTHON, job.write("train.py", STUBBORN))
+    job.wait_for_ranks(2)
+    stopped = job.run("--now", *ON, "deaf", command="stop", timeout_s=60)
+    assert stopped.code == 0, stopped.stdout + stopped.stderr
+    assert job.finish(launcher).code == 143
+
+
+def test_what_nobody_watches_any_more_is_shown_and_ended(job):
+    """Of host2 the agent and the supervisor are killed: what ranks have put into sessions of its own goes on."""
+    launcher = job.start(*BOTH, "--job", "lost", "--grace", "1", *PYTHON, job.write("train.py", STUBBORN))
+    job.wait_for_ranks(2)
+    job.wait_for_file("grandchild.1")
+    supervisors = [pid for pid, command in job.on_host("host2").items() if "launch.supervisor" in command]
+    for pid in [job.agent("host2"), *supervisors]:
+        os.kill(pid, signal.SIGKILL)
+    assert job.finish(launcher, 60).code == 1
+    assert wait_until(lambda: row(job, "lost"), 30, "it is shown") == ("left", "host2", 1, "-")
+    stopped = job.run(*ON, "lost", command="stop", timeout_s=60)
+    assert stopped.code == 0, stopped.stdout + stopped.stderr
+    assert "its processes, which nobody watches, are told to end" in stopped.stdout
+    assert not job.on_host("host2")
+    for path in job.folder.glob("scratch.1"):
+        path.unlink()  # who would have removed the folder of the job there was killed
+
+
+def test_a_job_that_was_launched_on_one_of_the_hosts(job, network):
+    script = job.write("train.py", SLEEP)
+    env = ["env", f"--chdir={job.folder}", f"PATH={job.path}"]
+    inside = network.inside("host1", *env, COMMAND, "launch", *BOTH, "--job", "near")
+    launcher = job.start(*PYTHON, script, line=inside)
+    job.wait_for_ranks(2)
+    assert row(job, "near")[::3] == ("running", f"host1:{job.folder}/log_output/near")
+    stopped = job.run(*ON, "near", command="stop", timeout_s=60)
+    assert stopped.code == 0, stopped.stdout + stopped.stderr
+    assert job.finish(launcher).code == 143
+
+
+def test_a_host_that_is_silent_is_named_beside_what_others_say(job, network):
+    launcher = job.start(*BOTH, "--job", "half", *PYTHON, job.write("train.py", SLEEP))
+    job.wait_for_ranks(2)
+    shown = job.run("-H", "host1,nobody", command="ps", timeout_s=60)
+    assert shown.code == 1
+    assert "\nhalf  elsewhere  host1  " in shown.stdout
+    assert "shardwright: nobody: there is no host of that name; look at the spelling" in shown.stderr
+    refused = job.run(*ON, "full", command="stop", timeout_s=60)
+    assert (refused.code, "no job full of this user runs on these hosts; those there are: half" in refused.stderr) == (
+        2, True,
+    )  # fmt: skip
+    launcher.send_signal(signal.SIGINT)
+    assert job.finish(launcher).code == 130
