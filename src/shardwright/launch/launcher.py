@@ -56,7 +56,7 @@ from shardwright.launch.host.protocol import (
     SupervisorGone,
 )
 from shardwright.launch.host.signals import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, woken_by
-from shardwright.launch.kept.failure import RankEnd, describe_ranks, signal_name
+from shardwright.launch.kept.failure import RankEnd, describe_ranks, signal_name, torchrun_end
 from shardwright.launch.kept.judge import Judge, rank_end
 from shardwright.launch.kept.logs import RankLogs
 from shardwright.launch.kept.run_report import RunReport
@@ -221,7 +221,8 @@ class Launcher:
                 self.stall.answered(connection.name, quiet_s, decode_observations(data))
             case Exited(rank):
                 tail = self.logs.stderr_tail(rank)
-                if self.judge.ended(rank_end(event, connection.clock_ahead_s, tail, self._host(rank))):
+                end = rank_end(event, connection.clock_ahead_s, tail, self._host(rank))
+                if self.judge.ended(torchrun_end(end) if self.attempt.options.by_torchrun else end):
                     self._ask_errors()
             case Errors(errors):
                 ahead_s = connection.clock_ahead_s

@@ -123,8 +123,8 @@ def test_an_agent_killed_with_sigkill_is_told_as_the_loss_of_its_host(job):
     wait_until_alone(job, "host2", SLACK_S)
     ended = job.finish(launcher)
     assert ended.code == 1, ended.stderr
-    assert "the connection to host2 ended (" in ended.stderr
-    assert ", and all ranks with it" in ended.stderr
+    killed = "the agent of host2, which stands there above the ranks, was killed by a signal, and all ranks with it"
+    assert killed in ended.stderr
     assert failed(job)["rank"] is None
 
 
@@ -143,7 +143,7 @@ def test_a_lost_host_is_the_cause_of_what_its_peers_complain_about(job):
     os.kill(job.agent("host2"), signal.SIGKILL)
     ended = job.finish(launcher)
     assert ended.code == 1
-    assert "shardwright: the connection to host2 ended (" in ended.stderr
+    assert "shardwright: the agent of host2, which stands there above the ranks, was killed by" in ended.stderr
     assert "failed first" not in ended.stderr
     assert failed(job)["rank"] is None
 
@@ -237,6 +237,9 @@ def test_what_is_not_on_a_host_is_said(job):
     assert ended.stderr.count("the working directory /nowhere cannot be entered: No such file or directory;") == 2
     ended = job.run(*BOTH, "--wdir", "/etc", program)
     assert "host2: there is no train.py in /etc; copy it there (--stage), or type --wdir DIR" in ended.stderr
+    ended = job.run(*BOTH, "tarin.py")
+    assert f"host2: there is no tarin.py in {job.folder}; copy it there (--stage), or type --wdir" in ended.stderr
+    assert "does not exist" not in ended.stderr, "it need not be here"
     ended = job.run(*BOTH, "--wdir", "/etc", "--", "no-such-program")
     assert "host1: there is no program no-such-program on its PATH" in ended.stderr
 

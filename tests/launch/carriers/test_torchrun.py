@@ -90,5 +90,10 @@ def test_what_is_printed_for_two_hosts_is_run_there_by_hand_or_by_us(tmp_path):
         assert seen(job, 3) == by_hand
         failing = job.write("fail.py", "import os, sys, time\nif os.environ['RANK'] == '2': sys.exit(3)\n")
         ended = job.run(*words, "--run", failing, timeout_s=60)
-        assert ended.code == 1
-        assert "rank 1 on host2 failed first: exit code 1" in ended.stderr
+        assert ended.code == 3
+        said = "rank 1 on host2 failed first: rank 2 of the ranks that torchrun has started ended with exit code 3"
+        assert said in ended.stderr
+        killed = job.write("kill.py", "import os\nif os.environ['RANK'] == '2': os.kill(os.getpid(), 9)\n")
+        ended = job.run(*words, "--run", killed, timeout_s=60)
+        assert ended.code == 137, ended.stderr
+        assert "failed first: rank 2 of the ranks that torchrun has started was killed by SIGKILL" in ended.stderr

@@ -3,7 +3,7 @@
 import json
 import os
 
-from shardwright.launch.kept.failure import RankEnd, describe_ranks, first_failure, read_error_file
+from shardwright.launch.kept.failure import RankEnd, describe_ranks, first_failure, read_error_file, torchrun_end
 from shardwright.launch.kept.job import LOST, RUNNING, JobFolder, JobState, create_job_folder
 
 RESET = b"RuntimeError: [gloo/transport/tcp/pair.cc:544] Connection closed by peer [127.0.0.1]:3\n"
@@ -78,3 +78,21 @@ def test_a_job_whose_launcher_is_gone_is_lost(tmp_path):
     assert folder.read_state().status == RUNNING
     folder.write_state(JobState(**vars(state) | {"start_ticks": 1}))
     assert folder.read_state().status == LOST
+
+
+def test_the_end_of_a_torchrun_is_that_of_the_rank_that_it_names():
+    said = b"""
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : a
+  rank      : 5 (local_rank: 1)
+  exitcode  : -9 (pid: 77)
+  error_file: <N/A>
+  traceback : Signal 9 (SIGKILL) received by PID 77
+"""
+    end = torchrun_end(RankEnd(1, 1, 0.0, stderr_tail=said))
+    assert (end.exit_code, end.rank) == (137, 1)
+    assert end.cause() == "rank 5 of the ranks that torchrun has started was killed by SIGKILL"
+    assert torchrun_end(RankEnd(1, 1, 0.0, stderr_tail=b"exitcode  : 3")).exit_code == 1
+    assert torchrun_end(RankEnd(1, 0, 0.0, stderr_tail=said)).exit_code == 0

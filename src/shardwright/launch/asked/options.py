@@ -32,7 +32,7 @@ class LaunchOptions:
     ``environment`` is what its ranks have in common beyond the environment of the launcher, ``rank_environments`` what
     single ranks have beside torchrun's variables. ``start_command`` starts the ranks where the carrier has one.
     ``bind`` gives each rank cores of its own (`shardwright.launch.supervisor.binding`). A job that hangs for
-    ``stall_timeout_s`` is ended where ``stall_ends``, and shown in any case.
+    ``stall_timeout_s`` is ended where ``stall_ends``, and shown in any case. ``by_torchrun``: each rank is a torchrun.
     """
 
     program: Program
@@ -53,6 +53,7 @@ class LaunchOptions:
     restarts: RestartOptions = ONCE
     stall_timeout_s: float | None = None
     stall_ends: bool = True
+    by_torchrun: bool = False
 
     @property
     def logs_stay(self) -> bool:
@@ -135,13 +136,21 @@ def _check_mca(words: Sequence[tuple[str, str]], carrier: CarrierFacts, on_hosts
 
 
 def _read_program(request: LaunchRequest, remote: RemoteOptions | None, environment: Mapping[str, str]) -> Program:
-    """The program, checked unless it lies where only the hosts can check it."""
-    elsewhere = remote is not None and (bool(remote.wdir) or remote.stage is not None)
-    if elsewhere and request.arguments:
+    """The program, checked unless it lies where only the hosts can check it: a script need not be here, too."""
+    if remote is not None and _is_there(request, remote):
         program = Program(request.kind, tuple(request.arguments))
     else:
         program = check_program(request.kind, request.arguments, environment)
     return replace(program, tells_local_rank=request.local_rank)
+
+
+def _is_there(request: LaunchRequest, remote: RemoteOptions) -> bool:
+    """Whether hosts alone can tell if the program is there."""
+    if not request.arguments:
+        return False
+    name = request.arguments[0]
+    path = request.kind == "script" and (os.sep in name or name.endswith(".py"))
+    return bool(remote.wdir) or remote.stage is not None or (path and not os.path.exists(name))
 
 
 def _ranks_here(

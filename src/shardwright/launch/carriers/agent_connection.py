@@ -41,6 +41,7 @@ _CLOSE_S = 5.0
 _SAID_BYTES = 1 << 14
 _NOISE_BYTES = 1 << 16
 _CLOCK_SAMPLES = 8
+_SSH_FAILED = 255  # also where what it has started was killed by a signal
 _NO_BINDING = "lacks support for cpu binding"
 A = TypeVar("A", bound=Answer)
 
@@ -187,8 +188,10 @@ class AgentConnection(Connection):
             self.process.kill()
             return 1, f"nothing was heard from {self.name} for {self.lease_s:g} s: the host or the line to it is down"
         code = self.wait()
-        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         last = self.said_lines()[-1:]
+        if code == _SSH_FAILED and not last:  # where the line breaks, ssh says so
+            return 1, f"the agent of {self.name}, which stands there above the ranks, was killed by a signal"
+        how = f"was killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         return 1, f"the connection to {self.name} ended ({how}{': ' if last else ''}{''.join(last)})"
 
     def said_lines(self) -> list[str]:

@@ -52,7 +52,7 @@ def one_per_host(options: LaunchOptions) -> LaunchOptions:
     set_by_user = "OMP_NUM_THREADS" in os.environ | options.environment
     text = _RUN.format(unset="" if set_by_user else "unset OMP_NUM_THREADS; ")
     program = Program("program", ("sh", "-c", text, "torchrun", *_program_words(options.program)))
-    job = replace(options, program=program, preload=False, bind=False)
+    job = replace(options, program=program, preload=False, bind=False, by_torchrun=True)
     remote = options.remote
     if remote is None:
         own = {"TORCHRUN_PYTHON": sys.executable, "TORCHRUN_RANKS": str(options.ranks)}

@@ -11,7 +11,7 @@ import json
 import re
 import signal
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 TRACEBACK_LINES = 12
@@ -20,6 +20,7 @@ _LOST_PEER = re.compile(
     rb"DistNetworkError|DistBackendError|remote process exited|[Ss]ocket [Tt]imeout|peer.{0,20}(gone|closed|reset)|"
     rb"Timed out waiting|recvValue failed|sendBytes failed"
 )
+_TORCHRUN = re.compile(rb"^Root Cause .*?^ *rank +: (\d+).*?^ *exitcode +: (-?\d+)", re.MULTILINE | re.DOTALL)
 _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?", re.MULTILINE)  # torch marks tracebacks so, once ranks have a group
 
 
@@ -36,6 +37,7 @@ class RankEnd:
     error: str | None = None  # "ValueError: message", from its error file
     host: str = ""  # where the job has several
     loss: str | None = None  # no rank, but the end of all that were on a host, in words
+    of_torchrun: int | None = None  # where this is the end of a torchrun: which of its ranks the code is of
 
     @property
     def exit_code(self) -> int:
@@ -58,6 +60,9 @@ class RankEnd:
 
     def cause(self) -> str:
         """The cause of the failure in one line, without the rank."""
+        if self.of_torchrun is not None:
+            how = f"was killed by {signal_name(-self.code)}" if self.code < 0 else f"ended with exit code {self.code}"
+            return f"rank {self.of_torchrun} of the ranks that torchrun has started {how}"
         if self.out_of_memory:
             return "killed by the kernel for lack of memory (SIGKILL); give the ranks less to hold, or the host more"
         if self.code < 0:
@@ -87,6 +92,12 @@ def read_error_file(path: Path) -> tuple[str, float] | None:
         return message, written_s
     extra = message.get("extraInfo", {})
     return str(message.get("message", "")), float(extra.get("timestamp_s", written_s))
+
+
+def torchrun_end(end: RankEnd) -> RankEnd:
+    """The end of a torchrun as that of the rank that failed first below it, which it names in its last words."""
+    named = _TORCHRUN.search(end.stderr_tail)
+    return end if named is None or end.code <= 0 else replace(end, code=int(named[2]), of_torchrun=int(named[1]))
 
 
 def first_failure(ends: Iterable[RankEnd]) -> RankEnd:
