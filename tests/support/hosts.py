@@ -70,16 +70,17 @@ def why_not() -> str | None:
 
 
 @contextlib.contextmanager
-def host_network(count: int, folder: Path, homes: bool = False) -> Iterator[HostNetwork]:
+def host_network(count: int, folder: Path, homes: bool = False, password: str = "") -> Iterator[HostNetwork]:
     """``count`` hosts, host1 and so on, reachable when this returns. Keys, logs and configurations are in ``folder``.
     With ``homes`` each has a ~/.ssh of its own, empty, in ``folder/host1_home`` and so on, which its sshd reads too.
+    With a ``password`` nobody has a key at first, and each host asks for that.
 
     The test is skipped, with the reason, where hosts cannot be made.
     """
     remove_stale()
     if reason := why_not():
         pytest.skip(reason)
-    network = HostNetwork(folder, homes)
+    network = HostNetwork(folder, homes, password)
     try:
         network.start(count)
         yield network
@@ -90,8 +91,8 @@ def host_network(count: int, folder: Path, homes: bool = False) -> Iterator[Host
 class HostNetwork:
     """The hosts by name, and their links. One at a time in a process."""
 
-    def __init__(self, folder: Path, homes: bool = False) -> None:
-        self.folder, self.homes = folder, homes
+    def __init__(self, folder: Path, homes: bool = False, password: str = "") -> None:
+        self.folder, self.homes, self.password = folder, homes, password
         self.config = folder / "ssh_config"
         self.hosts: dict[str, NetworkHost] = {}
         self.bridge = f"swb{os.getpid()}"
@@ -190,7 +191,9 @@ class HostNetwork:
         for name in ("client", *names):
             _must("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", name, "-f", str(self.folder / f"{name}_key"))
         keys = {name: (self.folder / f"{name}_key.pub").read_text() for name in ("client", *names)}
-        (self.folder / "authorized_keys").write_text(keys["client"])
+        (self.folder / "authorized_keys").write_text("" if self.password else keys["client"])
+        if self.password:
+            self._write_shadow()
         pairs = list(zip(names, addresses, strict=True))
         (self.folder / "known_hosts").write_text("".join(f"{address} {keys[name]}" for name, address in pairs))
         (self.folder / "hosts").write_text(
@@ -205,17 +208,19 @@ class HostNetwork:
 
     def _start_sshd(self, name: str, namespace: str) -> subprocess.Popen[bytes]:
         config = self.folder / f"{name}_sshd_config"
+        methods, root = ("publickey password", "yes") if self.password else ("publickey", "prohibit-password")
         config.write_text(
             f"Port 22\nAddressFamily inet\nHostKey {self.folder}/{name}_key\nPidFile none\n"
             f"AuthorizedKeysFile {self.folder}/authorized_keys .ssh/authorized_keys\n"
-            "AuthenticationMethods publickey\nStrictModes no\n"
-            "PermitRootLogin prohibit-password\nUsePAM no\nUseDNS no\nPrintMotd no\nMaxStartups 100\nMaxSessions 100\n"
+            f"AuthenticationMethods {methods}\nStrictModes no\nPermitRootLogin {root}\n"
+            "UsePAM no\nUseDNS no\nPrintMotd no\nMaxStartups 100\nMaxSessions 100\n"
             "Subsystem sftp internal-sftp\n"
         )
         # sshd is the first process of the host: with it, and so with us, the kernel ends all others.
         script = f"""
             hostname {name}
             mount --bind {self.folder}/hosts /etc/hosts
+            {f"mount --bind {self.folder}/shadow /etc/shadow" if self.password else ""}
             {self._own_home(name) if self.homes else ""}
             exec {_program("sshd")} -D -e -f {config}
         """
@@ -230,6 +235,12 @@ class HostNetwork:
             )  # fmt: skip
         self._started.append(process)
         return process
+
+    def _write_shadow(self) -> None:
+        """The hosts' own /etc/shadow, in which this user has the password."""
+        hashed = _must("openssl", "passwd", "-6", self.password).strip()
+        (shadow := self.folder / "shadow").touch(0o600)
+        shadow.write_text(f"{getpass.getuser()}:{hashed}:20000:0:99999:7:::\n")
 
     def _own_home(self, name: str) -> str:
         """What gives a host a home of its own, in which all folders but .ssh are those of this machine's."""

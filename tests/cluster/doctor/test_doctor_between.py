@@ -40,7 +40,13 @@ DENIED = Ran(255, "", "alice@b: Permission denied (publickey).\r\n")
 CASES = {
     "torch": (
         three(b=host("b", packages={"torch": "2.12.0"})),
-        ("torch", PROBLEM, "b", "torch 2.12.0 here, but 2.13.0+cu126 on a", "-m pip install torch==2.13.0+cu126"),
+        (
+            "torch",
+            PROBLEM,
+            "b",
+            "torch 2.12.0 here, but 2.13.0+cu126 on a",
+            "-m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126",
+        ),
     ),
     "code": (three(c=host("c", code="ffff")), ("code", WARNING, "c", "code ffff here, but 0123456789ab on a", "")),
     "user": (three(c=host("c", user="bob")), ("user", WARNING, "c", "user bob here, but alice on a", "")),

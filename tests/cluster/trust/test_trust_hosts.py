@@ -3,8 +3,11 @@
 import json
 import os
 import pty
+import select
+import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,9 +29,9 @@ def network(tmp_path):
         yield network
 
 
-def hosts(network, *words, **streams):
+def hosts(network, *words, names=NAMES, **streams):
     return subprocess.run(
-        [COMMAND, "hosts", words[0], "-H", ",".join(NAMES), *words[1:]],
+        [COMMAND, "hosts", words[0], "-H", ",".join(names), *words[1:]],
         env=os.environ | {"PATH": f"{network.folder / 'bin'}:{os.environ['PATH']}"},
         capture_output=True, text=True, timeout=200, **({"stdin": subprocess.DEVNULL} | streams),
     )  # fmt: skip
@@ -130,3 +133,47 @@ def test_what_doctor_says_of_ssh_in_one_direction_mends_it(network):
     assert "6 of 6 ways need no password" in done.stdout, done.stderr
     assert "host1 (root):\n  let in host2, host3" in done.stdout  # its key is used
     assert not ssh_of(network)
+
+
+PASSWORD = "correct-horse-7"
+
+
+def typed_at_a_terminal(words, answers, timeout_s=100):
+    """Run a command that has a terminal, at which a person answers: each question is ended by its key's words."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execvpe(words[0], words, os.environ)
+    said, asked, until_s = b"", 0, time.monotonic() + timeout_s
+    while time.monotonic() < until_s:
+        if select.select([terminal], [], [], 1.0)[0]:
+            try:
+                data = os.read(terminal, 1 << 16)
+            except OSError:  # it has ended
+                break
+            said += data
+            if said[asked:].rstrip().endswith(tuple(answers)):
+                [answer] = [answer for question, answer in answers.items() if said.rstrip().endswith(question)]
+                os.write(terminal, answer)
+                asked = len(said)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), said.decode()
+
+
+def test_hosts_that_ask_for_a_password_are_asked_once_each_and_none_is_kept(tmp_path, monkeypatch):
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl, which makes the hash of a password")
+    with host_network(2, tmp_path, homes=True, password=PASSWORD) as network:
+        (programs := tmp_path / "bin").mkdir()
+        (programs / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
+        (programs / "ssh").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        answers = {b"password:": PASSWORD.encode() + b"\n", b"Go on? [y/N]:": b"y\n"}
+        code, said = typed_at_a_terminal([COMMAND, "hosts", "trust", "-H", "host1,host2"], answers)
+        assert (code, "2 of 2 ways need no password" in said) == (0, True), said
+        assert said.count("password:") == 2, said
+        still = hosts(network, "check", names=NAMES[:2])
+        assert (still.returncode, "Permission denied (publickey,password)" in still.stderr) == (2, True), (
+            "not from here"
+        )
+    for path in (path for path in tmp_path.rglob("*") if path.is_file() and "_home" in str(path)):
+        assert PASSWORD.encode() not in path.read_bytes(), path

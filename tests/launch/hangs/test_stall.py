@@ -290,9 +290,24 @@ def test_a_stall_is_asked_about_and_forgotten_when_a_host_has_heard_of_its_ranks
     assert (watch.observations, watch.silent_hosts) == ([seen(0)], ["b"])
     watch.moved()
     assert not watch.is_stalled()
-    never = StallWatch(None)
-    never.moved()
-    assert (never.wait_s(), never.should_ask(), never.is_stalled()) == (None, False, False)
+    watch.reported()
+    now[0] += 60
+    assert (watch.wait_s(), watch.should_ask()) == (None, False), "a person knows of it"
+    assert (watch.moved(), watch.moved(), watch.wait_s()) == (True, False, 8.0)
+
+
+def test_without_a_timeout_a_person_is_told_of_the_option_once(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    watch, deaf = StallWatch(None), StallWatch(None, hears=False)
+    for one in (watch, deaf):
+        one.moved()
+    assert (watch.wait_s(), deaf.wait_s()) == (180.0, None)
+    now[0] += 180
+    assert (watch.should_ask(), watch.is_stalled()) == (False, False)
+    assert (watch.should_hint(), watch.should_hint(), deaf.should_hint()) == (True, False, False)
+    watch.moved()
+    assert watch.wait_s() is None
 
 
 # --- the command line

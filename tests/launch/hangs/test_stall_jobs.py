@@ -35,6 +35,7 @@ def test_a_rank_that_sleeps_is_shown_though_it_was_not_forked_from_the_zygote(la
     assert run_json(launching)["stalls"] == ["stall-1.txt"]
 
 
+@pytest.mark.slow
 def test_a_hang_that_is_only_reported_goes_on(launching):
     text = "import time\nprint('up', flush=True)\ntime.sleep(4)\nprint('on', flush=True)\ntime.sleep(4)\n"
     script = launching.write("t.py", text)
@@ -53,7 +54,7 @@ def test_without_the_option_a_quiet_job_is_told_of_it_once(launching):
     text = "import sys; from shardwright.launch.hangs import stall; stall.HINT_S = 0.5\n"
     text += "from shardwright.cli import main; main()"
     line = [sys.executable, "-c", text, "launch"]
-    ended = launching.run("-n", "1", "--", "sh", "-c", "echo up; sleep 2; echo on; sleep 2", line=line)
+    ended = launching.run("-n", "1", "--", "sh", "-c", "echo up; sleep 1; echo on; sleep 1", line=line)
     assert (ended.code, ended.stderr.splitlines()) == (
         0,
         ["shardwright: no rank has written anything for 3 minutes; should the job hang, `--stall-timeout SECONDS` "

@@ -9,6 +9,8 @@ from shardwright.hosts.hosts import Host
 from shardwright.launch.carriers.packed import LOWEST_PYTHON
 from shardwright.launch.host.agent_protocol import Answer, Hello, TooOld
 
+WHEELS = "https://download.pytorch.org/whl"
+"""Where torch is built for each CUDA, and for none."""
 _SSH_FAILED = 255
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
 
@@ -84,6 +86,17 @@ def compare(checked: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
             if mine is not None and theirs is not None and mine != theirs:
                 problems[name].append(
                     f"{package} {mine} there, but {theirs} on {first}; install one version: "
-                    f"`pip install {package}=={theirs}`"
+                    f"`pip {' '.join(pip_words(package, theirs))}`"
                 )
     return problems
+
+
+def pip_words(package: str, version: str) -> list[str]:
+    """What pip is told to install exactly that version. One with a local part is in the index of its wheels alone.
+
+    >>> pip_words("torch", "2.13.0+cpu")
+    ['install', 'torch==2.13.0+cpu', '--index-url', 'https://download.pytorch.org/whl/cpu']
+    """
+    local = version.partition("+")[2]
+    index = ["--index-url", f"{WHEELS}/{local}"] if package == "torch" and local else []
+    return ["install", f"{package}=={version}", *index]

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from shardwright.launch.host.processes import is_ending
+
 _AGE_S = 30.0  # a large process takes its time from the kernel's kill to its end
 _LOOK_S = 1.0
 _HOST = Path("/proc/vmstat")
@@ -36,7 +38,9 @@ class MemoryKills:
             return
         self._looked_s = now_s
         for pid in pids:
-            self._files[pid] = counting_file(pid) or _HOST
+            file = counting_file(pid) or _HOST
+            if not is_ending(pid):  # then it is shown in the group at the top
+                self._files[pid] = file
         for file in set(self._files.values()):
             self._counts.setdefault(file, _Count(file)).sample(now_s)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 # In the environment of every process of a job: it survives setsid, double forks and the death of all ancestors.
 JOB_VARIABLE = "SHARDWRIGHT_JOB"
 
+_PF_EXITING = 4
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
@@ -92,6 +93,12 @@ def start_ticks(pid: int) -> int | None:
     """When the process started, in clock ticks since boot: with the pid it names one process for ever. None if gone."""
     fields = _stat(pid)
     return int(fields[19]) if fields and fields[0] not in "ZX" else None
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the process is gone, or is on its way: closing its files, giving back its memory, or waited for."""
+    fields = _stat(pid)
+    return fields is None or fields[0] in "ZX" or bool(int(fields[6]) & _PF_EXITING)
 
 
 def state_and_cpu_s(pid: int) -> tuple[str, float] | None:

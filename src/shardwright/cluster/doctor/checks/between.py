@@ -16,6 +16,7 @@ from shardwright.cluster.doctor.checks.packages import pip
 from shardwright.cluster.doctor.finding import Finding, Found, Severity, ok, problem, unknown, warning
 from shardwright.cluster.doctor.reach import Cluster, Way, addresses_of
 from shardwright.cluster.doctor.reading import Reading, Unreadable, typed
+from shardwright.launch.carriers.ssh_errors import pip_words
 
 _WARN_CLOCK_S, _BAD_CLOCK_S = 0.5, 5.0
 GROUP = "between hosts"
@@ -33,7 +34,7 @@ class Drift:
 
 
 def _pip_same(name: str) -> Callable[[Reading, str], tuple[str, ...]]:
-    return lambda reading, version: (pip(reading, f"{name}=={version}"),)
+    return lambda reading, version: (pip(reading, *pip_words(name, version)),)
 
 
 def _driver(reading: Reading) -> str | None:

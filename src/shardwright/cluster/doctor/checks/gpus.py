@@ -11,6 +11,7 @@ from shardwright.cluster.doctor.checks.packages import install, pip
 from shardwright.cluster.doctor.checks.software import numbers
 from shardwright.cluster.doctor.finding import Check, Finding, moot, note, ok, problem, warning
 from shardwright.cluster.doctor.reading import Reading, Unreadable, plain
+from shardwright.launch.carriers.ssh_errors import WHEELS
 
 # The newest CUDA of a branch of the driver, as nvidia-smi shows it beside the driver.
 # Source: NVIDIA CUDA Toolkit release notes, table "CUDA Toolkit and Corresponding Driver Versions",
@@ -109,8 +110,8 @@ def cuda(reading: Reading) -> Finding:
         return moot()
     version, built = found[0].driver, _torch_cuda(reading)
     wheel = next((name for branch, name in _WHEELS if numbers(version)[0] >= branch), "cu118")
-    index = f"https://download.pytorch.org/whl/{wheel}"
-    fitting = pip(reading, "--force-reinstall", "torch", "--index-url", index)
+    index = f"{WHEELS}/{wheel}"
+    fitting = pip(reading, "install", "--force-reinstall", "torch", "--index-url", index)
     if not built:
         return problem(f"torch was built without CUDA, but there are {len(found)} GPUs", fitting)
     newest = newest_cuda(version)
@@ -203,16 +204,19 @@ def nccl(reading: Reading) -> Finding:
         return moot()
     wanted_name = f"nvidia-nccl-cu{built[0]}"
     if found is None:
-        return note("no package of NCCL is installed: torch brings its own, or none", pip(reading, wanted_name))
+        return note(
+            "no package of NCCL is installed: torch brings its own, or none", pip(reading, "install", wanted_name)
+        )
     package, version = str(found["package"]), str(found["version"])
     others = [name for name in wanted.PACKAGES if name.startswith("nvidia-nccl") and reading.package(name)]
     if wanted_name not in others:
         return problem(
-            f"{package} {version} is for another CUDA than torch's {_dotted(built)}", pip(reading, wanted_name)
+            f"{package} {version} is for another CUDA than torch's {_dotted(built)}",
+            pip(reading, "install", wanted_name),
         )
     if not found["loads"]:
         why = plain(str(found["said"]).strip().splitlines()[-1] if str(found["said"]).strip() else "no reason", 120)
-        lines = pip(reading, "--force-reinstall", "--no-deps", f"{wanted_name}=={version}")
+        lines = pip(reading, "install", "--force-reinstall", "--no-deps", f"{wanted_name}=={version}")
         return problem(f"NCCL {version} does not load: {why}", lines)
     return ok(f"{version}, loads")
 

@@ -74,5 +74,5 @@ def install(reading: Reading, need: str, branch: str = "570", cuda: str = "12-8"
 
 
 def pip(reading: Reading, *words: str) -> str:
-    """A line that has the host's interpreter install something."""
-    return typed(plain(reading.facts.get("executable", "python3")), "-m", "pip", "install", *words)
+    """A line that has pip of the host's interpreter do something."""
+    return typed(plain(reading.facts.get("executable", "python3")), "-m", "pip", *words)

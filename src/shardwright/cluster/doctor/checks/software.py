@@ -34,9 +34,9 @@ def python(reading: Reading) -> Finding:
 def torch(reading: Reading) -> Finding:
     version = reading.package("torch")
     if version is None:
-        return problem("torch is not installed", pip(reading, "torch"))
+        return problem("torch is not installed", pip(reading, "install", "torch"))
     if numbers(version) < _LOWEST_TORCH:
-        return problem(f"torch {version}, expected 2.11 or newer", pip(reading, "--upgrade", "torch"))
+        return problem(f"torch {version}, expected 2.11 or newer", pip(reading, "install", "--upgrade", "torch"))
     cuda = reading.facts.get("torch_cuda")
     return ok(f"{version}, built {f'for CUDA {cuda}' if cuda else 'without CUDA'}")
 
@@ -44,7 +44,7 @@ def torch(reading: Reading) -> Finding:
 def package(reading: Reading) -> Finding:
     version = reading.package("shardwright")
     if version is None:
-        return warning("shardwright is not installed, which scripts import", pip(reading, "shardwright"))
+        return warning("shardwright is not installed, which scripts import", pip(reading, "install", "shardwright"))
     return ok(f"{version}, sources {reading.fact('code', str)}")
 
 
