@@ -22,6 +22,7 @@ INSIDE = {
     "graph": ("functional", "tracing"),
     "plan": ("pricing", "searching"),
     "report": ("plans",),
+    "training": ("records",),
     "run": ("graphs", "overlap", "programs", "placing"),
     "cluster": ("programs", "bench", "doctor", "jobs", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),

@@ -26,6 +26,7 @@ _PUBLIC: dict[str, str] = {
     "NanGuard": "shardwright.training.callbacks",
     "ProgressBar": "shardwright.training.callbacks",
     "RandomImages": "shardwright.data.random_images",
+    "Recorder": "shardwright.training.recorder",
     "RunView": "shardwright.training.hooks",
     "Trainer": "shardwright.training.trainer",
     "World": "shardwright.world.world",

@@ -100,7 +100,10 @@ def test_losses_are_printed_in_order_when_they_have_come(monkeypatch, capsys):
         class world:
             rank = 0
 
-        epoch = 1
+        class optimizer:
+            param_groups = ({"lr": 0.1},)
+
+        epoch, steps = 1, 0
 
     for View.step in range(1, 6):
         View.loss = torch.tensor(float(View.step))

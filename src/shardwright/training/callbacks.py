@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,42 +24,78 @@ from shardwright.training.nonfinite import first_non_finite
 from shardwright.world.on_its_way import OnItsWay
 
 
-class LossMonitor(Callback):
+@dataclass(frozen=True)
+class LateStep:
+    """A step whose loss is there: when it ended, by the monotonic clock, and the learning rate of its first group.
+
+    The rate is None where it is a tensor, which a GPU may not have yet.
+    """
+
+    epoch: int
+    step: int
+    steps: int
+    loss: float
+    learning_rate: float | None
+    at_s: float
+
+
+class LateLosses(Callback, ABC):
+    """Rank 0 is told the loss every so many steps of an epoch, in order.
+
+    A GPU is not waited for: the loss of a step is told when the next one, or an evaluation, has been asked of it.
+    """
+
+    def __init__(self, every: int = 1) -> None:
+        if every < 1:
+            raise UsageError(f"expected {type(self).__name__}(every=...) of at least 1 step, got {every}")
+        self.every = every
+        self._due: tuple[OnItsWay, Callable[[float], LateStep]] | None = None
+
+    @abstractmethod
+    def told(self, step: LateStep) -> None:
+        """Called on rank 0."""
+
+    def on_step_end(self, run: RunView) -> None:
+        self._tell()
+        if run.step % self.every == 0 and run.world.rank == 0:
+            self._due = OnItsWay(run.loss), _late_step(run)
+            if self._due[0].is_there:
+                self._tell()
+
+    @contextmanager
+    def evaluating(self, run: RunView) -> Iterator[None]:
+        """What is told of an evaluation comes after the losses of the steps before it."""
+        self._tell()
+        yield
+
+    def on_epoch_end(self, run: RunView) -> None:
+        self._tell()
+
+    def close(self, run: RunView) -> None:
+        self._tell()
+
+    def _tell(self) -> None:
+        if self._due is not None:
+            loss, late_step = self._due
+            self._due = None
+            self.told(late_step(loss.value()))
+
+
+def _late_step(run: RunView) -> Callable[[float], LateStep]:
+    rate = run.optimizer.param_groups[0]["lr"]
+    known = None if isinstance(rate, Tensor) else float(rate)
+    epoch, step, steps, at_s = run.epoch, run.step, run.steps, time.monotonic()
+    return lambda loss: LateStep(epoch, step, steps, loss, known, at_s)
+
+
+class LossMonitor(LateLosses):
     """Rank 0 prints ``epoch: 1 step: 10, loss is 2.3025854`` every so many steps of an epoch.
 
     A GPU is not waited for: the loss of a step is printed when the next one, or an evaluation, has been asked of it.
     """
 
-    def __init__(self, every: int = 1) -> None:
-        if every < 1:
-            raise UsageError(f"expected LossMonitor(every=...) of at least 1 step, got {every}")
-        self.every = every
-        self._due: tuple[int, int, OnItsWay] | None = None
-
-    def on_step_end(self, run: RunView) -> None:
-        self._print()
-        if run.step % self.every == 0 and run.world.rank == 0:
-            self._due = run.epoch, run.step, OnItsWay(run.loss)
-            if self._due[2].is_there:
-                self._print()
-
-    @contextmanager
-    def evaluating(self, run: RunView) -> Iterator[None]:
-        """What is printed of an evaluation stands below the losses of the steps before it."""
-        self._print()
-        yield
-
-    def on_epoch_end(self, run: RunView) -> None:
-        self._print()
-
-    def close(self, run: RunView) -> None:
-        self._print()
-
-    def _print(self) -> None:
-        if self._due is not None:
-            epoch, step, loss = self._due
-            print(loss_line(epoch, step, loss.value()), flush=True)
-            self._due = None
+    def told(self, step: LateStep) -> None:
+        print(loss_line(step.epoch, step.step, step.loss), flush=True)
 
 
 class ProgressBar(Callback):

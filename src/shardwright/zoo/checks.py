@@ -10,6 +10,7 @@ import torch
 from shardwright.errors import UsageError
 from shardwright.hosts.environment import read_environment
 from shardwright.mesh.mesh import Mesh
+from shardwright.training.records.kinds import record_problems
 from shardwright.zoo.frozen import freeze
 from shardwright.zoo.options import Config
 from shardwright.zoo.rows import Data
@@ -18,7 +19,8 @@ from shardwright.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, make_model,
 
 def option_problems(config: Config, ranks: int) -> list[str]:
     """Problems of options that contradict each other, or the ``ranks`` that are to run."""
-    return _batch_problems(config) + _optimizer_problems(config) + _parallel_problems(config, ranks)
+    recorded = [f"log.to: {problem}" for problem in record_problems(config.log.to)]
+    return _batch_problems(config) + _optimizer_problems(config) + _parallel_problems(config, ranks) + recorded
 
 
 def data_problems(config: Config, data: Data, ranks: int) -> list[str]:

@@ -84,6 +84,16 @@ class Eval:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Log:
+    """Where the numbers of a run are recorded, beside the lines that it prints, every ``train.log_every`` steps.
+
+    ``to`` lists some of csv, jsonl, tensorboard, wandb and mlflow; files are in ``train.output_dir``.
+    """
+
+    to: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole configuration; where its file names no loss, the model's row does.
 
@@ -103,3 +113,4 @@ class Config:
     )
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
+    log: Log = field(default_factory=Log)

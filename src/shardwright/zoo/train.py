@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from shardwright.run.parallel import parallelize
 from shardwright.training.callbacks import EMA, EarlyStopping, LossMonitor, NanGuard, ProgressBar
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback
+from shardwright.training.recorder import Recorder
 from shardwright.training.trainer import Trainer
 from shardwright.whole_file import write_whole
 from shardwright.world.precision import autocast
@@ -167,6 +168,8 @@ def _callbacks(config: Config, steps_per_epoch: int, output: Path) -> list[Callb
     """The callbacks in the order in which they are to act: what averages before what stops."""
     options = config.train
     callbacks: list[Callback] = [LossMonitor(options.log_every)]
+    if config.log.to:
+        callbacks.append(Recorder(output, config.log.to, options.log_every, asdict(config)))
     if options.progress_bar:
         callbacks.append(ProgressBar(steps_per_epoch))
     if options.nan_guard:

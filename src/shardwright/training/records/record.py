@@ -1,0 +1,39 @@
+"""What is recorded, and what takes records."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class Record:
+    """Numbers of one moment: after so many optimizer steps, in an epoch counted from 1."""
+
+    steps: int
+    epoch: int
+    values: Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where and from which moment on records go.
+
+    Of a run that goes on from a checkpoint, what an earlier process recorded after ``steps`` did not happen.
+    """
+
+    folder: Path
+    steps: int
+    config: Mapping[str, Any]
+
+
+class Writer(Protocol):
+    """Takes records in order; nothing else writes there at the same time."""
+
+    def write(self, record: Record) -> None:
+        """Keep a record, readable at once by others."""
+
+    def close(self) -> None:
+        """Give back what is held."""
