@@ -172,7 +172,7 @@ def test_failing_samples_are_counted_named_and_replaced(drawn, capsys, tmp_path)
     assert told.count("\n") == 1
     assert "sample 1 (img_9.jpg) failed and the next one takes its place, 1 of at most 1: there is no image" in told
     with pytest.raises(
-        DataError, match=r"sample 1 \(img_9.jpg\) failed: there is no image .*img_9.jpg, which the label"
+        DataError, match=r"sample 1 \(img_9.jpg\) failed: there is no image .*img_9.jpg, which the labels name; c"
     ):
         images_of(drawn, "broken.txt").gather([1])
 
@@ -200,10 +200,14 @@ def test_label_files_and_databases_that_are_not_there(tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"a.png\t\xe9")
     with pytest.raises(DataError, match=r"byte 6 is no UTF-8; save the file as UTF-8"):
         read_word_list(tmp_path / "latin.txt")
-    with pytest.raises(DataError, match=r"there is no database of LMDB in .*: it has no file data.mdb"):
+    with pytest.raises(
+        DataError, match=r"there is no database of LMDB in .*: it has no file data.mdb; give its path below"
+    ):
         word_database(tmp_path, 1.0)
     write_words(tmp_path / "empty", [])
-    with pytest.raises(DataError, match="says num-samples 0; expected image-%09d and label-%09d from 1 on"):
+    with pytest.raises(
+        DataError, match="says num-samples 0; expected image-%09d and label-%09d from 1 on; fill it, or take"
+    ):
         word_database(tmp_path / "empty", 1.0)
 
 

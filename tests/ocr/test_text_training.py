@@ -273,6 +273,10 @@ WRONG = [
         "model.backbone.name: det_resnet18 is for det, model.type says rec; use rec_vgg7",
     ),
     ("model.head.out_channels=40", "model.head.out_channels: expected 37, the 36 characters of the dictionary and the"),
+    (
+        "postprocess.use_space_char=True",
+        "train.dataset.transform_pipeline: RecCTCLabelEncode knows 36 characters, and postprocess not the same 37;",
+    ),
     ("loss.pred_seq_len=26", "loss.pred_seq_len: the network gives 24 steps, got 26"),
     ("common.batch_size=8", "-o common.batch_size=8: the section common holds anchors, whose values are copied"),
     ("eval.loader.drop_remainder=True", "eval.loader.drop_remainder: true would leave images out"),

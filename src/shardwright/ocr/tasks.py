@@ -124,8 +124,19 @@ def _recognition_problems(settings: Settings) -> list[str]:
             f"model.head.out_channels: expected {classes}, the {classes - 1} characters of the dictionary and the "
             f"blank, got {given}"
         )
-    problems += _length_problems(settings)
-    return problems
+    return [*problems, *_dictionary_problems(settings), *_length_problems(settings)]
+
+
+def _dictionary_problems(settings: Settings) -> list[str]:
+    keys = _keys_of(settings, "RecCTCLabelEncode")
+    encoding = Dictionary.of(keys.get("character_dict_path"), keys.get("use_space_char", False))
+    if encoding == dictionary_of(settings):
+        return []
+    return [
+        f"train.dataset.transform_pipeline: RecCTCLabelEncode knows {len(encoding.characters)} characters, and "
+        f"postprocess not the same {dictionary_of(settings).classes - 1}; give both the same character_dict_path and "
+        "use_space_char"
+    ]
 
 
 def _length_problems(settings: Settings) -> list[str]:
@@ -137,11 +148,13 @@ def _length_problems(settings: Settings) -> list[str]:
 
 
 def _input_width(settings: Settings) -> int:
-    for step in settings.train.dataset.transform_pipeline:
-        keys = step.get("RecResizeImg") if isinstance(step, dict) else None
-        if keys:
-            return int(keys.get("image_shape", (32, 100))[-1])
-    return 100
+    return int(_keys_of(settings, "RecResizeImg").get("image_shape", (32, 100))[-1])
+
+
+def _keys_of(settings: Settings, step: str) -> Mapping[str, Any]:
+    """What the pipeline for training says of a step; nothing where it says nothing or has no such step."""
+    listed = settings.train.dataset.transform_pipeline
+    return next((one[step] or {} for one in listed if isinstance(one, dict) and step in one), {})
 
 
 TASKS: Mapping[Task, TaskRow] = {

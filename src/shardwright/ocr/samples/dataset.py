@@ -87,7 +87,9 @@ def _reader(path: Path) -> Callable[[], bytes]:
         try:
             return path.read_bytes()
         except FileNotFoundError as error:
-            raise DataError(f"there is no image {path}, which the labels name") from error
+            raise DataError(
+                f"there is no image {path}, which the labels name; correct data_dir, or take it out of the labels"
+            ) from error
 
     return read
 

@@ -27,7 +27,10 @@ class WordDatabase:
         self.size = int(counted) if counted is not None else 0
         if not self.size:
             said = "has no key num-samples" if counted is None else "says num-samples 0"
-            raise DataError(f"the database {folder} {said}; expected image-%09d and label-%09d from 1 on")
+            raise DataError(
+                f"the database {folder} {said}; expected image-%09d and label-%09d from 1 on; fill it, or take it "
+                "out of data_dir"
+            )
 
     def source(self, number: int) -> Source:
         """The word ``number``, counted from 1, whose image is read when it is asked for."""
@@ -67,7 +70,10 @@ def _kept_open(folder: Path) -> Any:
 def _open(folder: Path) -> Any:
     lmdb = library("lmdb")
     if not (folder / "data.mdb").is_file():
-        raise DataError(f"there is no database of LMDB in {folder}: it has no file data.mdb")
+        raise DataError(
+            f"there is no database of LMDB in {folder}: it has no file data.mdb; give its path below "
+            "dataset_root as data_dir"
+        )
     try:
         return lmdb.open(str(folder), readonly=True, lock=False, readahead=False, meminit=False, max_readers=1024)
     except lmdb.Error as error:
