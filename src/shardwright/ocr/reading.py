@@ -178,5 +178,6 @@ def draw(image: Array, texts: Sequence[Read]) -> Array:
     pen, font = draws.Draw(picture), fonts.load_default(18)
     for one in texts:
         x, y = one.points.min(axis=0)
-        pen.text((max(0, x), max(0, y - 22)), one.text, fill=(200, 0, 0), font=font)
+        at = max(0, x), max(0, y - 22)
+        pen.text(at, one.text, fill=(200, 0, 0), font=font, stroke_width=2, stroke_fill=(255, 255, 255))
     return np.ascontiguousarray(np.asarray(picture)[:, :, ::-1])
