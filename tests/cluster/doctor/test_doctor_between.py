@@ -1,11 +1,13 @@
 """Findings between hosts, from what recorded hosts said of each other."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from recorded_hosts import altered, recorded
 
 from shardwright.cluster.doctor.checks.between import check_between
 from shardwright.cluster.doctor.finding import Severity
-from shardwright.cluster.doctor.reach import Cluster, Try, Way
+from shardwright.cluster.doctor.reach import Cluster, Try, Way, _ways
 from shardwright.cluster.doctor.reading import Ran
 from shardwright.hosts.hosts import Hosts
 
@@ -105,6 +107,42 @@ def test_all_is_well():
     found = check_between(three())
     assert {one.finding.severity for one in found} == {OK}
     assert [one.name for one in found] == ["versions", "clock", "names", "ports", "MTU", "ssh"]
+
+
+@pytest.mark.parametrize(
+    ("bad", "unknown"),
+    [
+        ({"files": {"/sys/class/net/eth0/mtu": "big"}}, {"MTU": ("b",)}),
+        ({"facts": {"addresses": 3}}, {"MTU": ("b",), "ports": ("a", "b", "c")}),
+        ({"facts": {"addresses": [["eth0"], 7]}}, {"MTU": ("b",), "ports": ("a", "b", "c")}),
+        ({"commands": {"mpirun --version": Ran(1, "", "broken")}}, {"MPI": ("b",)}),
+    ],
+)
+def test_what_is_said_in_another_form_is_unknown_and_hides_nothing_else(bad, unknown):
+    found = check_between(three(b=altered(host("b"), **bad), ahead_s={"c": 40.0}))
+    assert {one.name: one.hosts for one in found if one.finding.severity == UNKNOWN} == unknown
+    assert [one.name for one in found if one.finding.severity == PROBLEM] == ["clock"]
+
+
+class Answering:
+    """A host that answers everything in the same way."""
+
+    def __init__(self, answer):
+        self.answer = answer
+
+    def ask(self, order):
+        return self.answer
+
+
+def test_a_host_that_tells_nothing_of_its_ways_is_silent():
+    good = {"tcp": [], "addresses": [], "ssh": {"code": 0, "out": "", "err": ""}}
+    opened = {"a": Answering({"b": good}), "b": Answering({"a": {"tcp": 3}})}
+    silent = {}
+    with ThreadPoolExecutor(2) as pool:
+        readings = {name: host(name) for name in "ab"}
+        ways = _ways(Hosts.from_list("a,b").hosts, readings, {"a": 1, "b": 1}, opened, silent, pool)
+    assert list(ways) == [("a", "b")]
+    assert silent["b"].startswith("it was looked at, but then answered in another form than expected: TypeError(")
 
 
 def test_what_cannot_be_read_of_a_host_is_unknown():

@@ -76,14 +76,23 @@ def problem(text: str, *remedy: str) -> Finding:
     return Finding(Severity.PROBLEM, text, remedy)
 
 
+MISREAD = (Unreadable, ValueError, TypeError, KeyError, IndexError, AttributeError)
+"""What a check raises where a host says something in a form that the check does not expect."""
+
+
+def misread(error: Exception) -> Finding:
+    """What is found where a check raises one of `MISREAD`: that nobody knows."""
+    if isinstance(error, Unreadable):
+        return unknown(str(error))
+    return unknown(f"what the host says of it has another form than expected: {type(error).__name__}: {error}")
+
+
 def examine(check: Check, reading: Reading) -> Found:
     """What a check finds on a host. What the host says in a form that the check does not expect is unknown."""
     try:
         finding = check.function(reading)
-    except Unreadable as error:
-        finding = unknown(str(error))
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
-        finding = unknown(f"what the host says of it has another form than expected: {type(error).__name__}: {error}")
+    except MISREAD as error:
+        finding = misread(error)
     return Found(check.group, check.name, (reading.name,), finding)
 
 

@@ -7,6 +7,7 @@ doctor ─┬─ ssh ── probe      host a   ─┐
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import secrets
 import sys
@@ -121,8 +122,10 @@ def _ways(
         except Silent as error:
             silent[host.name] = f"it was looked at, but then: {error}"
             return
-        for other in others:
-            found[host.name, other.name] = _way(answer.get(other.name))
+        try:
+            found.update({(host.name, other.name): _way(answer[other.name]) for other in others})
+        except (KeyError, TypeError) as error:
+            silent[host.name] = f"it was looked at, but then answered in another form than expected: {error!r}"
 
     if len(hosts) > 1:
         list(pool.map(reach, hosts))
@@ -145,19 +148,17 @@ def _peer(host: Host, reading: Reading, port: int, word: str) -> dict[str, Any]:
 
 def addresses_of(reading: Reading) -> list[str]:
     """The addresses that a host says it has, of those that are addresses."""
+    told = reading.facts.get("addresses")
     found = []
-    for _, address, _ in reading.facts.get("addresses", ()):
-        try:
+    for entry in told if isinstance(told, list) else ():
+        with contextlib.suppress(ValueError, TypeError):
+            _, address, _ = entry
             found.append(str(ipaddress.ip_address(address)))
-        except ValueError:
-            continue
     return found
 
 
 def _way(answer: Any) -> Way:
-    try:
-        tcp = tuple(Try(str(t["address"]), str(t["how"]), t["mine"], str(t["said"])) for t in answer["tcp"])
-        ssh = Ran(answer["ssh"]["code"], str(answer["ssh"]["out"]), str(answer["ssh"]["err"]))
-        return Way(tcp, tuple(str(address) for address in answer["addresses"] or ()), ssh)
-    except (KeyError, TypeError):
-        return Way((), (), Ran(None, "", "it did not say"))
+    """Raises `KeyError` or `TypeError` where a host says it in another form."""
+    tcp = tuple(Try(str(t["address"]), str(t["how"]), t["mine"], str(t["said"])) for t in answer["tcp"])
+    ssh = Ran(answer["ssh"]["code"], str(answer["ssh"]["out"]), str(answer["ssh"]["err"]))
+    return Way(tcp, tuple(str(address) for address in answer["addresses"] or ()), ssh)

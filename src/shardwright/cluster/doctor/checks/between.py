@@ -11,11 +11,11 @@ from typing import Any
 
 from shardwright.cluster.doctor import wanted
 from shardwright.cluster.doctor.checks.gpus import gpus
-from shardwright.cluster.doctor.checks.network import interfaces, unreached
+from shardwright.cluster.doctor.checks.network import Interface, interfaces, unreached
 from shardwright.cluster.doctor.checks.packages import pip
-from shardwright.cluster.doctor.finding import Finding, Found, Severity, ok, problem, unknown, warning
+from shardwright.cluster.doctor.finding import MISREAD, Finding, Found, Severity, misread, ok, problem, warning
 from shardwright.cluster.doctor.reach import Cluster, Way, addresses_of
-from shardwright.cluster.doctor.reading import Reading, Unreadable, typed
+from shardwright.cluster.doctor.reading import Reading, typed
 from shardwright.launch.carriers.ssh_errors import pip_words
 
 _WARN_CLOCK_S, _BAD_CLOCK_S = 0.5, 5.0
@@ -67,8 +67,11 @@ def check_between(cluster: Cluster) -> list[Found]:
     """All findings between the hosts of a cluster, and of those that say nothing."""
     found = [_found("reached", unreached(why, name), name) for name, why in cluster.silent.items()]
     if len(cluster.readings) > 1:
-        for check in (versions, clocks, _names, _ports, _mtus, logins):
-            found += check(cluster)
+        for name, check in _CHECKS.items():
+            try:
+                found += check(cluster)
+            except MISREAD as error:
+                found.append(_found(name, misread(error), *cluster.readings))
     return found
 
 
@@ -90,8 +93,8 @@ def versions(cluster: Cluster) -> Iterator[Found]:
             try:
                 if (value := drift.value(reading)) is not None:
                     values[name] = str(value)
-            except Unreadable as error:
-                yield _found(drift.name, unknown(str(error)), name)
+            except MISREAD as error:
+                yield _found(drift.name, misread(error), name)
         if not values:
             continue
         expected = _most(values)
@@ -202,13 +205,17 @@ def _opened(reading: Reading, source: str | None) -> tuple[str, ...]:
 def _mtus(cluster: Cluster) -> Iterator[Found]:
     """The MTU of the interfaces by which hosts reach each other, and whether packets of full size come through."""
     stalls = [pair for pair, way in cluster.ways.items() if way.best is not None and way.best.how == "stalls"]
+    known: dict[tuple[str, str | None], Interface] = {}
+    for host, reading in cluster.readings.items():
+        try:
+            known |= {(host, address): one for one in interfaces(reading) for address in one.addresses}
+        except MISREAD as error:
+            yield _found("MTU", misread(error), host)
     used: dict[tuple[str, str], int] = {}
     for (here, there), way in cluster.ways.items():
         if way.best is not None:
-            for host, address in ((here, way.best.mine), (there, way.best.address)):
-                known = {a: i for i in interfaces(cluster.readings[host]) for a in i.addresses}
-                if address in known:
-                    used[host, known[address].name] = known[address].mtu
+            ends = ((here, way.best.mine), (there, way.best.address))
+            used |= {(end[0], known[end].name): known[end].mtu for end in ends if end in known}
     if not used:
         return
     counts = Counter(used.values())
@@ -246,3 +253,8 @@ def logins(cluster: Cluster) -> Iterator[Found]:
         yield _found("ssh", warning(f"ssh to {', '.join(others)} fails: {said}", *lines), here)
     if not refused and cluster.ways:
         yield _found("ssh", ok(f"without a password, {len(cluster.ways)} ways"), *cluster.readings)
+
+
+_CHECKS: Mapping[str, Callable[[Cluster], Iterator[Found]]] = {
+    "versions": versions, "clock": clocks, "names": _names, "ports": _ports, "MTU": _mtus, "ssh": logins,
+}  # fmt: skip
