@@ -18,11 +18,20 @@ LINKS = " ".join(wanted.NVIDIA_TOPOLOGY)
 
 def recorded(name: str) -> Reading:
     """The host of a file of that name."""
-    said = tomllib.loads((RECORDED / f"{name}.toml").read_text())
-    commands = {words: {"code": 0, "out": out.lstrip("\n"), "err": ""} for words, out in said["commands"].items()}
-    return Reading.of(
-        said["name"], {"files": said["files"], "unreadable": {}, "commands": commands, "facts": said["facts"]}
-    )
+    return read_recorded((RECORDED / f"{name}.toml").read_text())
+
+
+def read_recorded(text: str) -> Reading:
+    """The host that is recorded so: by hand, or by `scripts/record_host.py`."""
+    said = tomllib.loads(text)
+    commands = {words: _ran(ran) for words, ran in said["commands"].items()}
+    return Reading.of(said["name"], {"unreadable": {}, **said, "commands": commands})
+
+
+def _ran(ran: str | Mapping[str, Any]) -> Mapping[str, Any]:
+    if isinstance(ran, str):
+        return {"code": 0, "out": ran.removeprefix("\n"), "err": ""}
+    return {**ran, "code": None if ran["code"] is False else ran["code"]}
 
 
 def altered(
