@@ -16,18 +16,17 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
-from shardwright import package
 from shardwright.errors import LaunchError
 from shardwright.hosts.hosts import Host, Hosts, is_this_host
 from shardwright.launch.asked.host_options import PerHost
-from shardwright.launch.carriers.packed import BOOT, pack
+from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.carriers.ssh import login_command
 from shardwright.launch.carriers.ssh_errors import why_no_answer
 from shardwright.launch.host.agent_protocol import Answer, TooOld
 
 _ANSWER_S = 15.0
 _SENT = (
-    "__init__", "errors", "whole_file", "package", "hosts", "cluster/__init__", "cluster/programs/__init__",
+    "errors", "whole_file", "package", "hosts", "cluster/__init__", "cluster/programs/__init__",
     "cluster/programs/answering",
 )  # fmt: skip
 _MOST_BYTES = 1 << 24  # of an answer: more is no answer of ours
@@ -41,8 +40,7 @@ class Silent(Exception):
 def _packed(module: str, beside: tuple[str, ...]) -> tuple[bytes, bytes]:
     """What is sent: the room of the module, and what that imports."""
     room = "/".join(module.split(".")[1:-1])
-    files = package.sources(*_SENT, *beside, room)
-    return pack({f"{package.FOLDER.name}/{name}": data for name, data in files.items()}, module)
+    return pack(sources(*_SENT, *beside, room), module)
 
 
 class Probe:

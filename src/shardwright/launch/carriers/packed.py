@@ -47,9 +47,12 @@ main()
 """
 
 
-def sources() -> dict[str, bytes]:
-    """What runs on other hosts, by its name in the zip file."""
-    files = package.sources("__init__", *_SENT)
+def sources(*rooms: str) -> dict[str, bytes]:
+    """What runs on other hosts, by its name in the zip file: these rooms, or those of an agent.
+
+    The package itself is empty there: what users get by importing it stays with those who do.
+    """
+    files = {"__init__.py": b"", **package.sources(*(rooms or _SENT))}
     return {f"{package.FOLDER.name}/{name}": data for name, data in files.items()}
 
 
