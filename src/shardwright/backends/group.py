@@ -210,7 +210,7 @@ class CpuGroup(dist.ProcessGroup):
 
     def check_memory(self, what: str, tensor: Tensor) -> None:
         """Raise `UsageError` where this backend does not reach the tensor."""
-        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        if not tensor.is_cpu or tensor.layout is not torch.strided:
             raise UsageError(
                 f"the {self.backend.name} backend moves dense tensors on the CPU; {what} got a tensor on "
                 f"{tensor.device} with the layout {tensor.layout}; move it with .cpu() or .to_dense(), or choose "

@@ -15,7 +15,7 @@ from shardwright.backends.group import CpuGroup
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.memory import Memory, Process
 from shardwright.backends.segment.native import Group, Native
-from shardwright.backends.segment.small import SmallAllReduce
+from shardwright.backends.segment.small import Small
 from shardwright.backends.segment.waiting import ByNative, BySemaphores
 from shardwright.backends.shm_work import ByStep, Lane, ShmWork
 from shardwright.backends.work import Task
@@ -31,9 +31,10 @@ class ShmGroup(CpuGroup):
         self, memory: Memory, library: Native | None, processes: Sequence[Process], names: Sequence[int], store: Store,
         timeout: timedelta,
     ) -> None:  # fmt: skip
-        self._native = None if library is None else (library, Group.of(memory))
-        rendezvous = BySemaphores(memory) if self._native is None else ByNative(*self._native)
+        native = None if library is None else (library, Group.of(memory))
+        rendezvous = BySemaphores(memory) if native is None else ByNative(*native)
         collectives = Collectives(memory, rendezvous, names, table.SHM.name)
+        self._small = None if native is None else Small(collectives, *native)
         super().__init__(table.SHM, collectives)
         self.lane = Lane(collectives, processes, timeout.total_seconds())
         self.collectives: Collectives = collectives
@@ -51,9 +52,10 @@ class ShmGroup(CpuGroup):
         return self.lane.begin(what, outputs, course, sum(tensor.nbytes for tensor in outputs), asynchronous)
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
-        if self._native is not None and isinstance(opts, _Options) and len(tensors) == 1:
-            self.check_memory("all_reduce", tensors[0])
-            course = SmallAllReduce.of(self.collectives, *self._native, tensors[0], opts.reduceOp)
+        if self._small is not None and isinstance(opts, _Options) and len(tensors) == 1:
+            (tensor,) = tensors
+            self.check_memory("all_reduce", tensor)
+            course = self._small.of(tensor, opts.reduceOp)
             if course is not None:
                 return self.lane.begin("all_reduce", tensors, course, 0, opts.asyncOp)
         return super().allreduce(tensors, opts, op, timeout)

@@ -111,17 +111,17 @@ class Lane:
 
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
         """Whether it has ended, with all that was asked for before it; within the time, if there is one."""
-        end_s = None if timeout_s is None else time.monotonic() + timeout_s
-        while not work.ended:
-            if not self._driving.acquire(timeout=-1 if end_s is None else max(0.0, end_s - time.monotonic())):
-                return work.ended
+        if timeout_s is None:
+            with self._driving:
+                self._drive(work, None)
+            return True
+        end_s = time.monotonic() + timeout_s
+        if self._driving.acquire(timeout=timeout_s):
             try:
                 self._drive(work, end_s)
             finally:
                 self._driving.release()
-            if end_s is not None and time.monotonic() >= end_s:
-                return work.ended
-        return True
+        return work.ended
 
     def _drive(self, last: ShmWork, end_s: float | None) -> None:
         while not last.ended:

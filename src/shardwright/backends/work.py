@@ -49,6 +49,9 @@ class Collectives(Protocol):
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter."""
 
 
+_ending = threading.Lock()  # where one thread asks for a future and another one ends the work
+
+
 class CollectiveWork(dist.Work):
     """A collective that was asked for; its future's value is the list of the tensors that it wrote."""
 
@@ -58,11 +61,10 @@ class CollectiveWork(dist.Work):
         self._error: BaseException | None = None
         self._done = False
         self._future: torch.futures.Future[list[Tensor]] | None = None
-        self._ending = threading.Lock()
 
     def end(self, error: BaseException | None = None) -> None:
         """It has ended, with that error or well."""
-        with self._ending:
+        with _ending:
             self._error, self._done, future = error, True, self._future
         if future is not None:
             self._complete(future)
@@ -101,7 +103,7 @@ class CollectiveWork(dist.Work):
         return self.outputs
 
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
-        with self._ending:
+        with _ending:
             made = self._future is None
             if self._future is None:
                 self._future = torch.futures.Future()

@@ -8,6 +8,7 @@ will do. Tensors that are larger than a slot go through it chunk by chunk.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -27,6 +28,8 @@ _EACH_BY_ITSELF = 3
 # All parts of a tensor together, up to which each rank reads them all whatever their number.
 SMALL_BYTES = 1 << 17
 
+_VIEWS = 1024  # of slots, which are kept: a step comes to the same sizes again and again
+
 
 class Collectives:
     """Those of one group; ``names`` are its members as its users number them."""
@@ -35,6 +38,7 @@ class Collectives:
         self.memory, self.rendezvous, self.names, self.backend = memory, rendezvous, tuple(names), backend
         self.rank, self.size = memory.rank, memory.size
         self.number = 0  # of collectives that have begun
+        self._view = lru_cache(_VIEWS)(self._make_view)
 
     def reduction(self, reduce_op: Any, tensor: Tensor) -> Reduction:
         return Reduction.of(self.backend, reduce_op, tensor.dtype, self.size)
@@ -48,11 +52,14 @@ class Collectives:
 
     def _mine(self, like: Tensor, start: int = 0) -> Tensor:
         """Room for ``like`` in the slot of this rank for the next stage, from the byte ``start`` on."""
-        return self.memory.data(self.rank, self._next).narrow(0, start, like.nbytes).view(like.dtype)
+        return self._view(self.rank, self._next, like.dtype, like.nbytes, start)
 
     def _of(self, rank: int, like: Tensor, start: int = 0) -> Tensor:
         """What ``rank`` has written for this stage, as long as ``like``."""
-        return self.memory.data(rank, self.rendezvous.stage & 1).narrow(0, start, like.nbytes).view(like.dtype)
+        return self._view(rank, self.rendezvous.stage & 1, like.dtype, like.nbytes, start)
+
+    def _make_view(self, rank: int, parity: int, dtype: torch.dtype, nbytes: int, start: int) -> Tensor:
+        return self.memory.data(rank, parity).narrow(0, start, nbytes).view(dtype)
 
     def _of_all(self, like: Tensor, start: int = 0) -> list[Tensor]:
         return [self._of(rank, like, start) for rank in range(self.size)]
@@ -65,15 +72,17 @@ class Collectives:
         dtype, count = (None, 0) if tensor is None else (tensor.dtype, tensor.numel())
         return Note(self.number, kind, dtype, count, operation, root)
 
-    def _write(self, note: Note, sizes: Sequence[int] = ()) -> None:
-        self.memory.write_note(self._next, note.head() + np.asarray(sizes, np.int64).tobytes())
+    def _write(self, note: Note, sizes: Sequence[int] = ()) -> bytes:
+        written = note.head() + np.asarray(sizes, np.int64).tobytes() if sizes else note.head()
+        self.memory.write_note(self._next, written)
+        return written
 
-    def compare(self, note: Note, sizes: int = 0) -> None:
-        """Raise `WorldError`, on all ranks alike, where one has come to something else; also in ``sizes`` numbers."""
-        length = HEAD_BYTES + 8 * sizes
-        notes = [self.memory.note(rank, self.rendezvous.stage & 1, length) for rank in range(self.size)]
-        if any(other != notes[0] for other in notes):
-            raise WorldError(self._differ(notes))
+    def compare(self, written: bytes) -> None:
+        """Raise `WorldError`, on all ranks alike, where one has written another note for this stage."""
+        parity, length = self.rendezvous.stage & 1, len(written)
+        for rank in range(self.size):
+            if self.memory.note(rank, parity, length) != written:
+                raise WorldError(self._differ([self.memory.note(other, parity, length) for other in range(self.size)]))
 
     def _differ(self, notes: Sequence[bytes]) -> str:
         said = [str(Note.read(note[:HEAD_BYTES])) for note in notes]
@@ -91,10 +100,9 @@ class Collectives:
     # --- every rank gets the same
 
     def barrier(self) -> Steps:
-        note = self.note("barrier")
-        self._write(note)
+        written = self._write(self.note("barrier"))
         yield
-        self.compare(note)
+        self.compare(written)
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         flat, finish = flat_of(tensor)
@@ -118,10 +126,10 @@ class Collectives:
         for chunk, first in _chunks(flat, DATA_BYTES):
             self._mine(chunk).copy_(chunk)
             if first:
-                self._write(note)
+                written = self._write(note)
             yield
             if first:
-                self.compare(note)
+                self.compare(written)
             if wanted:
                 reduction.total(self._of_all(chunk), chunk)
 
@@ -134,10 +142,10 @@ class Collectives:
             if chunk is not None:
                 self._mine(chunk).copy_(chunk)
             if number == 0:
-                self._write(note)
+                written = self._write(note)
             yield
             if number == 0:
-                self.compare(note)
+                self.compare(written)
             else:
                 for rank, part in enumerate(self._slices(chunks[number - 1])):
                     part.copy_(self._of(rank, part, room))
@@ -158,10 +166,10 @@ class Collectives:
             if self.rank == root:
                 self._mine(chunk).copy_(chunk)
             if first:
-                self._write(note)
+                written = self._write(note)
             yield
             if first:
-                self.compare(note)
+                self.compare(written)
             if self.rank != root:
                 chunk.copy_(self._of(root, chunk))
         if self.rank != root:
@@ -193,10 +201,10 @@ class Collectives:
             chunk = mine[start : start + DATA_BYTES]
             self._mine(chunk).copy_(chunk)
             if start == 0:
-                self._write(note, table)
+                written = self._write(note, table)
             yield
             if start == 0:
-                self.compare(note, len(table))
+                self.compare(written)
             for rank, row in enumerate(rows):
                 part = row[start : start + DATA_BYTES]
                 part.copy_(self._of(rank, part))
@@ -224,10 +232,10 @@ class Collectives:
                 part = row[start : start + width]
                 self._mine(part, rank * room).copy_(part)
             if start == 0:
-                self._write(note, sizes)
+                written = self._write(note, sizes)
             yield
             if start == 0:
-                self.compare(note, self.size)
+                self.compare(written)
             part = flat[start : start + width]
             reduction.total(self._of_all(part, self.rank * room), part)
         finish()
@@ -246,9 +254,9 @@ class Collectives:
         """Each rank puts what it has for all in a row; the others take their part of it."""
         lengths = [out[r].numel() if r in out else 0 for r in range(self.size)]
         self._put(out, lengths, 0)
-        self._write(note, lengths + [into[r].numel() if r in into else 0 for r in range(self.size)])
+        written = self._write(note, lengths + [into[r].numel() if r in into else 0 for r in range(self.size)])
         yield
-        self.compare(note)
+        self.compare(written[:HEAD_BYTES])
         table = self._tables()
         self._fit(note, table)
         starts = np.cumsum(table[:, : self.size], axis=1) - table[:, : self.size]

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from shardwright.backends.segment.memory import HEAD_BYTES, Memory
+from shardwright.backends.segment.memory import Memory
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-fPIC", "-shared", "-std=gnu11")  # for every processor of this kind: hosts may share the folder
@@ -56,21 +56,13 @@ class Native:
         self.arrive.argtypes, self.arrive.restype = (group, ctypes.c_uint32), None
         self.wait = library.shardwright_wait
         self.wait.argtypes = (group, ctypes.c_uint32, ctypes.c_int64)
-        self._all_reduce = library.shardwright_all_reduce
-        self._all_reduce.argtypes = (
+        # Of a group: the stage, whether it has come there, its note and the bytes of that; the data, their bytes and
+        # elements; the numbers of their type and of the operation; nanoseconds to wait for others.
+        self.all_reduce = library.shardwright_all_reduce
+        self.all_reduce.argtypes = (
             group, ctypes.c_uint32, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
             ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
         )  # fmt: skip
-
-    def all_reduce(
-        self, group: Group, stage: int, posted: bool, note: bytes, data: int, nbytes: int, count: int, dtype: int,
-        operation: int, timeout_ns: int,
-    ) -> int:  # fmt: skip
-        """What native.c says of it."""
-        answer: int = self._all_reduce(
-            group, stage, posted, note, HEAD_BYTES, data, nbytes, count, dtype, operation, timeout_ns
-        )
-        return answer
 
 
 def built() -> Path | None:
