@@ -94,10 +94,11 @@ def init(
     ``device`` is where this rank computes: "cpu", "cuda" (the GPU that its place on its host gives it) or "cuda:N"; all
     ranks of a host may have one GPU with backend="gloo". Unless given it is what the backend serves.
     ``backend`` is nccl where torch sees GPUs, else gloo, unless given here or by ``shardwright launch --backend``;
-    "mpi" is for ranks that mpirun started (`shardwright.backends.table`). ``init_method`` (``tcp://HOST:PORT`` or
-    ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the launcher says. ``timeout`` (seconds or
-    timedelta) bounds the wait for the other ranks, 300 s unless given, and every collective, torch's default unless
-    given. A second call returns the same world; a process group that the script has made itself is adopted.
+    "shm" is for the ranks of one host, "mpi" for ranks that mpirun started (`shardwright.backends.table`).
+    ``init_method`` (``tcp://HOST:PORT`` or ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the
+    launcher says. ``timeout`` (seconds or timedelta) bounds the wait for the other ranks, 300 s unless given, and every
+    collective, torch's default unless given. A second call returns the same world; a process group that the script has
+    made itself is adopted.
 
     Raises `WorldError` when the environment is incomplete, a rank is missing, comes twice or disagrees with
     the others, when a host has more ranks than GPUs, or when an earlier call set up another world; `UsageError` when
