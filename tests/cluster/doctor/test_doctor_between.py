@@ -1,9 +1,10 @@
 """Findings between hosts, from what recorded hosts said of each other."""
 
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from recorded_hosts import altered, recorded
+from recorded_hosts import GPUS, altered, recorded
 
 from shardwright.cluster.doctor.checks.between import check_between
 from shardwright.cluster.doctor.finding import Severity
@@ -50,8 +51,30 @@ CASES = {
             "-m pip install torch==2.13.0+cu126 --index-url https://download.pytorch.org/whl/cu126",
         ),
     ),
-    "code": (three(c=host("c", code="ffff")), ("code", WARNING, "c", "code ffff here, but 0123456789ab on a", "")),
-    "user": (three(c=host("c", user="bob")), ("user", WARNING, "c", "user bob here, but alice on a", "")),
+    "code": (
+        three(c=host("c", code="ffff")),
+        ("code", WARNING, "c", "code ffff here, but 0123456789ab on a", "# install the same sources on all hosts"),
+    ),
+    "user": (
+        three(c=host("c", user="bob")),
+        ("user", WARNING, "c", "user bob here, but alice on a", "# log in as alice: -H alice@HOST"),
+    ),
+    "Python": (
+        three(b=host("b", python="3.12.1")),
+        ("Python", PROBLEM, "b", "Python 3.12 here, but 3.11 on a", "--python HOST=PATH"),
+    ),
+    "driver": (
+        three(b=altered(host("b"), commands={GPUS: "0, A100, 550.54.14, Enabled, 0\n"})),
+        ("GPU driver", WARNING, "b", "550.54.14 here, but 535.129.03 on a", "nvidia-headless-535-server"),
+    ),
+    "NCCL": (
+        three(b=host("b", nccl={"package": "nvidia-nccl-cu12", "version": "2.20", "loads": True, "said": ""})),
+        ("NCCL", PROBLEM, "b", "NCCL 2.20 here, but 2.27.5 on a", "-m pip install nvidia-nccl-cu12==2.27.5"),
+    ),
+    "MPI": (
+        three(b=altered(host("b"), commands={"mpirun --version": "mpirun (Open MPI) 5.0\n"})),
+        ("MPI", WARNING, "b", "(Open MPI) 5.0 here, but", "apt-get install -y openmpi-bin"),
+    ),
     "clock": (
         three(ahead_s={"b": 40.0}),
         ("clock", PROBLEM, "b", "40.0 s ahead of that of a", "sudo systemctl restart"),
@@ -100,7 +123,8 @@ def test_what_is_wrong_between_hosts_is_found_and_nothing_else(wrong):
     bad = [one for one in check_between(cluster) if one.finding.severity > NOTE]
     assert [(one.name, one.finding.severity, one.hosts) for one in bad] == [(name, severity, (at,))], bad
     assert words in bad[0].finding.text
-    assert any(line in typed for typed in bad[0].finding.remedy) if line else not bad[0].finding.remedy
+    assert any(line in typed for typed in bad[0].finding.remedy)
+    assert subprocess.run(["sh", "-n"], input="\n".join(bad[0].finding.remedy), text=True).returncode == 0
 
 
 def test_all_is_well():

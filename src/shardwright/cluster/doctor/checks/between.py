@@ -12,10 +12,11 @@ from typing import Any
 from shardwright.cluster.doctor import wanted
 from shardwright.cluster.doctor.checks.gpus import gpus
 from shardwright.cluster.doctor.checks.network import Interface, interfaces, unreached
-from shardwright.cluster.doctor.checks.packages import pip
+from shardwright.cluster.doctor.checks.packages import install, pip
+from shardwright.cluster.doctor.checks.software import numbers
 from shardwright.cluster.doctor.finding import MISREAD, Finding, Found, Severity, misread, ok, problem, warning
 from shardwright.cluster.doctor.reach import Cluster, Way, addresses_of
-from shardwright.cluster.doctor.reading import Reading, typed
+from shardwright.cluster.doctor.reading import Reading, plain, typed
 from shardwright.launch.carriers.ssh_errors import pip_words
 
 _WARN_CLOCK_S, _BAD_CLOCK_S = 0.5, 5.0
@@ -30,11 +31,28 @@ class Drift:
     name: str
     value: Callable[[Reading], str | None]
     severity: Severity
-    remedy: Callable[[Reading, str], tuple[str, ...]] = lambda *_: ()
+    remedy: Callable[[Reading, str], tuple[str, ...]]
 
 
 def _pip_same(name: str) -> Callable[[Reading, str], tuple[str, ...]]:
     return lambda reading, version: (pip(reading, *pip_words(name, version)),)
+
+
+def _installed(need: str) -> Callable[[Reading, str], tuple[str, ...]]:
+    return lambda reading, _: install(reading, need)
+
+
+def _by_hand(text: str) -> Callable[[Reading, str], tuple[str, ...]]:
+    return lambda _, expected: (f"# {text.format(plain(expected))}",)
+
+
+def _driver_same(reading: Reading, version: str) -> tuple[str, ...]:
+    return install(reading, "driver", str(numbers(version)[0]))
+
+
+def _nccl_same(reading: Reading, version: str) -> tuple[str, ...]:
+    package = reading.fact("nccl", dict)["package"]
+    return (pip(reading, *pip_words(package, version)),) if package in wanted.PACKAGES else ()
 
 
 def _driver(reading: Reading) -> str | None:
@@ -51,16 +69,19 @@ def _nccl(reading: Reading) -> str | None:
 
 
 DRIFTS = (
-    Drift("Python", lambda r: ".".join(r.fact("python", str).split(".")[:2]), Severity.PROBLEM),
+    Drift(
+        "Python", lambda r: ".".join(r.fact("python", str).split(".")[:2]), Severity.PROBLEM,
+        _by_hand("name one of version {} on this host, too: --python HOST=PATH"),
+    ),
     Drift("torch", lambda r: r.package("torch"), Severity.PROBLEM, _pip_same("torch")),
     Drift("shardwright", lambda r: r.package("shardwright"), Severity.PROBLEM, _pip_same("shardwright")),
-    Drift("code", lambda r: r.facts.get("code"), Severity.WARNING),
+    Drift("code", lambda r: r.facts.get("code"), Severity.WARNING, _by_hand("install the same sources on all hosts")),
     Drift("numpy", lambda r: r.package("numpy"), Severity.WARNING, _pip_same("numpy")),
-    Drift("GPU driver", _driver, Severity.WARNING),
-    Drift("NCCL", _nccl, Severity.PROBLEM),
-    Drift("MPI", _mpi, Severity.WARNING),
-    Drift("user", lambda r: r.fact("user", str), Severity.WARNING),
-)
+    Drift("GPU driver", _driver, Severity.WARNING, _driver_same),
+    Drift("NCCL", _nccl, Severity.PROBLEM, _nccl_same),
+    Drift("MPI", _mpi, Severity.WARNING, _installed("mpi")),
+    Drift("user", lambda r: r.fact("user", str), Severity.WARNING, _by_hand("log in as {0}: -H {0}@HOST")),
+)  # fmt: skip
 
 
 def check_between(cluster: Cluster) -> list[Found]:
@@ -100,7 +121,10 @@ def versions(cluster: Cluster) -> Iterator[Found]:
         expected = _most(values)
         like = next(name for name, value in values.items() if value == expected)
         for name in (name for name, value in values.items() if value != expected):
-            lines = drift.remedy(cluster.readings[name], expected)
+            try:
+                lines = drift.remedy(cluster.readings[name], expected)
+            except MISREAD:
+                lines = ()
             text = f"{drift.name} {values[name]} here, but {expected} on {like}"
             yield _found(drift.name, Finding(drift.severity, text, lines), name)
         if set(values.values()) == {expected}:

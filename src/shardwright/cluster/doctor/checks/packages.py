@@ -39,6 +39,12 @@ _PACKAGES: dict[str, dict[str, str]] = {
         "rhel": "openssh-clients openssh-server",
         "suse": "openssh",
     },
+    "python": {
+        "ubuntu": "python3.11 python3.11-venv",
+        "debian": "python3.11 python3.11-venv",
+        "rhel": "python3.11",
+        "suse": "python311",
+    },
     "clock": dict.fromkeys(("ubuntu", "debian", "rhel", "suse"), "chrony"),
     "infiniband": {
         "ubuntu": "infiniband-diags rdma-core",

@@ -27,7 +27,8 @@ def numbers(version: str) -> tuple[int, ...]:
 def python(reading: Reading) -> Finding:
     version = reading.fact("python", str)
     if numbers(version) < _LOWEST_PYTHON:
-        return problem(f"Python {version}, expected 3.11 or newer; name another one with --python")
+        what = f"Python {version}, expected 3.11 or newer; name another one with --python"
+        return problem(what, *install(reading, "python"), "python3.11 -m venv ~/train")
     return ok(f"{version}, {reading.fact('executable', str)}")
 
 
