@@ -57,12 +57,12 @@ class Launched:
         return cls(host, name, folder, state, started_s, grace_s, bool(record["lives"]))
 
 
-@dataclass
+@dataclass(frozen=True)
 class FoundJob:
     """A job, by the id that its processes carry: its parts by host, and its launcher if that is on one of the hosts."""
 
     id: str
-    parts: dict[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, Part] = field(default_factory=dict)
     launched: Launched | None = None
 
     @property
@@ -92,17 +92,17 @@ class FoundJob:
 
 def put_together(answers: Mapping[str, Mapping[str, Any]]) -> list[FoundJob]:
     """The jobs that hosts tell of, the oldest first. Raises `ValueError` where an answer has another form."""
-    found: dict[str, FoundJob] = {}
+    parts: dict[str, dict[str, Part]] = {}
+    launched: dict[str, Launched] = {}
     try:
         for host, answer in answers.items():
-            for record in answer["records"]:
-                job = found.setdefault(str(record["marks"][0]), FoundJob(str(record["marks"][0])))
-                job.launched = Launched.of(host, record)
+            launched |= {str(record["marks"][0]): Launched.of(host, record) for record in answer["records"]}
             for part in answer["parts"]:
-                found.setdefault(str(part["id"]), FoundJob(str(part["id"]))).parts[host] = Part.of(part)
+                parts.setdefault(str(part["id"]), {})[host] = Part.of(part)
     except (KeyError, IndexError, TypeError) as error:
         raise ValueError(f"{host} answered in another form than expected: {error!r}") from None
-    return sorted(found.values(), key=_begun_s)
+    jobs = (FoundJob(id, parts.get(id, {}), launched.get(id)) for id in {**launched, **parts})
+    return sorted(jobs, key=_begun_s)
 
 
 def _begun_s(job: FoundJob) -> float:
