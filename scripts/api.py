@@ -23,7 +23,7 @@ Every public name, as `import shardwright as sw` gives it. The page is made by `
 which `help(sw.parallelize)` shows, too. How the names work together is told in the [README](../README.md).
 """
 PARTS = {  # title -> the rooms of the package whose names stand there
-    "The ranks": ("world",),
+    "The ranks": ("world", "notebook"),
     "A split training step": ("run", "graph", "rules", "verification"),
     "Data": ("data",),
     "The trainer": ("training",),

@@ -43,6 +43,7 @@ _PUBLIC: dict[str, str] = {
     "get_world_rank_from_group_rank": "shardwright.world.groups",
     "init": "shardwright.world.world",
     "loader": "shardwright.data.loading.loader",
+    "notebook_launch": "shardwright.notebook",
     "parallelize": "shardwright.run.parallel",
     "polynomial_schedule": "shardwright.training.schedules",
     "reduce_gradients": "shardwright.world.gradients",
