@@ -47,11 +47,11 @@ from shardwright.launch.host.protocol import (
     NotStarted,
     Output,
     OutputLost,
+    OutputTail,
     Progressed,
     Signal,
     Stacks,
     Started,
-    StderrTail,
     Stopped,
     SupervisorGone,
 )
@@ -211,8 +211,8 @@ class Launcher:
                 self.attempt.console.output(rank, stream, data)
             case OutputLost(rank, stream, lost_bytes, reason):
                 self.logs.lose(rank, stream, lost_bytes, reason)
-            case StderrTail(rank, data):
-                self.logs.write(rank, "stderr", data)
+            case OutputTail(rank, stream, data):
+                self.logs.write(rank, stream, data)
             case LogLost(rank, stream, lost_bytes, why):
                 self.say(f"{self.logs.path(rank, stream)} lacks {lost_bytes} bytes{f' ({why})' if why else ''}")
             case Stopped() | Continued() | Left():
@@ -319,7 +319,7 @@ class Launcher:
     def _judge(self) -> None:
         cause = self.judge.first(time.monotonic(), self.connections.gone)
         if cause is not None:
-            details = self.judge.details(cause, lambda rank: self.logs.path(rank, "stderr"))
+            details = self.judge.details(cause, self.logs.path, self.logs.stdout_tail)
             self._fail(cause, cause.rank if cause.rank >= 0 else None, details)
 
     def _look_for_stall(self) -> None:

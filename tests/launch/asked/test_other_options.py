@@ -211,3 +211,14 @@ def test_the_lines_of_other_launchers_on_two_hosts(tmp_path):
             assert [path.read_text() for path in seen] == ["0 0.1", "1 0.1", "0 0.1", "1 0.1"]
             for path in seen:
                 path.unlink()
+
+
+def test_nccl_without_gpus_is_refused_before_the_start(asked, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "no0")
+    assert asked("-n 2 --backend nccl train.py") == (
+        "--backend nccl needs GPUs, of which ranks see none; type --backend gloo"
+    )
+    assert asked("-n 2 train.py").ranks == 2, "what is meant for NCCL is read by nobody"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    assert asked("--backend nccl train.py").startswith("NCCL_SOCKET_IFNAME=no0 names none of its devices, which are ")

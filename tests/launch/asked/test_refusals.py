@@ -41,6 +41,7 @@ REFUSED = [
     (["-x", "NOT_SET_HERE", "train.py"], "NOT_SET_HERE is not set here; type -x NOT_SET_HERE=value"),
     (["-x", "MASTER_PORT=1", "train.py"], "sets MASTER_PORT for each rank itself; type --port"),
     (["--grace", "-1", "train.py"], "--grace -1.0 is no time"),
+    (["-x", "GLOO_SOCKET_IFNAME=no0", "train.py"], "GLOO_SOCKET_IFNAME=no0 names none of its devices, which are "),
 ]
 
 

@@ -244,6 +244,21 @@ def test_what_is_not_on_a_host_is_said(job):
     assert "host1: there is no program no-such-program on its PATH" in ended.stderr
 
 
+def test_variables_that_name_no_device_of_a_host_are_told(job):
+    names = ["-x", "NCCL_SOCKET_IFNAME=nic1", "-x", "GLOO_SOCKET_IFNAME=nic1", "-x", "host2:GLOO_SOCKET_IFNAME=nic2"]
+    ended = job.run(*BOTH, *names, "--backend", "nccl", "--", "true")
+    assert ended.code == 2
+    assert (
+        "  host2: NCCL_SOCKET_IFNAME=nic1 names none of its devices, which are lo, nic2; leave it out, or set one"
+        in (ended.stderr)
+    )
+    assert "GLOO_SOCKET_IFNAME=" not in ended.stderr
+    assert "  host1: NCCL_SOCKET_IFNAME" not in ended.stderr
+    for host in ("host1", "host2"):
+        assert f"  {host}: --backend nccl needs GPUs, of which ranks see none; type --backend gloo" in ended.stderr
+    assert job.run(*BOTH, *names[2:], "--", "true").code == 0
+
+
 def test_a_port_that_is_taken_on_the_first_host_is_refused(job, network):
     hold = "import socket, sys; s = socket.create_server(('', 23456)); print('up', flush=True); sys.stdin.read()"
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}

@@ -170,6 +170,9 @@ def test_logs_stay_on_the_hosts_where_asked(job, network):
         assert "the reason is told" in ended.stderr
         assert f"its log: host2:{logs}/1/rank.1/stderr" in ended.stderr
         assert ended.stdout == "out 0\n"
+        printing = job.run(*BOTH, "--no-collect-logs", "--job", "p", "--", "sh", "-c", "echo said by $RANK; exit $RANK")
+        assert "    said by 1\n" in printing.stderr
+        assert f"its log: host2:{logs}/p/rank.1/stdout" in printing.stderr
         assert [list((job.folder / f"log_output/1/rank.{rank}").iterdir()) for rank in (0, 1)] == [[], []]
         for rank, host in enumerate(network.hosts):
             seen = subprocess.run(

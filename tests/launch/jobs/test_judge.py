@@ -66,8 +66,24 @@ def test_others_have_a_while_to_have_failed_before():
     cause = judge.first(100.1)
     assert (cause.rank, judge.wait_s(100.1), judge.ending) == (1, None, True)
     assert judge.first(200.0) is None, "it is told once"
-    assert judge.details(cause, "log of {}".format) == [
-        "its log: log of 1", "rank 2 returned 0, 0.900 s before", "after it failed rank 0"
+    later = ["rank 2 returned 0, 0.900 s before", "after it failed rank 0"]
+    assert judge.details(cause, "{1} of {0}".format) == ["its log: stderr of 1", *later]
+    printed = [f"    line {number}" for number in range(8, 20)]
+    said = judge.details(cause, "{1} of {0}".format, lambda rank: b"".join(b"line %d\n" % n for n in range(20)))
+    assert said == [*printed, "its log: stdout of 1", *later], "the end of what it printed, without a traceback"
+
+
+def test_a_traceback_is_told_without_what_was_printed_and_with_what_helps():
+    judge = running(1)
+    nccl = b"Traceback (most recent call last):\nRuntimeError: Distributed package doesn't have NCCL built in\n"
+    judge.ended(end := RankEnd(0, 1, 50.0, stderr_tail=nccl))
+    assert judge.details(end, "{1} of {0}".format, lambda rank: b"printed\n") == [
+        "    Traceback (most recent call last):", "    RuntimeError: Distributed package doesn't have NCCL built in",
+        "its log: stderr of 0", "nccl moves tensors of GPUs, and there is none for this rank: use gloo in its place",
+    ]  # fmt: skip
+    judge.ended(end := RankEnd(0, 1, 50.0, stderr_tail=b"usage: x\n"))
+    assert judge.details(end, "{1} of {0}".format, lambda rank: b"printed\n") == [
+        "    usage: x", "its log: stderr of 0", "    printed", "its log: stdout of 0"
     ]  # fmt: skip
 
 

@@ -7,19 +7,24 @@ import pytest
 
 from shardwright.launch.host.agent_protocol import AGENT_EVENTS, AGENT_ORDERS, Check, TooOld
 from shardwright.launch.host.program import Program
-from shardwright.launch.host.protocol import CarrierSaid, Ended, Exited, KeptAt, Kill, Output, Start, StderrTail
+from shardwright.launch.host.protocol import CarrierSaid, Ended, Exited, KeptAt, Kill, Output, OutputTail, Start
 from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.host.writer import Writer
 
 
 def test_messages_survive_any_cut():
-    sent = [Output(1, "stdout", b'a\n{"x"'), Ended((), (7,)), CarrierSaid("é", True), StderrTail(2, bytes(300))]
+    sent = [
+        Output(1, "stdout", b'a\n{"x"'),
+        Ended((), (7,)),
+        CarrierSaid("é", True),
+        OutputTail(2, "stderr", bytes(300)),
+    ]
     stream = b"".join(encode(message) for message in sent)
     for size in (1, 2, 7, 64, 10_000):
-        decoder = Decoder(Output, Ended, CarrierSaid, StderrTail)
+        decoder = Decoder(Output, Ended, CarrierSaid, OutputTail)
         got = [m for i in range(0, len(stream), size) for m in decoder.feed(stream[i : i + size])]
         assert got == sent
-        assert [type(message) for message in got] == [Output, Ended, CarrierSaid, StderrTail]
+        assert [type(message) for message in got] == [Output, Ended, CarrierSaid, OutputTail]
 
 
 def test_what_to_start_survives_the_stream():

@@ -18,7 +18,13 @@ from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.asked.restart_options import ONCE, RestartOptions
 from shardwright.launch.asked.save_graphs import VARIABLE, SaveGraphs
 from shardwright.launch.asked.table_options import read_table, table_gpus
-from shardwright.launch.asked.variables import read_backend, read_variables, split_variables, visible_devices
+from shardwright.launch.asked.variables import (
+    read_backend,
+    read_variables,
+    split_variables,
+    visible_devices,
+    wrong_on_this_host,
+)
 from shardwright.launch.host.program import Program, check_program
 from shardwright.launch.host.stage import Stage
 
@@ -76,6 +82,8 @@ def read_options(request: LaunchRequest) -> LaunchOptions:
     whole = os.environ | environment
     program = _read_program(request, remote, whole)
     ranks = 0 if isinstance(place, RemoteOptions) else _ranks_here(request, place, table, whole)
+    if remote is None and (wrong := wrong_on_this_host(whole, among_hosts=False)):
+        raise UsageError("\n".join(wrong))
     request.restarts.check(None if remote is not None else ranks, by_table=table is not None, carrier=chosen)
     _check_numbers(request)
     start_command = None if chosen.start_command is None else chosen.start_command(ranks, request.mca, whole)

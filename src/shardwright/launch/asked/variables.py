@@ -6,9 +6,12 @@ import re
 from collections.abc import Mapping, Sequence
 
 from shardwright.errors import UsageError
+from shardwright.hosts import device_names
+from shardwright.hosts.gpus import count_gpus
 from shardwright.launch.asked.carrier_facts import CarrierFacts, carrier_of_backend
 from shardwright.pulse import PULSE_VARIABLE
 
+_NCCL = "nccl"
 # What `shardwright launch --backend` says to sw.init(), where a script names no backend there.
 BACKEND_VARIABLE = "SHARDWRIGHT_BACKEND"
 # What the launcher itself decides for each rank: not to be set with -x.
@@ -87,3 +90,21 @@ def read_backend(backend: str | None, carrier: CarrierFacts) -> dict[str, str]:
         name = needed.name
         raise UsageError(f"--backend {backend} needs ranks that {name} starts; type --via {name} --backend {backend}")
     return {} if backend is None else {BACKEND_VARIABLE: backend}
+
+
+def wrong_on_this_host(environment: Mapping[str, str], among_hosts: bool) -> list[str]:
+    """What of the environment of ranks does not fit the host that this runs on, a line for each.
+
+    Within one host without GPUs nobody reads what is meant for NCCL. Between hosts it is looked at in any case.
+    """
+    gpus = count_gpus(environment)
+    wrong = device_names.wrong_names(environment, device_names.own_interfaces(), device_names.own_adapters())
+    lines = [
+        f"{name}={environment[name]} names none of its devices, which are {', '.join(known) or 'none'}; leave it out, "
+        f"or set one of those{f' by -x HOST:{name}=VALUE' if among_hosts else ''}"
+        for name, known in wrong.items()
+        if among_hosts or gpus or not name.startswith("NCCL")
+    ]
+    if environment.get(BACKEND_VARIABLE) == _NCCL and not gpus:
+        lines.append("--backend nccl needs GPUs, of which ranks see none; type --backend gloo")
+    return lines

@@ -57,8 +57,8 @@ from shardwright.launch.host.protocol import (
     Order,
     Output,
     OutputLost,
+    OutputTail,
     Start,
-    StderrTail,
     SupervisorGone,
 )
 from shardwright.launch.host.signals import ASK_LAUNCHER, KILL_NOW, woken_by
@@ -249,8 +249,8 @@ class Agent:
             case Output(rank, stream, data):
                 return kept.write(rank, stream, data)
             case Exited(rank):
-                if tail := kept.take_tail(rank):
-                    self.tell(StderrTail(rank, tail))
+                for stream, tail in kept.take_tails(rank).items():
+                    self.tell(OutputTail(rank, stream, tail))
             case Ended():
                 for lost in kept.close():
                     self.tell(lost)

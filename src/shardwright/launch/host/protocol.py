@@ -140,10 +140,11 @@ class OutputLost(NamedTuple):
     reason: str
 
 
-class StderrTail(NamedTuple):
-    """The end of what a rank wrote to stderr, where its logs stay on its host; comes before its `Exited`."""
+class OutputTail(NamedTuple):
+    """The end of what a rank wrote, where its logs stay on its host; comes before its `Exited`."""
 
     rank: int
+    stream: str
     data: bytes = b""
 
 
@@ -243,7 +244,7 @@ class Ended(NamedTuple):
 
 
 Event = (
-    Started | Output | OutputLost | StderrTail | LogLost | Stopped | Continued | Exited | Errors | Progressed | Stacks
+    Started | Output | OutputLost | OutputTail | LogLost | Stopped | Continued | Exited | Errors | Progressed | Stacks
     | Left | CarrierSaid | NotStarted | EndAsked | SupervisorGone | Ended
 )  # fmt: skip
 EVENTS: tuple[type[Event], ...] = get_args(Event)

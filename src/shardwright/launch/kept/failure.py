@@ -15,12 +15,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 TRACEBACK_LINES = 12
+_OTHER_LINES = 5
+_TRACEBACK = b"Traceback (most recent call last):"
 _LOST_PEER = re.compile(
     rb"Connection (reset|closed|refused)|[Cc]onnection was (reset|closed|likely closed)|Broken pipe|"
     rb"DistNetworkError|DistBackendError|remote process exited|[Ss]ocket [Tt]imeout|peer.{0,20}(gone|closed|reset)|"
     rb"Timed out waiting|recvValue failed|sendBytes failed"
 )
 _TORCHRUN = re.compile(rb"^Root Cause .*?^ *rank +: (\d+).*?^ *exitcode +: (-?\d+)", re.MULTILINE | re.DOTALL)
+# What people are told beside an error that does not say it itself.
+_REMEDIES = (
+    (
+        re.compile(rb"only supported with GPUs, no GPUs found|doesn't have NCCL built in"),
+        "nccl moves tensors of GPUs, and there is none for this rank: use gloo in its place",
+    ),
+)
 _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?", re.MULTILINE)  # torch marks tracebacks so, once ranks have a group
 
 
@@ -53,10 +62,16 @@ class RankEnd:
 
     def last_lines(self) -> list[bytes]:
         """The end of its traceback if it wrote one, else the end of what it wrote."""
-        text = _TORCH_PREFIX.sub(b"", self.stderr_tail.replace(b"\r", b"\n"))
-        start = text.rfind(b"Traceback (most recent call last):")
-        lines = [line[:500] for line in text[max(start, 0) :].split(b"\n") if line.strip()]
-        return lines[-TRACEBACK_LINES:] if start >= 0 else lines[-5:]
+        start = self.stderr_tail.rfind(_TRACEBACK)
+        return end_of(self.stderr_tail[max(start, 0) :], TRACEBACK_LINES if start >= 0 else _OTHER_LINES)
+
+    def remedy(self) -> list[str]:
+        """What may be done about it, where that is known."""
+        return [text for pattern, text in _REMEDIES if pattern.search(b"\n".join(self.last_lines()))]
+
+    @property
+    def has_traceback(self) -> bool:
+        return _TRACEBACK in self.stderr_tail
 
     def cause(self) -> str:
         """The cause of the failure in one line, without the rank."""
@@ -72,6 +87,12 @@ class RankEnd:
         if error is None and lines and re.match(rb"[\w.]+(Error|Exception|Interrupt|Warning|Exit)\b", lines[-1]):
             error = lines[-1].decode(errors="replace")
         return f"exit code {self.code}" + (f", {error.splitlines()[0][:300]}" if error else "")
+
+
+def end_of(text: bytes, lines: int) -> list[bytes]:
+    """The last lines of what a rank wrote."""
+    plain = _TORCH_PREFIX.sub(b"", text.replace(b"\r", b"\n"))
+    return [line[:500] for line in plain.split(b"\n") if line.strip()][-lines:]
 
 
 def signal_name(signum: int) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from shardwright.launch.host.protocol import Exited
-from shardwright.launch.kept.failure import RankEnd, describe_ranks, first_failure
+from shardwright.launch.kept.failure import TRACEBACK_LINES, RankEnd, describe_ranks, end_of, first_failure
 from shardwright.launch.kept.job import FAILED, INTERRUPTED, SUCCEEDED
 
 SETTLE_S = 0.2
@@ -139,12 +139,21 @@ class Judge:
         where = f" on {cause.host}" if cause.host else ""
         return f"rank {cause.rank}{where} failed first: {cause.cause()}"
 
-    def details(self, cause: RankEnd, log: Callable[[int], str]) -> list[str]:
-        """Lines beside the headline: the end of the traceback, who returned early, who failed afterwards."""
+    def details(
+        self, cause: RankEnd, log: Callable[[int, str], str], stdout_tail: Callable[[int], bytes] = lambda rank: b""
+    ) -> list[str]:
+        """Lines beside the headline: the end of the traceback, or without one of all that was written, who returned
+        early, who failed afterwards.
+        """
         lines = []
         if cause.rank >= 0:
-            lines += [f"    {line.decode(errors='replace')}" for line in cause.last_lines()]
-            lines.append(f"its log: {log(cause.rank)}")
+            errors = cause.last_lines()
+            printed = [] if cause.has_traceback else end_of(stdout_tail(cause.rank), TRACEBACK_LINES)
+            for stream, said in (("stderr", errors), ("stdout", printed)):
+                if said or (stream == "stderr" and not printed):
+                    lines += [f"    {line.decode(errors='replace')}" for line in said]
+                    lines.append(f"its log: {log(cause.rank, stream)}")
+            lines += cause.remedy()
         for end in sorted(self.ends.values(), key=lambda end: end.time_s):
             if end.code == 0:
                 before_s = cause.time_s - end.time_s

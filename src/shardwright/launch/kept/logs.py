@@ -68,7 +68,7 @@ class RankLogs:
     """stdout and stderr of every rank of a job. A disk that is full is reported once, and stops nobody.
 
     ``begin`` is the line with which the output of a restart begins. With ``kept`` the files are on the hosts of the
-    ranks (`kept_logs`), and here are the ends of what they wrote to stderr alone; ``host`` names the host of a rank.
+    ranks (`kept_logs`), and here are the ends of what they wrote alone; ``host`` names the host of a rank.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RankLogs:
         self._folder, self._host = folder, host
         self._say = say
         self._told = False
-        self._tails: dict[int, bytearray] = {rank: bytearray() for rank in range(ranks)}
+        self._tails = {(rank, stream): bytearray() for rank in range(ranks) for stream in STREAMS}
         self._files = {
             (rank, stream): LogFile(os.fspath(folder.rank(rank) / stream), begin.encode())
             for rank in range(0 if kept else ranks)
@@ -86,10 +86,9 @@ class RankLogs:
         }
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
-        if stream == "stderr":
-            tail = self._tails[rank]
-            tail += data
-            del tail[:-TAIL_BYTES]
+        tail = self._tails[rank, stream]
+        tail += data
+        del tail[:-TAIL_BYTES]
         file = self._files.get((rank, stream))
         if file is None:
             return
@@ -107,7 +106,10 @@ class RankLogs:
 
     def stderr_tail(self, rank: int) -> bytes:
         """The end of what the rank wrote to stderr, kept in memory."""
-        return bytes(self._tails[rank])
+        return bytes(self._tails[rank, "stderr"])
+
+    def stdout_tail(self, rank: int) -> bytes:
+        return bytes(self._tails[rank, "stdout"])
 
     def path(self, rank: int, stream: str) -> str:
         file = self._files.get((rank, stream))

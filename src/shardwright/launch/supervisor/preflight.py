@@ -18,6 +18,7 @@ from shardwright.hosts import interfaces
 from shardwright.hosts.gpus import count_gpus
 from shardwright.hosts.hosts import own_slots
 from shardwright.hosts.port import PortLease, lease_port
+from shardwright.launch.asked.variables import wrong_on_this_host
 from shardwright.launch.host.agent_protocol import Check, Checked, Hello
 from shardwright.launch.host.program import Program
 from shardwright.launch.supervisor.zygote import can_preload
@@ -42,6 +43,7 @@ def check(
     """
     assert order.wdir is not None
     problems = [*_check_folder(order.wdir), *_check_scratch(scratch), *_check_log_dir(order.log_dir)]
+    problems += wrong_on_this_host(environment, among_hosts=True)
     if not problems:
         problems += _check_program(order.program, environment)
     folders = [*filter(None, environment.get("PYTHONPATH", "").split(os.pathsep)), *sys.path]

@@ -10,6 +10,7 @@ from shardwright.cluster.doctor import wanted
 from shardwright.cluster.doctor.checks.infiniband import ports
 from shardwright.cluster.doctor.finding import Check, Finding, note, ok, problem, warning
 from shardwright.cluster.doctor.reading import Reading, typed
+from shardwright.hosts.device_names import wrong_names
 
 _ON = ("1", "true", "TRUE", "yes")
 
@@ -60,24 +61,13 @@ def names_of_devices(reading: Reading) -> Finding:
     environment = _environment(reading)
     interfaces = {path.split("/")[4] for path in reading.glob("/sys/class/net/*/operstate")}
     hcas = {port.device for port in ports(reading)}
-    there = {"NCCL_SOCKET_IFNAME": interfaces, "GLOO_SOCKET_IFNAME": interfaces, "NCCL_IB_HCA": hcas}
-    bad = [n for n, known in there.items() if environment.get(n) and not _matches(n, environment[n], known)]
-    if bad:
+    if bad := wrong_names(environment, interfaces, hcas):
         what = "; ".join(
-            f"{name}={environment[name]} names none of {', '.join(sorted(there[name])) or 'the devices: none is here'}"
-            for name in bad
+            f"{name}={environment[name]} names none of {', '.join(sorted(there)) or 'the devices: none is here'}"
+            for name, there in bad.items()
         )
         return problem(what, *(f"unset {name}" for name in bad))
     return ok("those that name network devices name some that exist")
-
-
-def _matches(name: str, value: str, known: set[str]) -> bool:
-    """By NCCL's rules: names are prefixes, unless ``=`` stands first; ``^`` leaves out. Gloo takes whole names."""
-    if value.startswith("^"):
-        return True
-    exact = value.startswith("=") or name.startswith("GLOO")
-    words = [word.partition(":")[0] for word in value.lstrip("=").split(",")]
-    return any(device == word or (not exact and device.startswith(word)) for word in words for device in known)
 
 
 def library_path(reading: Reading) -> Finding:
