@@ -16,7 +16,7 @@ from shardwright.lower.recomputed import recomputed
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.holding import held_by
 from shardwright.plan.pricing.optimizers import ADAMW
-from whole import communicated, measured_peak, measuring, plan_of, planned, run, same
+from whole import communicated, losses_of, measured_peak, measuring, plan_of, planned, run, same
 
 BATCH = NETWORKS["transformer"][2]
 
@@ -100,14 +100,7 @@ def counting():
 def train(recompute):
     model, loss_fn, batch = counting()
     parallel = sw.parallelize(model, loss_fn, batch, batch="global", recompute=recompute)
-    optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    losses = []
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1), batch)
     return losses, sorted(parallel.plan.recomputed)
 
 
@@ -127,14 +120,7 @@ def within(memory):
     torch.manual_seed(0)
     model, batch = Transformer(layers=4), BATCH(64)
     parallel = sw.parallelize(model, next_token, batch, batch="global", memory=memory)
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-3), batch)
     return losses, parallel.plan.held.total, sorted(parallel.plan.recomputed)
 
 

@@ -1,8 +1,8 @@
 """Parameters that are stored split and gathered where they are used: whole only while an operator needs them."""
 
 import copy
-from collections import Counter
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
-import whole
 from models import NETWORKS
 from ranks import run_ranks
 from shardwright.errors import PlanError, UsageError
@@ -21,7 +20,7 @@ from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, StepArguments
 from shardwright.run.programs.gathered import GatheredAgain
 from shardwright.torch_private import MemoryOf
-from whole import plan_of, run, same
+from whole import communicated, losses_of, plan_of, planned, run, same
 
 WIDTH, ROWS = 48, 96
 
@@ -53,38 +52,16 @@ def gathering(mesh, again):
     )
 
 
-def communicated(plan, model, batch, monkeypatch):
-    """What every simulated rank communicated in a forward and a backward, as bytes by kind and axes."""
-    ranks = {}
-
-    def counting(mesh, fn):
-        def one(comm):
-            result = fn(comm)
-            ranks[comm.rank] = Counter()
-            for c in comm.collectives:
-                ranks[comm.rank][c.kind, c.axes] += c.bytes
-            return result
-
-        return simulate(mesh, one)
-
-    monkeypatch.setattr(whole, "simulate", counting)
-    run(plan, model, batch)
-    return ranks
-
-
 def test_what_is_gathered_again_is_what_was_kept_and_is_planned(monkeypatch):
     mesh = Mesh.of(d=3)
     kept, model, batch = gathering(mesh, again=False)
     again, _, _ = gathering(mesh, again=True)
     same(run(again, model, batch), run(kept, model, batch), 0.0)
     assert again.held.activations < kept.held.activations
-    planned = Counter()
-    for priced in again.collectives():
-        planned[priced.collective.kind, priced.collective.axes] += priced.collective.bytes
-    gathers = sum(size for (kind, _), size in planned.items() if kind == "all_gather")
+    gathers = sum(size for (kind, _), size in planned(again).items() if kind == "all_gather")
     first, second = (p.bytes for p in again.capture.of_kind("parameter") if len(p.shape) == 2)
     assert gathers == first + 2 * second  # the input of the first layer has no gradient, for which it would be needed
-    assert communicated(again, model, batch, monkeypatch)[0] == planned
+    assert communicated(again, model, batch, monkeypatch) == planned(again)
     assert type(again).from_json(again.to_json(), again.graph) == again
 
 
@@ -99,10 +76,7 @@ def test_any_value_that_only_moves_can_be_moved_again(name, monkeypatch):
     repeated = [t.value for t in again.transfers if again.gathers_again(t)]
     assert {again.capture.values[value].kind for value in repeated} >= {"result"}
     same(run(again, model, batch), run(kept, model, batch), 0.0)
-    planned = Counter()
-    for priced in again.collectives():
-        planned[priced.collective.kind, priced.collective.axes] += priced.collective.bytes
-    assert communicated(again, model, batch, monkeypatch)[0] == planned
+    assert communicated(again, model, batch, monkeypatch) == planned(again)
 
 
 def stepped(plan, model, batch, monkeypatch, between):
@@ -158,14 +132,7 @@ def test_parameters_that_change_before_the_backward_are_refused(monkeypatch):
 def train(memory):
     model, batch = network()
     parallel = sw.parallelize(model, loss_fn, batch, memory=memory, batch="global")
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        loss = parallel(batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
+    losses = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-3), batch)
     held = parallel.plan.held.total
     return losses, held, len(parallel.plan.again), {n: t.clone() for n, t in parallel.full_state_dict().items()}
 
@@ -179,14 +146,7 @@ def alone():
     model, batch = network()
     model = copy.deepcopy(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    losses = []
-    for _ in range(3):
-        loss = loss_fn(model, batch)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses, model.state_dict()
+    return losses_of(partial(loss_fn, model), optimizer, batch), model.state_dict()
 
 
 @pytest.mark.slow

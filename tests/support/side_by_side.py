@@ -26,15 +26,11 @@ from shardwright.graph.ir import Capture
 from shardwright.mesh.dtensor import gathered
 from shardwright.run.model import ParallelModel
 from shardwright.verification.plain import PlainModel
+from whole import PLANS
 
 Parallelize = Callable[..., ParallelModel]
 Program = Callable[[Parallelize], Iterator[Tensor]]
 
-PLANS: Mapping[str, Mapping[str, Any]] = {
-    "data": {"mode": "data"},
-    "auto": {"mode": "auto"},
-    "propagation": {"mode": "auto", "search": "propagation"},
-}
 TOLERANCE = 1e-10
 
 

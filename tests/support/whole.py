@@ -141,6 +141,18 @@ def like_plain(
     return plans
 
 
+def losses_of(loss_of: Any, optimizer: torch.optim.Optimizer, batch: Any) -> list[float]:
+    """The losses of three steps of training on one batch, of which ``loss_of(batch)`` gives each."""
+    losses = []
+    for _ in range(3):
+        loss = loss_of(batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
 def same(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance: float = 1e-10) -> None:
     """The design's measure: the largest deviation against the largest entry of the tensor, or of its kind."""
     assert ours.keys() == reference.keys()
