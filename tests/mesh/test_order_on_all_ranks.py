@@ -6,23 +6,31 @@ is then played against what the others have: a collective takes place when all m
 
 from collections import deque
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore
+from torch.distributed import device_mesh as device_mesh_of_torch
+from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.step import captured_step
 from shardwright.lower.lower import lower
+from shardwright.mesh.dtensor import device_mesh, to_placements
+from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, StepArguments
+from shardwright.run.programs.optimizers import watch_optimizers
 from shardwright.zoo import GPT, Perceptron, TwoMatmuls, resnet18, resnet50
 from whole import tensors_of
 
@@ -52,10 +60,20 @@ ZOO = {
     "resnet50": (lambda: resnet50(10), classify, images),
 }  # fmt: skip
 MESHES = {8: Mesh.of(a=2, b=4), 16: Mesh.of(a=4, b=4)}
+# Products that are split over columns, then over rows, and what the backward computes again.
+PINS = {
+    "perceptron": lambda rows, columns: {
+        "layers.0": ((rows, 1), (columns, 1), None), "layers.2": ((rows, columns), (1, columns), None),
+    },
+    "gpt": lambda rows, columns: {
+        "layers.*.up": ((rows, 1, 1), (columns, 1), None), "layers.*.down": ((rows, 1, columns), (1, columns), None),
+    },
+}  # fmt: skip
+BLOCKS = {"perceptron": ("layers.2",), "gpt": ("layers.*",)}
 CASES = [
     pytest.param(name, mode, size, id=f"{name}-{mode}-{size}", marks=() if quick else pytest.mark.slow)
     for name in ZOO
-    for mode in ("data", "auto")
+    for mode in ("data", "auto", *(("tensor", "stored") if name in PINS else ()))
     for size in MESHES
     for quick in [size == 8 and name == "perceptron"]
 ]
@@ -71,7 +89,10 @@ def pretended(rank, size):
 
 
 class Issued(TorchDispatchMode):
-    """The collectives that are issued inside, as operator, ranks and sizes; what they would have written is zeros."""
+    """The collectives that are issued inside, as operator, ranks and sizes; what they would have written is zeros.
+
+    Programs issue those of c10d, DTensors functional ones, which name their group.
+    """
 
     def __init__(self):
         super().__init__()
@@ -79,9 +100,12 @@ class Issued(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
-        if function.namespace == "c10d":
-            at = [argument.name for argument in function._schema.arguments].index("process_group")
-            group = dist.ProcessGroup.unbox(args[at])
+        names = [argument.name for argument in function._schema.arguments]
+        if "group_name" in names:
+            ranks = dist.get_process_group_ranks(_resolve_process_group(args[names.index("group_name")]))
+            self.calls.append((str(function), tuple(ranks), str([args[0].numel()])))
+        elif function.namespace == "c10d":
+            group = dist.ProcessGroup.unbox(args[names.index("process_group")])
             tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, torch.Tensor)]
             if "allreduce" not in str(function):
                 for tensor in torch.utils._pytree.tree_leaves(args[0]):
@@ -91,14 +115,44 @@ class Issued(TorchDispatchMode):
         return result
 
 
+def planned(name, mode, size, model, loss_fn, batch):
+    """A plan of one of the modes, "tensor" parallel, or "stored" in parts that are gathered again in the backward."""
+    mesh = Mesh.of(d=size) if mode == "data" else MESHES[size]
+    pins = PINS[name](*mesh.sizes.values()) if mode == "tensor" else {}
+    captured = captured_step(model, loss_fn, batch, pins)
+    if mode in ("data", "auto"):
+        return make_plan(captured, PlanRequest(mesh, mode))
+    plan = make_plan(captured, PlanRequest(mesh, "auto" if pins else "data", recompute=BLOCKS[name]))
+    if mode == "tensor":
+        return plan
+    split = {v.name: Layout.split(2, {0: plan.mesh.names}) for v in captured.of_kind("parameter") if len(v.shape) == 2}
+    return replace(plan, leaves={**plan.leaves, **split}, again=frozenset(split))
+
+
+def updated(plan, parts):
+    """Clip and update the parameters of a step as DTensors, as a user's loop does."""
+    _clear_sharding_prop_cache()  # which knows the groups of another rank
+    devices = device_mesh(plan.mesh, "cpu")
+    parameters = []
+    for value, part in zip(plan.capture.of_kind("parameter"), parts, strict=True):
+        where = devices, to_placements(plan.leaves[value.name], plan.mesh)
+        whole = {"shape": value.shape, "stride": torch.empty(value.shape, device="meta").stride()}
+        parameters.append(torch.nn.Parameter(DTensor.from_local(part.detach(), *where, **whole), part.requires_grad))
+        if part.grad is not None:
+            parameters[-1].grad = DTensor.from_local(part.grad, *where, **whole)
+    torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+    watch_optimizers()
+    torch.optim.AdamW(parameters).step()
+
+
 def one_rank(plan, model, batch, monkeypatch):
     """The groups that this rank makes, in order, and the collectives of a step."""
     made, new_group = [], dist.new_group
-    with monkeypatch.context() as patch:
-        patch.setattr(dist, "new_group", lambda ranks, **how: made.append(tuple(ranks)) or new_group(ranks, **how))
-        comm = communicator_over(plan.mesh)
-        program = lower(plan, comm.rank)
-        comm.prepare([*{collective.axes for _, _, collective in program.collectives()}, plan.mesh.names])
+    monkeypatch.setattr(dist, "new_group", lambda ranks, **how: made.append(tuple(ranks)) or new_group(ranks, **how))
+    monkeypatch.setattr(device_mesh_of_torch, "new_group", dist.new_group)
+    comm = communicator_over(plan.mesh)
+    program = lower(plan, comm.rank)
+    comm.prepare([*{collective.axes for _, _, collective in program.collectives()}, plan.mesh.names])
     captured = plan.capture
 
     def part(kind, whole):
@@ -117,6 +171,9 @@ def one_rank(plan, model, batch, monkeypatch):
     with Issued() as issued:
         loss, _, _ = execution(StepArguments(*leaves, seed=0, step=0))
         loss.backward()
+        if any(layout.split_axes for layout in (plan.leaves[v.name] for v in captured.of_kind("parameter"))):
+            updated(plan, leaves[0])
+    monkeypatch.undo()
     return made, issued.calls
 
 
@@ -137,8 +194,7 @@ def test_no_rank_waits_for_another_for_ever(name, mode, size, monkeypatch):
     make, loss_fn, batch_of = ZOO[name]
     torch.manual_seed(0)
     model, batch = make(), batch_of(2 * size)
-    mesh = Mesh.of(d=size) if mode == "data" else MESHES[size]
-    plan = make_plan(captured_step(model, loss_fn, batch, {}), PlanRequest(mesh, mode))
+    plan = planned(name, mode, size, model, loss_fn, batch)
     made, calls = [], []
     for rank in range(size):
         with pretended(rank, size):
@@ -146,6 +202,7 @@ def test_no_rank_waits_for_another_for_ever(name, mode, size, monkeypatch):
         made.append(groups)
         calls.append(issued)
     assert all(groups == made[0] for groups in made)
+    assert len(set(made[0])) == len(made[0]), "no ranks have two groups"
     assert all(calls), "every rank talks"
     play(calls)
 

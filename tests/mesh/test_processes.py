@@ -5,10 +5,12 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 from ranks import run_ranks
 from shardwright.errors import LoweringError, WorldError
 from shardwright.mesh.collectives import apply_step
+from shardwright.mesh.dtensor import device_mesh
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator, communicator_over
@@ -73,6 +75,47 @@ def test_processes_and_simulation_agree(mesh):
         "all_to_all | all_to_all", "all_reduce | nothing", "reduce_scatter | all_gather",
     }  # fmt: skip
     assert run_ranks(mesh.size, on_processes, mesh) == simulated
+
+
+def sharing():
+    """How many groups there are as two communicators on other meshes and DTensors come to use them, and go."""
+    dist.init_process_group("gloo")
+    found, shapes = [], (Mesh.of(a=2, b=2), Mesh.of(x=2, one=1, y=2))
+    first, second = map(communicator_over, shapes)
+    known = dist.distributed_c10d._world.pg_map
+    for do in (
+        lambda: first.prepare([("a",), ("b",), ("a", "b")]),
+        lambda: second.prepare([("x", "one"), ("y",)]),
+        first.close,
+        lambda: device_mesh(shapes[0], "cpu"),
+        second.close,
+        second.close,
+    ):
+        do()
+        found.append(len(known))
+    ones = DTensor.from_local(torch.ones(2), device_mesh(shapes[0], "cpu"), [Partial(), Shard(0)])
+    found.append(ones.full_tensor().tolist())
+    first.prepare([("a",)])
+    dist.destroy_process_group()
+    first.close()  # its groups have ended with the world
+    return found
+
+
+def test_whoever_communicates_over_the_same_ranks_shares_a_group():
+    assert run_ranks(4, sharing) == [[3, 3, 3, 3, 3, 3, [2.0] * 4]] * 4
+
+
+def given_back():
+    dist.init_process_group("gloo")
+    comm = communicator_over(Mesh.of(a=2, b=2))
+    comm.prepare([("a",), ("b",)])
+    before = len(dist.distributed_c10d._world.pg_map)
+    comm.close()
+    return before, len(dist.distributed_c10d._world.pg_map)
+
+
+def test_what_nobody_uses_any_more_is_given_back():
+    assert run_ranks(4, given_back) == [(3, 1)] * 4
 
 
 def without_preparation(mesh):

@@ -9,15 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from shardwright.errors import PlanError
+from shardwright.mesh.groups import SharedGroups
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Axis, Mesh
-from shardwright.world.control import finish_queued
+from shardwright.world.control import world_group
 
 
 def to_placements(layout: Layout, mesh: Mesh) -> list[Placement]:
@@ -94,21 +96,21 @@ _made = WeakKeyDictionary()
 def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     """The device mesh with the axes of ``mesh``, over the whole world. All ranks call it together.
 
-    ``device_type`` is ``"cpu"`` or ``"cuda"``. Equal axes have one device mesh, whose process groups live as long as
-    the world: torch takes equal device meshes for one, and may communicate over the groups of the first.
+    ``device_type`` is ``"cpu"`` or ``"cuda"``. Equal axes have one device mesh, whose process groups are those of the
+    programs and live as long as the world: torch takes equal device meshes for one, and may communicate over the
+    groups of the first.
 
     Raises:
         PlanError: where the mesh has no axis; a DTensor lives on one at least.
     """
     if not mesh.axes:
         raise PlanError("a mesh without axes is no device mesh; on one device parameters are plain tensors")
-    world = dist.group.WORLD
-    assert world is not None
-    made = _made.setdefault(world, {})
+    made = _made.setdefault(world_group(), {})
     key = (device_type, tuple(mesh.sizes.items()))
     if key not in made:
-        finish_queued()
-        made[key] = init_device_mesh(device_type, tuple(mesh.sizes.values()), mesh_dim_names=mesh.names)
+        groups = SharedGroups.of_world().take(mesh, [(name,) for name in mesh.names])
+        ranks = torch.arange(mesh.size, device="cpu").reshape(tuple(mesh.sizes.values()))
+        made[key] = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=mesh.names)
     return made[key]
 
 

@@ -122,6 +122,18 @@ class Mesh:
             if all(at == mine[axis] for axis, at in self.coordinates(other).items() if axis not in along)
         )
 
+    def groups(self, axes: Iterable[str]) -> list[tuple[int, ...]]:
+        """The ranks of the mesh in groups that differ on these axes only, by the first rank of each.
+
+        >>> Mesh.of(dp=2, tp=2).groups(["dp"])
+        [(0, 2), (1, 3)]
+        """
+        along, found = set(axes), dict[tuple[int, ...], list[int]]()
+        for rank in range(self.size):
+            at = self.coordinates(rank)
+            found.setdefault(tuple(at[name] for name in at if name not in along), []).append(rank)
+        return [tuple(members) for members in found.values()]
+
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The same axes in mesh order."""
         chosen = set(axes)

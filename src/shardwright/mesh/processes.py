@@ -1,4 +1,4 @@
-"""The communicator of a real rank: c10d groups, one for every set of axes that a program communicates over."""
+"""The communicator of a real rank: a c10d group for every set of axes that a program communicates over."""
 
 from __future__ import annotations
 
@@ -9,25 +9,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.backends.gloo_threads import calm_receivers
 from shardwright.backends.table import Backend, backend_moving
 from shardwright.errors import LoweringError, WorldError
 from shardwright.mesh.carried import moved, summed_as
 from shardwright.mesh.collectives import Axes, Communicator
+from shardwright.mesh.groups import SharedGroups
 from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
-from shardwright.world.control import finish_queued
 from shardwright.world.lockstep import Lockstep
 
 # torch 2.13 gave these new names and deprecated the old ones, which are all that 2.11 has.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world
 
 
 def _plainly(collective: Callable[..., object], *tensors: Tensor | list[Tensor], group: dist.ProcessGroup) -> None:
@@ -78,6 +71,7 @@ class ProcessCommunicator:
             )
         self.mesh = mesh
         self.rank = dist.get_rank()
+        self._shared = SharedGroups.of_world()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._backends: dict[tuple[str, dist.ProcessGroup], Backend] = {}
         self._pulse = own_pulse()
@@ -87,28 +81,13 @@ class ProcessCommunicator:
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
         """Make the groups for these sets of axes. All ranks call it together, with the same sets in any order."""
         wanted = {self.mesh.ordered(axes) for axes in axes_sets if self.mesh.extent(axes) > 1}
-        missing = [axes for axes in sorted(wanted) if frozenset(axes) not in self._groups]
-        if missing:
-            finish_queued()
-        for axes in missing:
-            self._groups[frozenset(axes)] = self._new_group(axes)
-        calm_receivers()
-
-    def _new_group(self, axes: Axes) -> dist.ProcessGroup:
-        """This rank's group. Every rank makes every group of the set, in one order, as c10d demands."""
-        if self.mesh.extent(axes) == self.mesh.size:
-            return _world()
-        all_members = sorted({self.mesh.group(rank, axes) for rank in range(self.mesh.size)})
-        groups: dict[tuple[int, ...], dist.ProcessGroup] = {
-            members: dist.new_group(list(members)) for members in all_members
-        }
-        return groups[self.mesh.group(self.rank, axes)]
+        missing = sorted(axes for axes in wanted if frozenset(axes) not in self._groups)
+        for axes, group in zip(missing, self._shared.take(self.mesh, missing), strict=True):
+            self._groups[frozenset(axes)] = group
 
     def close(self) -> None:
-        """Destroy the groups that this communicator made."""
-        for group in self._groups.values():
-            if group is not _world():
-                dist.destroy_process_group(group)
+        """Give the groups back."""
+        self._shared.give_back(self.mesh, map(tuple, self._groups))
         self._groups.clear()
         self._backends.clear()
 

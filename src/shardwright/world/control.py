@@ -16,23 +16,30 @@ from shardwright.torch_private import unbound
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 
 
+def world_group() -> dist.ProcessGroup:
+    """The group of all ranks, which there is from `sw.init` on."""
+    world = dist.group.WORLD
+    assert world is not None
+    return world
+
+
 def control_group() -> dist.ProcessGroup:
     """The group of all ranks that moves what lies in the memory of the CPU, also while their devices are busy.
 
     It is the default group where the backend of that moves such tensors. Else it is made by the first call, which all
     ranks make together; `sw.init` makes it ahead.
     """
-    return _world() if moves("cpu", str(dist.get_backend())) else _group_beside()
+    return world_group() if moves("cpu", str(dist.get_backend())) else _group_beside()
 
 
 def group_moving(device: torch.device) -> dist.ProcessGroup:
     """The group of all ranks whose backend moves tensors of ``device``."""
-    return _world() if moves(device.type, str(dist.get_backend())) else control_group()
+    return world_group() if moves(device.type, str(dist.get_backend())) else control_group()
 
 
 def message_group() -> dist.ProcessGroup:
     """The group of all ranks that sends messages; where there is none, the first call makes one, on all ranks."""
-    return _world() if backend_moving("cpu", str(dist.get_backend())).sends_messages else _group_beside()
+    return world_group() if backend_moving("cpu", str(dist.get_backend())).sends_messages else _group_beside()
 
 
 def group_for_messages() -> dist.ProcessGroup:
@@ -55,13 +62,7 @@ def finish_queued() -> None:
 
 
 def _group_beside() -> dist.ProcessGroup:
-    world = _world()
+    world = world_group()
     if world not in _beside:
         _beside[world] = group_for_messages()
     return _beside[world]
-
-
-def _world() -> dist.ProcessGroup:
-    world = dist.group.WORLD
-    assert world is not None
-    return world

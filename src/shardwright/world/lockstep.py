@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
@@ -29,6 +30,7 @@ from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr
 from shardwright.backends.table import backend_moving
 from shardwright.errors import ShardwrightError, UsageError, WorldError
 from shardwright.torch_private import job_store
+from shardwright.world.control import world_group
 from shardwright.world.ranks import TIMEOUT_S, alone
 
 PATIENCE_S = 0.5  # and 1 ms more for each rank, so that 1,000 that wait for one ask the store 1,300 times a second
@@ -67,7 +69,8 @@ class Lockstep:
         self._store, self._rank, self._size = store, rank, size
         self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
         self._turns: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
-        self._begun: set[dist.Work] = set()  # collectives that are not waited for yet
+        self._begun: set[Callable[[], object]] = set()  # waits for collectives of a backward, that are to come
+        self._first: Callable[[], object] | None = None  # what is to be called before the next collective
         self._number = 0  # of calls
         self._torn = 0  # the last call before which a backward of this rank ended with an error
         self._what, self._words = "", ""
@@ -155,27 +158,47 @@ class Lockstep:
         Raises:
             UsageError, WorldError: as `same`.
         """
-        group = group or dist.group.WORLD
-        assert group is not None
+        group = group or world_group()
+        self._call_first()
         self.finish(collective(*tensors, group=group, async_op=self._waits_in_turns(group, tensors[0])))
+
+    def begin(
+        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
+    ) -> Callable[[], object]:
+        """Begin what `run` calls; what is returned waits for it within the same call, and raises as `run` does."""
+        self._call_first()
+        in_turns = self._waits_in_turns(group, tensors[0])
+        work = collective(*tensors, group=group, async_op=True)
+        assert work is not None
+        return partial(self.finish, work) if in_turns else work.wait
 
     def start(
         self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
     ) -> Callable[[], object]:
-        """Begin what `run` calls; what is returned waits for it, and raises as `run` does."""
-        in_turns = self._waits_in_turns(group, tensors[0])
-        work = collective(*tensors, group=group, async_op=True)
-        assert work is not None
-        self._begun.add(work)
+        """The same in a backward, of whose end with an error others learn where it is not waited for."""
+        finish = self.begin(collective, *tensors, group=group)
+        self._begun.add(finish)
 
         def wait() -> None:
-            self._begun.discard(work)
-            if in_turns:
-                self.finish(work)
-            else:
-                work.wait()
+            self._begun.discard(finish)
+            finish()
 
         return wait
+
+    @contextmanager
+    def after(self, first: Callable[[], object]) -> Iterator[None]:
+        """Inside, ``first`` is called before the first collective, and at the end where there is none."""
+        self._first = first
+        try:
+            yield
+            self._call_first()
+        finally:
+            self._first = None
+
+    def _call_first(self) -> None:
+        first, self._first = self._first, None
+        if first is not None:
+            first()
 
     def _waits_in_turns(self, group: dist.ProcessGroup, first: Any) -> bool:
         """Whether a collective on ``first`` can be waited for with a time limit, and then again."""

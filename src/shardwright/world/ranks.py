@@ -16,7 +16,7 @@ from torch.distributed import DistError
 from shardwright.errors import ShardwrightError, WorldError
 from shardwright.pulse import own_pulse
 from shardwright.torch_private import job_store
-from shardwright.world.control import control_group, message_group
+from shardwright.world.control import control_group, message_group, world_group
 
 TIMEOUT_S = 1800.0
 """How long a rank waits for another unless told: the slowest may still be writing when the first is done."""
@@ -138,8 +138,7 @@ class CollectiveRanks:
         return answer[0]
 
     def _wait_for_rank_zero(self) -> None:
-        world, store = dist.group.WORLD, job_store()
-        assert world is not None
+        world, store = world_group(), job_store()
         number = _waits[world] = _waits.get(world, 0) + 1
         key, pause_s = f"rank 0 has come/{number}", 0.0005
         try:

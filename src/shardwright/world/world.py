@@ -35,7 +35,7 @@ from shardwright.hosts.environment import (
 from shardwright.launch.asked.variables import BACKEND_VARIABLE
 from shardwright.pulse import own_pulse
 from shardwright.world.agreement import from_all_ranks
-from shardwright.world.control import control_group
+from shardwright.world.control import control_group, world_group
 from shardwright.world.devices import asked_device, device_type, gpu_index, host_names
 from shardwright.world.following import follow_device, switch_on_recorder
 from shardwright.world.leave import leave
@@ -145,8 +145,7 @@ def current_world() -> World:
 def _current(device: torch.device | None) -> World:
     if not dist.is_initialized():
         raise WorldError("there is no world yet; call sw.init() first")
-    group = dist.group.WORLD
-    assert group is not None
+    group = world_group()
     if group not in _worlds:
         _worlds[group] = _adopt(device)
         follow_device(own_pulse(), _worlds[group].device)
@@ -272,8 +271,6 @@ def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: tim
     calm_receivers()
     # A rank that left at once would break the connections that others are still making.
     dist.barrier(control_group())
-    group = dist.group.WORLD
-    assert group is not None
-    _worlds[group] = world
+    _worlds[world_group()] = world
     follow_device(own_pulse(), world.device)
     atexit.register(leave, store if launched.launcher == "msrun" else None)
