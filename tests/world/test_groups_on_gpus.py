@@ -13,7 +13,7 @@ from ranks import run_ranks
 from shardwright.backends import table
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
-from shardwright.run.programs.inputs import rows_of_parts
+from shardwright.run.parts import Parts
 from shardwright.run.programs.storage import agree_on_weights
 from shardwright.world import control
 from shardwright.world.agreement import from_all_ranks, from_rank_zero
@@ -83,7 +83,7 @@ def beside_data_on_gpus():
     answers = from_all_ranks(dist.get_rank()), from_rank_zero(planning, lambda: "plan"), planning.gather("x")
     model = torch.nn.Linear(2, 2)
     agree_on_weights(model)  # where it still lies in the memory of the host
-    rows = rows_of_parts([torch.zeros(2 + dist.get_rank(), 3)], "key", Lockstep())
+    rows = Parts(Lockstep()).ask([torch.zeros(2 + dist.get_rank(), 3)], "key").rows()
     return answers, rows.all_ranks, used
 
 

@@ -25,12 +25,13 @@ from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
 from shardwright.run.graphs.looks import Look, look_at
 from shardwright.run.model import ParallelModel, Replay
+from shardwright.run.parts import Asked, NotAsExpected, Parts
 from shardwright.run.placing.initialising import Init
 from shardwright.run.placing.placing import place
 from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
-from shardwright.run.programs.inputs import BatchKind, Rows, rows_of, rows_of_parts
+from shardwright.run.programs.inputs import BatchKind, Rows, rows_of
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs
 from shardwright.run.programs.splitting import is_split
@@ -49,6 +50,22 @@ class Options:
     gradients: Literal["mean", "sum"]
     save_graphs: SaveGraphs | None
     init: Init | None = None
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What this rank was given for a step, on its device; ``asked`` is the question which rows the others have."""
+
+    kind: StepKind
+    batch: Any
+    look: Look | None
+    tensors: Sequence[Tensor]
+    by: BatchKind | None
+    asked: Asked | None = None
+
+    def rows(self) -> Rows:
+        """Which rows this rank was given."""
+        return rows_of(self.batch, self.tensors, self.by) if self.asked is None else self.asked.rows()
 
 
 class Parallel(ParallelModel):
@@ -78,7 +95,7 @@ class Parallel(ParallelModel):
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
-        self._same_batch = SameBatch(lockstep)
+        self._same_batch, self._parts = SameBatch(lockstep), Parts(lockstep)
         self._communicator = communicator_over(self.plan.mesh, lockstep)
         place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
         self._state = ModelState(model, self.plan, seed, world.device)
@@ -100,10 +117,18 @@ class Parallel(ParallelModel):
 
     def _called(self, batch: Any) -> Any:
         """The loss of the global batch; in training mode it also updates buffers and advances the random numbers."""
+        return self._called_on(batch)[0]
+
+    def _counted(self, batch: Any) -> tuple[Any, int]:
+        with self._lockstep.call():
+            result, rows = self._called_on(batch)
+        return result, rows.total
+
+    def _called_on(self, batch: Any) -> tuple[Any, Rows]:
+        """What a call gives for a batch, and which rows of it this rank was given."""
         training = self.module.training
         self._tell_pulse(training)
-        prepared, inputs, rows = self._ready("training" if training else "evaluation", batch)
-        loss, aux, new_buffers = self._run(prepared, inputs)
+        prepared, rows, (loss, aux, new_buffers) = self._computed("training" if training else "evaluation", batch)
         assert loss is not None
         if training:
             self._state.step += 1
@@ -113,7 +138,7 @@ class Parallel(ParallelModel):
         if self._split and loss.requires_grad:
             loss = _scaled_gradient(loss, 1)
         alone = prepared.plan.capture.aux_spec is None
-        return loss if alone else (loss, prepared.outputs(aux, rows, self._communicator, whole=False))
+        return (loss if alone else (loss, prepared.outputs(aux, rows, self._communicator, whole=False))), rows
 
     def _tell_pulse(self, training: bool) -> None:
         """Say that a step begins; all batches of an accumulation are one step."""
@@ -124,8 +149,7 @@ class Parallel(ParallelModel):
         self._between_steps = not training or not self._reduction.deferring
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
-        prepared, inputs, rows = self._ready("predict", batch)
-        _, aux, _ = self._run(prepared, inputs)
+        prepared, rows, (_, aux, _) = self._computed("predict", batch)
         return prepared.outputs(aux, rows, self._communicator, whole=gather)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -142,7 +166,8 @@ class Parallel(ParallelModel):
 
     def replay(self, batch: Any) -> Replay:
         with self._lockstep.call():
-            prepared, inputs, _ = self._ready("training", batch)
+            given = self._given("training", batch)
+            prepared, inputs = self._ready(given, given.rows())
             arguments = self._arguments(prepared, inputs, self._state.step - 1)
             with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
                 values = prepared.execution.variables(arguments)
@@ -155,32 +180,62 @@ class Parallel(ParallelModel):
         """Give back the process groups of the programs, once no backward is to come; every rank calls it.
 
         Without it they live as long as the process. Parameters and `state_dict` stay; what communicates is refused.
-        The groups of DTensors stay too, for the next model on equal axes (`mesh.dtensor.device_mesh`).
+        Groups that other models or DTensors use stay too (`mesh.groups.SharedGroups`).
         """
         self._closed = True
         self._lockstep.end()
         self._communicator.close()
 
-    def _ready(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, list[Tensor], Rows]:
-        """The program for the batch, this rank's part of its inputs, and which rows this rank was given."""
+    def _computed(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
+        """The program for the batch, which rows of it this rank was given, and what the program makes of it."""
+        given = self._given(kind, batch)
+        if given.asked is not None and given.asked.expected is not None:
+            try:
+                return self._computed_expecting(given, given.asked, given.asked.expected)
+            except NotAsExpected:
+                pass
+        rows = given.rows()
+        prepared, inputs = self._ready(given, rows)
+        return prepared, rows, self._run(prepared, inputs)
+
+    def _computed_expecting(self, given: _Given, asked: Asked, rows: Rows) -> tuple[PreparedProgram, Rows, Outputs]:
+        """The same, begun before the others have said which rows they have.
+
+        Raises:
+            NotAsExpected: where they have others, or no program for these is there.
+        """
+        step = self._programs.step(given.kind, given.batch, rows, given.look)
+        prepared = self._programs.known(step)
+        if prepared is None:
+            raise NotAsExpected
+
+        def confirm() -> None:
+            asked.confirm()
+            self._programs.of(step)
+
+        with self._lockstep.after(confirm):
+            return prepared, rows, self._run(prepared, prepared.inputs(given.tensors, rows, self._communicator))
+
+    def _given(self, kind: StepKind, batch: Any) -> _Given:
+        """What this rank was given for a step; where each has its own part, all begin to compare what they have."""
         self._refuse_closed()
         self._structure.refuse_changes()
         look = look_at(batch)
         found = look.tensors if look else tensors_of(batch)
         tensors = [tensor.to(self.world.device, non_blocking=True) for tensor in found]
-        if self.options.batch == "global" and not isinstance(batch, Batch):
-            self._same_batch.check(tensors)
-        rows = self._rows(kind, batch, tensors, look)
-        if not rows.total and any(tensor.ndim for tensor in tensors):
-            raise UsageError("the batch is empty; expected at least one sample")
-        prepared = self._programs.of(kind, batch, rows, look)
-        return prepared, prepared.inputs(tensors, rows, self._communicator), rows
+        if isinstance(batch, Batch) or self.options.batch != "local" or self.world.size == 1:
+            if self.options.batch == "global" and not isinstance(batch, Batch):
+                self._same_batch.check(tensors)
+            return _Given(kind, batch, look, tensors, self.options.batch)
+        asked = self._parts.ask(tensors, self._programs.keys.of(kind, batch, look))
+        return _Given(kind, batch, look, tensors, self.options.batch, asked)
 
-    def _rows(self, kind: StepKind, batch: Any, tensors: Sequence[Tensor], look: Look | None) -> Rows:
-        """Which rows this rank was given. Where each has its own part, all compare what they have."""
-        if self.options.batch != "local" or isinstance(batch, Batch) or self.world.size == 1:
-            return rows_of(batch, tensors, self.options.batch)
-        return rows_of_parts(tensors, self._programs.keys.of(kind, batch, look), self._lockstep)
+    def _ready(self, given: _Given, rows: Rows) -> tuple[PreparedProgram, list[Tensor]]:
+        """The program for what was given, and this rank's part of its inputs."""
+        if not rows.total and any(tensor.ndim for tensor in given.tensors):
+            raise UsageError("the batch is empty; expected at least one sample")
+        prepared = self._programs.of(self._programs.step(given.kind, given.batch, rows, given.look))
+        return prepared, prepared.inputs(given.tensors, rows, self._communicator)
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
         arguments = self._arguments(prepared, inputs, self._state.step)

@@ -135,8 +135,6 @@ class Execution:
         """
         for operator, number in self._guard.known():
             raise UsageError(f"in an earlier step {out_of_range(self._capture, operator, number)}")
-        with_gradients: Pass = "deferred" if self._reduction.deferring else "reduced"
-        self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
         before = own_generator(self._device) if self._untried else None
         try:
             with self._again.keeping_parts() if self._gathers_again else nullcontext():
@@ -149,6 +147,8 @@ class Execution:
         if before is not None and not torch.equal(before, own_generator(self._device)):
             raise StrategyError(_drew(self.program))
         self._untried = False
+        with_gradients: Pass = "deferred" if self._reduction.deferring else "reduced"
+        self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
         return outputs
 
     def variables(self, arguments: StepArguments) -> dict[str, Any]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -19,8 +18,6 @@ from shardwright.mesh.collectives import Communicator, all_gather
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.world.agreement import from_all_ranks
-from shardwright.world.control import control_group
-from shardwright.world.lockstep import Lockstep
 
 BatchKind = Literal["local", "global"]
 Range = tuple[int, int]
@@ -48,7 +45,7 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) ->
         UsageError: where plain tensors come without saying whether they are the whole batch or a part of it.
     """
     size = dist.get_world_size() if dist.is_initialized() else 1
-    height = next((t.shape[0] for t in tensors if t.ndim), 0)
+    height = height_of(tensors)
     if isinstance(batch, Batch):
         ranges = batch.ranges or (((0, height),) if size == 1 else None)
         return Rows((batch.start, batch.stop), batch.global_size, ranges)
@@ -59,7 +56,7 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) ->
             "the batch is made of plain tensors: say batch='local' (each rank passes its own part) or batch='global' "
             "(each rank passes the same whole), or take batches from sw.loader"
         )
-    return _in_turn(from_all_ranks(height))
+    return in_turn(from_all_ranks(height))
 
 
 @lru_cache(maxsize=1 << 10)
@@ -67,40 +64,16 @@ def _all_rows(height: int, ranks: int) -> Rows:
     return Rows((0, height), height, ((0, height),) * ranks)
 
 
-def _in_turn(counts: Sequence[int]) -> Rows:
+def in_turn(counts: Sequence[int]) -> Rows:
     """The rows of ranks that have so many each."""
     ends = [sum(counts[: rank + 1]) for rank in range(len(counts))]
     ranges = tuple((end - count, end) for end, count in zip(ends, counts, strict=True))
     return Rows(ranges[dist.get_rank()], ends[-1], ranges)
 
 
-def rows_of_parts(tensors: Sequence[Tensor], key: str, lockstep: Lockstep) -> Rows:
-    """`rows_of` where each rank passes its own part, and says with its size what must be equal, in one collective.
-
-    Sizes are asked for in the memory of the CPU: a step need not wait for what a GPU still has to do.
-
-    Args:
-        key: what the program depends on beside sizes.
-
-    Raises:
-        UsageError: on every rank, where parts differ in more than their number of rows.
-    """
-    height = next((t.shape[0] for t in tensors if t.ndim), 0)
-    whole = global_shapes(tensors, Rows((0, height), -1, None))  # -1 stands for the rows of all
-    number = int.from_bytes(hashlib.sha256(f"{key} {whole}".encode()).digest()[:7])
-    mine = torch.tensor([height, number])
-    gathered = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    lockstep.run(dist.all_gather, gathered, mine, group=control_group())
-    counts, numbers = zip(*(theirs.tolist() for theirs in gathered), strict=True)
-    if len(set(numbers)) == 1:
-        return replace(_in_turn(counts), agreed=True)
-    everyone = from_all_ranks(shown(tensors))
-    other = next(rank for rank, theirs in enumerate(numbers) if theirs != numbers[0])
-    raise UsageError(
-        f"the parts of the batch do not fit together: rank 0 passed {everyone[0]}, rank {other} passed "
-        f"{everyone[other]}; parts may differ in their number of rows alone: pad all to one length, and have the same "
-        "values beside tensors, and model.train() or eval(), on all ranks"
-    )
+def height_of(tensors: Sequence[Tensor]) -> int:
+    """How many rows a rank passes."""
+    return next((t.shape[0] for t in tensors if t.ndim), 0)
 
 
 def shown(tensors: Sequence[Tensor]) -> str:
@@ -119,6 +92,13 @@ class Cut(NamedTuple):
 
     part: tuple[slice, ...]
     exchanged: tuple[Range, ...] | None = None
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The part of a tensor; torch takes microseconds to index one."""
+        for dim, (part, size) in enumerate(zip(self.part, tensor.shape, strict=True)):
+            if part.start != 0 or part.stop != size:
+                tensor = tensor.narrow(dim, part.start, part.stop - part.start)
+        return tensor
 
 
 def cuts_of(
@@ -150,7 +130,7 @@ def cuts_of(
 def local_inputs(tensors: Sequence[Tensor], cuts: Sequence[Cut], comm: Communicator) -> list[Tensor]:
     """This rank's part of every input; rows are exchanged only where ranks lack some."""
     return [
-        (tensor if cut.exchanged is None else _everything(tensor, cut.exchanged, comm))[cut.part]
+        cut.of(tensor if cut.exchanged is None else _everything(tensor, cut.exchanged, comm))
         for tensor, cut in zip(tensors, cuts, strict=True)
     ]
 

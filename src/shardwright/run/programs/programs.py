@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -82,6 +82,23 @@ class PreparedProgram:
         return capture.aux_spec.unflatten(found)
 
 
+class _Kept(NamedTuple):
+    """A program with the values of Python that it holds, and its number, which is the same on all ranks."""
+
+    remembered: Remembered
+    prepared: PreparedProgram
+    number: str
+
+
+class Step(NamedTuple):
+    """A step of some kind on a batch; ``key`` says on what its program depends beside the model."""
+
+    kind: StepKind
+    batch: Any
+    rows: Rows
+    key: Hashable
+
+
 class Programs:
     """Makes each program at its first use, on all ranks together, and keeps it.
 
@@ -113,52 +130,64 @@ class Programs:
         self._lockstep = lockstep
         self._made = 0
         self._sample: dict[str, str] = {}
-        self._by_key: dict[str, list[tuple[Remembered, PreparedProgram]]] = {}
+        self._by_key: dict[Hashable, list[_Kept]] = {}
 
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
         self._sample = described(sample_batch)
-        self._prepare("training", self._key("training", sample_batch, rows, look_at(sample_batch)), self._first, "")
+        self._prepare(self.step("training", sample_batch, rows, look_at(sample_batch)), self._first, "")
 
-    def of(self, kind: StepKind, batch: Any, rows: Rows, look: Look | None = None) -> PreparedProgram:
-        """The program for a step of this kind on the global batch of which ``batch``, which looks so, is this rank's
-        part."""
-        key = self._key(kind, batch, rows, look)
-        known = self._by_key.pop(key, [])
-        self._by_key[key] = known  # at the end: the first one is the one that was not used for longest
-        number = next((at for at, (remembered, _) in enumerate(known) if remembered.holds()), None)
-        self._lockstep.same(f"{'' if rows.agreed else key} {number}", partial(_said, kind, batch, known))
-        if number is not None:
-            return known[number][1]
-        unlike = difference(batch, self._sample) if kind != "predict" else ""
+    def step(self, kind: StepKind, batch: Any, rows: Rows, look: Look | None) -> Step:
+        """A step on the global batch of which ``batch``, which looks so, is this rank's part: equal on every rank
+        without talking."""
+        tensors = look.tensors if look else [leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
+        return Step(kind, batch, rows, (self.keys.of(kind, batch, look), global_shapes(tensors, rows)))
+
+    def known(self, step: Step) -> PreparedProgram | None:
+        """The program of a step, where it is there."""
+        kept = self._known(step)
+        return kept.prepared if kept is not None else None
+
+    def of(self, step: Step) -> PreparedProgram:
+        """The program of a step to which all ranks come; each says that it does, where it came to another before."""
+        kept = self._known(step)
+        known = self._by_key.get(step.key, [])
+        if kept is not None:
+            self._lockstep.same(kept.number, partial(_said, step, known))
+            return kept.prepared
+        self._lockstep.same("another" if step.rows.agreed else str(step.key), partial(_said, step, known))
+        unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
         try:
-            plan = self._planner.later_plan(self._first, self._storage, kind, batch, rows)
+            plan = self._planner.later_plan(self._first, self._storage, step.kind, step.batch, step.rows)
         except ShardwrightError as error:  # on all ranks, since rank 0 has met it for all
             if unlike:
                 with_text(error, unlike)
             raise
-        return self._prepare(kind, key, plan, unlike)
+        return self._prepare(step, plan, unlike)
 
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
-        return [prepared.execution for known in self._by_key.values() for _, prepared in known]
+        return [kept.prepared.execution for known in self._by_key.values() for kept in known]
 
-    def _key(self, kind: StepKind, batch: Any, rows: Rows, look: Look | None) -> str:
-        """What a program depends on beside the model: equal on every rank without talking."""
-        tensors = look.tensors if look else [leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-        return f"{self.keys.of(kind, batch, look)} {global_shapes(tensors, rows)}"
+    def _known(self, step: Step) -> _Kept | None:
+        known = self._by_key.pop(step.key, None)
+        if known is None:
+            return None
+        self._by_key[step.key] = known  # at the end: the first one is the one that was not used for longest
+        return next((kept for kept in known if kept.remembered.holds()), None)
 
-    def _prepare(self, kind: StepKind, key: str, plan: Plan, unlike: str) -> PreparedProgram:
-        function = self._planner.captures.function(kind)
+    def _prepare(self, step: Step, plan: Plan, unlike: str) -> PreparedProgram:
+        self._made += 1
+        function = self._planner.captures.function(step.kind)
         remembered = Remembered(plan.capture, self._planner.module, function)
         remembered.agree()
-        known = self._by_key.setdefault(key, [])
+        known = self._by_key.setdefault(step.key, [])
         self._make_room()
         self._warn_of_many(known, remembered)
         backend = backend_moving(self._world.device.type, self._world.backend)
         program = lower(plan, self._world.rank, backend.bucket_bytes, backend.first_bucket_bytes)
         if self._dumps:
-            save_graphs(self._dumps, plan, program, number=self._made + 1)
+            save_graphs(self._dumps, plan, program, number=self._made)
         axes = {collective.axes for _, _, collective in program.collectives()}
         axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
         self._communicator.prepare([*axes, plan.mesh.names])
@@ -166,8 +195,7 @@ class Programs:
         inputs = plan.capture.of_kind("input")
         shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
         prepared = PreparedProgram(plan, execution, function, shapes, layouts, unlike)
-        known.append((remembered, prepared))
-        self._made += 1
+        known.append(_Kept(remembered, prepared, str(self._made)))
         return prepared
 
     def _make_room(self) -> None:
@@ -176,10 +204,10 @@ class Programs:
             oldest = next(programs for programs in self._by_key.values() if programs)
             oldest.pop(0)
 
-    def _warn_of_many(self, known: list[tuple[Remembered, PreparedProgram]], new: Remembered) -> None:
+    def _warn_of_many(self, known: list[_Kept], new: Remembered) -> None:
         """Say which value makes programs that differ in nothing else."""
         if len(known) == MANY_VALUES and self._world.rank == 0:
-            changed = ", ".join(map(str, new.differing(known[-1][0])))
+            changed = ", ".join(map(str, new.differing(known[-1].remembered)))
             warnings.warn(
                 f"the model is captured anew for each value of {changed}, {MANY_VALUES + 1} times so far; a value that "
                 "changes often belongs into the batch, as a tensor",
@@ -187,9 +215,9 @@ class Programs:
             )
 
 
-def _said(kind: StepKind, batch: Any, known: Sequence[tuple[Remembered, PreparedProgram]]) -> str:
+def _said(step: Step, known: Sequence[_Kept]) -> str:
     """What a rank passes, for the others; ``known`` are the programs for such batches."""
-    values = {place: value for remembered, _ in known for place, value in remembered.changed().items()}
-    words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)])}"
-    words += {"training": "", "evaluation": " in evaluation mode", "predict": " to predict"}[kind]
+    values = {place: value for kept in known for place, value in kept.remembered.changed().items()}
+    words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(step.batch)[0] if isinstance(leaf, Tensor)])}"
+    words += {"training": "", "evaluation": " in evaluation mode", "predict": " to predict"}[step.kind]
     return words + "".join(f" with {place} = {value!r}" for place, value in values.items())

@@ -1,0 +1,78 @@
+"""Ranks ask for each other's sizes and compute on; a size that none expects is met before anything is sent."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.run.parts import Asked
+
+# What the two ranks pass, step by step.
+SIZES = [(4, 4), (4, 4), (4, 3), (4, 4), (4, 3), (3, 4), (4, 4)]
+
+
+class Products(TorchDispatchMode):
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+            self.events.append("product")
+        return function(*args, **(kwargs or {}))
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def part_of(batch, rank, sizes):
+    start = sum(sizes[:rank])
+    return [t[start : start + sizes[rank]] for t in batch]
+
+
+def with_other_sizes():
+    """How far losses, gradients and statistics are from plain PyTorch's, how often programs ran, and events by step."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    rank = sw.init().rank
+    sw.set_seed(1)
+    model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    plain = copy.deepcopy(model)
+    batches = [(torch.randn(sum(sizes), 6), torch.randint(3, (sum(sizes),))) for sizes in SIZES]
+    parallel = sw.parallelize(model, loss_fn, part_of(batches[0], rank, SIZES[0]), "data", batch="local")
+    told, confirm, apart = [], Asked.confirm, 0.0
+
+    def confirming(self):
+        told[-1].append("asked")
+        confirm(self)
+        told[-1].append("as expected")
+
+    Asked.confirm = confirming
+    for batch, sizes in zip(batches, SIZES, strict=True):
+        told.append([])
+        with Products(told[-1]):
+            loss = parallel(part_of(batch, rank, sizes))
+        expected = loss_fn(plain, batch)
+        for each, of in ((loss, parallel), (expected, plain)):
+            of.zero_grad()
+            each.backward()
+        pairs = [(loss, expected)]
+        pairs += [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
+        pairs += zip(model.buffers(), plain.buffers(), strict=True)
+        apart = max(apart, *(float((a - b).detach().abs().max()) for a, b in pairs))
+    return apart, sum(execution.runs["reduced"] for execution in parallel.executions()), told
+
+
+def test_parts_of_any_size_are_right_and_equal_ones_are_not_waited_for():
+    for rank, (apart, runs, told) in enumerate(run_ranks(2, with_other_sizes)):
+        assert apart < 1e-12
+        assert runs == len(SIZES), "what was thrown away does not count"
+        assert "asked" not in told[0]
+        assert told[1] == ["product", "asked", "as expected", "product"], "the first layer is computed meanwhile"
+        assert told[2][:3] == ["product", "asked", "product"] if rank == 0 else "asked" not in told[2]
+        assert told[3] == ["product", "asked", *(["as expected"] if rank else ["product"]), "product"]
