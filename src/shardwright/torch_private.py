@@ -52,6 +52,8 @@ __all__ = [
     "checkpoints_call",
     "composite_operators",
     "computed",
+    "copies_of",
+    "copy_each",
     "dcp_storage_info",
     "decided",
     "empty_like_on",
@@ -685,6 +687,18 @@ def members(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Module | None],
 def buffers_in(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The dictionary in which a module keeps its buffers, for the same reason."""
     return module._buffers
+
+
+def copies_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """A copy of each of many small tensors: one by one they take longer to be asked for than to be made."""
+    together = getattr(torch, "_foreach_clone", None)  # which not every torch has
+    copies: Sequence[torch.Tensor] = together(tensors) if together else [tensor.clone() for tensor in tensors]
+    return copies
+
+
+def copy_each(into: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy ``tensors`` into others, for the same reason all at once."""
+    torch._foreach_copy_(into, list(tensors))
 
 
 def version(tensor: torch.Tensor) -> int:

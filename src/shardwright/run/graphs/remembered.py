@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import repeat
+from operator import is_
 from typing import Any
 
 import torch
@@ -31,13 +33,16 @@ class Remembered:
                 self._quick.append((variables, place.name, value))
             else:
                 self._others.append(place)
+        self._where, self._names = [each[0] for each in self._quick], [each[1] for each in self._quick]
+        self._objects = [each[2] for each in self._quick]
 
     def holds(self) -> bool:
         """Whether the values are what they were; asked before each step, of hundreds of values."""
-        for variables, name, value in self._quick:
-            now = variables.get(name, MISSING)
-            if now is not value and not same(plain(now), plain(value)):
-                return False
+        if not all(map(is_, map(dict.get, self._where, self._names, repeat(MISSING)), self._objects)):
+            for variables, name, value in self._quick:
+                now = variables.get(name, MISSING)
+                if now is not value and not same(plain(now), plain(value)):
+                    return False
         return all(same(self._now(place), self._values[place]) for place in self._others)
 
     def differing(self, other: Remembered) -> list[Place]:

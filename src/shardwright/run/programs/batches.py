@@ -96,10 +96,8 @@ class SameBatch:
         Raises:
             UsageError: on every rank, where some rank's batch is not that of rank 0.
         """
-        if alone():
-            return
         self._seen += 1
-        if self._seen > FIRST and self._seen % EVERY:
+        if (self._seen > FIRST and self._seen % EVERY) or alone():
             return
         shown = [
             f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with checksum {checksum(t)[:8]}" for t in tensors

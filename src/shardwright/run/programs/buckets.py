@@ -57,6 +57,11 @@ class GradientReduction:
     def deferring(self) -> bool:
         return self._deferring
 
+    @property
+    def keeps(self) -> bool:
+        """Whether gradients are kept here, which `join` adds."""
+        return bool(self._kept)
+
     def join(self, key: str, parameter: Tensor) -> Tensor:
         """``parameter``, whose backward adds what is kept of its gradient, where no bucket of the program does.
 

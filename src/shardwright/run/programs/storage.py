@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from shardwright import torch_private
 from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
 from shardwright.graph.tracing.trace import LossFunction
@@ -20,7 +22,6 @@ from shardwright.plan.plan import Plan
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import StepArguments
 from shardwright.run.programs.splitting import local_part, note_whole
-from shardwright.torch_private import buffers_in
 from shardwright.world.control import group_moving
 from shardwright.world.ranks import alone
 
@@ -52,6 +53,42 @@ def layouts_by_name(plan: Plan) -> dict[str, Layout]:
     return {name: storage[first] for name, first in names.items() if first in storage}
 
 
+_Place = tuple[dict[str, Tensor | None], nn.Module, str]
+"""Where a buffer is looked up: in the dictionary of its module, or as an attribute of that."""
+
+
+class _Buffers:
+    """Buffers by their places, looked up in each step, dozens at once."""
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._places = places
+        self._held, self._names = [held for held, _, _ in places], [name for _, _, name in places]
+
+    def now(self) -> list[Tensor]:
+        """What stands there."""
+        found = map(dict.get, self._held, self._names)
+        return [x if x is not None else getattr(*place[1:]) for x, place in zip(found, self._places, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaves:
+    """The parameters of a graph with their names there, and its buffers.
+
+    ``changed`` are the numbers of those buffers that a step changes, ``mutated`` those of its mutations, in order.
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    buffers: _Buffers
+    changed: Sequence[int]
+    mutated: _Buffers
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether parameters are DTensors."""
+        return any(isinstance(parameter, DTensor) for parameter in self.parameters)
+
+
 class ModelState:
     """The tensors of ``module``, whose parameters are stored as ``plan`` says, and what random numbers depend on.
 
@@ -64,6 +101,7 @@ class ModelState:
         """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
         self._module, self._plan, self._device = module, plan, device
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+        self._leaves: dict[int, tuple[Capture, _Leaves]] = {}
         note_whole(module, self)
 
     @cached_property
@@ -71,18 +109,28 @@ class ModelState:
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     @cached_property
-    def _places(self) -> dict[str, tuple[dict[str, Tensor | None], nn.Module, str]]:
+    def _places(self) -> dict[str, _Place]:
         """Where each buffer is looked up, by its name in the model."""
         return {
-            f"{path}.{name}".lstrip("."): (buffers_in(module), module, name)
+            f"{path}.{name}".lstrip("."): (torch_private.buffers_in(module), module, name)
             for path, module in self._module.named_modules(remove_duplicate=False)
-            for name in buffers_in(module)
+            for name in torch_private.buffers_in(module)
         }
 
-    def _buffer(self, name: str) -> Tensor:
-        held, module, attribute = self._places[name]
-        tensor: Tensor | None = held.get(attribute)
-        return tensor if tensor is not None else getattr(module, attribute)
+    def _leaves_of(self, capture: Capture) -> _Leaves:
+        """Where the leaves of a graph stand, looked up once: the parameters of a model stay the same objects."""
+        known = self._leaves.get(id(capture))
+        if known is None or known[0] is not capture:
+            buffers = capture.of_kind("buffer")
+            leaves = _Leaves(
+                [value.name for value in capture.of_kind("parameter")],
+                [self._parameters[value.label] for value in capture.of_kind("parameter")],
+                _Buffers([self._places[value.label] for value in buffers]),
+                [number for number, value in enumerate(buffers) if value.name in capture.mutations],
+                _Buffers([self._places[capture.values[name].label] for name in capture.mutations]),
+            )
+            known = self._leaves[id(capture)] = capture, leaves
+        return known[1]
 
     def arguments(
         self,
@@ -93,15 +141,16 @@ class ModelState:
         reduction: GradientReduction,
     ) -> StepArguments:
         """What the program of ``capture``, which is that of ``function``, is called with in training step ``step``."""
-        # Copies, since the backward may need what `store_buffers` overwrites.
-        buffers = [
-            self._buffer(v.label).clone() if v.name in capture.mutations else self._buffer(v.label)
-            for v in capture.of_kind("buffer")
-        ]
-        parameters = [
-            reduction.join(value.name, local_part(self._parameters[value.label]))
-            for value in capture.of_kind("parameter")
-        ]
+        leaves = self._leaves_of(capture)
+        buffers = leaves.buffers.now()
+        if leaves.changed:  # copies, since the backward may need what `store_buffers` overwrites
+            copies = torch_private.copies_of([buffers[number] for number in leaves.changed])
+            for number, copy in zip(leaves.changed, copies, strict=True):
+                buffers[number] = copy
+        parameters: Sequence[Tensor] = leaves.parameters
+        if leaves.split or reduction.keeps:
+            named = zip(leaves.names, leaves.parameters, strict=True)
+            parameters = [reduction.join(name, local_part(parameter)) for name, parameter in named]
         constants = [self._constant(capture, function, value.name) for value in capture.of_kind("constant")]
         return StepArguments(parameters, buffers, inputs, constants, self.seed, step)
 
@@ -135,9 +184,9 @@ class ModelState:
 
     def store_buffers(self, capture: Capture, new: Sequence[Tensor]) -> None:
         """Keep the buffers that a training step has made."""
-        with torch.no_grad():
-            for name, value in zip(capture.mutations, new, strict=True):
-                self._buffer(capture.values[name].label).copy_(value)
+        if new:
+            with torch.no_grad():
+                torch_private.copy_each(self._leaves_of(capture).mutated.now(), new)
 
     def whole(self, communicator: Communicator) -> dict[str, Tensor]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""

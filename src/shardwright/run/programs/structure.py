@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import is_
 from typing import Any
 
 from torch import nn
@@ -20,13 +21,21 @@ class Structure:
             for members in torch_private.members(module):
                 self._counts.append((members, len(members), path))
                 self._members += [(members, name, m, f"{path}.{name}".lstrip(".")) for name, m in members.items()]
+        self._where, self._names = [each[0] for each in self._members], [each[1] for each in self._members]
+        self._objects = [each[2] for each in self._members]
+        self._counted, self._lengths = [each[0] for each in self._counts], [each[1] for each in self._counts]
 
     def refuse_changes(self) -> None:
-        """Asked before each step, of hundreds of members.
+        """Asked before each step, of hundreds of members, so that one look at all has to be cheap.
 
         Raises:
             UsageError: where one was replaced, added or removed, of which the programs would know nothing.
         """
+        same = all(map(is_, map(dict.get, self._where, self._names), self._objects))
+        if not same or [*map(len, self._counted)] != self._lengths:
+            self._refuse()
+
+    def _refuse(self) -> None:
         for members, name, member, path in self._members:
             if members.get(name) is not member:
                 raise UsageError(
