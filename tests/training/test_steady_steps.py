@@ -15,18 +15,21 @@ WARM, LAST = 4, 7
 
 
 class Watch(sw.Callback):
-    """Watches the steps after the first ones."""
+    """Watches the steps after the first ones, and whether they ask a scaler for its scale."""
 
     def on_step_end(self, run):
         if run.steps == WARM:
             self._watching = waits_in_a_step()
             self.waits = self._watching.__enter__()
+            scale = run.scaler.get_scale
+            run.scaler.get_scale = lambda: self.waits.append("get_scale") or scale()
         if run.steps == LAST:
             self._watching.__exit__(None, None, None)
+            del run.scaler.get_scale
 
 
 def steady(name, options, trainer_options, scheduled):
-    """What would wait in the steady steps of a trainer."""
+    """What would wait in the steady steps of a trainer, and in an evaluation of several batches."""
     torch.set_num_threads(1)
     sw.init()
     sw.set_seed(1)
@@ -38,10 +41,16 @@ def steady(name, options, trainer_options, scheduled):
     if scheduled:
         trainer_options["scheduler"] = sw.cosine_schedule(optimizer, steps=LAST)
     watch = Watch()
-    trainer = sw.Trainer(parallel, optimizer, [watch, sw.LossMonitor(), sw.EMA()], **trainer_options)
+    trainer = sw.Trainer(parallel, optimizer, [watch, sw.LossMonitor(), sw.EMA(), sw.NanGuard()], **trainer_options)
     trainer.fit(loader)
     assert trainer.steps == LAST
-    return watch.waits
+    trainer.evaluate(loader)
+    with waits_in_a_step() as waits:
+        trainer.evaluate(loader)
+    return watch.waits, [where.partition(":")[0] for where in waits]
+
+
+STEADY = [], ["__float__ at run/evaluation.py"]  # once, for the mean loss
 
 
 DATA = {"mode": "data"}
@@ -49,6 +58,7 @@ SPLIT = {"mode": "auto", "search": "propagation"}
 RUNS = {
     "perceptron": ("perceptron", DATA, {"clip_norm": 1.0, "accumulate": 2}, True),
     "resnet": ("resnet", DATA, {"precision": "bf16"}, False),
+    "scaled": ("perceptron", DATA, {"precision": "fp16", "clip_norm": 1.0}, True),
     "transformer": ("transformer", SPLIT, {"clip_norm": 1.0}, False),
 }
 MORE = [
@@ -61,12 +71,12 @@ MORE = [
 
 @pytest.mark.parametrize("name", ["resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in RUNS if n != "resnet")])
 def test_no_steady_step_waits(name):
-    assert run_ranks(2, steady, *RUNS[name]) == [[], []]
+    assert run_ranks(2, steady, *RUNS[name]) == [STEADY] * 2
 
 
 @pytest.mark.parametrize(("name", "options", "ranks"), MORE)
 def test_no_steady_step_of_any_network_waits(name, options, ranks):
-    assert run_ranks(ranks, steady, name, options, {"precision": "fp16", "clip_norm": 1.0}, False) == [[]] * ranks
+    assert run_ranks(ranks, steady, name, options, {"precision": "fp16", "clip_norm": 1.0}, False) == [STEADY] * ranks
 
 
 def test_what_waits_is_found():

@@ -19,7 +19,7 @@ from shardwright.plan.searches import Mode
 from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.eager_predict import Prediction
-from shardwright.run.evaluation import metric_means_over_ranks
+from shardwright.run.evaluation import metric_sums_over_ranks
 from shardwright.run.mean_check import problem_with_mean
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.batches import tensors_of
@@ -136,9 +136,9 @@ class EagerParallel(ParallelModel):
         dist.all_reduce(total)
         return int(total)
 
-    def _metrics(self, aux: Any, batch: Any, samples: int) -> Mapping[str, float]:
+    def _metrics(self, aux: Any, batch: Any, samples: int) -> Mapping[str, Tensor | float]:
         part, _ = self._splitter.split(batch)
-        return metric_means_over_ranks(aux, count_samples(part))
+        return metric_sums_over_ranks(aux, count_samples(part))
 
     def accumulate(self) -> AbstractContextManager[None]:
         return self._step.accumulate()

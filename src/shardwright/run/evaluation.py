@@ -6,7 +6,7 @@ is a mean over the batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,39 +28,44 @@ class Evaluation:
         return {"loss": self.loss, "metrics": dict(self.metrics), "samples": self.samples}
 
 
-def together(parts: Iterable[Evaluation]) -> Evaluation | None:
-    """The means over the samples of all parts; None where there are none.
+@dataclass(frozen=True, eq=False)
+class Sums:
+    """The loss and metrics of some batches, each summed over their ``samples``, on the device that computed them.
 
-    >>> together([Evaluation(1.0, {"accuracy": 0.5}, 2), Evaluation(4.0, {"accuracy": 1.0}, 4)])
-    Evaluation(loss=3.0, metrics={'accuracy': 0.8333333333333334}, samples=6)
+    A GPU is not waited for until their means are asked for.
+
+    >>> parts = Sums(2.0, {"right": 1.0}, 2), Sums(16.0, {"right": 4.0}, 4)
+    >>> (parts[0] + parts[1]).means()
+    Evaluation(loss=3.0, metrics={'right': 0.8333333333333334}, samples=6)
     """
-    samples, loss, metrics = 0, 0.0, dict[str, float]()
-    for part in parts:
-        samples += part.samples
-        loss += part.loss * part.samples
-        for name, mean in part.metrics.items():
-            metrics[name] = metrics.get(name, 0.0) + mean * part.samples
-    if not samples:
-        return None
-    return Evaluation(loss / samples, {name: total / samples for name, total in metrics.items()}, samples)
+
+    loss: Tensor | float
+    metrics: Mapping[str, Tensor | float]
+    samples: int
+
+    def __add__(self, other: Sums) -> Sums:
+        names = (*self.metrics, *(name for name in other.metrics if name not in self.metrics))
+        metrics = {name: self.metrics.get(name, 0.0) + other.metrics.get(name, 0.0) for name in names}
+        return Sums(self.loss + other.loss, metrics, self.samples + other.samples)
+
+    def means(self) -> Evaluation:
+        """The means over all samples, in numbers."""
+        metrics = {name: float(total) / self.samples for name, total in self.metrics.items()}
+        return Evaluation(float(self.loss) / self.samples, metrics, self.samples)
 
 
-def metric_means(aux: Any, samples: int) -> dict[str, float]:
-    """The metrics of a global batch of ``samples`` samples, each as a mean over them."""
-    return {name: total / samples for name, total in _totals(aux, samples)}
-
-
-def metric_means_over_ranks(aux: Any, samples: int) -> dict[str, float]:
-    """The means over all ranks' parts, of which this one has ``samples`` samples (no metrics if it is empty)."""
-    everyone = from_all_ranks((dict(_totals(aux, samples)), samples))
-    whole = sum(count for _, count in everyone)
-    names = next((list(metrics) for metrics, count in everyone if count), [])
-    return {name: sum(metrics.get(name, 0.0) for metrics, _ in everyone) / whole for name in names}
-
-
-def _totals(aux: Any, samples: int) -> Iterator[tuple[str, float]]:
-    """Each metric summed over ``samples`` samples: a count is that already."""
+def metric_sums(aux: Any, samples: int) -> dict[str, Tensor | float]:
+    """The metrics of a batch of ``samples`` samples, each summed over them: a count is that already."""
+    found: dict[str, Tensor | float] = {}
     if isinstance(aux, Mapping):
         for name, value in aux.items():
             if isinstance(value, Tensor) and value.ndim == 0:
-                yield str(name), float(value) * (samples if value.is_floating_point() else 1)
+                found[str(name)] = value.detach().double() * (samples if value.is_floating_point() else 1)
+    return found
+
+
+def metric_sums_over_ranks(aux: Any, samples: int) -> dict[str, Tensor | float]:
+    """The sums over all ranks' parts, of which this one has ``samples`` samples (no metrics if it is empty)."""
+    everyone = from_all_ranks({name: float(total) for name, total in metric_sums(aux, samples).items()})
+    names = dict.fromkeys(name for theirs in everyone for name in theirs)
+    return {name: sum(theirs.get(name, 0.0) for theirs in everyone) for name in names}

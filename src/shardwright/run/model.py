@@ -18,7 +18,7 @@ from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import LocalProgram
 from shardwright.plan.plan import Plan
-from shardwright.run.evaluation import Evaluation, metric_means
+from shardwright.run.evaluation import Evaluation, Sums, metric_sums
 from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.structure import Structure
@@ -39,7 +39,7 @@ class ParallelModel(LikeModule):
     """``parallel(batch)`` is the loss of the global batch, the same on every rank; its backward leaves gradients.
 
     Where the loss function returns ``(loss, aux)``, so does this. `close`, or the end of a ``with``, gives back process
-    groups of its own.
+    groups that nobody else uses.
     """
 
     plan: Plan | None
@@ -84,13 +84,21 @@ class ParallelModel(LikeModule):
 
     def evaluate(self, batch: Any) -> Evaluation:
         """The loss and the metrics of the global batch; all ranks call it together."""
-        samples, result = self.samples(batch), self(batch)
-        loss, aux = result if isinstance(result, tuple) else (result, None)
-        return Evaluation(float(loss), self._metrics(aux, batch, samples), samples)
+        return self.sums(batch).means()
 
-    def _metrics(self, aux: Any, batch: Any, samples: int) -> Mapping[str, float]:
-        """The metrics among what was returned beside the loss of the global batch."""
-        return metric_means(aux, samples)
+    def sums(self, batch: Any) -> Sums:
+        """What `evaluate` gives the means of, left on the device: many batches are then waited for once."""
+        result, samples = self._counted(batch)
+        loss, aux = result if isinstance(result, tuple) else (result, None)
+        return Sums(loss.detach().double() * samples, self._metrics(aux, batch, samples), samples)
+
+    def _counted(self, batch: Any) -> tuple[Any, int]:
+        """What a call gives for a batch, and how many samples the global batch has."""
+        return self(batch), self.samples(batch)
+
+    def _metrics(self, aux: Any, batch: Any, samples: int) -> Mapping[str, Tensor | float]:
+        """The metrics among what was returned beside the loss of the global batch, summed over its samples."""
+        return metric_sums(aux, samples)
 
     @abstractmethod
     def replay(self, batch: Any) -> Replay | None:

@@ -8,9 +8,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any
 
-import torch
 from rich.progress import Progress, TaskID
 from torch import Tensor
 
@@ -213,16 +213,25 @@ class EMA(Callback):
 class NanGuard(Callback):
     """Ends the run at the first loss that is not finite, naming the operator that first gave such a value, and where.
 
-    Looking costs a transfer of the loss from the device at every step.
+    It looks when the backward has been asked of the device, and before parameters are updated: a GPU has that to do
+    while its loss is waited for.
 
     Raises:
         TrainingError: on every rank.
     """
 
+    def __init__(self) -> None:
+        self._loss: OnItsWay | None = None
+
     def on_loss(self, run: RunView, batch: Any, loss: Tensor) -> None:
-        if bool(torch.isfinite(loss.detach())):
+        self._loss = OnItsWay(loss)
+
+    def on_backward(self, run: RunView, batch: Any, loss: Tensor) -> None:
+        assert self._loss is not None
+        value = self._loss.value()
+        if isfinite(value):
             return
-        message = f"the loss is {loss.item()} at epoch {run.epoch}, step {run.step}"
+        message = f"the loss is {value} at epoch {run.epoch}, step {run.step}"
         replay = run.parallel.replay(batch)
         if replay is None:
             raise TrainingError(f"{message}; only a model that can be captured tells which operator began it")

@@ -68,6 +68,9 @@ class Callback:
     def on_loss(self, run: RunView, batch: Any, loss: Tensor) -> None:
         """Called before the backward of each batch; ``loss`` is that of the global batch."""
 
+    def on_backward(self, run: RunView, batch: Any, loss: Tensor) -> None:
+        """Called after the backward of each batch, and before the optimizer's step."""
+
     def on_step_end(self, run: RunView) -> None:
         """Called after each optimizer step."""
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
+from functools import reduce
 from itertools import islice
+from operator import add
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from shardwright.checkpoint.loading.match import Rename
 from shardwright.errors import UsageError
 from shardwright.pulse import own_pulse
 from shardwright.report.text import start_line, validation_line
-from shardwright.run.evaluation import Evaluation, together
+from shardwright.run.evaluation import Evaluation, Sums
 from shardwright.run.like_module import evaluating
 from shardwright.run.model import ParallelModel
 from shardwright.training.checkpointing import ModelCheckpoint
@@ -221,7 +223,9 @@ class Trainer:
 
     def _train_step(self, group: Sequence[Any]) -> None:
         """One optimizer step: the gradient of the mean loss over all samples of the batches in ``group``."""
-        counts = [self.parallel.samples(batch) for batch in group]
+        counts = [1]  # of one batch the step has all samples, whose number ranks may have to ask for
+        if len(group) > 1 or not self._announced:
+            counts = [self.parallel.samples(batch) for batch in group]
         if not self._announced:
             self._announced = True
             self._announce(counts)
@@ -234,6 +238,7 @@ class Trainer:
                 self._call_all("on_loss", batch, loss)
                 share = loss * (count / sum(counts))
                 self.scaler.scale(share).backward()  # type: ignore[no-untyped-call]
+                self._call_all("on_backward", batch, loss)
             losses.append(share.detach())
         self.loss = torch.stack(losses).sum()
         self._update()
@@ -242,15 +247,30 @@ class Trainer:
         if self.clip_norm is not None:
             self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self.parallel.parameters(), self.clip_norm)
-        if self.scheduler is None:  # whoever asks for the scale waits for the device
-            self.scaler.step(self.optimizer)
-            self.scaler.update()
-            return
-        scale = self.scaler.get_scale()
-        self.scaler.step(self.optimizer)
+        stepped = self._optimizer_steps()
         self.scaler.update()
-        if self.scaler.get_scale() >= scale:  # only an overflow, for which the step was skipped, lowers it
+        if self.scheduler is not None and stepped():
             self.scheduler.step()
+
+    def _optimizer_steps(self) -> Callable[[], bool]:
+        """Let the scaler make the step of the optimizer, unless gradients have overflown; what tells whether it did.
+
+        Fused optimizers decide that on the device, so that nobody waits until it is asked for.
+        """
+        if any(group.get("fused") for group in self.optimizer.param_groups):
+            scale = self._scale() if self.scheduler is not None else 0.0
+            self.scaler.step(self.optimizer)
+            return lambda: self._scale() >= scale  # only an overflow lowers it
+        steps: list[Optimizer] = []
+        noting = self.optimizer.register_step_post_hook(lambda optimizer, *_: steps.append(optimizer))
+        try:
+            self.scaler.step(self.optimizer)
+        finally:
+            noting.remove()
+        return lambda: bool(steps)
+
+    def _scale(self) -> float:
+        return self.scaler.get_scale()
 
     def _loss(self, batch: Any) -> Tensor:
         """The loss of the global batch."""
@@ -282,16 +302,15 @@ class Trainer:
             stack.enter_context(torch.no_grad())
             stack.enter_context(evaluating(self.parallel.module))
             if callable(loader):
-                evaluation: Evaluation | None = loader(self.parallel)
-            else:
-                evaluation = together(self._evaluated(batch) for batch in loader)
-        if evaluation is None:
+                return loader(self.parallel)
+            sums = [self._sums(batch) for batch in loader]
+        if not sums:
             raise UsageError("there is nothing to evaluate: the loader gave no batch")
-        return evaluation
+        return reduce(add, sums).means()
 
-    def _evaluated(self, batch: Any) -> Evaluation:
+    def _sums(self, batch: Any) -> Sums:
         with autocast(self.precision, self.world.device):
-            return self.parallel.evaluate(batch)
+            return self.parallel.sums(batch)
 
     def _validate(self, loader: Validation) -> None:
         self.evaluation, self.evaluated = self.evaluate(loader), self.epoch
