@@ -111,8 +111,8 @@ def parallelize(
             on its device, children first, with random numbers of ``torch.initial_seed()``: the values are those of
             ``model.to_empty(device=...)`` and ``model.apply(init)`` after `set_seed`, for any plan and number of ranks.
 
-    What it returns has process groups of its own, which live until its ``close()``, the end of a ``with
-    sw.parallelize(...) as parallel:``, or that of the process.
+    What it returns uses process groups until its ``close()``, the end of a ``with sw.parallelize(...) as parallel:``,
+    or that of the process; those that no other model and no DTensor uses end with that.
 
     A model that cannot be captured runs by torch's DistributedDataParallel in the modes "data" and "single", with an
     `EagerFallback` warning that says why; the other modes need the capture.
