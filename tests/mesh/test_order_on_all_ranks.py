@@ -69,13 +69,14 @@ PINS = {
         "layers.*.up": ((rows, 1, 1), (columns, 1), None), "layers.*.down": ((rows, 1, columns), (1, columns), None),
     },
 }  # fmt: skip
+PINNED = ("tensor", "stored")
 BLOCKS = {"perceptron": ("layers.2",), "gpt": ("layers.*",)}
 CASES = [
     pytest.param(name, mode, size, id=f"{name}-{mode}-{size}", marks=() if quick else pytest.mark.slow)
     for name in ZOO
-    for mode in ("data", "auto", *(("tensor", "stored") if name in PINS else ()))
+    for mode in ("data", "auto", *(PINNED if name in PINS else ()))
     for size in MESHES
-    for quick in [size == 8 and name == "perceptron"]
+    for quick in [size == 8 and name == "perceptron" and mode in PINNED]
 ]
 
 

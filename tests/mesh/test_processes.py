@@ -87,8 +87,10 @@ def sharing():
         lambda: first.prepare([("a",), ("b",), ("a", "b")]),
         lambda: second.prepare([("x", "one"), ("y",)]),
         first.close,
-        lambda: device_mesh(shapes[0], "cpu"),
         second.close,
+        second.close,
+        lambda: second.prepare([("x",), ("y",)]),
+        lambda: device_mesh(shapes[0], "cpu"),
         second.close,
     ):
         do()
@@ -101,21 +103,8 @@ def sharing():
     return found
 
 
-def test_whoever_communicates_over_the_same_ranks_shares_a_group():
-    assert run_ranks(4, sharing) == [[3, 3, 3, 3, 3, 3, [2.0] * 4]] * 4
-
-
-def given_back():
-    dist.init_process_group("gloo")
-    comm = communicator_over(Mesh.of(a=2, b=2))
-    comm.prepare([("a",), ("b",)])
-    before = len(dist.distributed_c10d._world.pg_map)
-    comm.close()
-    return before, len(dist.distributed_c10d._world.pg_map)
-
-
-def test_what_nobody_uses_any_more_is_given_back():
-    assert run_ranks(4, given_back) == [(3, 1)] * 4
+def test_groups_of_the_same_ranks_are_shared_until_nobody_uses_them():
+    assert run_ranks(4, sharing) == [[3, 3, 3, 1, 1, 3, 3, 3, [2.0] * 4]] * 4
 
 
 def without_preparation(mesh):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -20,8 +19,9 @@ from shardwright.run.placing.initialising import Init, Initialising
 from shardwright.run.placing.members import Member, members
 from shardwright.run.programs.optimizers import note_successor, watch_optimizers
 from shardwright.run.programs.splitting import Splitting, refuse_hooks, watch_split
+from shardwright.run.programs.storage import of_rank_zero
 from shardwright.world.agreement import from_rank_zero, together
-from shardwright.world.ranks import alone, ranks_by_collectives
+from shardwright.world.ranks import ranks_by_collectives
 
 
 def place(
@@ -57,13 +57,13 @@ def place(
         watch_optimizers()
     made: list[tuple[Member, Tensor]] = []
     Initialising(model, [member for member in found if member.name in empty], init, device).run(
-        seed, _of_rank_zero, lambda member, whole: made.append((member, _stored(member, whole, splitting)))
+        seed, of_rank_zero, lambda member, whole: made.append((member, _stored(member, whole, splitting)))
     )
     for member, tensor in made:
         _put(member, tensor)
     for member in found:
         if member.name not in empty:
-            _put(member, _stored(member, _of_rank_zero(_brought(member.tensor, device)), splitting))
+            _put(member, _stored(member, of_rank_zero(_brought(member.tensor, device)), splitting))
     if splitting.splits:
         watch_split(model)
 
@@ -92,13 +92,6 @@ def _brought(tensor: Tensor, device: torch.device) -> Tensor:
     """Memory of this rank's device for the whole of a tensor, with its values where it has some."""
     with torch.no_grad():
         return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
-
-
-def _of_rank_zero(whole: Tensor) -> Tensor:
-    """``whole``, with the values of rank 0."""
-    if not alone():
-        dist.broadcast(whole.data, 0)
-    return whole
 
 
 def _stored(member: Member, whole: Tensor, splitting: Splitting) -> Tensor:

@@ -28,12 +28,16 @@ from shardwright.world.ranks import alone
 
 def agree_on_weights(model: nn.Module) -> None:
     """Give every rank the parameters and buffers of rank 0."""
-    if alone():
-        return
-    with torch.no_grad():
-        for tensor in [*model.parameters(), *model.buffers()]:
-            if not isinstance(tensor, DTensor):  # an earlier `parallelize` has agreed on those
-                dist.broadcast(tensor.data, 0, group=group_moving(tensor.device))
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not isinstance(tensor, DTensor):  # an earlier `parallelize` has agreed on those
+            of_rank_zero(tensor)
+
+
+def of_rank_zero(tensor: Tensor) -> Tensor:
+    """The same tensor, with the values of rank 0."""
+    if not alone():
+        dist.broadcast(tensor.data, 0, group=group_moving(tensor.device))
+    return tensor
 
 
 def refuse_meta(model: nn.Module) -> None:
