@@ -44,9 +44,10 @@ def steady(name, options, trainer_options, scheduled):
     trainer = sw.Trainer(parallel, optimizer, [watch, sw.LossMonitor(), sw.EMA(), sw.NanGuard()], **trainer_options)
     trainer.fit(loader)
     assert trainer.steps == LAST
-    trainer.evaluate(loader)
+    batches = list(loader)
+    trainer.evaluate(batches)
     with waits_in_a_step() as waits:
-        trainer.evaluate(loader)
+        trainer.evaluate(batches)
     return watch.waits, [where.partition(":")[0] for where in waits]
 
 

@@ -192,8 +192,9 @@ class Parallel(ParallelModel):
         if given.asked is not None and given.asked.expected is not None:
             try:
                 return self._computed_expecting(given, given.asked, given.asked.expected)
-            except NotAsExpected:
-                pass
+            except NotAsExpected as other:
+                if other.error is not None:
+                    raise other.error from None
         rows = given.rows()
         prepared, inputs = self._ready(given, rows)
         return prepared, rows, self._run(prepared, inputs)
@@ -208,12 +209,7 @@ class Parallel(ParallelModel):
         prepared = self._programs.known(step)
         if prepared is None:
             raise NotAsExpected
-
-        def confirm() -> None:
-            asked.confirm()
-            self._programs.of(step)
-
-        with self._lockstep.after(confirm):
+        with self._lockstep.after(lambda: asked.confirm(lambda: self._programs.of(step))):
             return prepared, rows, self._run(prepared, prepared.inputs(given.tensors, rows, self._communicator))
 
     def _given(self, kind: StepKind, batch: Any) -> _Given:

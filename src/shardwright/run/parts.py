@@ -26,10 +26,15 @@ _MOST = 256  # answers that are remembered
 
 
 class NotAsExpected(BaseException):
-    """Ranks pass other sizes than this one expected: its forward must not talk to them.
+    """Ranks have come to something else than this one expected: its forward must not talk to them.
 
-    No handler of errors is to see it.
+    No handler of errors is to see it on its way: the ``error``, where there is one, is raised when nothing runs any
+    more, as it would have been had this rank waited.
     """
+
+    def __init__(self, error: ShardwrightError | None = None) -> None:
+        super().__init__()
+        self.error = error
 
 
 class Parts:
@@ -73,7 +78,7 @@ class Asked:
     ) -> None:
         self.expected = expected
         self._tensors, self._everyone, self._wait, self._remember = tensors, everyone, wait, remember
-        self._answer: Rows | ShardwrightError | None = None
+        self._answer: Rows | None = None
 
     def rows(self) -> Rows:
         """Which rows each rank has.
@@ -83,26 +88,22 @@ class Asked:
             WorldError: as `Lockstep.run`.
         """
         if self._answer is None:
-            try:
-                self._answer = self._awaited()
-            except ShardwrightError as error:
-                self._answer = error
-        if isinstance(self._answer, ShardwrightError):
-            raise self._answer
+            self._answer = self._awaited()
         return self._answer
 
-    def confirm(self) -> None:
-        """Go on if the answer is the expected one.
+    def confirm(self, come: Callable[[], object]) -> None:
+        """Wait, and ``come`` to the others if their answer is the expected one.
 
         Raises:
-            NotAsExpected: where it is not, or there is an error, which `rows` raises.
+            NotAsExpected: where it is not, or there is an error.
         """
         try:
-            rows = self.rows()
-        except ShardwrightError:
-            raise NotAsExpected from None
-        if rows != self.expected:
-            raise NotAsExpected
+            if self.rows() == self.expected:
+                come()
+                return
+        except ShardwrightError as error:
+            raise NotAsExpected(error) from None
+        raise NotAsExpected
 
     def _awaited(self) -> Rows:
         self._wait()
