@@ -47,9 +47,9 @@ def with_other_sizes():
     parallel = sw.parallelize(model, loss_fn, part_of(batches[0], rank, SIZES[0]), "data", batch="local")
     told, confirm, apart = [], Asked.confirm, 0.0
 
-    def confirming(self):
+    def confirming(self, come):
         told[-1].append("asked")
-        confirm(self)
+        confirm(self, come)
         told[-1].append("as expected")
 
     Asked.confirm = confirming
