@@ -189,7 +189,7 @@ class AgentConnection(Connection):
             return 1, f"nothing was heard from {self.name} for {self.lease_s:g} s: the host or the line to it is down"
         code = self.wait()
         last = self.said_lines()[-1:]
-        if code == _SSH_FAILED and not last:  # where the line breaks, ssh says so
+        if code == _SSH_FAILED and not last:  # where the line breaks, ssh says so at its usual LogLevel
             return 1, f"the agent of {self.name}, which stands there above the ranks, was killed by a signal"
         how = f"was killed by {signal_name(-code)}" if code < 0 else f"exit code {code}"
         return 1, f"the connection to {self.name} ended ({how}{': ' if last else ''}{''.join(last)})"

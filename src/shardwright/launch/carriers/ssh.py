@@ -47,7 +47,7 @@ from shardwright.launch.kept.job import JobFolder
 _ANSWER_S = 15.0  # beyond the time to connect: a Python may be on a slow file system
 _SSH = (
     "ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectionAttempts=1", "-o", "ClearAllForwardings=yes",
-    "-o", "RemoteCommand=none",
+    "-o", "RemoteCommand=none", "-o", "LogLevel=INFO",
 )  # fmt: skip
 
 
