@@ -100,6 +100,21 @@ def test_a_plan_is_explained_compared_and_printed_as_json(monkeypatch, capsys):
     assert "--full, --explain and --json each print something else" in error
 
 
+def test_a_plan_is_a_page_for_a_browser_beside_another(monkeypatch, capsys):
+    command = ["plan", "net.py:build", "--mesh", "dp=2,tp=2", "--hardware", "h100"]
+    assert shardwright(monkeypatch, capsys, *command, "--mode", "data", "--save", "other.json")[0] == 0
+    both = ["--beside", "other.json", "--compare", "--html", "plan.html"]
+    code, shown, error = shardwright(monkeypatch, capsys, *command, *both)
+    assert (code, error) == (0, "")
+    assert "beside other.json, the other:\nthis plan: mode auto" in shown
+    told = json.loads(Path("plan.html").read_text().split('id="told">')[1].split("</script>")[0])
+    assert list(told["plans"]) == ["this plan", "other.json", "data parallel", "tensor parallel", "fully sharded"]
+    code, _, error = shardwright(monkeypatch, capsys, *command, "--json", "--beside", "other.json")
+    assert (code, "--beside adds to a page: leave out --json" in error) == (2, True)
+    code, _, error = shardwright(monkeypatch, capsys, *command, "--html", "none/plan.html")
+    assert (code, "cannot write the page none/plan.html: No such file" in error) == (2, True)
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -66,6 +66,8 @@ def plan(
         raise UsageError(
             "--full, --explain and --json each print something else, and --compare adds to a page or to JSON"
         )
+    if beside is not None and html is None and (as_json or explain is not None):
+        raise UsageError("--beside adds to a page: leave out --json and --explain, or add --html plan.html")
     from shardwright.report.plans.html import save_html
     from shardwright.report.progress import Progress
     from shardwright.verification.plan_file import plan_file
@@ -83,7 +85,7 @@ def plan(
             text = planned.explained(explain)
         else:
             text = planned.full() if full else planned.with_comparison() if compare else str(planned)
-        if beside is not None and not as_json:
+        if beside is not None and not as_json and explain is None:
             text = f"{text}\n\n{planned.difference(beside)}"
     click.echo(text)
 
