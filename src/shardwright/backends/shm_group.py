@@ -13,6 +13,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]  # documented,
 from shardwright.backends import table
 from shardwright.backends.group import CpuGroup
 from shardwright.backends.segment.collectives import Collectives
+from shardwright.backends.segment.direct import Direct
 from shardwright.backends.segment.memory import Memory, Process
 from shardwright.backends.segment.native import Group, Native
 from shardwright.backends.segment.small import Small
@@ -25,15 +26,23 @@ _Options = dist.AllreduceOptions
 
 
 class ShmGroup(CpuGroup):
-    """Ranks of one host, ``names`` in the world, that share ``memory``; with native code or without."""
+    """Ranks of one host, ``names`` in the world, that share ``memory``; with native code or without.
+
+    ``direct``: their processes may read each other's memory, too.
+    """
 
     def __init__(
-        self, memory: Memory, library: Native | None, processes: Sequence[Process], names: Sequence[int], store: Store,
-        timeout: timedelta,
+        self, memory: Memory, library: Native | None, direct: bool, processes: Sequence[Process], names: Sequence[int],
+        store: Store, timeout: timedelta,
     ) -> None:  # fmt: skip
         native = None if library is None else (library, Group.of(memory))
         rendezvous = BySemaphores(memory) if native is None else ByNative(*native)
-        collectives = Collectives(memory, rendezvous, names, table.SHM.name)
+        pids = [process.pid for process in processes]
+        collectives = (
+            Direct(memory, rendezvous, names, table.SHM.name, pids)
+            if direct
+            else Collectives(memory, rendezvous, names, table.SHM.name)
+        )
         self._small = None if native is None else Small(collectives, *native)
         super().__init__(table.SHM, collectives)
         self.lane = Lane(collectives, processes, timeout.total_seconds())

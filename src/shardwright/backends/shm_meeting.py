@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends.segment import native
+from shardwright.backends.segment.direct import can_read
 from shardwright.backends.segment.memory import TOKEN_BYTES, Layout, Memory, Process, make_file, open_file
 from shardwright.backends.segment.waiting import make_semaphores
 from shardwright.backends.shm_group import ShmGroup
@@ -37,7 +38,8 @@ def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
     memory, library, problem = None, None, made.get("problem", "")
     if not problem:
         memory, library, problem = _join(made, meeting, cards)
-    found = meeting.exchange("joined", {"problem": problem, "native": library is not None})
+    address = 0 if memory is None else memory.address
+    found = meeting.exchange("joined", {"problem": problem, "native": library is not None, "address": address})
     if meeting.rank == 0 and "file" in made:
         os.close(made["file"])
     problem = next((joined["problem"] for joined in found if joined["problem"]), "")
@@ -51,8 +53,11 @@ def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
         library = None
     if meeting.rank == 0:
         _say(library is not None)
+    token = bytes.fromhex(made["token"])
+    reads = all(can_read(card["pid"], joined["address"], token) for card, joined in zip(cards, found, strict=True))
+    direct = all(answer["reads"] for answer in meeting.exchange("reads", {"reads": reads}))
     processes = [Process(card["pid"], card["started"]) for card in cards]
-    return ShmGroup(memory, library, processes, meeting.names, meeting.store, options.timeout)
+    return ShmGroup(memory, library, direct, processes, meeting.names, meeting.store, options.timeout)
 
 
 class _Meeting:

@@ -144,8 +144,9 @@ class Lane:
         except WorldError as error:
             work.end(error)
         except BaseException as error:
-            self._give_up(WorldError(f"rank {self._name} failed in {work.what}: {type(error).__name__}: {error}"))
-            work.end(error)
+            given_up = WorldError(f"rank {self._name} failed in {work.what}: {type(error).__name__}: {error}")
+            self._give_up(given_up)
+            work.end(given_up if isinstance(error, OSError) else error)
         else:
             work.end()
         return True

@@ -191,23 +191,26 @@ class Collectives:
 
     def _all_gather(self, rows: Sequence[Tensor], tensor: Tensor) -> Steps:
         flat, _ = flat_of(tensor)
-        sizes = [row.numel() for row in rows]
-        if len(set(sizes)) == 1:
-            note, table = self.note("all_gather", flat), []
-        else:
-            note, table = self.note("all_gather of several sizes", flat[:0]), sizes
+        note, sizes = self._gathering(rows, flat)
         mine, rows = flat.view(torch.uint8), [row.view(torch.uint8) for row in rows]
         for start in range(0, max(1, *(row.numel() for row in rows)), DATA_BYTES):
             chunk = mine[start : start + DATA_BYTES]
             self._mine(chunk).copy_(chunk)
             if start == 0:
-                written = self._write(note, table)
+                written = self._write(note, sizes)
             yield
             if start == 0:
                 self.compare(written)
             for rank, row in enumerate(rows):
                 part = row[start : start + DATA_BYTES]
                 part.copy_(self._of(rank, part))
+
+    def _gathering(self, rows: Sequence[Tensor], flat: Tensor) -> tuple[Note, list[int]]:
+        """The note, and the sizes on which all must agree beside it, if there are several."""
+        sizes = [row.numel() for row in rows]
+        if len(set(sizes)) == 1:
+            return self.note("all_gather", flat), []
+        return self.note("all_gather of several sizes", flat[:0]), sizes
 
     # --- a part for each
 

@@ -1,0 +1,163 @@
+"""Collectives on large tensors where each rank reads what it needs from the memory of the other ranks' processes.
+
+The kernel copies once from process to process, where the shared memory takes a copy into it and one out of it; and
+ranks meet two or three times, however large the tensors are. Smaller tensors go through the shared memory.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Generator, Sequence
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from shardwright.backends.segment.collectives import Collectives, Steps, flat_of
+from shardwright.backends.segment.memory import HEAD_BYTES, Memory
+from shardwright.backends.segment.notes import Note
+from shardwright.backends.segment.reduction import Reduction
+from shardwright.backends.segment.waiting import Rendezvous
+
+DIRECT_BYTES = 1 << 18  # more than that of a tensor is read where it lies
+_CHUNK_BYTES = 1 << 18  # so much is reduced at a time, while it is in the caches
+
+
+class Direct(Collectives):
+    """Those of ranks whose processes, ``pids``, may read each other's memory."""
+
+    def __init__(
+        self, memory: Memory, rendezvous: Rendezvous, names: Sequence[int], backend: str, pids: Sequence[int]
+    ) -> None:
+        super().__init__(memory, rendezvous, names, backend)
+        self._pids = tuple(pids)
+        self._scratch = torch.empty(self.size, _CHUNK_BYTES, dtype=torch.uint8)
+
+    def _read(self, rank: int, address: int, into: Tensor) -> None:
+        try:
+            read(self._pids[rank], address, into)
+        except OSError as error:
+            raise OSError(
+                f"the memory of rank {self.names[rank]} (process {self._pids[rank]}) cannot be read: "
+                f"{error}; see the log of that rank, which may have ended"
+            ) from error
+        if reason := self.memory.reason(rank):  # it waits no more, so that other things may have stood there
+            raise OSError(reason)
+
+    def _addresses(
+        self, note: Note, own: Sequence[Tensor], sizes: Sequence[int] = ()
+    ) -> Generator[None, None, list[tuple[int, ...]]]:
+        """Where the tensors that each rank gives lie, when all have come; all must agree on the sizes."""
+        end = len(self._write(note, [*sizes, *(tensor.data_ptr() for tensor in own)]))
+        yield
+        parity, length = self.rendezvous.stage & 1, HEAD_BYTES + 8 * len(sizes)
+        notes = [self.memory.note(rank, parity, end) for rank in range(self.size)]
+        self.compare(notes[self.rank][:length])
+        return [tuple(memoryview(note[length:]).cast("q")) for note in notes]
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
+        """Each rank reduces a slice where it lies, and reads those of the others."""
+        if tensor.nbytes <= DIRECT_BYTES:
+            yield from super().all_reduce(tensor, reduction)
+            return
+        flat, finish = flat_of(tensor)
+        found = yield from self._addresses(self.note("all_reduce", flat, reduction.name), [flat])
+        slices = self._slices(flat)
+        starts = [part.data_ptr() - flat.data_ptr() for part in slices]
+        mine = slices[self.rank]
+        self._reduce(mine, mine, [address + starts[self.rank] for (address,) in found], reduction)
+        yield
+        for rank, part in enumerate(slices):
+            if rank != self.rank:
+                self._read(rank, found[rank][0] + starts[rank], part)
+        yield
+        finish()
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        if tensor.nbytes <= DIRECT_BYTES:
+            yield from super().broadcast(tensor, root)
+            return
+        flat, finish = flat_of(tensor)
+        found = yield from self._addresses(self.note("broadcast", flat, root=root), [flat])
+        if self.rank != root:
+            self._read(root, found[root][0], flat)
+            finish()
+        yield
+
+    def _all_gather(self, rows: Sequence[Tensor], tensor: Tensor) -> Steps:
+        if max(row.nbytes for row in rows) <= DIRECT_BYTES:
+            yield from super()._all_gather(rows, tensor)
+            return
+        flat, _ = flat_of(tensor)
+        note, sizes = self._gathering(rows, flat)
+        found = yield from self._addresses(note, [flat], sizes)
+        for rank, row in enumerate(rows):
+            if rank == self.rank:
+                row.copy_(flat)
+            else:
+                self._read(rank, found[rank][0], row)
+        yield
+
+    def _reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], reduction: Reduction) -> Steps:
+        if max(row.nbytes for row in rows) <= DIRECT_BYTES:
+            yield from super()._reduce_scatter(output, rows, reduction)
+            return
+        flat, finish = flat_of(output)
+        note = self.note("reduce_scatter", flat[:0], reduction.name)
+        found = yield from self._addresses(note, rows, [row.numel() for row in rows])
+        self._reduce(flat, rows[self.rank], [addresses[self.rank] for addresses in found], reduction)
+        yield
+        finish()
+
+    def _reduce(self, out: Tensor, own: Tensor, addresses: Sequence[int], reduction: Reduction) -> None:
+        """Into ``out``, which may be ``own``, of what lies there in the ranks' processes."""
+        width = _CHUNK_BYTES // own.element_size()
+        for start in range(0, own.numel(), width):
+            chunk = own[start : start + width]
+            parts = []
+            for rank, address in enumerate(addresses):
+                part = self._scratch[rank, : chunk.nbytes].view(chunk.dtype)
+                if rank != self.rank:
+                    self._read(rank, address + start * own.element_size(), part)
+                else:
+                    part.copy_(chunk)
+                parts.append(part)
+            reduction.total(parts, out[start : start + width])
+
+
+class _Span(ctypes.Structure):
+    _fields_ = (("address", ctypes.c_void_p), ("nbytes", ctypes.c_size_t))
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    library = ctypes.CDLL(None, use_errno=True)
+    span = ctypes.POINTER(_Span)
+    library.process_vm_readv.argtypes = (
+        ctypes.c_int, span, ctypes.c_ulong, span, ctypes.c_ulong, ctypes.c_ulong,
+    )  # fmt: skip
+    library.process_vm_readv.restype = ctypes.c_ssize_t
+    return library
+
+
+def read(pid: int, address: int, into: Tensor) -> None:
+    """Copy what lies there in a process into a contiguous tensor; raises `OSError` where that is not allowed."""
+    done, target, nbytes = 0, into.data_ptr(), into.nbytes
+    while done < nbytes:
+        here, there = _Span(target + done, nbytes - done), _Span(address + done, nbytes - done)
+        got = _library().process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        if got <= 0:
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
+        done += got
+
+
+def can_read(pid: int, address: int, expected: bytes) -> bool:
+    """Whether this process may read the memory of that one, and finds there what is ``expected``."""
+    found = torch.zeros(len(expected), dtype=torch.uint8)
+    try:
+        read(pid, address, found)
+    except (OSError, AttributeError):  # the kernel forbids it, or the C library has no such function
+        return False
+    return bytes(found.tolist()) == expected
