@@ -11,8 +11,7 @@ rows of its global batch.
 The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "tensor", pins as Megatron-LM splits, inside
 the hosts, and the batch between them; torch's DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
 A run's figure is the median of its steps (forward, backward, a step of SGD), slowest rank; the table has the median of
-the rounds. Predicted is what the cost model says of a plan, and the traffic of SGD, which reads a parameter and its
-gradient and writes the former. ``--quick`` measures little, to see that everything works.
+the rounds. Predicted is what the cost model says of a plan. ``--quick`` measures little, to see that everything works.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 import shardwright as sw
-from shardwright.plan.pricing.cost import Seconds
+from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.run.programs.planner import hardware_of
 from shardwright.zoo import GPT
@@ -76,7 +75,7 @@ if way in ("found", "data", "tensor"):
     how = {"found": {"mode": "auto"}, "data": {"mode": "data"}, "tensor": {"mode": "semi-auto", "search": "exact"}}[way]
     if way == "tensor":
         how |= {"pins": pins, "mesh": "dp=2,tp=2"}
-    trained = sw.parallelize(model, loss_fn, batch, batch="global", hardware="hardware.json", **how)
+    trained = sw.parallelize(model, loss_fn, batch, batch="global", hardware="hardware.json", optimizer="sgd", **how)
     plan, call = trained.plan, lambda: trained(batch)
 elif way == "ddp":
     trained = nn.parallel.DistributedDataParallel(model)
@@ -109,11 +108,7 @@ if world.rank == 0:
     found = {"step_s": statistics.median(map(max, zip(*everyone))), "steps": len(took)}
     if plan is not None:
         hardware = hardware_of(world, read_hardware("hardware.json"))
-        prices = Seconds(hardware)
-        found["predicted_s"] = sum(
-            prices.operator(plan.graph, node, plan.strategies[node.name], plan.mesh) for node in plan.capture.nodes
-        ) + sum(prices.transfer(plan.capture.values[t.value], t.steps, plan.mesh) for t in plan.transfers)
-        found["predicted_s"] += 3 * plan.held_bytes() / hardware.memory_bandwidth
+        found["predicted_s"] = Prices(plan, hardware).step_s
         found["moved_bytes"] = plan.moved_bytes()
         found["plan"] = str(plan)
     json.dump(found, open(answer, "w"))

@@ -114,6 +114,26 @@ def test_sizes_beyond_one_that_takes_too_long_are_left_out():
     assert run_ranks(2, impatient) == [[[64]] * len(KINDS)] * 2
 
 
+def hurried():
+    """On a rank of two, with next to no time: how often each collective was timed at each size, and all times."""
+    visited = []
+    visit = profile._visit
+    profile._visit = lambda rows, buffer: (visited.extend(rows), visit(rows, buffer))
+    found = measure_links(sw.init("gloo"), (4096, 64), rounds=50, within_s=1e-6)
+    return [len(cell.visits) for row in visited for cell in row.cells], all(
+        s > 0 for link in found for _, s in link.points
+    )
+
+
+def test_a_budget_of_seconds_leaves_rounds_out():
+    assert run_ranks(2, hurried) == [([profile.FEWEST_ROUNDS] * len(KINDS), True)] * 2
+
+
+def test_fewer_rounds_lie_evenly_between_the_others():
+    row = profile._Row(None, "all_reduce", (), 3)
+    assert [turn for turn in range(9) if row.takes_part(turn, 9)] == [0, 3, 6]
+
+
 def alone():
     with pytest.raises(UsageError, match="a profile needs 2 ranks or more to measure links between them; type -n 2"):
         measure_links(sw.init("gloo"), (8, 16), 1)

@@ -54,6 +54,15 @@ def test_a_profile_comes_back_equal(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["hardware.json"]
 
 
+def test_a_profile_of_an_earlier_release_says_nothing_of_what_goes_on_at_once():
+    """It is priced as it was: an operator takes the longest of its parts, and no gradient is hidden."""
+    made = hardware(at_once=0.2, hides_gradients=0.4)
+    text = made.to_json()
+    assert Hardware.from_json(text) == made
+    found = {key: value for key, value in json.loads(text).items() if key not in ("at_once", "hides_gradients")}
+    assert Hardware.from_json(json.dumps(found)) == hardware()
+
+
 @pytest.mark.parametrize("name", ["a100", "cpu_host", "h100", "h200", "v100"])
 def test_shipped_profiles_name_their_sources(name):
     found = shipped(name)
@@ -125,6 +134,8 @@ def broken(path, value):
         (broken(["flops", "float32"], -1), "float32 is -1.0; expected a number above 0"),
         (broken(["memory_bandwidth"], None), "memory_bandwidth is missing"),
         (broken(["launch_s"], "fast"), "launch_s is 'fast', which is no number"),
+        (broken(["at_once"], 1.5), "at_once is 1.5; expected a number from 0 to 1"),
+        (broken(["hides_gradients"], "some"), "hides_gradients is 'some', which is no number"),
         (broken(["links", 0, "where"], "beside"), "expected inside or between"),
         (broken(["links", 0, "ranks"], 1), "2 ranks or more"),
         (broken(["links", 1], None), "the links inside hosts lack all_gather"),

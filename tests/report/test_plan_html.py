@@ -94,7 +94,7 @@ def test_the_time_line_is_the_step(plans):
     for plan in plans.values():
         prices = Prices(plan, H100)
         events = events_of(plan, prices)
-        assert sum(event.seconds for event in events) == pytest.approx(prices.step_s)
+        assert sum(event.seconds for event in events) == pytest.approx(prices.computing_s + prices.communicating_s)
         assert [event.backward for event in events] == sorted(event.backward for event in events)
         computing = sum(event.seconds for event in events if event.lane == "computes")
         assert computing == pytest.approx(prices.computing_s)

@@ -11,6 +11,7 @@ from shardwright.graph.ir import Node, Value
 from shardwright.mesh.redistribute import copies
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.pricing.blocks import Block
+from shardwright.plan.pricing.cost import reduced_in_buckets
 from shardwright.plan.pricing.memory import Kept, local_bytes
 from shardwright.plan.pricing.optimizers import OptimizerStates
 from shardwright.world.gradients import BUCKET_BYTES
@@ -175,7 +176,7 @@ def _largest_buffer(plan: Decisions) -> int:
     largest = 0
     for transfer in plan.transfers:
         value: Value = plan.capture.values[transfer.value]
-        if value.kind == "parameter" and [step.kind for step in transfer.steps] == ["enter"]:
+        if reduced_in_buckets(value, transfer.steps):
             joined[transfer.steps[0].axes, value.dtype] += plan.bytes_of(value)
         else:
             found = (priced.collective.bytes for priced in plan.transfer_collectives(transfer))

@@ -49,7 +49,7 @@ def tensor_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:
     outputs = output_layouts(graph.capture, mesh, leaves)
     settled = Space(graph, mesh, {}, leaves, outputs)
     space = tensor_space(graph, mesh, data_parallel(graph, request).strategies, settled)
-    choice = search(space, Seconds(request.hardware))
+    choice = search(space, Seconds(request.hardware, request.optimizer))
     made = choice.strategies, choice.leaves, outputs
     return Plan(
         graph, mesh, request.mesh, "auto", "none", *made, optimizer=request.optimizer, hardware=request.hardware

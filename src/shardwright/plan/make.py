@@ -83,7 +83,7 @@ def _cheapest(
     best: Plan | None = None
     first: PlanError | None = None
     for mesh in meshes:
-        space, objective = space_of(graph, mesh, request, row), row.objective(request.hardware)
+        space, objective = space_of(graph, mesh, request, row), row.objective(request)
         if best is not None and (least := least_cost(space, objective)) >= (best.cost or 0.0):
             considered.append(f"{mesh} not searched: nothing on it costs less than {in_unit(least, row)}")
             continue
@@ -205,7 +205,7 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     leaves = fixed_leaves(graph.capture, mesh, inputs, request.storage, every_rank=True)
     outputs = output_layouts(graph.capture, mesh, leaves)
     space = Space(graph, mesh, {}, {}, outputs, *blocks_for(graph, request))
-    weighing = Weighing(mesh, request, space, Seconds(request.hardware))
+    weighing = Weighing(mesh, request, space, Seconds(request.hardware, request.optimizer))
     choice = weighing.settle(data_parallel(graph, mesh, leaves, outputs))
     plan = weighing.plan(choice)
     if request.memory is not None and plan.held.total > request.memory:
@@ -219,7 +219,7 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, we
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
         return choice
-    best, objective = choice, row.objective(request.hardware)
+    best, objective = choice, row.objective(request)
     known = Known(space.graph, objective, space.mesh)
     few = len(space.graph.capture.nodes) <= FEW_OPERATORS and len(space.mesh.axes) <= FEW_AXES
     asked = few or choice.cost - choice.bound > CLOSE * choice.cost
@@ -248,7 +248,7 @@ def _known_by_name(space: Space, request: PlanRequest) -> Iterator[Choice]:
 
 def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget | None, few: bool) -> Iterator[Choice]:
     """Tensor parallel, and what other searches find."""
-    graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware)
+    graph, mesh, objective = space.graph, space.mesh, row.objective(request)
     free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
     settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in free})
     following = data_parallel(graph, mesh, space.leaves, space.outputs).strategies
@@ -257,9 +257,7 @@ def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget
     if not row.by_axes:
         searches.append(partial(recursive, space, objective, budget))
     if few and (other := SEARCHES["propagation"]) is not row:
-        searches.append(
-            lambda: search(space_of(graph, mesh, request, other), other.objective(request.hardware), budget)
-        )
+        searches.append(lambda: search(space_of(graph, mesh, request, other), other.objective(request), budget))
     for find in searches:
         with suppress(PlanError):
             yield find()

@@ -9,7 +9,7 @@ from functools import cached_property
 from shardwright.graph.ir import Node
 from shardwright.mesh.redistribute import Collective
 from shardwright.plan.decisions import Decisions, Transfer
-from shardwright.plan.pricing.cost import Objective, Seconds, operator_collectives
+from shardwright.plan.pricing.cost import BACKWARD, Objective, Seconds, operator_collectives, reduced_in_buckets
 from shardwright.plan.pricing.hardware import Hardware
 
 
@@ -25,13 +25,14 @@ class Moved:
     bytes: float  # sent by each device
     seconds: float
     value: str | None = None  # the value that a transfer brings to its target
+    in_buckets: bool = False  # gradients of replicated parameters, which are reduced beside the backward
 
 
 class Prices:
-    """The seconds and bytes of a plan on ``hardware``; nothing overlaps."""
+    """The seconds and bytes of a plan on ``hardware``."""
 
     def __init__(self, plan: Decisions, hardware: Hardware) -> None:
-        self.plan, self.hardware, self.objective = plan, hardware, Seconds(hardware)
+        self.plan, self.hardware, self.objective = plan, hardware, Seconds(hardware, plan.optimizer)
 
     @cached_property
     def inside(self) -> Mapping[str, Moved]:
@@ -72,9 +73,10 @@ class Prices:
         if times := plan.repeats(transfer):
             spent += times * self.objective.transfer(replace(value, needs_gradient=False), transfer.steps, plan.mesh)
         kinds = tuple(dict.fromkeys(f"{priced.collective.kind} {priced.direction}" for priced in found))
+        in_buckets = reduced_in_buckets(value, transfer.steps)
         axes = _axes([priced.collective for priced in found])
         sent = sum(priced.bytes for priced in found)
-        return Moved(kinds, axes, value.label, found[0].module, len(found), sent, spent, transfer.value)
+        return Moved(kinds, axes, value.label, found[0].module, len(found), sent, spent, transfer.value, in_buckets)
 
     @property
     def moved(self) -> Sequence[Moved]:
@@ -91,10 +93,28 @@ class Prices:
         """Seconds of a step that are communication."""
         return sum(moved.seconds for moved in self.moved)
 
+    @cached_property
+    def updating_s(self) -> float:
+        """Seconds of a step that are the optimizer's."""
+        plan, parameters = self.plan, self.plan.capture.of_kind("parameter")
+        return sum(self.objective.leaf(value, plan.leaves[value.name], plan.mesh) for value in parameters)
+
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return self.computing_s + self.communicating_s
+        return self.computing_s + self.communicating_s + self.updating_s - self.hidden_s
+
+    @cached_property
+    def hidden_s(self) -> float:
+        """Seconds in which gradients are reduced and the backward computes at once."""
+        plan = self.plan
+        gradients_s = sum(moved.seconds for moved in self.transfers if moved.in_buckets)
+        backward_s = sum(
+            self.computes_s[node.name] * BACKWARD / (1 + BACKWARD)
+            for node in plan.capture.nodes
+            if plan.graph.needs_gradient(node)
+        )
+        return self.hardware.hides_gradients * min(gradients_s, backward_s)
 
     def _inside(self, node: Node) -> Moved | None:
         plan, strategy = self.plan, self.plan.strategies[node.name]

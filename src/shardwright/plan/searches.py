@@ -16,7 +16,7 @@ from shardwright.rules.notation import OpRule, Strategy
 
 if TYPE_CHECKING:
     from shardwright.plan.pricing.cost import Objective
-    from shardwright.plan.pricing.hardware import Hardware
+    from shardwright.plan.request import PlanRequest
 
 MindSporeName = Literal["sharding_propagation", "recursive_programming", "dynamic_programming"]
 SearchName = Literal["propagation", "recursive", "exact", MindSporeName]
@@ -28,7 +28,7 @@ class Search:
     """One way to decide what is not pinned.
 
     Args:
-        objective: what is minimised on given hardware.
+        objective: what is minimised, on the hardware and for the optimizer of a request.
         unit: in what that is counted, seconds or bytes.
         keeps: whether a strategy of an operator is among the choices.
         most_axes: on how many axes it plans at most, unless pins need more. Strategies grow with the power of the
@@ -36,7 +36,7 @@ class Search:
         by_axes: whether one axis is decided after the other, each as the best for itself, or all together.
     """
 
-    objective: Callable[[Hardware], Objective]
+    objective: Callable[[PlanRequest], Objective]
     unit: Literal["s", "B"]
     keeps: Callable[[Strategy, OpRule, Mesh], bool]
     most_axes: int
@@ -71,16 +71,16 @@ def _everything(strategy: Strategy, rule: OpRule, mesh: Mesh) -> bool:
     return True
 
 
-def _bytes(hardware: Hardware) -> Objective:
+def _bytes(request: PlanRequest) -> Objective:
     from shardwright.plan.pricing.cost import Bytes  # imports torch
 
     return Bytes()
 
 
-def _seconds(hardware: Hardware) -> Objective:
+def _seconds(request: PlanRequest) -> Objective:
     from shardwright.plan.pricing.cost import Seconds  # imports torch
 
-    return Seconds(hardware)
+    return Seconds(request.hardware, request.optimizer)
 
 
 _ROWS: Mapping[SearchName, Search] = {

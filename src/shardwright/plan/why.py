@@ -54,7 +54,7 @@ class Why:
 
     def __init__(self, plan: Decisions, hardware: Hardware) -> None:
         self.plan, self.prices = plan, Prices(plan, hardware)
-        self.known = Known(plan.graph, Seconds(hardware), plan.mesh)
+        self.known = Known(plan.graph, Seconds(hardware, plan.optimizer), plan.mesh)
         self.nodes = {node.name: node for node in plan.capture.nodes}
         self.parameters = {value.label: value for value in plan.capture.of_kind("parameter")}
 

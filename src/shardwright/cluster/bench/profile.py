@@ -4,24 +4,32 @@ A collective is timed as programs run it, through a `Communicator`, after a barr
 groups are smaller than the world all groups communicate at once, as they do along an axis of a mesh. Sizes and kinds
 take turns in an order that is drawn anew in each round, so that a slow minute of the machine falls on all of them; the
 median over the rounds counts. Devices are measured while all ranks compute.
+
+A program computes before each collective, and ranks that share cores then come to it one after the other. What that
+adds to the smallest size is added to all (`amid.py`).
+
+How often each is timed follows from a budget of seconds and a first look. On slow links the largest sizes are left out,
+as the last segment of a curve goes on beyond the largest size that was timed.
 """
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import date
-from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.cluster.bench.amid import Work, gradients_hidden
+from shardwright.cluster.bench.device import measure_device, timed_s
 from shardwright.cluster.bench.profile_fit import fit
-from shardwright.cluster.bench.roofline import copy_rate, processor
-from shardwright.cluster.bench.stopwatch import refill, synchronize, took_s
+from shardwright.cluster.bench.roofline import processor
+from shardwright.cluster.bench.stopwatch import refill
 from shardwright.errors import UsageError
 from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.mesh.mesh import Mesh
@@ -38,10 +46,11 @@ KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter
 SIZES = tuple(sorted({
     64, 30 * 2**20, 2**25 + 2**16, *(round(2 ** (third / 3)) for third in range(28, 80) if third % 3)
 }))  # fmt: skip
-ROUNDS = 20
-WARMUP_ROUNDS = 2
-# Over slow links a round would take minutes: beyond a size that takes longer, the last bandwidth is taken to hold.
-LONGEST_S = 0.25
+ROUNDS, FEWEST_ROUNDS = 20, 3
+LINKS_S = 80.0  # for all links together
+# Over slow links a round would take minutes: beyond a size that takes longer, or such a part of what its collective may
+# take, the last bandwidth is taken to hold.
+LONGEST_S, LONGEST_PART = 0.25, 1 / 40
 # Small collectives vary most, by whatever else wants a core for an instant, and cost least.
 _TIMES = ((2**20, 11), (2**26, 3))
 _FLOAT = 4
@@ -49,7 +58,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class MeasuredCollective:
-    """The median seconds of a kind of collective at every size, in groups of ``ranks``, ``per_host`` on each host."""
+    """The seconds of a kind of collective at every size, in groups of ``ranks``, ``per_host`` on each host."""
 
     where: LinkKind
     kind: CollectiveKind
@@ -71,40 +80,69 @@ class _Groups:
 
 @dataclass(frozen=True)
 class _Cell:
-    """One thing to time: ``run`` does it once."""
+    """One size of a collective: ``run`` does it once. ``visits`` has what each call took here, by visit."""
+
+    size: int
+    run: Callable[[], object]
+    visits: list[list[float]] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Row:
+    """One kind of collective in one kind of groups: its sizes, rising, and in how many rounds they are timed."""
 
     groups: _Groups
     kind: CollectiveKind
-    size: int
-    run: Callable[[], object]
+    cells: tuple[_Cell, ...]
+    rounds: int
+
+    def takes_part(self, turn: int, turns: int) -> bool:
+        """Whether its sizes are timed in a turn of so many: in ``rounds`` of them, evenly between the others."""
+        return turn * self.rounds // turns != (turn - 1) * self.rounds // turns
 
 
-def measure_hardware(world: World, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS) -> Hardware:
+def measure_hardware(
+    world: World, sizes: Sequence[int] = SIZES, rounds: int = ROUNDS, links_s: float = LINKS_S
+) -> Hardware:
     """The profile of the hosts that the world runs on; every rank calls this and gets the same.
+
+    Args:
+        rounds: how often each collective is timed at each size, as far as ``links_s``, for all of them, is enough.
 
     Raises:
         UsageError: in a world of one rank, or where hosts have different numbers of ranks.
     """
+    speeds = measure_device(world.device)
+    hidden = gradients_hidden(world)
+    measured = measure_links(world, sizes, rounds, within_s=links_s)
     links = tuple(
-        LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points, link.per_host)
-        for link in measure_links(world, sizes, rounds)
+        LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points, link.per_host) for link in measured
     )
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
     hosts = len(set(world.hosts))
-    source = (
-        f"measured {date.today().isoformat()} by shardwright bench --save-profile: {world.size} ranks on {hosts} "
-        f"host{'s' * (hosts > 1)}, {world.backend}, torch {torch.__version__}, {torch.get_num_threads()} threads a rank"
-    )
     return Hardware(
         name=f"{world.device.type}, {world.backend}, {world.size} ranks",
         device=device,
-        flops=_on_slowest(_flops(world.device)),
-        memory_bandwidth=dict(_on_slowest((("copy", 2 * _copied(world)),)))["copy"],
-        launch_s=1 / dict(_on_slowest((("launch", 1 / _launch_s(world.device)),)))["launch"],
+        flops=speeds.flops,
+        memory_bandwidth=speeds.memory_bandwidth,
+        launch_s=speeds.launch_s,
+        at_once=speeds.at_once,
+        hides_gradients=hidden,
         links=links,
         ranks_per_host=None if hosts == 1 else world.local_size,
-        sources=(source,),
+        sources=tuple(_sources(world, hosts, measured, max(sizes))),
     )
+
+
+def _sources(world: World, hosts: int, measured: Sequence[MeasuredCollective], most_bytes: int) -> Iterator[str]:
+    yield (
+        f"measured {date.today().isoformat()} by shardwright bench --save-profile: {world.size} ranks on {hosts} "
+        f"host{'s' * (hosts > 1)}, {world.backend}, torch {torch.__version__}, {torch.get_num_threads()} threads a rank"
+    )
+    least = {where: min(m.points[-1][0] for m in measured if m.where == where) for where in {m.where for m in measured}}
+    for where, timed_bytes in sorted(least.items()):
+        if timed_bytes < most_bytes:
+            yield f"{where} hosts some collectives were timed up to {timed_bytes} bytes; beyond they go on as a line"
 
 
 def measure_links(
@@ -114,54 +152,72 @@ def measure_links(
     kinds: Sequence[CollectiveKind] = KINDS,
     *,
     ranks: int | None = None,
+    within_s: float = math.inf,
 ) -> list[MeasuredCollective]:
-    """The medians at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
+    """The seconds at ``sizes``, bytes of the whole buffer, for every kind of collective and of group.
 
-    Sizes beyond one that takes longer than `LONGEST_S` are left out. In each round a size is timed once, or several
-    times in succession where it is small, of which the median counts.
+    In a round a size is timed once, or several times in succession where it is small, of which the median counts.
+    Sizes and rounds are fewer where all would take longer than ``within_s``; there are `FEWEST_ROUNDS` at least.
     ``ranks``, where given, leaves out groups of another size.
     """
     all_groups = [groups for groups in _all_groups(world) if ranks in (None, groups.ranks)]
     buffer = torch.zeros(max(sizes) // _FLOAT + world.size, device=world.device)
-    rising = sorted(sizes)
-    cells = [_cell(groups, kind, size, buffer) for groups in all_groups for kind in kinds for size in rising]
-    cells = _soon_over(cells, world.device)
-    visits: list[list[list[float]]] = [[] for _ in cells]
-    order = list(range(len(cells)))
-    drawn = random.Random(0)  # the same order on every rank
-    for turn in range(WARMUP_ROUNDS + rounds):
-        drawn.shuffle(order)
-        for index in order:
-            cell = cells[index]
-            refill(buffer)
-            calls = [_timed(cell.run, world.device) for _ in range(_times(cell.size))]
-            if turn >= WARMUP_ROUNDS:
-                visits[index].append(calls)
-    everyone = from_all_ranks(visits)
+    row_s = within_s / (len(all_groups) * len(kinds))
+    rows = [
+        _row(groups, kind, [_cell(groups, kind, size, buffer) for size in sorted(sizes)], rounds, row_s, world.device)
+        for groups in all_groups
+        for kind in kinds
+    ]
+    _visit(rows, buffer)
+    everyone = from_all_ranks([[cell.visits for cell in row.cells] for row in rows])
+    work = Work.of(world.device)
+    amid = [work.seconds_between(row.cells[0].run) for row in rows]
     for groups in all_groups:
         groups.comm.close()
-    medians = [_typical([theirs[index] for theirs in everyone]) for index in range(len(cells))]
-    links = []
-    for groups in all_groups:
-        for kind in kinds:
-            mine = zip(cells, medians, strict=True)
-            points = tuple((cell.size, s) for cell, s in mine if cell.groups is groups and cell.kind == kind)
-            links.append(MeasuredCollective(groups.where, kind, groups.ranks, points, groups.per_host))
-    return links
+    found = []
+    for at, row in enumerate(rows):
+        medians = [_typical([theirs[at][i] for theirs in everyone]) for i in range(len(row.cells))]
+        waits_s = max(0.0, amid[at] - medians[0])
+        points = tuple((cell.size, s + waits_s) for cell, s in zip(row.cells, medians, strict=True))
+        found.append(MeasuredCollective(row.groups.where, row.kind, row.groups.ranks, points, row.groups.per_host))
+    return found
 
 
-def _soon_over(cells: Sequence[_Cell], device: torch.device) -> list[_Cell]:
-    """Of each groups and kind, whose sizes rise, those up to the first that takes longer than `LONGEST_S`, with it."""
-    kept: list[_Cell] = []
-    over: set[tuple[int, CollectiveKind]] = set()
+def _visit(rows: Sequence[_Row], buffer: Tensor) -> None:
+    """Time all sizes of all rows, each as often as its row says, in an order that is the same on every rank."""
+    drawn = random.Random(0)
+    turns = max(row.rounds for row in rows)
+    for turn in range(turns):
+        cells = [cell for row in rows if row.takes_part(turn, turns) for cell in row.cells]
+        drawn.shuffle(cells)
+        for cell in cells:
+            refill(buffer)
+            cell.visits.append([timed_s(cell.run, buffer.device) for _ in range(_times(cell.size))])
+
+
+def _row(
+    groups: _Groups, kind: CollectiveKind, cells: Sequence[_Cell], rounds: int, within_s: float, device: torch.device
+) -> _Row:
+    """Of the sizes, which rise, those up to the first that takes too long, in the rounds that there is time for."""
+    looked: list[float] = []
     for cell in cells:
-        row = id(cell.groups), cell.kind
-        if row not in over:
-            kept.append(cell)
-            calls = from_all_ranks([_timed(cell.run, device) for _ in range(2)])
-            if min(map(max, zip(*calls, strict=True))) > LONGEST_S:  # an instant in which others want the cores
-                over.add(row)
-    return kept
+        looked.append(_looked_at(cell, device))
+        if looked[-1] > min(LONGEST_S, within_s * LONGEST_PART):
+            break
+    round_s = sum(s * _times(cell.size) for s, cell in zip(looked, cells, strict=False))
+    if round_s * rounds > within_s:
+        rounds = min(rounds, max(FEWEST_ROUNDS, int(within_s / round_s)))
+    return _Row(groups, kind, tuple(cells[: len(looked)]), rounds)
+
+
+def _looked_at(cell: _Cell, device: torch.device) -> float:
+    """What it takes to time a size once, barrier included."""
+    calls = []
+    for _ in range(2):  # the less of two: others may want the cores for an instant
+        start_s = time.perf_counter()
+        timed_s(cell.run, device)
+        calls.append(time.perf_counter() - start_s)
+    return float(min(max(call) for call in zip(*from_all_ranks(calls), strict=True)))
 
 
 def _times(size: int) -> int:
@@ -215,51 +271,7 @@ def _cell(groups: _Groups, kind: CollectiveKind, size: int, buffer: Tensor) -> _
         "reduce_scatter": lambda: comm.reduce_scatter(rows, axes),
         "all_to_all": lambda: comm.all_to_all(parts, axes),
     }
-    return _Cell(groups, kind, size, calls[kind])
-
-
-def _timed(run: Callable[[], object], device: torch.device) -> float:
-    """Seconds of ``run()`` on this rank, from a moment that all ranks have reached."""
-    synchronize(device)
-    dist.barrier()
-    return took_s(run, device)
-
-
-def _on_slowest(mine: Sequence[tuple[str, float]]) -> tuple[tuple[str, float], ...]:
-    """The least of all ranks of every figure, of which more is better."""
-    everyone = from_all_ranks(mine)
-    return tuple((name, min(dict(theirs)[name] for theirs in everyone)) for name, _ in mine)
-
-
-def _copied(world: World) -> float:
-    return copy_rate(world.device, dist.barrier)
-
-
-def _flops(device: torch.device) -> list[tuple[str, float]]:
-    """Operations per second in a square matrix product that fills the device, by dtype."""
-    on_gpu = device.type == "cuda"
-    n = 8192 if on_gpu else 1024
-    dtypes = [torch.float32, torch.float64, torch.bfloat16] + [torch.float16] * on_gpu
-    by_dtype = []
-    for dtype in dtypes:
-        a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))  # equal numbers draw less power
-        out = torch.empty_like(a)
-        product = partial(torch.mm, a, b, out=out)
-        times = [_timed(product, device) for _ in range(8)]
-        by_dtype.append((str(dtype).removeprefix("torch."), 2 * n**3 / statistics.median(times[3:])))
-    return by_dtype
-
-
-def _launch_s(device: torch.device) -> float:
-    """Seconds of an operator that has next to nothing to do, one after the other."""
-    x = torch.ones(1, device=device)
-    calls = 1000
-
-    def run() -> None:
-        for _ in range(calls):
-            torch.relu(x)
-
-    return statistics.median(_timed(run, device) for _ in range(5)) / calls
+    return _Cell(size, calls[kind])
 
 
 def report(hardware: Hardware) -> str:
@@ -269,7 +281,8 @@ def report(hardware: Hardware) -> str:
         f"profile: {hardware.name} ({hardware.device})",
         *hardware.sources,
         f"matrix products: {products} GFLOP/s; memory: {hardware.memory_bandwidth / 1e9:.2f} GB/s read and written; an "
-        f"operator takes {hardware.launch_s * 1e6:.2f} us at least",
+        f"operator takes {hardware.launch_s * 1e6:.2f} us at least; {hardware.at_once:.0%} of what an operator does "
+        f"goes on at once, and {hardware.hides_gradients:.0%} of reducing gradients behind the backward",
     ]
     for link in hardware.links:
         where = "inside a host" if link.where == "inside" else "between hosts"

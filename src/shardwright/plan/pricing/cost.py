@@ -4,9 +4,12 @@
                + sum over transfers of transfer(value, steps)
                + sum over leaves of    leaf(value, layout)
 
-Seconds: an operator takes the larger of its share of flops and of bytes, at least the launch floor, three times with
-its backward; a collective takes what the hardware's curve says for its kind, its bytes, its number of ranks and its
-link (`Hardware.collective_s`). Overlap is not counted. To hold a leaf costs neither seconds nor bytes moved.
+Seconds: an operator takes the longest of its share of flops, its share of bytes and the launch, and of the others what
+the hardware does not do at once (`Hardware.at_once`); three times with its backward. A collective takes what the
+hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`). A search
+counts no overlap: `plan.prices` takes off what is hidden of the gradients. A parameter takes the step of the optimizer,
+which reads its part, the gradient and the states, and writes all of them but the gradient. To hold another leaf costs
+neither seconds nor bytes moved.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step
 from shardwright.plan.pricing.hardware import Hardware, LinkKind, link_along, per_host_along
+from shardwright.plan.pricing.memory import local_bytes
+from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 
@@ -49,7 +54,7 @@ class Objective(Protocol):
         """What one collective costs; with ``shared`` it is part of a larger one."""
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
-        """What holding a parameter, buffer, input or constant in a layout costs."""
+        """What holding a parameter, buffer, input or constant in a layout costs, and updating it."""
 
 
 def operator_collectives(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> list[Collective]:
@@ -65,6 +70,11 @@ def transfer_collectives(value: Value, steps: Sequence[Step], mesh: Mesh) -> lis
         forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
         found += [c for c in (forward, backward if value.needs_gradient else None) if c]
     return found
+
+
+def reduced_in_buckets(value: Value, steps: Sequence[Step]) -> bool:
+    """Whether a transfer does nothing but add up the gradient of a replicated parameter, together with others."""
+    return value.kind == "parameter" and [step.kind for step in steps] == ["enter"]
 
 
 @dataclass(frozen=True)
@@ -94,9 +104,10 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds per step on given hardware."""
+    """Seconds per step on given hardware, with the step of an optimizer."""
 
     hardware: Hardware
+    optimizer: OptimizerStates = ADAMW
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         times = 1 + BACKWARD * graph.needs_gradient(node)
@@ -113,15 +124,19 @@ class Seconds:
         parts = mesh.extent(axis for axes in strategy.axes for axis in axes)
         work_s = flops(node, graph.capture) / self.hardware.flops_in(_dtype(graph, node))
         traffic_s = bytes_moved(node, graph.capture) / self.hardware.memory_bandwidth
-        return max(work_s / parts, traffic_s / parts, self.hardware.launch_s)
+        each_s = work_s / parts, traffic_s / parts, self.hardware.launch_s
+        longest_s = max(each_s)
+        return longest_s + (1 - self.hardware.at_once) * (sum(each_s) - longest_s)
 
     def transfer(self, value: Value, steps: Sequence[Step], mesh: Mesh) -> float:
         # The gradients of replicated parameters share a few collectives (lower.passes): each pays for its bytes alone.
-        joined = value.kind == "parameter" and [step.kind for step in steps] == ["enter"]
-        return self._sum(transfer_collectives(value, steps, mesh), mesh, shared=joined)
+        return self._sum(transfer_collectives(value, steps, mesh), mesh, shared=reduced_in_buckets(value, steps))
 
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
-        return 0.0
+        if value.kind != "parameter" or not value.needs_gradient:
+            return 0.0
+        moved = local_bytes(value, layout, mesh) * (3 + 2 * self.optimizer.per_entry)
+        return moved / self.hardware.memory_bandwidth
 
     def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
         return sum(self.collective(c, mesh, shared=shared) for c in collectives)

@@ -118,6 +118,10 @@ class Hardware:
         flops: floating-point operations per second in matrix products, by the name of the dtype.
         memory_bandwidth: bytes per second that a device reads and writes together.
         launch_s: seconds that any operator takes at least.
+        at_once: how much of what an operator does goes on behind what takes longest of it, of starting, multiplying,
+            and reading and writing: 1 where a kernel does all at once, 0 where it does one after the other.
+        hides_gradients: how much of the shorter of the two, reducing gradients in buckets and computing the backward,
+            goes on behind the longer.
         links: what collectives take; for every kind of link all kinds of collectives.
         ranks_per_host: how many neighbouring ranks share a host; None puts all of them on one.
         sources: where the figures come from.
@@ -131,6 +135,8 @@ class Hardware:
     links: tuple[LinkCost, ...]
     ranks_per_host: int | None = None
     sources: tuple[str, ...] = ()
+    at_once: float = 1.0
+    hides_gradients: float = 0.0
 
     @cached_property
     def _flops(self) -> dict[str, float]:
@@ -281,6 +287,8 @@ def _from_fields(found: Mapping[str, Any]) -> Hardware:
         links=links,
         ranks_per_host=per_host,
         sources=tuple(map(str, _field(found, "sources", list))),
+        at_once=_part(found, "at_once", 1.0),
+        hides_gradients=_part(found, "hides_gradients", 0.0),
     )
 
 
@@ -313,6 +321,14 @@ def _field(found: Any, name: str, kind: type[T] | tuple[type, ...]) -> Any:
 def _whole(value: Any, name: str) -> int:
     if isinstance(value, bool) or not (isinstance(value, int) and value > 0):
         raise UsageError(f"{name} is {value!r}; expected a whole number from 1 on")
+    return value
+
+
+def _part(found: Mapping[str, Any], name: str, default: float) -> float:
+    """A number from 0 to 1, which earlier releases did not write."""
+    value = float(_field(found, name, (int, float))) if name in found else default
+    if not 0 <= value <= 1:
+        raise UsageError(f"{name} is {value}; expected a number from 0 to 1")
     return value
 
 

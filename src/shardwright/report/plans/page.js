@@ -46,7 +46,8 @@ function showHead() {
   $("sentence").textContent =
     `Mode ${head.mode}, search ${head.search}, mesh ${meshText(head.mesh)}: ${head.devices} devices. ` +
     `On ${head.hardware} a step takes ${inTime(head.step_s)}: ${inTime(head.computing_s)} computing, ` +
-    `${inTime(head.communicating_s)} communicating. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
+    `${inTime(head.communicating_s)} communicating, ${inTime(head.updating_s)} updating parameters` +
+    `${head.hidden_s ? `; ${inTime(head.hidden_s)} of that at once` : ""}. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
   const found = head.certificate;
   const lines = found && found.unit === "s"
     ? [`No plan on this mesh takes less than ${inTime(found.bound)} by these costs (gap ${(100 * found.gap).toFixed(2)} %).`] : [];

@@ -24,7 +24,7 @@ class Event(NamedTuple):
 
 
 def events_of(plan: Plan, prices: Prices) -> list[Event]:
-    """All that takes time, in order; together it is `Prices.step_s`."""
+    """All that computes or communicates, in order, as if nothing were hidden; what the optimizer does follows it."""
     forward = [event for event in _forward(plan, prices) if event.seconds > 0]
     backward = [event for event in _backward(plan, prices) if event.seconds > 0]
     return [*forward, *reversed(backward)]

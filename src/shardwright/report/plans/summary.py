@@ -86,6 +86,8 @@ class PlanSummary:
     step_s: float
     computing_s: float
     communicating_s: float
+    updating_s: float
+    hidden_s: float  # of communicating, behind computing
     sent_bytes: float
     held_bytes: dict[str, int]
     peak_bytes: int  # alive at once at most, and where
@@ -115,6 +117,8 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         prices.step_s,
         prices.computing_s,
         prices.communicating_s,
+        prices.updating_s,
+        prices.hidden_s,
         plan.moved_bytes(),
         {**dict(plan.held.kinds()), "total": plan.held.total},
         peak.bytes,

@@ -1,0 +1,70 @@
+"""What a step takes: operators that do one thing after the other, the optimizer's step, and what is hidden."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwright.graph.step import captured_step
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.prices import Prices
+from shardwright.plan.pricing.cost import Seconds
+from shardwright.plan.pricing.hardware import shipped
+from shardwright.plan.pricing.optimizers import ADAMW, states_of
+from shardwright.plan.request import PlanRequest
+
+CPU = replace(shipped("cpu"), launch_s=1e-3, flops=(("float32", 1e9),), memory_bandwidth=1e8)
+WIDTH, ROWS = 256, 64
+BYTES = 4 * WIDTH * WIDTH
+
+
+@pytest.fixture(scope="module")
+def plan():
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    captured = captured_step(model, lambda m, x: m(x).sum(), torch.ones(ROWS, WIDTH), {})
+    return make_plan(captured, PlanRequest(Mesh.of(d=2), "data", hardware=CPU))
+
+
+@pytest.mark.parametrize("at_once", [1.0, 0.25, 0.0])
+def test_an_operator_takes_its_longest_part_and_what_is_not_done_at_once_of_the_others(plan, at_once):
+    node, seconds = plan.capture.nodes[0], Seconds(replace(CPU, at_once=at_once))
+    assert node.op == "aten.linear.default"
+    work_s = 2 * ROWS * WIDTH**2 / 1e9 / 2
+    traffic_s = (BYTES + 2 * 4 * ROWS * WIDTH) / 1e8 / 2
+    forward = seconds.forward(plan.graph, node, plan.strategies[node.name], plan.mesh)
+    assert forward == pytest.approx(work_s + (1 - at_once) * (traffic_s + 1e-3))
+
+
+@pytest.mark.parametrize(("name", "times"), [("sgd", 3), ("adamw", 7)])
+def test_the_step_of_the_optimizer_is_part_of_a_step(plan, name, times):
+    """It reads parameters, gradients and states, and writes parameters and states."""
+    prices = Prices(replace(plan, optimizer=states_of(name)), CPU)
+    assert prices.updating_s == pytest.approx(times * BYTES / 1e8)
+    assert prices.step_s == prices.computing_s + prices.communicating_s + prices.updating_s
+
+
+def test_the_search_stores_a_parameter_in_parts_where_whole_ones_take_long_to_update():
+    """Links are fast here, so that gathering costs less than the states of the optimizer save."""
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    captured = captured_step(model, lambda m, x: m(x).sum(), torch.ones(ROWS, WIDTH), {})
+    found = make_plan(captured, PlanRequest(Mesh.of(d=2), "auto", hardware=replace(CPU, memory_bandwidth=1e6)))
+    [weight] = found.capture.of_kind("parameter")
+    assert found.bytes_of(weight) == BYTES / 2
+    objective = Seconds(found.hardware, ADAMW)
+    assert found.cost == pytest.approx(Prices(found, found.hardware).step_s)
+    assert objective.leaf(weight, found.leaves[weight.name], found.mesh) == pytest.approx(7 * BYTES / 2 / 1e6)
+
+
+def test_gradients_are_hidden_behind_the_backward_as_far_as_it_lasts(plan):
+    """As much of the shorter of the two as the hardware says."""
+    alone = Prices(plan, CPU)
+    gradients_s = sum(moved.seconds for moved in alone.moved if moved.in_buckets)
+    backward_s = alone.computing_s * 2 / 3
+    assert alone.hidden_s == 0 < gradients_s < backward_s
+    hiding = replace(CPU, hides_gradients=0.5)
+    assert Prices(plan, hiding).hidden_s == pytest.approx(gradients_s / 2)
+    assert Prices(plan, hiding).step_s == pytest.approx(alone.step_s - gradients_s / 2)
+    quick = replace(hiding, launch_s=1e-9, flops=(("float32", 1e15),), memory_bandwidth=1e15)
+    short = Prices(plan, quick)
+    assert short.hidden_s == pytest.approx(short.computing_s / 3)
