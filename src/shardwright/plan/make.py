@@ -83,7 +83,7 @@ def _cheapest(
     best: Plan | None = None
     first: PlanError | None = None
     for mesh in meshes:
-        space, objective = space_of(graph, mesh, request, row), row.objective(request)
+        space, objective = space_of(graph, mesh, request, row), row.objective(request.hardware, request.optimizer)
         if best is not None and (least := least_cost(space, objective)) >= (best.cost or 0.0):
             considered.append(f"{mesh} not searched: nothing on it costs less than {in_unit(least, row)}")
             continue
@@ -219,7 +219,7 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, we
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
         return choice
-    best, objective = choice, row.objective(request)
+    best, objective = choice, row.objective(request.hardware, request.optimizer)
     known = Known(space.graph, objective, space.mesh)
     few = len(space.graph.capture.nodes) <= FEW_OPERATORS and len(space.mesh.axes) <= FEW_AXES
     asked = few or choice.cost - choice.bound > CLOSE * choice.cost
@@ -248,7 +248,7 @@ def _known_by_name(space: Space, request: PlanRequest) -> Iterator[Choice]:
 
 def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget | None, few: bool) -> Iterator[Choice]:
     """Tensor parallel, and what other searches find."""
-    graph, mesh, objective = space.graph, space.mesh, row.objective(request)
+    graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware, request.optimizer)
     free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
     settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in free})
     following = data_parallel(graph, mesh, space.leaves, space.outputs).strategies
@@ -257,7 +257,11 @@ def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget
     if not row.by_axes:
         searches.append(partial(recursive, space, objective, budget))
     if few and (other := SEARCHES["propagation"]) is not row:
-        searches.append(lambda: search(space_of(graph, mesh, request, other), other.objective(request), budget))
+        searches.append(
+            lambda: search(
+                space_of(graph, mesh, request, other), other.objective(request.hardware, request.optimizer), budget
+            )
+        )
     for find in searches:
         with suppress(PlanError):
             yield find()

@@ -16,7 +16,8 @@ from shardwright.rules.notation import OpRule, Strategy
 
 if TYPE_CHECKING:
     from shardwright.plan.pricing.cost import Objective
-    from shardwright.plan.request import PlanRequest
+    from shardwright.plan.pricing.hardware import Hardware
+    from shardwright.plan.pricing.optimizers import OptimizerStates
 
 MindSporeName = Literal["sharding_propagation", "recursive_programming", "dynamic_programming"]
 SearchName = Literal["propagation", "recursive", "exact", MindSporeName]
@@ -28,7 +29,7 @@ class Search:
     """One way to decide what is not pinned.
 
     Args:
-        objective: what is minimised, on the hardware and for the optimizer of a request.
+        objective: what is minimised, on given hardware and for an optimizer.
         unit: in what that is counted, seconds or bytes.
         keeps: whether a strategy of an operator is among the choices.
         most_axes: on how many axes it plans at most, unless pins need more. Strategies grow with the power of the
@@ -36,7 +37,7 @@ class Search:
         by_axes: whether one axis is decided after the other, each as the best for itself, or all together.
     """
 
-    objective: Callable[[PlanRequest], Objective]
+    objective: Callable[[Hardware, OptimizerStates], Objective]
     unit: Literal["s", "B"]
     keeps: Callable[[Strategy, OpRule, Mesh], bool]
     most_axes: int
@@ -71,16 +72,16 @@ def _everything(strategy: Strategy, rule: OpRule, mesh: Mesh) -> bool:
     return True
 
 
-def _bytes(request: PlanRequest) -> Objective:
+def _bytes(hardware: Hardware, optimizer: OptimizerStates) -> Objective:
     from shardwright.plan.pricing.cost import Bytes  # imports torch
 
     return Bytes()
 
 
-def _seconds(request: PlanRequest) -> Objective:
+def _seconds(hardware: Hardware, optimizer: OptimizerStates) -> Objective:
     from shardwright.plan.pricing.cost import Seconds  # imports torch
 
-    return Seconds(request.hardware, request.optimizer)
+    return Seconds(hardware, optimizer)
 
 
 _ROWS: Mapping[SearchName, Search] = {
