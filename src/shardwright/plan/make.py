@@ -4,7 +4,7 @@ Where the mode searches nothing, every operator follows the split of the batch (
 says which strategies are choices and what is minimised over them (`searches.py`); `search.py` finds the minimum, and
 `recursive.py` what is the best axis by axis.
 
-An exact search leaves a gap where a budget of bytes binds, or where what ties everything together is decided by cases.
+An exact search leaves a gap where a budget of bytes binds, or where too much is tied together for a proof.
 Another way to plan may then be better by chance, unless each is looked at: the plans that are known by name, and those
 of the other searches. The bound stays that of the search.
 """

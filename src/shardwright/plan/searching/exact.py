@@ -4,9 +4,8 @@
 
 Eliminating a variable adds up the tables that mention it, minimises over it, and leaves one table over its
 neighbours (Bertele and Brioschi, *Nonserial Dynamic Programming*, 1972). The next variable is always the one whose
-table is smallest. On the graphs of neural networks, which are nearly trees, the tables stay small. Before one that
-would not is made, values that no least assignment needs are left out (`prune.py`); where that does not help, `TooWide`
-is raised instead of an answer that is not the minimum.
+table is smallest. On the graphs of neural networks, which are nearly trees, the tables stay small. Before one is made
+that would not, `TooWide` is raised, never an answer that is not the minimum: `narrow.py` then leaves values out first.
 
 Equal layers bring the same arrays, and what is made of the same arrays in the same way is made once: the eliminations
 of a layer are worked out for one layer, whatever each layer then chooses. Among equal tables the variable comes first
@@ -24,44 +23,34 @@ from dataclasses import dataclass
 import numpy as np
 
 from shardwright.errors import PlanError
-from shardwright.plan.searching.prune import Pruned, needed
 from shardwright.plan.searching.tables import Costs, Indices, Table, join, width, without_singles
 
-__all__ = ["LIMIT", "LIMIT_ON_MORE", "Costs", "Table", "TooWide", "minimise", "widest"]
+__all__ = ["LIMIT", "Costs", "Table", "TooWide", "minimise", "widest"]
 
-LIMIT = 40_000_000
-"""The largest table that is built, in entries."""
-
-LIMIT_ON_MORE = 320_000_000
-"""The same on three axes and more, where one value and three operators that read it take 200 million."""
+LIMIT = 1_000_000
+"""The largest table that is built, in entries: to leave values out takes less time than larger ones."""
 
 # As many entries of it are there at a time, which a processor's caches hold.
 SLAB = 1 << 18
-
-# A table of more entries is worth a look at which of them are needed; and again one that is so many times larger.
-WIDE, WIDER = 1_000_000, 8
 
 
 class TooWide(PlanError):
     """The smallest next table would exceed the limit of entries."""
 
 
-def minimise(
-    domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT, wide: int = WIDE
-) -> tuple[float, list[int]]:
+def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT) -> tuple[float, list[int]]:
     """The minimum and an assignment that attains it; among equals, the first value of a variable is preferred.
 
     Args:
         domains: the number of values of every variable.
         limit: the largest table that may be built, in entries.
-        wide: the largest that is built before values that are not needed are left out.
 
     Raises:
         PlanError: where every assignment has infinite cost.
         TooWide: where a table would be larger than ``limit``.
     """
     elimination = _Elimination(list(domains), tables)
-    elimination.run(min(limit, wide), limit)
+    elimination.run(limit)
     if not math.isfinite(elimination.total):
         raise PlanError("no assignment is possible: every combination is forbidden")
     return elimination.total, elimination.assignment()
@@ -94,12 +83,11 @@ def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[i
 
 @dataclass(frozen=True)
 class _Decision:
-    """The best value of a variable by the values of its neighbours, each counted among those that it has left."""
+    """The best value of a variable by the values of its neighbours."""
 
     variable: int
     scope: tuple[int, ...]
     best: Indices
-    left: tuple[Indices | None, ...]  # of the neighbours, then of the variable; None: all
 
 
 class _Elimination:
@@ -107,57 +95,32 @@ class _Elimination:
 
     def __init__(self, domains: list[int], tables: Sequence[Table]) -> None:
         self.domains = domains
-        self.total = 0.0
         self.decisions: list[_Decision] = []
-        self.left: dict[int, Indices] = {}  # what pruning left of a variable's values
         self._known: dict[Hashable, tuple[Indices, Costs]] = {}
-        self._pruned = Pruned()
         self._kept: list[Table] = []  # so that no identity is given to another array
-        self._ages = dict.fromkeys(range(len(domains)), 0)
-        self._gather(tables)
-
-    def _gather(self, tables: Sequence[Table]) -> None:
-        """Put the remaining variables in order: by width, then by age. What has no choice is a cost."""
         # A variable of one value widens no table: nothing would keep the dims of tables below numpy's limit of 64.
-        tables = without_singles(tables, self.domains)
-        self.total += sum(float(table.costs) for table in tables if not table.scope)
-        self.pending: dict[int, list[Table]] = {variable: [] for variable in self._ages}
+        tables = without_singles(tables, domains)
+        self.total = sum(float(table.costs) for table in tables if not table.scope)
+        self.pending: dict[int, list[Table]] = {variable: [] for variable in range(len(domains))}
         for table in tables:
             for variable in table.scope:
                 self.pending[variable].append(table)
-        self._ranks = {v: (width(v, touching, self.domains), self._ages[v]) for v, touching in self.pending.items()}
+        # The order of the remaining variables: by width, then by age.
+        self._ranks = {v: (width(v, touching, domains), 0) for v, touching in self.pending.items()}
         self._heap = [(*rank, variable) for variable, rank in self._ranks.items()]
         heapq.heapify(self._heap)
 
-    def run(self, wide: int, limit: int) -> None:
-        """Eliminate every variable; above ``wide`` entries leave out values first, above ``limit`` give up."""
+    def run(self, limit: int) -> None:
+        """Eliminate every variable; above ``limit`` entries give up."""
         while self.pending:
-            entries, age, variable = self._heap[0]
-            if self._ranks.get(variable) != (entries, age):
-                heapq.heappop(self._heap)  # its width or age is no longer that of the variable
-            elif entries > wide:
-                self._leave_out()
-                entries = self._heap[0][0]
+            entries, age, variable = heapq.heappop(self._heap)
+            if self._ranks.get(variable) == (entries, age):  # else its width or age is no longer that of the variable
                 if entries > limit:
                     raise TooWide(f"the search would need a table of {entries:,} entries")
-                wide = min(max(wide, entries) * WIDER, limit)
-            else:
-                heapq.heappop(self._heap)
                 self._eliminate(variable, age)
 
-    def _leave_out(self) -> None:
-        """Keep only the values that are needed."""
-        tables = {id(table): table for touching in self.pending.values() for table in touching}
-        self._kept += tables.values()
-        smaller, left = needed(list(tables.values()), {v: self.domains[v] for v in self.pending}, self._pruned)
-        for variable, values in left.items():
-            if len(values) < self.domains[variable]:
-                self.left[variable] = self.left[variable][values] if variable in self.left else values
-                self.domains[variable] = len(values)
-        self._gather(smaller)
-
     def _eliminate(self, variable: int, age: int) -> None:
-        del self._ranks[variable], self._ages[variable]
+        del self._ranks[variable]
         touching = self.pending.pop(variable)
         scope = tuple(sorted({v for t in touching for v in t.scope} - {variable}))
         order = (*scope, variable)
@@ -166,7 +129,7 @@ class _Elimination:
             self._known[made_of] = _least(touching, order, self.domains)
             self._kept += touching
         best, costs = self._known[made_of]
-        self.decisions.append(_Decision(variable, scope, best, tuple(self.left.get(v) for v in order)))
+        self.decisions.append(_Decision(variable, scope, best))
         if not scope:
             self.total += float(costs)
         self._pass_on(Table(scope, costs), variable, age)
@@ -175,18 +138,15 @@ class _Elimination:
         """Give the neighbours what the variable leaves."""
         for v in message.scope:
             self.pending[v] = [t for t in self.pending[v] if variable not in t.scope] + [message]
-            self._ages[v] = max(age, self._ages[v]) + 1
-            self._ranks[v] = width(v, self.pending[v], self.domains), self._ages[v]
+            self._ranks[v] = width(v, self.pending[v], self.domains), max(age, self._ranks[v][1]) + 1
             heapq.heappush(self._heap, (*self._ranks[v], v))
 
     def assignment(self) -> list[int]:
         """The values that attain the minimum, the last decision first."""
         chosen: dict[int, int] = {}
         for decision in reversed(self.decisions):
-            *of_neighbours, own = decision.left
-            at = tuple(_among(left, chosen[v]) for v, left in zip(decision.scope, of_neighbours, strict=True))
-            best = int(decision.best[at])
-            chosen[decision.variable] = best if own is None else int(own[best])
+            at = tuple(chosen[v] for v in decision.scope)
+            chosen[decision.variable] = int(decision.best[at])
         return [chosen[v] for v in range(len(chosen))]
 
 
@@ -212,7 +172,3 @@ def _slab(
     sizes[variable] = some.stop - some.start
     cut = [Table(t.scope, t.costs[tuple(some if v == variable else slice(None) for v in t.scope)]) for t in tables]
     return cut, order, sizes
-
-
-def _among(left: Indices | None, value: int) -> int:
-    return value if left is None else int(np.searchsorted(left, value))

@@ -25,10 +25,10 @@ from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.redistribute import possible
 from shardwright.plan.pricing.targets import Target
-from shardwright.plan.searching.cases import Minimum, least
-from shardwright.plan.searching.exact import LIMIT, LIMIT_ON_MORE, Table
+from shardwright.plan.searching.exact import Table
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.space import FEW_AXES, Space
+from shardwright.plan.searching.narrow import Minimum, least
+from shardwright.plan.searching.space import Space
 from shardwright.rules.notation import Strategy
 
 Solution = tuple[float, dict[str, Strategy], dict[str, Layout]]
@@ -83,8 +83,7 @@ class Problem:
 
     def minimum(self, more: Sequence[Table] = ()) -> Minimum:
         """The least cost with ``more`` tables over the same variables, and what attains it, by variable."""
-        limit = LIMIT if len(self.space.mesh.axes) <= FEW_AXES else LIMIT_ON_MORE
-        return least(self.domains, [*self.tables, *more], limit)
+        return least(self.domains, [*self.tables, *more])
 
     def cost_of(self, picked: Sequence[int]) -> float:
         """What a choice for every variable costs."""

@@ -1,0 +1,308 @@
+"""The minimum of a sum of tables where elimination is too wide: most values are shown to be in no least assignment.
+
+    minimise   sum over tables t of  t[x at the variables of t]
+
+Tables may give each other what they say of a single variable, by which no sum changes: a *message* is added to one and
+taken from another. Whatever the messages are, the sum of the least entries of all tables is no more than the minimum,
+and with the least entry at a value x of a variable v it is no more than what any assignment with v = x costs. Messages
+that raise these bounds are found variable by variable, there and back (sequential reweighted message passing:
+Kolmogorov, *A new look at reweighted message passing*, PAMI 2015).
+
+Let L be the bound of all. Of every variable only the values are looked at whose own bound is at most L + e, with as
+large an e as elimination allows. Every other assignment costs more than L + e: where the least of these costs no more
+than that, it is the minimum. Where not, what costs more than it is left out for good, and messages are sent once more:
+tables become smaller as the bounds come nearer. What is found at last comes with its bound.
+
+Messages are rounded to a grid, which makes them no less true: along equal layers they are soon the very same, and what
+follows from them is worked out once.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from copy import copy
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from shardwright.errors import PlanError
+from shardwright.plan.searching.exact import LIMIT, TooWide, minimise, widest
+from shardwright.plan.searching.tables import Costs, Indices, Table, aligned
+
+ROUNDS = 10
+WIDER, MOST = 4, 16  # the limit of a round, times that of the one before; at most so many times that of the first
+ENOUGH = 1e-6  # a gap, as a share of the cost, that is worth no further round
+WORTH = 0.8  # nor is one that the rounds before made no smaller than so much of what it was
+NEAR = 1e-9  # what bounds may be off by rounding, as a share of the cost
+FINE = 2.0**-28  # of the grid of messages, as a share of the bound
+FIRST, FURTHER, STEPS = 1e-6, 1.5, 40  # the shares of the bound that e may be: the first, and how each follows
+TRIES = 200  # of values for single variables, until something is possible
+
+
+@dataclass(frozen=True)
+class Minimum:
+    """A choice for every variable, what it costs, and what no choice is below."""
+
+    cost: float
+    bound: float
+    picked: list[int]
+
+
+def least(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT) -> Minimum:
+    """The minimum; or, where elimination is too wide and what can be left out is too little, a choice near it.
+
+    Args:
+        domains: the number of values of every variable.
+        limit: the largest table, in entries, that is built at first.
+
+    Raises:
+        PlanError: where every assignment has infinite cost.
+        TooWide: where nothing possible was found.
+    """
+    try:
+        cost, picked = minimise(domains, tables, limit)
+    except TooWide:
+        return _narrowed(_Bounds(domains, tables), limit)
+    return Minimum(cost, cost, picked)
+
+
+def _narrowed(bounds: _Bounds, limit: int) -> Minimum:
+    best, gap = Minimum(math.inf, -math.inf, []), math.inf
+    for at in range(ROUNDS):
+        bounds.sweep()
+        found, proven = bounds.least_near(limit * min(WIDER**at, MOST))
+        if found is not None and found.cost < best.cost:
+            best = replace(found, bound=best.bound)
+        best = replace(best, bound=min(max(best.bound, bounds.bound, proven), best.cost))
+        if not math.isfinite(best.cost):
+            continue
+        before, gap = gap, best.cost - best.bound
+        if gap <= ENOUGH * abs(best.cost) or (WIDER**at > MOST and gap > WORTH * before):
+            return best
+        bounds.leave_out_above(best.cost)
+    return best if math.isfinite(best.cost) else replace(_possible(bounds, limit * MOST), bound=best.bound)
+
+
+def _possible(bounds: _Bounds, limit: int) -> Minimum:
+    """An assignment that is possible, one variable settled after the other until the rest is narrow enough.
+
+    Raises:
+        PlanError: where there is none.
+        TooWide: where none was found.
+    """
+    settled = [bounds]
+    for _ in range(TRIES):
+        if not settled:
+            raise PlanError("no assignment is possible: every combination is forbidden")
+        size, scope = settled[-1].widest()
+        try:
+            if size <= limit:
+                return settled[-1].least(limit)
+            variable, value = settled[-1].likeliest(scope)
+        except PlanError:
+            settled.pop()
+            continue
+        further = settled[-1].with_values(variable, [value])
+        settled[-1:] = [of for of in (settled[-1].with_values(variable, [value], out=True), further) if of is not None]
+    raise TooWide("the search would need a larger table, and no possible choice was found without")
+
+
+class _Bounds:
+    """Tables with the messages that they were given, and what follows from them for every value."""
+
+    def __init__(self, domains: Sequence[int], tables: Sequence[Table]) -> None:
+        self._known: dict[Hashable, Costs] = {}
+        self._held: list[object] = []  # so that no identity is given to another object
+        self._same: dict[bytes, Costs] = {}
+        self._left: list[Indices] = [np.arange(size) for size in domains]
+        self._alone = [np.zeros(size) for size in domains]
+        self._fixed = math.fsum(float(table.costs) for table in tables if not table.scope)
+        for table in tables:
+            if len(table.scope) == 1:
+                self._alone[table.scope[0]] = self._alone[table.scope[0]] + table.costs
+        self._tables = self._together([table for table in tables if len(table.scope) > 1])
+        self._touching: list[list[tuple[int, int]]] = [[] for _ in domains]  # by variable: tables, and its dim there
+        for at, table in enumerate(self._tables):
+            for dim, v in enumerate(table.scope):
+                self._touching[v].append((at, dim))
+        self._messages = [[self._one(np.zeros(domains[v])) for v in table.scope] for table in self._tables]
+        self._of_value = [np.full(size, -math.inf) for size in domains]  # what no assignment with a value is below
+        self._least_of_table = [float(table.costs.min()) for table in self._tables]
+        self._least_alone = [float(costs.min()) for costs in self._alone]
+        self._sum = math.fsum([self._fixed, *self._least_of_table, *self._least_alone])
+        if not math.isfinite(self._sum):
+            raise PlanError("no assignment is possible: every combination is forbidden")
+        self._upper = math.inf
+        self.bound = self._sum
+        """What no assignment is below that isn't left out."""
+        self._grid = FINE * 2.0 ** math.floor(math.log2(abs(self.bound) or 1.0))
+
+    def sweep(self) -> None:
+        """Send messages from the first variable to the last and back.
+
+        Raises:
+            PlanError: where nothing is possible.
+        """
+        self._known, self._held = {}, []
+        for v in range(len(self._left)):
+            self._visit(v, forward=True)
+        for v in reversed(range(len(self._left))):
+            self._visit(v, forward=False)
+
+    def leave_out_above(self, cost: float) -> None:
+        """Leave out, from now on, the values that no assignment of this cost or less has."""
+        self._upper = min(self._upper, cost + NEAR * abs(cost))
+
+    def widest(self) -> tuple[int, tuple[int, ...]]:
+        """The size and the scope of the largest table that elimination would build."""
+        return widest([len(values) for values in self._left], [table.scope for table in self._tables])
+
+    def least_near(self, limit: int) -> tuple[Minimum | None, float]:
+        """The least assignment of values that are near the bound, and what all others cost at least."""
+        ladder = [*(abs(self.bound) * FIRST * FURTHER**step for step in range(STEPS)), math.inf]
+        scopes = [table.scope for table in self._tables]
+
+        def is_wide(above: float) -> bool:
+            return widest([len(values) for values in self._near(above)], scopes)[0] > limit
+
+        step = bisect_left(ladder, True, key=is_wide) - 1
+        while step >= 0:
+            proven = self.bound + ladder[step]
+            try:
+                return self._least_of(self._near(ladder[step]), limit), proven
+            except TooWide:
+                step -= 2
+            except PlanError:
+                if proven == math.inf:
+                    raise
+                return None, proven
+        return None, -math.inf
+
+    def least(self, limit: int) -> Minimum:
+        """The least assignment of all that is left; its bound says nothing of what was left out."""
+        return self._least_of([np.arange(len(values)) for values in self._left], limit)
+
+    def likeliest(self, scope: Sequence[int]) -> tuple[int, int]:
+        """Of these variables the one with most values, and which of them is the best by the bounds."""
+        variable = max(scope, key=lambda v: len(self._left[v]))
+        return variable, int(self._of_value[variable].argmin())
+
+    def with_values(self, v: int, values: Sequence[int], *, out: bool = False) -> _Bounds | None:
+        """The same with these values of a variable alone, or without them; None where nothing is possible then."""
+        found = copy(self)
+        for name in ("_left", "_alone", "_tables", "_of_value", "_least_of_table", "_least_alone"):
+            setattr(found, name, list(getattr(self, name)))
+        found._messages = [list(of) for of in self._messages]
+        kept = np.setdiff1d(np.arange(len(self._left[v])), values) if out else np.array(values)
+        if not len(kept):
+            return None
+        try:
+            found._keep(v, kept)
+            found.sweep()
+        except PlanError:
+            return None
+        return found
+
+    def _together(self, tables: Sequence[Table]) -> list[Table]:
+        """The tables, each added to one that has all of its variables where there is one."""
+        found: list[Table] = []
+        of: dict[int, list[int]] = defaultdict(list)
+        for table in sorted(tables, key=lambda t: -len(t.scope)):
+            scope = set(table.scope)
+            wide = next((i for i in of[table.scope[0]] if scope <= set(found[i].scope)), None)
+            if wide is None:
+                for v in table.scope:
+                    of[v].append(len(found))
+                found.append(table)
+            else:
+                found[wide] = self._added(found[wide], table)
+        return found
+
+    def _added(self, wide: Table, table: Table) -> Table:
+        key = "added", id(wide.costs), id(table.costs), tuple(wide.scope.index(v) for v in table.scope)
+        if key not in self._known:
+            self._held += wide.costs, table.costs
+            self._known[key] = wide.costs + aligned(table, wide.scope)
+        return Table(wide.scope, self._known[key])
+
+    def _one(self, message: Costs) -> Costs:
+        """The one array of these entries."""
+        return self._same.setdefault(message.tobytes(), message)
+
+    def _visit(self, v: int, *, forward: bool) -> None:
+        """Let a variable hear what its tables say of it, and tell those that have variables to come."""
+        touching = self._touching[v]
+        heard = [self._heard(at, dim) for at, dim in touching]
+        total = sum(heard, self._alone[v])
+        around = math.fsum([self._sum, -self._least_alone[v], *(-self._least_of_table[at] for at, _ in touching)])
+        self._of_value[v] = np.maximum(self._of_value[v], around + total)
+        needed = np.isfinite(total) & (self._of_value[v] <= self._upper)
+        if not needed.all():
+            if not needed.any():
+                raise PlanError("no assignment is possible: every combination is forbidden")
+            kept = np.flatnonzero(needed)
+            self._keep(v, kept)
+            heard, total = [of[kept] for of in heard], total[kept]
+        self.bound = max(self.bound, float(self._of_value[v].min()))
+        ahead = [self._goes_on(at, v, forward) for at, _ in touching]
+        share = total / max(sum(ahead), len(ahead) - sum(ahead), 1)
+        rest = self._alone[v]
+        for (at, dim), of, tell in zip(touching, heard, ahead, strict=True):
+            message = share - of if tell else -of
+            message = self._one(np.round((message - message.min()) / self._grid) * self._grid)
+            self._messages[at][dim] = message
+            self._least_of_table[at] = float((of + message).min())
+            rest = rest - message
+        self._least_alone[v] = float(rest.min())
+        self._sum = math.fsum([around, self._least_alone[v], *(self._least_of_table[at] for at, _ in touching)])
+
+    def _heard(self, at: int, dim: int) -> Costs:
+        """What a table says of one of its variables, with the messages of the others."""
+        costs, messages = self._tables[at].costs, self._messages[at]
+        others = [i for i in range(costs.ndim) if i != dim]
+        key = "heard", id(costs), dim, tuple(id(messages[i]) for i in others)
+        if key not in self._known:
+            self._held.append(costs)
+            told = costs
+            for i in others:
+                told = told + messages[i].reshape([-1 if j == i else 1 for j in range(costs.ndim)])
+            self._known[key] = told.min(axis=tuple(others))
+        return self._known[key]
+
+    def _goes_on(self, at: int, v: int, forward: bool) -> bool:
+        """Whether a table has a variable that comes after this one."""
+        scope = self._tables[at].scope
+        return max(scope) > v if forward else min(scope) < v
+
+    def _keep(self, v: int, kept: Indices) -> None:
+        """Leave out the other values of a variable."""
+        self._left[v], self._of_value[v] = self._left[v][kept], self._of_value[v][kept]
+        self._alone[v] = self._alone[v][kept]
+        for at, dim in self._touching[v]:
+            table, messages = self._tables[at], self._messages[at]
+            key = "kept", id(table.costs), dim, kept.tobytes()
+            if key not in self._known:
+                self._held.append(table.costs)
+                self._known[key] = np.ascontiguousarray(table.costs.take(kept, dim))
+            self._tables[at] = Table(table.scope, self._known[key])
+            messages[dim] = self._one(messages[dim][kept])
+
+    def _near(self, above: float) -> list[Indices]:
+        """Of every variable the values whose bound is at most so much above the bound of all."""
+        return [np.flatnonzero(of <= self.bound + above) for of in self._of_value]
+
+    def _least_of(self, near: Sequence[Indices], limit: int) -> Minimum:
+        """The least assignment of these values."""
+        tables = [Table((v,), costs[near[v]]) for v, costs in enumerate(self._alone)]
+        for table in self._tables:
+            key = "near", id(table.costs), tuple(near[v].tobytes() for v in table.scope)
+            if key not in self._known:
+                self._held.append(table.costs)
+                self._known[key] = table.costs[np.ix_(*(near[v] for v in table.scope))]
+            tables.append(Table(table.scope, self._known[key]))
+        cost, picked = minimise([len(values) for values in near], tables, limit)
+        chosen = [int(left[of[i]]) for left, of, i in zip(self._left, near, picked, strict=True)]
+        return Minimum(cost + self._fixed, -math.inf, chosen)
