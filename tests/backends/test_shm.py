@@ -17,7 +17,8 @@ import torch.distributed as dist
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.backends import shm_meeting
-from shardwright.backends.segment.direct import Direct
+from shardwright.backends.segment.direct import Direct, can_read
+from shardwright.backends.segment.memory import Layout
 from shardwright.errors import WorldError
 
 slow = pytest.mark.slow
@@ -174,9 +175,9 @@ def goes(how):
             return None
         os._exit(3)
     start, said = time.monotonic(), []
-    for _ in range(2):
+    for numel in (3, 1_000_000):
         with pytest.raises(RuntimeError) as error:
-            dist.all_reduce(torch.ones(3))
+            dist.all_reduce(torch.ones(numel))
         said.append(str(error.value))
     assert said[0] == said[1]
     return said[0], time.monotonic() - start
@@ -251,3 +252,25 @@ def test_torch_learns_of_it_also_where_it_is_imported_later():
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
     assert ended.stdout == "[1.0, 1.0] shm\n", ended.stderr
+
+
+def card(**changes):
+    return {"host": "a", "machine": "1", "processes": 7, "pid": 1, "started": "0"} | changes
+
+
+def test_who_shares_no_memory_is_told_why():
+    made = shm_meeting._make([card(), card(host="b", machine="2"), card()], Layout(3), (4, 5, 9))
+    assert (
+        made["error"]
+        == made["problem"]
+        == ("backend='shm' is for ranks of one host, and these are on 2 (a has 4, 9; b has 5); choose backend='gloo'")
+    )
+    made = shm_meeting._make([card(), card(processes=8)], Layout(2), (0, 1))
+    assert made == {"problem": "the ranks are in several containers, which do not see each other's processes"}
+
+
+def test_memory_is_read_where_the_kernel_allows_it():
+    found = torch.frombuffer(bytearray(b"token"), dtype=torch.uint8)
+    assert can_read(os.getpid(), found.data_ptr(), b"token")
+    assert not can_read(os.getpid(), found.data_ptr(), b"other")
+    assert not can_read(os.getpid(), 1, b"token")
