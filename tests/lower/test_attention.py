@@ -8,7 +8,7 @@ import torch
 from shardwright.lower import attention
 from shardwright.lower.draws import dropout
 from shardwright.lower.kernels import attention_with_dropout
-from shardwright.torch_private import MemoryOf, operators_called
+from whole import Watching
 
 HEADS = (2, 4, 11, 4)
 SCORES = (4, 8, 22, 13)  # of all ranks
@@ -74,32 +74,11 @@ def test_it_is_right_where_a_backward_is_called_within_autocast():
         assert torch.equal(torch.autograd.grad(result, x)[0], expected)
 
 
-def largest_together(call):
-    """The most bytes of tensors that were made within ``call`` and lived at the same time."""
-    known, most = {}, 0
-
-    def counting(operator, args, kwargs):
-        nonlocal most
-        results = operator(*args, **kwargs)
-        for tensor in results if isinstance(results, (tuple, list)) else (results,):
-            if isinstance(tensor, torch.Tensor):
-                known[MemoryOf(tensor)] = tensor.untyped_storage().nbytes()
-        for memory in [memory for memory in known if memory.is_free]:
-            del known[memory]
-        most = max(most, sum(known.values()))
-        return results
-
-    with operators_called(counting):
-        call()
-    return most
-
-
 def test_no_device_holds_all_scores(monkeypatch):
     monkeypatch.setattr(attention, "_MOST_CPU", 1 << 13)
     x = torch.randn(1, 4, 256, 4, requires_grad=True)
     scores = (1, 4, 256, 256)
 
-    def step():
+    with Watching() as watch:
         attention_with_dropout(x, x, x, None, 0.1, False, None, 3, scores, (0, 0, 0, 0)).sum().backward()
-
-    assert largest_together(step) < math.prod(scores) * 4 / 2
+    assert watch.peak < math.prod(scores) * 4 / 2

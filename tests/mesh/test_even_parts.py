@@ -2,19 +2,16 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed import HashStore
-from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pretended import pretended
 from shardwright.mesh.collectives import Cut, all_gather, reduce_scatter
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
 from shardwright.mesh.simulate import simulate
 
-assert fake_pg  # it registers the backend "fake", which is told to move data as NCCL does
 GRID = Mesh.of(a=2, b=3)
 GATHERED, SCATTERED = "c10d::_allgather_base_", "c10d::_reduce_scatter_base_"
 
@@ -34,11 +31,10 @@ class Work(TorchDispatchMode):
 
 @pytest.fixture
 def comm():
-    dist.init_process_group("fake", store=HashStore(), rank=1, world_size=4)
-    comm = communicator_over(Mesh.of(d=4))
-    comm.prepare([("d",)])
-    yield comm
-    dist.destroy_process_group()
+    with pretended(1, 4):
+        comm = communicator_over(Mesh.of(d=4))
+        comm.prepare([("d",)])
+        yield comm
 
 
 @pytest.mark.parametrize(("dim", "moves"), [(0, []), (1, ["aten::clone"])])

@@ -5,20 +5,18 @@ is then played against what the others have: a collective takes place when all m
 """
 
 from collections import deque
-from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore
 from torch.distributed import device_mesh as device_mesh_of_torch
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed import fake_pg
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from pretended import pretended
 from shardwright.graph.capture import flatten_batch
 from shardwright.graph.step import captured_step
 from shardwright.lower.lower import lower
@@ -34,7 +32,6 @@ from shardwright.run.programs.optimizers import watch_optimizers
 from shardwright.zoo import GPT, Perceptron, TwoMatmuls, resnet18, resnet50
 from whole import tensors_of
 
-assert fake_pg  # it registers the backend "fake"
 F = torch.nn.functional
 
 
@@ -78,15 +75,6 @@ CASES = [
     for size in MESHES
     for quick in [size == 8 and name == "perceptron" and mode in PINNED]
 ]
-
-
-@contextmanager
-def pretended(rank, size):
-    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 class Issued(TorchDispatchMode):

@@ -16,6 +16,7 @@ from shardwright.data.loading.batch import Batch
 from shardwright.errors import CaptureError, ShardwrightError, UsageError
 from shardwright.mesh.layout import chunk
 from shardwright.run.parallel import EagerFallback
+from shardwright.torch_private import operators_called, tree_leaves
 
 
 def full(tensor):
@@ -178,7 +179,16 @@ def stepped_oddly():
     for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):
         register(lambda optimizer, *_: seen.extend(optimizer.param_groups[0]["params"]))
     parallel(batch_of(8))[0].backward()
-    optimizer.step()
+    on_wholes = []
+
+    def noted(operator, args, kwargs):
+        on_wholes.append(any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))))
+        return operator(*args, **kwargs)
+
+    with operators_called(noted):
+        optimizer.step()
+    assert on_wholes
+    assert not any(on_wholes), "torch runs each operator on a DTensor through Python"
     assert len(seen) == 2 * len(list(parallel.parameters()))
     assert all(isinstance(parameter, DTensor) for parameter in seen)
     before = optimizer.state_dict()["state"]

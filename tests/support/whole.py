@@ -6,7 +6,7 @@ import copy
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -245,7 +245,7 @@ def communicated(plan: Plan, model: nn.Module, batch: Any, monkeypatch: pytest.M
 class Watching(TorchDispatchMode):
     """Sees every tensor that an operator makes, and the most bytes that were alive at once."""
 
-    def __init__(self, ignored: set[MemoryOf]) -> None:
+    def __init__(self, ignored: Collection[MemoryOf] = ()) -> None:
         super().__init__()
         self.ignored, self.peak = ignored, 0
         self.alive: dict[MemoryOf, int] = {}

@@ -1,14 +1,13 @@
 """What groups and objects do where NCCL moves the data, seen without a GPU: on a process group that only pretends."""
 
 import time
-from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, distributed_c10d
-from torch.testing._internal.distributed import fake_pg
+from torch.distributed import distributed_c10d
 
 import shardwright as sw
+from pretended import pretended
 from ranks import run_ranks
 from shardwright.backends import table
 from shardwright.mesh.mesh import Mesh
@@ -19,18 +18,6 @@ from shardwright.world import control
 from shardwright.world.agreement import from_all_ranks, from_rank_zero
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.ranks import ranks_by_collectives
-
-assert fake_pg  # it registers the backend "fake"
-
-
-@contextmanager
-def pretended(rank, size):
-    """A world of one process, which believes that it is one of so many."""
-    dist.init_process_group("fake", store=HashStore(), rank=rank, world_size=size)
-    try:
-        yield dist.group.WORLD
-    finally:
-        dist.destroy_process_group()
 
 
 def test_a_group_of_some_ranks_takes_nothing_from_the_group_of_all(monkeypatch):

@@ -34,11 +34,15 @@ def test_the_sum_and_the_count_of_a_loss_are_joined():
     same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-12)
 
 
+def normalised():
+    model, batch = network()
+    return nn.Sequential(model[0], nn.BatchNorm1d(16), nn.ReLU(), nn.BatchNorm1d(16), model[2]).double(), batch
+
+
 def waited():
-    """How often a rank waits for others in a step, and sums of several dtypes beside those one by one."""
+    """For what a rank waits in a step of each network; and sums of several dtypes beside those one by one."""
     torch.set_num_threads(1)
     rank = sw.init().rank
-    model, batch = network()
     runs, count = Lockstep.run, []
 
     def counted(*args, **kwargs):
@@ -46,11 +50,14 @@ def waited():
         return runs(*args, **kwargs)
 
     Lockstep.run = counted
-    parallel = sw.parallelize(model, loss_fn, batch, "data", batch="global")
-    for _ in range(4):  # the first batches are compared
+    found = []
+    for model, batch in (network(), normalised()):
+        parallel = sw.parallelize(model, loss_fn, batch, "data", batch="global")
+        for _ in range(4):  # the first batches are compared
+            parallel(batch).backward()
+        count.clear()
         parallel(batch).backward()
-    count.clear()
-    parallel(batch).backward()
+        found.append(list(count))
     comm = ProcessCommunicator(Mesh.of(d=2))
     comm.prepare([("d",)])
     mine = [torch.tensor(1.5 + rank), torch.tensor([2, 2**60 + rank]), torch.ones(3, dtype=torch.complex64)]
@@ -59,8 +66,10 @@ def waited():
         dist.all_reduce(tensor)
         assert torch.equal(tensor, total)
         assert tensor.dtype == total.dtype
-    return count
+    return found
 
 
-def test_a_step_waits_once_for_small_sums():
-    assert run_ranks(2, waited) == [[all_gather_single.__name__]] * 2
+def test_a_step_waits_once_for_small_sums_and_once_each_way_for_a_batch_norm():
+    """The buckets of gradients are begun, and waited for when all else is done."""
+    gather = all_gather_single.__name__
+    assert run_ranks(2, waited) == [[[gather], [gather] * 3 + ["all_reduce"] * 2]] * 2
