@@ -356,3 +356,13 @@ def test_hostfiles_and_back():
     assert "how many devices a has is not known; write `a slots=N`" in refusal("from-hostfile", "hosts")
     Path("hosts").write_text("a slots=3\n")
     assert "a uses 3 devices" in refusal("from-hostfile", "hosts")
+
+
+def test_the_options_of_hccl_tools(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    make = ["ranktable", "make"]
+    done = CliRunner().invoke(cli, [*make, "--device_num", "[4,8)", "--server_ip", "10.0.0.1"])
+    assert (done.exit_code, (tmp_path / "hccl_4p_4567_10.0.0.1.json").exists()) == (0, True)
+    for words in ([], ["[0,8)", "--device-num", "[0,4)"]):
+        refused = CliRunner().invoke(cli, [*make, *words])
+        assert (refused.exit_code, "which devices? type them once" in refused.output) == (2, True)

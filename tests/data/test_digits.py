@@ -2,6 +2,7 @@
 
 import builtins
 import hashlib
+import pickle
 
 import numpy as np
 import pytest
@@ -127,3 +128,18 @@ def test_missing_scikit_learn_names_the_extra(monkeypatch):
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(UsageError, match=r"pip install 'shardwright\[digits\]'"):
         load_digits()
+
+
+@pytest.mark.slow
+def test_files_of_full_size_are_what_other_loaders_count_on(tmp_path):
+    """As a loader reads them that has the sizes of CIFAR-10 in it, by Python's own pickle."""
+    write_digits(tmp_path, "cifar10", full_size=True)
+    images, labels = np.empty((50_000, 3, 32, 32), np.uint8), []
+    for number in range(1, 6):
+        with open(tmp_path / f"cifar-10-batches-py/data_batch_{number}", "rb") as file:
+            batch = pickle.load(file, encoding="latin1")
+        images[(number - 1) * 10_000 : number * 10_000] = batch["data"].reshape(10_000, 3, 32, 32)
+        labels.extend(batch["labels"])
+    assert (len(labels), set(labels)) == (50_000, set(range(10)))
+    assert np.array_equal(images[:1_437], images[1_437:2_874])
+    assert len(sw.CIFAR10(tmp_path, train=False)) == 10_000

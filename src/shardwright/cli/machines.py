@@ -43,6 +43,8 @@ def traffic(devices: tuple[str, ...], every_s: float, count: int | None, as_json
 @click.option("-r", "root", default=0, show_default=True, metavar="RANK", help="Who broadcasts.")
 @click.option("-c", "check", default=1, show_default=True, metavar="N", help="Calls that are checked; 0 checks none.")
 @click.option("-g", "devices", default=1, show_default=True, metavar="1", help="Devices of a rank.")
+@click.option("-H", "--host", "hosts", metavar="a:8,b:8", help="The hosts, and how many ranks each takes.")
+@click.option("--hostfile", metavar="FILE", help="The same as lines `a slots=8`.")
 @click.option("--backend", metavar="NAME", help="As in sw.init(), which without it takes the usual one of the devices.")
 @click.option("--json", is_flag=True, help="Print JSON in place of the tables.")
 @click.option("--save-profile", "profile", metavar="FILE.json", help="Measure the machine for the planner too.")
@@ -52,6 +54,7 @@ def bench(collective: str | None, **options: Any) -> None:
 
     \b
     shardwright bench all_reduce -n 8 -b 8 -e 1G -f 2
+    shardwright bench all_reduce -H a:8,b:8 -b 8 -e 1G -f 2
     mpirun -n 2 shardwright bench all_reduce -b 8 -e 128M -f 2 -g 1
     shardwright bench -n 2 --save-profile hardware.json
 

@@ -30,24 +30,39 @@ def _write_table(table: Any, notes: list[str], out: str | None, force: bool) -> 
     click.echo(write(table.to_json(), out, file_name(table), force))
 
 
-@ranktable.command("make")
+@ranktable.command("make", context_settings={"token_normalize_func": lambda name: name.replace("_", "-")})
 @click.option("--address-file", metavar="FILE", help="Lines address_N=IP; without it /etc/hccn.conf, or hccn_tool.")
+@click.option("--device-num", metavar='"[0,8)"', help="The devices, as hccl_tools.py has them.")
 @click.option(
-    "--server-id", default="127.0.0.1", show_default=True, metavar="IP", help="By which others reach this host."
+    "--server-id",
+    "--server-ip",
+    "server_id",
+    default="127.0.0.1",
+    show_default=True,
+    metavar="IP",
+    help="By which others reach this host.",
 )
 @_PRODUCT
 @_OUT
 @_FORCE
-@click.argument("devices", metavar='"[0,8)"')
+@click.argument("devices", metavar='"[0,8)"', required=False)
 def make_table(
-    devices: str, address_file: str | None, server_id: str, product: str, out: str | None, force: bool
+    devices: str | None,
+    device_num: str | None,
+    address_file: str | None,
+    server_id: str,
+    product: str,
+    out: str | None,
+    force: bool,
 ) -> None:
     """Write the table of this host's devices: a range without its end, "[4,8)", or a list, "{1,2}"."""
     from pathlib import Path
 
     from shardwright.cluster.table_making import PRODUCTS, find_addresses, make, read_devices
 
-    ids, rules = read_devices(devices), PRODUCTS[product]
+    if (devices is None) == (device_num is None):
+        raise click.UsageError('which devices? type them once, as: shardwright ranktable make "[0,8)"')
+    ids, rules = read_devices(devices or device_num or ""), PRODUCTS[product]
     make(ids, {}, server_id, rules)  # what is not allowed is said before devices are asked
     addresses, note = find_addresses(ids, Path(address_file) if address_file is not None else None)
     _write_table(make(ids, addresses, server_id, rules), [note] if note else [], out, force)

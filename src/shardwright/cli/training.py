@@ -19,11 +19,12 @@ def data() -> None:
 @click.option("--format", default="mnist", show_default=True, help="mnist, cifar10 or cifar10-binary.")
 @click.option("--out", type=click.Path(file_okay=False), required=True, metavar="DIR", help="The folder to write to.")
 @click.option("--force", is_flag=True, help="Replace another data set that is there already.")
-def digits(format: str, out: str, force: bool) -> None:
+@click.option("--full-size", is_flag=True, help="As many images as the data set has, each digit many times.")
+def digits(format: str, out: str, force: bool, full_size: bool) -> None:
     """Write scikit-learn's 1,797 handwritten digits, 1,437 to train and 360 to test, as the files of a data set."""
     from shardwright.data.digits import write_digits
 
-    for path in write_digits(out, format, force):
+    for path in write_digits(out, format, force, full_size):
         click.echo(path)
 
 

@@ -85,34 +85,50 @@ def enlarge(images: Bytes, side: int = mnist.SIDE) -> Bytes:
     return np.pad((scaled + full // 2) // full, ((0, 0), (margin, margin), (margin, margin))).astype(np.uint8)
 
 
-def mnist_files() -> dict[str, bytes]:
-    """The four files of MNIST, name -> contents."""
+def repeated(part: Digits, count: int | None) -> Digits:
+    """The digits again and again until there are so many; without a count, once."""
+    return part if count is None else part[np.arange(count) % len(part.labels)]
+
+
+def mnist_files(full: bool = False) -> dict[str, bytes]:
+    """The four files of MNIST, name -> contents; ``full`` ones have as many images as MNIST has."""
     files = {}
-    for train, part in zip((True, False), split(load_digits()), strict=True):
+    counts = (60_000, 10_000) if full else (None, None)
+    for train, once, count in zip((True, False), split(load_digits()), counts, strict=True):
+        part = repeated(once, count)
         image_name, label_name = mnist.file_names(train)
         files[image_name] = idx_bytes(enlarge(part.images))
         files[label_name] = idx_bytes(part.labels)
     return files
 
 
-def cifar_files(version: cifar.Version) -> dict[str, bytes]:
-    """The files of a version of CIFAR-10, path -> contents: the digits of `mnist_files` in grey, 32 x 32."""
+def cifar_files(version: cifar.Version, full: bool = False) -> dict[str, bytes]:
+    """The files of a version of CIFAR-10, path -> contents: the digits of `mnist_files` in grey, 32 x 32. ``full`` ones
+    have as many images as CIFAR-10 has: 10,000 in each of six files, on which other people's loaders count.
+    """
+    counts = (50_000, 10_000) if full else (None, None)
     train, test = (
-        (np.repeat(enlarge(part.images, cifar.SIDE)[:, None], 3, axis=1), part.labels) for part in split(load_digits())
+        (np.repeat(repeated(big, count).images[:, None], 3, axis=1), repeated(big, count).labels)
+        for big, count in zip(map(_enlarged, split(load_digits())), counts, strict=True)
     )
     return cifar.cifar_files(version, train, test, names=[str(digit) for digit in range(cifar.CLASSES)])
 
 
+def _enlarged(part: Digits) -> Digits:
+    return Digits(enlarge(part.images, cifar.SIDE), part.labels)
+
+
 # format -> its files, path -> contents
-FORMATS: dict[str, Callable[[], dict[str, bytes]]] = {
+FORMATS: dict[str, Callable[[bool], dict[str, bytes]]] = {
     "mnist": mnist_files,
     "cifar10": partial(cifar_files, cifar.PYTHON),
     "cifar10-binary": partial(cifar_files, cifar.BINARY),
 }
 
 
-def write_digits(out: str | os.PathLike[str], format: str, force: bool = False) -> list[Path]:
-    """Write the digits into the folder ``out`` as the files of ``format`` and return their paths.
+def write_digits(out: str | os.PathLike[str], format: str, force: bool = False, full_size: bool = False) -> list[Path]:
+    """Write the digits into the folder ``out`` as the files of ``format`` and return their paths; with ``full_size``
+    as many images as that data set has, each digit many times.
 
     Files that are there already with the same contents are left alone. Raises `UsageError` for a format that is not
     in `FORMATS`, and `DataError` where another data set is in the way and ``force`` is false, before anything is
@@ -120,7 +136,7 @@ def write_digits(out: str | os.PathLike[str], format: str, force: bool = False) 
     """
     if format not in FORMATS:
         raise UsageError(f"expected a format among {', '.join(sorted(FORMATS))}, got {format!r}")
-    files = {Path(out) / name: contents for name, contents in FORMATS[format]().items()}
+    files = {Path(out) / name: contents for name, contents in FORMATS[format](full_size).items()}
     in_the_way = [path for path, contents in files.items() if path.exists() and not _holds(path, contents)]
     in_the_way += [packed for path in files if (packed := path.with_name(f"{path.name}.gz")).exists()]
     if in_the_way and not force:

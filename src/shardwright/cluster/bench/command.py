@@ -18,7 +18,10 @@ from shardwright.errors import ShardwrightError, UsageError
 from shardwright.hosts.environment import read_environment
 
 
-def bench(collective: str | None, number: str | None, ranks: str | None, iters: int | None, **words: Any) -> int:
+def bench(
+    collective: str | None, number: str | None, ranks: str | None, iters: int | None,
+    hosts: str | None = None, hostfile: str | None = None, **words: Any,
+) -> int:  # fmt: skip
     """Run the benchmark that the words of a command line ask for.
 
     Returns 0 where every element was right and 1 where one was wrong. Where a rank crashed, it returns 2, or the rank's
@@ -34,9 +37,13 @@ def bench(collective: str | None, number: str | None, ranks: str | None, iters: 
     if options.profile is not None:
         _check_target(Path(options.profile))
     if launched is not None:
+        if hosts or hostfile:
+            raise UsageError("-H: a launcher has started the ranks already; leave -H and --hostfile out")
         from shardwright.cluster.bench.rank import measure
 
         return 0 if measure(options) else 1
+    if hosts or hostfile:
+        return _launch_on(options, start, hosts, hostfile)
     return _launch(options, start)
 
 
@@ -74,3 +81,17 @@ def _launch(options: BenchOptions, ranks: str | None) -> int:
     if "error" in answer:
         raise UsageError(answer["error"])
     return 0 if answer["passed"] else 1
+
+
+def _launch_on(options: BenchOptions, ranks: str | None, hosts: str | None, hostfile: str | None) -> int:
+    """Measure on hosts, whose ranks say by their exit code how it went: a file of theirs need not be here."""
+    from shardwright.launch.asked.host_options import HostRequest
+    from shardwright.launch.asked.options import read_options
+    from shardwright.launch.asked.request import LaunchRequest
+    from shardwright.launch.start import launch
+
+    module = ["shardwright.cluster.bench.rank", "", json.dumps(asdict(options))]
+    request = LaunchRequest(
+        kind="module", arguments=module, ranks=ranks, tee="0", where=HostRequest(hosts=hosts, hostfile=hostfile)
+    )
+    return launch(read_options(request))
