@@ -246,7 +246,7 @@ def test_the_program_of_a_ddp_tutorial_on_two_hosts(tmp_path):
 def test_a_benchmark_on_two_hosts(tmp_path):
     with jobs_on_hosts(2, tmp_path) as (_, job):
         words = ["all_reduce", "-H", "host1:1,host2:1", "-b", "64", "-e", "64", "--iters", "2", "-w", "1"]
-        ended = job.run(*words, command="bench", timeout_s=80)
+        ended = job.run(*words, command="bench", timeout_s=120)
         assert ended.code == 0, ended.stderr
         assert "Rank  1 Group  0" in ended.stdout
         assert re.search(r" on +host2 ", ended.stdout)
