@@ -47,6 +47,12 @@ def test_noise_and_outliers_are_smoothed(seed):
     assert len(found.segments) < len(GRID) / 2
 
 
+def test_one_disturbed_size_at_the_end_does_not_bend_what_lies_beyond():
+    sizes = [size for size in GRID if 2**18 <= size <= 2**22]
+    points = [(size, size / 1e9 * (0.85 if size == sizes[-2] else 1.0)) for size in sizes]
+    assert fit(points).seconds(2**26) == pytest.approx(2**26 / 1e9, rel=0.1)
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_a_fit_never_falls_and_is_above_nothing(seed):
     drawn = np.random.default_rng(seed)
