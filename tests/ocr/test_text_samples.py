@@ -246,9 +246,11 @@ def test_a_dictionary_that_lacks_characters(tmp_path, drawn):
     keys = {"character_dict_path": str(path)}
     (folder / "odd.txt").write_text("words/word_1.png\tXYZ\n")
     steps = read_steps(["DecodeImage", {"RecCTCLabelEncode": keys}], "rec", "p", True)
-    images = TextImages([word_images(folder, folder / "odd.txt", 1.0)], steps, ("text_seq",), Limit(0), "rec")
-    with pytest.raises(DataError, match=r"the text 'XYZ' of words/word_1.png has no character of the dictionary; corr"):
-        images.gather([0])
+    words = word_images(folder, folder / "odd.txt", 1.0)
+    with pytest.raises(
+        DataError, match=r"odd.txt: not one of 1 labels fits: 1 without a character of the dictionary; correct the"
+    ):
+        TextImages([words], steps, ("text_seq",), Limit(0), "rec")
     path.write_text("a\nbc\n")
     with pytest.raises(DataError, match="line 2: expected one character, got 'bc'"):
         Dictionary.of(str(path))

@@ -54,18 +54,21 @@ class ResultTable(Callback):
     def __init__(self, folder: Path, indicator: str) -> None:
         self.folder, self.indicator = folder, indicator
         self.rows: list[dict[str, float]] = []
-        self._losses: list[torch.Tensor] = []
-        self._began_s = 0.0
+        self._total: torch.Tensor | float = 0.0
+        self._steps = 0
+        self._began_s = self._spent_s = 0.0
 
     def on_epoch_begin(self, run: RunView) -> None:
-        self._losses, self._began_s = [], time.monotonic()
+        if not run.step:  # else the run goes on in the middle of the epoch, whose beginning `load_state_dict` gave
+            self._total, self._steps, self._spent_s = 0.0, 0, 0.0
+        self._began_s = time.monotonic() - self._spent_s
 
     def on_step_end(self, run: RunView) -> None:
-        self._losses.append(run.loss)
+        self._total, self._steps = self._total + run.loss.double(), self._steps + 1
 
     def on_epoch_end(self, run: RunView) -> None:
-        losses = torch.stack(self._losses).double() if self._losses else torch.tensor([math.nan])
-        row = {"epoch": float(run.epoch), "steps": float(run.steps), "loss": float(losses.mean())}
+        loss = float(self._total) / self._steps if self._steps else math.nan
+        row = {"epoch": float(run.epoch), "steps": float(run.steps), "loss": loss}
         row |= {"lr": float(run.optimizer.param_groups[0]["lr"]), "seconds": time.monotonic() - self._began_s}
         if run.evaluation is not None and run.evaluated == run.epoch:
             row |= run.evaluation.metrics
@@ -78,10 +81,14 @@ class ResultTable(Callback):
         from_rank_zero(ranks, lambda: draw_curve(self.folder / CURVE, self.rows, self.indicator))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows}
+        epoch = {"loss": float(self._total), "steps": self._steps, "seconds": time.monotonic() - self._began_s}
+        return {"rows": self.rows, "epoch": epoch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.rows = list(state["rows"])
+        epoch = state.get("epoch", {})
+        self._total, self._steps = epoch.get("loss", 0.0), epoch.get("steps", 0)
+        self._spent_s = epoch.get("seconds", 0.0)
 
     def _table(self) -> str:
         names = list(dict.fromkeys(name for row in self.rows for name in row))

@@ -18,7 +18,7 @@ from shardwright.errors import DataError, UsageError
 from shardwright.hosts.environment import read_environment
 from shardwright.ocr.asked.options import Loading, Scheduler, Settings
 from shardwright.ocr.results import BestWeights, ResultTable
-from shardwright.ocr.samples.dataset import TextImages
+from shardwright.ocr.samples.dataset import TextImages, in_words
 from shardwright.ocr.settings import ineffective, load_settings, to_yaml
 from shardwright.ocr.tasks import TASKS, text_images
 from shardwright.ocr.validation import Validator
@@ -119,7 +119,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
         ),
     )
     if experiment.train.failed:
-        print(f"rank {world.rank}: {experiment.train.failed} samples failed and were replaced", flush=True)
+        print(f"rank {world.rank}: samples that failed and were replaced: {experiment.train.failed}", flush=True)
     return trainer
 
 
@@ -130,6 +130,10 @@ def _begin(experiment: Experiment, folder: Path) -> None:
     print(f"configuration: {folder / 'config.yaml'}", flush=True)
     if experiment.without_effect:
         print(f"without effect here: {', '.join(experiment.without_effect)}", flush=True)
+    left, used = experiment.train.left_out, len(experiment.train)
+    if left:
+        whole = used + left.total()
+        print(f"left out for their labels: {left.total()} of {whole} samples to train on, {in_words(left)}", flush=True)
 
 
 def make_model(settings: Settings) -> nn.Module:

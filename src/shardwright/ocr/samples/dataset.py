@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import sys
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,17 +17,28 @@ from torch import Tensor
 from shardwright.data.order import permutation
 from shardwright.errors import DataError
 from shardwright.ocr.samples.labels import read_detection_list, read_icdar, read_word_list
-from shardwright.ocr.samples.sample import Sample, Source, Step, Task, generator
+from shardwright.ocr.samples.sample import Array, NeedsLabel, Sample, Source, Step, Task, generator
 from shardwright.ocr.samples.words import WordDatabase
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp")
 
 
 class Sources:
-    """Samples by their number, some of which are left out where only a share of them is asked for."""
+    """Samples by their number: a share of those that there are, less those whose labels do not fit.
 
-    def __init__(self, size: int, source: Callable[[int], Source], share: float, where: str) -> None:
-        self._source = source
+    ``texts`` gives the labels of samples with rising numbers faster than ``source`` does one by one; None stands for a
+    label that cannot be read.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        source: Callable[[int], Source],
+        share: float,
+        where: str,
+        texts: Callable[[Array], Iterable[str | None]] | None = None,
+    ) -> None:
+        self._source, self._texts, self._where = source, texts, where
         if not size:
             raise DataError(f"{where} has no samples")
         kept = max(1, round(size * share))
@@ -34,6 +47,39 @@ class Sources:
 
     def __getitem__(self, number: int) -> Source:
         return self._source(number if self._kept is None else int(self._kept[number]))
+
+    def fitting(self, step: NeedsLabel) -> tuple[Sources, Counter[str]]:
+        """The samples whose labels fit a step, and how many others there are, by what is wrong with them.
+
+        Raises:
+            DataError: where no label fits.
+        """
+        numbers = np.arange(self.size) if self._kept is None else self._kept
+        texts = self._texts(numbers) if self._texts else (self._source(number).text for number in numbers.tolist())
+        wrong: Counter[str] = Counter()
+        fits = np.ones(self.size, dtype=bool)
+        for at, text in enumerate(texts):
+            why = None if text is None else step.misfit(text)
+            if why is not None:
+                wrong[why] += 1
+                fits[at] = False
+        if not fits.any():
+            raise DataError(
+                f"{self._where}: not one of {self.size} labels fits: {in_words(wrong)}; correct the labels, the "
+                "dictionary or max_text_len"
+            )
+        found = copy.copy(self)
+        found._kept, found.size = numbers[fits] if wrong else self._kept, int(fits.sum())
+        return found, wrong
+
+
+def in_words(wrong: Mapping[str, int]) -> str:
+    """How many labels there are of each kind.
+
+    >>> in_words({"without a known character": 1, "longer than max_text_len, 4": 2})
+    '2 longer than max_text_len, 4; 1 without a known character'
+    """
+    return "; ".join(f"{count} {why}" for why, count in sorted(wrong.items()))
 
 
 def file_sources(listed: Sequence[Source], share: float, where: str) -> Sources:
@@ -79,7 +125,12 @@ def word_database(folder: Path, share: float) -> Sources:
         at = int(np.searchsorted(ends, number, side="right"))
         return databases[at].source(number - int(ends[at] - databases[at].size) + 1)
 
-    return Sources(int(ends[-1]), source, share, str(folder))
+    def texts(numbers: Array) -> Iterator[str | None]:
+        for database, end in zip(databases, ends.tolist(), strict=True):
+            within = numbers - (end - database.size)
+            yield from database.texts((within[(within >= 0) & (within < database.size)] + 1).tolist())
+
+    return Sources(int(ends[-1]), source, share, str(folder), texts)
 
 
 def _reader(path: Path) -> Callable[[], bytes]:
@@ -106,7 +157,8 @@ class TextImages(torch.utils.data.Dataset[Any]):
 
     A sample that fails is named on stderr, and the next one that does not takes its place; this happens to at most
     ``limit.failures`` samples on a rank, then a `DataError` ends the run. ``failed`` counts them, those of loading
-    processes too.
+    processes too. Samples whose labels do not fit a step are none of these: they are left out from the start, the same
+    ones on every rank, and ``left_out`` counts them by what is wrong with them.
     """
 
     def __init__(
@@ -114,8 +166,18 @@ class TextImages(torch.utils.data.Dataset[Any]):
     ) -> None:
         self._sources, self._steps, self.columns, self._limit = list(sources), list(steps), tuple(columns), limit
         self.task = task
-        self._ends = np.cumsum([each.size for each in sources])
+        self.left_out: Counter[str] = Counter()
+        for step in steps:
+            if isinstance(step, NeedsLabel):
+                self._leave_out(step)
+        self._ends = np.cumsum([each.size for each in self._sources])
         self._failed = torch.zeros(len(self), dtype=torch.uint8).share_memory_()  # type: ignore[no-untyped-call]
+
+    def _leave_out(self, step: NeedsLabel) -> None:
+        fitting = [source.fitting(step) for source in self._sources]
+        self._sources = [source for source, _ in fitting]
+        for _, wrong in fitting:
+            self.left_out += wrong
 
     def __len__(self) -> int:
         return int(self._ends[-1])

@@ -7,7 +7,6 @@ from typing import Literal
 
 import numpy as np
 
-from shardwright.errors import DataError
 from shardwright.ocr.samples.dictionary import Dictionary
 from shardwright.ocr.samples.images import padded, resized
 from shardwright.ocr.samples.sample import Sample
@@ -17,7 +16,8 @@ from shardwright.ocr.samples.sample import Sample
 class RecCTCLabelEncode:
     """``text_seq`` are the ids of the text, padded to ``max_text_len``, and ``text_length`` how many of them count.
 
-    The text is lowered where ``lower`` says so, and characters outside of the dictionary are left out.
+    The text is lowered where ``lower`` says so, and characters outside of the dictionary are left out. A text of which
+    nothing or too much is left does not fit, and the data set leaves its sample out.
     """
 
     max_text_len: int = 23
@@ -34,15 +34,21 @@ class RecCTCLabelEncode:
         return found
 
     def __call__(self, sample: Sample, random: np.random.Generator) -> None:
-        dictionary = self.dictionary
-        text = sample.text.lower() if self.lower else sample.text
-        ids = [dictionary.id_of[character] for character in text if character in dictionary.id_of]
-        if not 0 < len(ids) <= self.max_text_len:
-            why = f"is longer than max_text_len, {self.max_text_len}" if ids else "has no character of the dictionary"
-            raise DataError(f"the text {sample.text!r} of {sample.name} {why}; correct the label or the configuration")
+        ids = self._ids(sample.text)
         sequence = np.zeros(self.max_text_len, np.int64)
         sequence[: len(ids)] = ids
         sample.columns |= {"text_seq": sequence, "text_length": np.asarray(len(ids), np.int64)}
+
+    def misfit(self, text: str) -> str | None:
+        """See `NeedsLabel`."""
+        count = len(self._ids(text))
+        if not count:
+            return "without a character of the dictionary"
+        return f"longer than max_text_len, {self.max_text_len}" if count > self.max_text_len else None
+
+    def _ids(self, text: str) -> list[int]:
+        id_of = self.dictionary.id_of
+        return [id_of[character] for character in (text.lower() if self.lower else text) if character in id_of]
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -69,6 +69,14 @@ class Step(Protocol):
 
     def __call__(self, sample: Sample, random: np.random.Generator) -> None:
         """Change the sample; what is random comes from ``random`` alone."""
+
+
+@runtime_checkable
+class NeedsLabel(Protocol):
+    """A step that not every label fits."""
+
+    def misfit(self, text: str) -> str | None:
+        """What is wrong with a label, as "too long"; None where it fits."""
 
 
 def generator(seed: int, epoch: int, index: int) -> np.random.Generator:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,12 @@ class WordDatabase:
             raise DataError(f"the database {self.folder} of {self.size} words has no key label-{number:09d}")
         return Source(f"{self.folder}: image-{number:09d}", self.reader(number), text=label.decode("utf-8"))
 
+    def texts(self, numbers: Iterable[int]) -> Iterator[str | None]:
+        """The words of many numbers, read in a row; None stands for one that is missing or no UTF-8."""
+        with _open(self.folder) as environment, environment.begin() as reading:
+            for number in numbers:
+                yield _decoded(reading.get(f"label-{number:09d}".encode()))
+
     def reader(self, number: int) -> Any:
         """A function that gives the encoded image."""
         return lambda: self._image(number)
@@ -54,6 +60,13 @@ class WordDatabase:
             return _read(_kept_open(self.folder), key)
         with _open(self.folder) as environment:
             return _read(environment, key)
+
+
+def _decoded(label: bytes | None) -> str | None:
+    try:
+        return None if label is None else label.decode("utf-8")
+    except UnicodeDecodeError:  # reading the sample says so
+        return None
 
 
 def _read(environment: Any, key: str) -> bytes | None:
