@@ -195,8 +195,8 @@ def test_what_mpirun_said_is_kept(tmp_path):
     ("words", "message"),
     [
         (["--backend", "mpi"], "--backend mpi needs ranks that mpirun starts; type --via mpirun --backend mpi"),
-        (["--mca", "pml", "ob1"], "--mca pml ob1 is a setting of mpirun; type --via mpirun too"),
-        (["-mca", "pml", "ob1"], "--mca pml ob1 is a setting of mpirun; type --via mpirun too"),
+        (["--mca", "pml", "ob1"], "--mca pml ob1 is a setting of mpirun; leave it out, or type --via mpirun too"),
+        (["-mca", "pml", "ob1"], "--mca pml ob1 is a setting of mpirun; leave it out, or type --via mpirun too"),
         (["--via", "mpirun", "--mca", "p;l", "ob1"], "--mca p;l ob1 names no setting; type --mca NAME VALUE"),
     ],
 )
