@@ -92,7 +92,7 @@ STEPS = (
     Step("profile of a device", "products, copies and launches, beside the shipped profile", 60),
     Step("profile of links", "all-reduces between two GPUs, beside the shipped profile", 90, "two GPUs", 2, "nccl",
          function="links"),
-    Step("speed of a transformer", "bf16 on one device: at most 1.03 of plain PyTorch, 1.0 where both compile", 120),
+    Step("speed of a transformer", "bf16 on one device: at most 1.03 of plain PyTorch, beside it compiled", 120),
     Step("speed of ResNet-50", "the same for images", 120),
 )  # fmt: skip
 

@@ -68,6 +68,21 @@ def global_batch_norm(world: World) -> float:
     return close("global batch norm", losses(parallel, lambda: parallel(batch)), plain("resnet"), 1e-8)
 
 
+def own_parts(world: World) -> float:
+    """Each rank passes its own rows, now and then another number of them, and asks for the others' on the way."""
+    sizes = [(4, 4), (4, 4), (4, 3), (4, 4)]
+    model, batch = SMALL["perceptron"].made(torch.device("cpu"), torch.float64)
+    expected = [float(loss_fn(model, tuple(tensor[: sum(rows)] for tensor in batch))) for rows in sizes]
+
+    def part(rows: tuple[int, int]) -> tuple[torch.Tensor, ...]:
+        start = sum(rows[: world.rank])
+        return tuple(tensor[start : start + rows[world.rank]].to(world.device) for tensor in batch)
+
+    model, _ = SMALL["perceptron"].made(world.device, torch.float64)
+    parallel = sw.parallelize(model, loss_fn, part(sizes[0]), "data", batch="local")
+    return close("own parts", [float(parallel(part(rows))) for rows in sizes], expected, 1e-9)
+
+
 def _clipped(model: Any, call: Callable[[Any], torch.Tensor], batch: Any) -> list[float]:
     """Two halves of the batch for each step, and gradients clipped to a norm of 0.1."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -122,7 +137,7 @@ def loader_with_plan(world: World) -> float:
 
 
 def two_ranks(world: World, quick: bool) -> dict[str, Any]:
-    cases = (data, tensor_parallel, global_batch_norm, accumulation_and_clipping, loader_with_plan)
+    cases = (data, tensor_parallel, global_batch_norm, own_parts, accumulation_and_clipping, loader_with_plan)
     return {case.__name__: case(world) for case in cases}
 
 

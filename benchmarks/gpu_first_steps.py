@@ -324,7 +324,7 @@ def saves(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("pinned")
 def pinned(device: torch.device, quick: bool) -> dict[str, Any]:
-    from shardwright.checkpoint.saving.room import room_of
+    from shardwright.checkpoint.saving.room import _forget_error, room_of
 
     size = (1 << 28) + 1  # of which torch's own allocator would take twice as much
     memory, source = room_of(size, pinned=True), torch.ones(size, dtype=torch.uint8, device=device)
@@ -338,6 +338,10 @@ def pinned(device: torch.device, quick: bool) -> dict[str, Any]:
     torch.cuda.synchronize()
     done_s = time.perf_counter() - start
     assert memory.count_nonzero() == size
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # twice: refused by the driver
+    assert error, "memory was pinned twice"
+    _forget_error()
+    assert float((source.sum() * 2).item()) == 2 * size, "a kernel after an error that was told"
     assert asked_s < done_s / 4, f"who asks for a copy waits {asked_s:.3f} of {done_s:.3f} s"
     return {"ms to ask for a copy": round(asked_s * 1e3, 2), "ms until it is there": round(done_s * 1e3, 1)}
 
@@ -417,6 +421,8 @@ def _speed(network: Network, device: torch.device, quick: bool) -> dict[str, Any
     for way in [way for way in ways if way != "ours"]:
         ratios = [a / b for a, b in zip(took["ours"], took[way], strict=True)]
         found[f"ours / {way}"] = round(statistics.median(ratios), 3)
+    limit = 1.03 if device.type == "cuda" and not quick else float("inf")
+    assert found["ours / plain"] <= limit, f"{found}: expected at most {limit} of plain PyTorch"
     return found
 
 

@@ -1,5 +1,6 @@
 """What holds for every test: where plans are remembered, how long examples may take, and who starts processes."""
 
+import glob
 import os
 import tempfile
 from collections.abc import Iterator
@@ -20,6 +21,8 @@ settings.load_profile("any machine")
 def pytest_configure() -> None:
     if os.environ.get("SHARDWRIGHT_TEST_DEVICE"):
         import device  # noqa: F401  # refuses one that is not there, before anything runs
+    elif glob.glob("/dev/nvidia[0-9]*"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as many ranks as a test wants share the CPU, wherever it runs
 
 
 def pytest_unconfigure() -> None:

@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from device import DEVICE, chosen, placed
+from ranks import run_ranks
+from shardwright.errors import WorldError
 
 
 def test_tensors_and_modules_go_where_is_asked():
@@ -18,6 +20,22 @@ def test_tensors_and_modules_go_where_is_asked():
     assert (batch["x"].device.type, batch["n"]) == ("meta", 3)
     assert placed(torch.nn.Linear(2, 2), meta).weight.is_meta
     assert placed(torch.ones(1)).device.type == DEVICE.type
+
+
+def joined():
+    import shardwright as sw
+
+    try:
+        return str(sw.init().device)
+    except WorldError as error:
+        return str(error)
+
+
+def test_ranks_compute_on_the_device_that_is_asked_for():
+    assert run_ranks(1, joined, env={"SHARDWRIGHT_TEST_DEVICE": "cpu"}) == ["cpu"]
+    if not torch.cuda.is_available():
+        (refusal,) = run_ranks(1, joined, env={"SHARDWRIGHT_TEST_DEVICE": "cuda"})
+        assert refusal.startswith("device='cuda', but torch sees 0 GPUs here")
 
 
 @pytest.mark.slow

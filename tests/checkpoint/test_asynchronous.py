@@ -7,6 +7,7 @@ import textwrap
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -440,5 +441,9 @@ def test_memory_that_is_pinned_has_the_size_that_is_asked_for_and_is_given_back(
     del image
     assert driver.pinned == {}
     driver.error = 2
+    forgotten = []
+    runtime = SimpleNamespace(cudaGetLastError=lambda: forgotten.append(2))
+    monkeypatch.setattr("shardwright.checkpoint.saving.room._runtime", lambda: runtime)
     with pytest.warns(UserWarning, match=r"5 MB of memory for saves cannot be pinned \(CUDA error 2\): each save"):
         assert room_of(5_000_000, True).nbytes == 5_000_000
+    assert forgotten == [2]

@@ -51,6 +51,10 @@ def _omp_one_thread() -> Iterator[None]:
 def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any) -> None:
     os.environ.update(env)
     try:
+        if env.get("SHARDWRIGHT_TEST_DEVICE"):  # which has been looked at before
+            from device import on_device
+
+            on_device(env)
         result = (True, fn(*args))
     except BaseException:
         result = (False, traceback.format_exc())
@@ -84,6 +88,7 @@ def run_ranks(
             variables = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
                 "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+                "SHARDWRIGHT_TEST_DEVICE": os.environ.get("SHARDWRIGHT_TEST_DEVICE", ""),
             } | (env or {})  # fmt: skip
             child = _context.Process(target=_child, args=(variables, fn, args, theirs), daemon=True)
             child.start()

@@ -1,6 +1,7 @@
 """What groups and objects do where NCCL moves the data, seen without a GPU: on a process group that only pretends."""
 
 import time
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -118,3 +119,17 @@ def rank_zero_ends():
 
 def test_who_waits_for_a_rank_0_that_has_ended_is_told():
     assert run_ranks(2, rank_zero_ends)[1] == "rank 0 has ended, or whoever serves the store of the job"
+
+
+def test_a_group_of_two_backends_is_waited_for_as_each_of_them_does(monkeypatch):
+    """NCCL ends its communicator where a wait has a time limit; gloo must have one to tell who does not come."""
+
+    class Group:
+        pass
+
+    monkeypatch.setattr("shardwright.world.lockstep.dist.get_backend", lambda group: "cpu:gloo,cuda:nccl")
+    lockstep, group = Lockstep(), Group()
+    on_gpu = SimpleNamespace(device=torch.device("cuda"))
+    assert [lockstep._waits_in_turns(group, first) for first in (torch.ones(1), on_gpu, [torch.ones(1)])] == [
+        True, False, True,
+    ]  # fmt: skip

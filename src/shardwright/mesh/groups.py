@@ -60,6 +60,7 @@ class SharedGroups:
                 if not made.users:
                     del self._made[members]
                     if dist.is_initialized() and _of_worlds.get(world_group()) is self:  # else they have ended with it
+                        finish_queued()
                         dist.destroy_process_group(made.group)
 
     def _is_missing(self, mesh: Mesh, axes: Axes) -> bool:

@@ -75,6 +75,7 @@ class ProcessCommunicator:
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._backends: dict[tuple[str, dist.ProcessGroup], Backend] = {}
         self._pulse = own_pulse()
+        self._come: Callable[[], None] = lockstep.come if lockstep is not None else _done
         self._run: Callable[..., None] = lockstep.run if lockstep is not None else _plainly
         self._start: Callable[..., Callable[[], object]] = lockstep.start if lockstep is not None else _start_plainly
 
@@ -92,9 +93,10 @@ class ProcessCommunicator:
         self._backends.clear()
 
     def _group(self, axes: Axes) -> dist.ProcessGroup | None:
-        """The group along ``axes``; None where it is this rank alone."""
+        """The group along ``axes``, to talk to now; None where it is this rank alone."""
         if self.mesh.extent(axes) == 1:
             return None
+        self._come()
         if frozenset(axes) not in self._groups:
             ready = ", ".join("·".join(self.mesh.ordered(known)) for known in self._groups) or "nothing"
             raise LoweringError(f"no group over {'·'.join(axes)} on the mesh {self.mesh}; prepared: {ready}")

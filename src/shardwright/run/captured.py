@@ -95,7 +95,7 @@ class Parallel(ParallelModel):
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
-        self._same_batch, self._parts = SameBatch(lockstep), Parts(lockstep)
+        self._same_batch, self._parts = SameBatch(lockstep), Parts(lockstep, world.device.type != "cpu")
         self._communicator = communicator_over(self.plan.mesh, lockstep)
         place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
         self._state = ModelState(model, self.plan, seed, world.device)

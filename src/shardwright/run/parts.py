@@ -38,10 +38,15 @@ class NotAsExpected(BaseException):
 
 
 class Parts:
-    """What ranks have passed to a model until now."""
+    """What ranks have passed to a model until now.
 
-    def __init__(self, lockstep: Lockstep) -> None:
-        self._lockstep = lockstep
+    Args:
+        meanwhile: whether ranks compute before they know what the others pass. It pays where a device computes: on the
+            cores of a CPU the threads that carry the question would take them from the forward.
+    """
+
+    def __init__(self, lockstep: Lockstep, meanwhile: bool = True) -> None:
+        self._lockstep, self._meanwhile = lockstep, meanwhile
         self._answers: dict[tuple[int, int], Rows] = {}
 
     def ask(self, tensors: Sequence[Tensor], key: str) -> Asked:
@@ -57,7 +62,8 @@ class Parts:
         told = torch.tensor(mine)
         everyone = [torch.empty_like(told) for _ in range(dist.get_world_size())]
         wait = self._lockstep.begin(dist.all_gather, everyone, told, group=control_group())
-        return Asked(tensors, everyone, wait, self._answers.get(mine), lambda rows: self._remember(mine, rows))
+        expected = self._answers.get(mine) if self._meanwhile else None
+        return Asked(tensors, everyone, wait, expected, lambda rows: self._remember(mine, rows))
 
     def _remember(self, mine: tuple[int, int], rows: Rows) -> None:
         if len(self._answers) >= _MOST:

@@ -68,7 +68,7 @@ class Lockstep:
     def __init__(self, store: Store | None = None, rank: int = 0, size: int = 1) -> None:
         self._store, self._rank, self._size = store, rank, size
         self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
-        self._turns: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()
+        self._turns: WeakKeyDictionary[dist.ProcessGroup, dict[str, bool]] = WeakKeyDictionary()  # by device
         self._begun: set[Callable[[], object]] = set()  # waits for collectives of a backward, that are to come
         self._first: Callable[[], object] | None = None  # what is to be called before the next collective
         self._number = 0  # of calls
@@ -159,14 +159,14 @@ class Lockstep:
             UsageError, WorldError: as `same`.
         """
         group = group or world_group()
-        self._call_first()
+        self.come()
         self.finish(collective(*tensors, group=group, async_op=self._waits_in_turns(group, tensors[0])))
 
     def begin(
         self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
     ) -> Callable[[], object]:
         """Begin what `run` calls; what is returned waits for it within the same call, and raises as `run` does."""
-        self._call_first()
+        self.come()
         in_turns = self._waits_in_turns(group, tensors[0])
         work = collective(*tensors, group=group, async_op=True)
         assert work is not None
@@ -191,25 +191,27 @@ class Lockstep:
         self._first = first
         try:
             yield
-            self._call_first()
+            self.come()
         finally:
             self._first = None
 
-    def _call_first(self) -> None:
+    def come(self) -> None:
+        """Call what is to be called before the first collective: nothing of that has begun, or was counted, yet."""
         first, self._first = self._first, None
         if first is not None:
             first()
 
     def _waits_in_turns(self, group: dist.ProcessGroup, first: Any) -> bool:
         """Whether a collective on ``first`` can be waited for with a time limit, and then again."""
+        device = (first[0] if isinstance(first, list) else first).device.type
         turns = self._turns.get(group)
         if turns is None:
-            written = first[0] if isinstance(first, list) else first
-            backend = backend_moving(written.device.type, str(dist.get_backend(group)))
-            turns = self._turns[group] = backend.waits_in_turns
-            if not turns:
+            turns = self._turns[group] = {}
+        if device not in turns:  # a group may move tensors of CPUs by another backend than those of GPUs
+            turns[device] = backend_moving(device, str(dist.get_backend(group))).waits_in_turns
+            if not turns[device]:
                 self.answer_aside()
-        return turns
+        return turns[device]
 
     def finish(self, work: dist.Work | None) -> None:
         """Wait for a collective; None is one that has ended. Raises as `same` does."""

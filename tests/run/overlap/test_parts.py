@@ -9,10 +9,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.run.parts import Asked
+from shardwright.pulse import own_pulse
+from shardwright.run import captured
+from shardwright.run.parts import Asked, Parts
+from shardwright.run.programs import programs
 
 # What the two ranks pass, step by step.
 SIZES = [(4, 4), (4, 4), (4, 3), (4, 4), (4, 3), (3, 4), (4, 4)]
+
+
+def computing_meanwhile():
+    """As on GPUs."""
+    captured.Parts = lambda lockstep, meanwhile: Parts(lockstep)
 
 
 class Products(TorchDispatchMode):
@@ -38,6 +46,7 @@ def part_of(batch, rank, sizes):
 def with_other_sizes():
     """How far losses, gradients and statistics are from plain PyTorch's, how often programs ran, and events by step."""
     torch.set_num_threads(1)
+    computing_meanwhile()
     torch.set_default_dtype(torch.float64)
     rank = sw.init().rank
     sw.set_seed(1)
@@ -65,14 +74,38 @@ def with_other_sizes():
         pairs += [(a.grad, b.grad) for a, b in zip(model.parameters(), plain.parameters(), strict=True)]
         pairs += zip(model.buffers(), plain.buffers(), strict=True)
         apart = max(apart, *(float((a - b).detach().abs().max()) for a, b in pairs))
-    return apart, sum(execution.runs["reduced"] for execution in parallel.executions()), told
+    return apart, sum(execution.runs["reduced"] for execution in parallel.executions()), told, own_pulse()._collectives
 
 
 def test_parts_of_any_size_are_right_and_equal_ones_are_not_waited_for():
-    for rank, (apart, runs, told) in enumerate(run_ranks(2, with_other_sizes)):
+    found = run_ranks(2, with_other_sizes)
+    assert found[0][-1] == found[1][-1], "a collective that was not begun counts in no report of a hang"
+    for rank, (apart, runs, told, _) in enumerate(found):
         assert apart < 1e-12
         assert runs == len(SIZES), "what was thrown away does not count"
         assert "asked" not in told[0]
         assert told[1] == ["product", "asked", "as expected", "product"], "the first layer is computed meanwhile"
         assert told[2][:3] == ["product", "asked", "product"] if rank == 0 else "asked" not in told[2]
         assert told[3] == ["product", "asked", *(["as expected"] if rank else ["product"]), "product"]
+
+
+def with_few_programs():
+    """Rank 0 expects the first program while rank 1 has nothing to expect, and one of the two has to go."""
+    torch.set_num_threads(1)
+    computing_meanwhile()
+    programs.MOST_PROGRAMS = 2
+    rank = sw.init().rank
+    parallel = sw.parallelize(nn.Linear(6, 3), loss_fn, part_of(batch_of((2, 2)), rank, (2, 2)), "data", batch="local")
+    sizes = [(2, 2), (5, 5), (2, 7), (2, 2), (5, 5)]
+    return [float(parallel(part_of(batch_of(each), rank, each))) for each in sizes]
+
+
+def batch_of(sizes):
+    torch.manual_seed(sum(sizes))
+    return torch.randn(sum(sizes), 6), torch.randint(3, (sum(sizes),))
+
+
+def test_ranks_forget_the_same_programs_whatever_they_expected():
+    first, second = run_ranks(2, with_few_programs)
+    assert first == second
+    assert (first[0], first[1]) == (first[3], first[4])

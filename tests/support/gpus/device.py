@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -31,6 +32,24 @@ def chosen(text: str) -> torch.device:
 
 
 DEVICE = chosen(os.environ.get(VARIABLE, ""))
+
+
+def on_device(environ: Mapping[str, str] = os.environ) -> None:
+    """From now on `sw.init()` of this process computes on the device that is asked for, unless told otherwise.
+
+    As many ranks as a test wants share the GPUs that there are, by gloo.
+    """
+    if not environ.get(VARIABLE):
+        return
+    import shardwright.world.world as room
+
+    plain = room.init
+
+    def init(backend: str | None = None, **options: Any) -> Any:
+        there = {} if backend is not None or "device" in options else {"device": environ[VARIABLE]}
+        return plain(backend or ("gloo" if there else None), **there, **options)
+
+    room.init = init
 
 
 def placed(tree: Any, device: torch.device = DEVICE) -> Any:

@@ -38,9 +38,14 @@ class _Watching(TorchFunctionMode):
 
 def _waits(name: str, args: Any, kwargs: Any) -> bool:
     """Whether a call would wait for a GPU, were the step's device one."""
-    if name == "to":
-        moves = any(isinstance(arg, torch.device) for arg in (*args, *kwargs.values()))
+    if name in ("to", "cuda"):
+        moves = name == "cuda" or any(isinstance(arg, torch.device | str) for arg in (*args, *kwargs.values()))
         return moves and not kwargs.get("non_blocking", False)
+    if name == "__getitem__":  # of as many entries as are true
+        asked = args[1] if isinstance(args[1], tuple) else (args[1],)
+        return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in asked)
+    if name == "where":
+        return len(args) + len(kwargs) == 1
     return name in _ASKS or (name in _MAKES and (name == "new_tensor" or kwargs.get("device") is not None))
 
 

@@ -6,6 +6,7 @@ host. So it is taken from the system, and the driver is told to pin it.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import warnings
 from contextlib import suppress
@@ -34,9 +35,10 @@ class _Pages(mmap.mmap):
         """Pin all of it; where that cannot be, copies are right and waited for, which is told."""
         error = int(_driver().cudaHostRegister(address, len(self), 0))
         if error:
+            _forget_error()
             warnings.warn(
                 f"{len(self) / 1e6:.0f} MB of memory for saves cannot be pinned (CUDA error {error}): each save "
-                "holds the loop up until it is copied; allow more locked memory (ulimit -l) for what saves need",
+                "holds the loop up until it is copied; more locked memory may help (ulimit -l)",
                 stacklevel=2,
             )
         else:
@@ -46,6 +48,21 @@ class _Pages(mmap.mmap):
         if self._pinned_at:
             with suppress(Exception):  # at the end of the process there may be no driver any more
                 _driver().cudaHostUnregister(self._pinned_at)
+
+
+def _forget_error() -> None:
+    """What the driver has answered stays its last error, for which torch would blame the next kernel."""
+    runtime = _runtime()
+    if runtime is not None:
+        runtime.cudaGetLastError()
+
+
+def _runtime() -> Any:
+    """CUDA's runtime as torch has loaded it, which has functions that `torch.cuda.cudart` leaves out; None without."""
+    try:
+        return ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")
+    except OSError:
+        return None
 
 
 def _driver() -> Any:

@@ -144,14 +144,15 @@ class Programs:
         return Step(kind, batch, rows, (self.keys.of(kind, batch, look), global_shapes(tensors, rows)))
 
     def known(self, step: Step) -> PreparedProgram | None:
-        """The program of a step, where it is there."""
+        """The program of a step, where it is there. To ask does not use it: ranks ask for others, and forget alike."""
         kept = self._known(step)
         return kept.prepared if kept is not None else None
 
     def of(self, step: Step) -> PreparedProgram:
         """The program of a step to which all ranks come; each says that it does, where it came to another before."""
         kept = self._known(step)
-        known = self._by_key.get(step.key, [])
+        known = self._by_key.pop(step.key, [])
+        self._by_key[step.key] = known  # at the end: the first one is the one that was not used for longest
         if kept is not None:
             self._lockstep.same(kept.number, partial(_said, step, known))
             return kept.prepared
@@ -170,11 +171,7 @@ class Programs:
         return [kept.prepared.execution for known in self._by_key.values() for kept in known]
 
     def _known(self, step: Step) -> _Kept | None:
-        known = self._by_key.pop(step.key, None)
-        if known is None:
-            return None
-        self._by_key[step.key] = known  # at the end: the first one is the one that was not used for longest
-        return next((kept for kept in known if kept.remembered.holds()), None)
+        return next((kept for kept in self._by_key.get(step.key, ()) if kept.remembered.holds()), None)
 
     def _prepare(self, step: Step, plan: Plan, unlike: str) -> PreparedProgram:
         self._made += 1
