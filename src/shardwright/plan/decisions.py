@@ -8,9 +8,10 @@ are both derived from `transfers`, so that nothing is priced that is not run, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Self
 
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
@@ -169,6 +170,13 @@ class Decisions:
     @cached_property
     def _nodes(self) -> Mapping[str, Node]:
         return {node.name: node for node in self.capture.nodes}
+
+    def computing_again(self, names: Set[str]) -> Self:
+        """The same with other modules computed again; what does not depend on these is not worked out anew."""
+        found = replace(self, recomputed=frozenset(names))
+        for kept in ("kept", "_nodes", "transfers", "way"):
+            found.__dict__[kept] = getattr(self, kept)
+        return found
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

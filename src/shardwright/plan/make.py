@@ -167,13 +167,13 @@ class Weighing:
     def fewest(self, choice: Choice) -> Choice | None:
         """The same with the fewest blocks computed again with which it fits; those that save most come first."""
         limit, demanded = self._request.memory or 0, self._space.demanded
-        everything = replace(self.plan(choice), recomputed=frozenset(block.name for block in self._space.blocks))
+        everything = self.plan(choice).computing_again({block.name for block in self._space.blocks})
         costs, sizes = repeated_costs(everything, self._objective), remade_memory(everything)
         names = [name for name in costs if name not in demanded and sizes[name]]
         names.sort(key=lambda name: costs[name] / sizes[name])
 
         def fits(count: int) -> bool:
-            return replace(everything, recomputed=demanded.union(names[:count])).held.total <= limit
+            return everything.computing_again(demanded.union(names[:count])).held.total <= limit
 
         count = bisect_left(range(len(names)), True, key=fits)
         if not fits(count):

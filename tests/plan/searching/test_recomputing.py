@@ -133,5 +133,8 @@ def test_few_of_many_equal_layers_are_computed_again_where_few_serve(mode):
         if counts[-1]:
             fewer = replace(plan, recomputed=frozenset(sorted(plan.recomputed)[1:]))
             assert fewer.held.total > memory
+            again = plan.computing_again(fewer.recomputed)
+            assert (again, again.held, again.transfers) == (fewer, fewer.held, fewer.transfers)
+            assert again.transfers is plan.transfers
     assert counts[0] == 0 < counts[1] < counts[2] < 6
     assert mode == "data" or plan.bound <= plan.cost
