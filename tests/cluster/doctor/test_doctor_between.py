@@ -8,7 +8,7 @@ from recorded_hosts import GPUS, altered, recorded
 
 from shardwright.cluster.doctor.checks.between import check_between
 from shardwright.cluster.doctor.finding import Severity
-from shardwright.cluster.doctor.reach import Cluster, Try, Way, _ways
+from shardwright.cluster.doctor.reach import MOST_PAIRED, Cluster, Try, Way, _ways, others_of, with_way_out
 from shardwright.cluster.doctor.reading import Ran
 from shardwright.hosts.hosts import Hosts
 
@@ -131,6 +131,42 @@ def test_all_is_well():
     found = check_between(three())
     assert {one.finding.severity for one in found} == {OK}
     assert [one.name for one in found] == ["versions", "clock", "names", "ports", "MTU", "ssh"]
+
+
+def test_of_many_hosts_it_is_said_how_many_ways_were_tried():
+    names = [f"n{number}" for number in range(MOST_PAIRED + 1)]
+    at = dict(zip(names, (f"10.0.0.{number}" for number in range(1, 99)), strict=False))
+    readings = {name: altered(host("a"), facts={"addresses": [["eth0", at[name], 0]]}) for name in names}
+    hosts = Hosts.from_list(",".join(names))
+    ways = {
+        (one.name, other.name): Way((Try(at[other.name], "all", at[one.name], ""),), (at[other.name],), GOOD)
+        for one in hosts
+        for other in others_of(one, hosts.hosts)
+    }
+    found = check_between(Cluster(hosts, readings, ahead_s=dict.fromkeys(names, 0.0), ways=ways))
+    said = {one.name: one.finding.text for one in found if one.finding.severity == OK}
+    assert said["names"] == "every name that was asked for is known (39 of 156 ways)"
+    assert said["ports"] == "TCP in all directions that were tried (39 of 156 ways), by eth0"
+    assert said["MTU"].startswith("1500 on all ways that were tried (39 of 156 ways), and")
+    assert said["ssh"] == "without a password, all ways that were tried (39 of 156 ways)"
+
+
+def test_the_interface_that_leads_to_all_others_is_known_of_a_host():
+    """A bridge for containers leads nowhere, one network not to all; of two that do, the faster one."""
+    speeds = {"docker0": ("172.17.0.1", 0), "eth0": ("10.0.0.1", 1000), "eth1": ("10.1.0.1", 25_000)}
+    reading = host("a", addresses=[[name, *rest] for name, rest in speeds.items()])
+
+    def tried(*ends):
+        bridge = Try("172.17.0.1", "another", "172.17.0.1", "")
+        return Way((bridge, *(Try("x", "all", end, "") for end in ends)), (), GOOD)
+
+    def leads(**ways):
+        return with_way_out(reading, {(reading.name, there): way for there, way in ways.items()}).facts["leads_out"]
+
+    assert leads(b=tried("10.1.0.1", "10.0.0.1"), c=tried("10.0.0.1", "10.1.0.1")) == "eth1"
+    assert leads(b=tried("10.1.0.1", "10.0.0.1"), c=tried("10.0.0.1")) == "eth0"
+    assert leads(b=tried()) is None
+    assert leads() is None
 
 
 @pytest.mark.parametrize(

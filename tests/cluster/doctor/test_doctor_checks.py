@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from recorded_hosts import GPUS, LINKS, altered, recorded
 
+from shardwright.cluster.doctor import probe
 from shardwright.cluster.doctor.checks import CHECKS
 from shardwright.cluster.doctor.checks.gpus import DRIVER_CUDA, newest_cuda
 from shardwright.cluster.doctor.finding import Severity, examine
@@ -17,6 +18,20 @@ OK, NOTE, UNKNOWN, WARNING, PROBLEM = Severity
 GIB = 1 << 30
 FAILED = Ran(1, "", "Failed to initialize NVML: Driver/library version mismatch\n")
 DRIVER = "/sys/bus/pci/devices/0000:07:00.0"
+
+NO_GPUS = {  # as in a container that has the programs of the driver, but not the devices
+    "commands": {GPUS: Ran(9, "NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.\n", "")},
+    "files": {f"{DRIVER}/vendor": "0x1002"},
+}
+NO_IB = {f"{IB}/state": "1: DOWN", f"{IB.replace('_0', '_1')}/state": "1: DOWN"}
+ROUTES = (  # of /proc/net/route
+    "Iface\tDestination\tGateway\tFlags\tRefCnt\tUse\tMetric\tMask\tMTU\tWindow\tIRTT\n"
+    "eth1\t00000000\t0100A8C0\t0003\t0\t0\t200\t00000000\t0\t0\t0\n"
+    "eth0\t00000000\t0100000A\t0003\t0\t0\t100\t00000000\t0\t0\t0\n"
+    "eth0\t0000000A\t00000000\t0001\t0\t0\t100\t00FFFFFF\t0\t0\t0\n"
+)
+BRIDGE = [["docker0", "172.17.0.1", 0], ["eth0", "10.0.0.1", 100000]]
+DOCKER = {f"{NET}/docker0/operstate": "up", f"{NET}/docker0/mtu": "1500", f"{NET}/docker0/type": "1"}
 
 
 def row(errors="0", driver="535.129.03", mode="Enabled"):
@@ -49,6 +64,11 @@ CASES = [
     ("GPUs/driver", PROBLEM, "1 GPU on the PCI bus, but there is no nvidia-smi", "nvidia-headless-570-server",
      {"commands": {GPUS: None}}),
     ("GPUs/driver", PROBLEM, "updated since the machine was started", "sudo reboot", {"commands": {GPUS: FAILED}}),
+    ("GPUs/driver", NOTE, "no NVIDIA GPU here; nvidia-smi fails: NVIDIA-SMI has failed", "", NO_GPUS),
+    ("GPUs/driver", PROBLEM, "1 GPU on the PCI bus, but nvidia-smi fails", "nvidia-headless-570-server",
+     {"commands": {GPUS: NO_GPUS["commands"][GPUS]}}),
+    ("GPUs/CUDA", OK, "", "", NO_GPUS),
+    ("GPUs/persistence", OK, "", "", NO_GPUS),
     ("GPUs/driver", UNKNOWN, "nvidia-smi says 'No devices'", "", {"commands": {GPUS: "No devices\n"}}),
     ("GPUs/CUDA", OK, "has CUDA 12.2, torch was built for 12.6", "", {}),
     ("GPUs/CUDA", PROBLEM, "driver 470.57.02 has CUDA 11.4, torch was built for 12.6, which needs driver 525.60.13",
@@ -66,6 +86,9 @@ CASES = [
                          "said": "Traceback\nlibcudart.so.12: cannot open shared object file\n"}}}),
     ("GPUs/NCCL", PROBLEM, "nvidia-nccl-cu12 2.27.5 is for another CUDA than torch's 13.0", "nvidia-nccl-cu13",
      {"facts": {"torch_cuda": "13.0"}}),
+    ("GPUs/NCCL", WARNING, "2.27.5, loads; but nvidia-nccl-cu11 is installed too",
+     "pip uninstall -y nvidia-nccl-cu11",
+     {"facts": packages(nvidia_nccl_cu11="2.21.5", nvidia_nccl_cu12="2.27.5")}),
     ("GPUs/NCCL", UNKNOWN, "another form than expected", "", {"facts": {"nccl": ["2.27.5"]}}),
     ("GPUs/nvcc", OK, "CUDA 12.4", "", {}),
     ("GPUs/nvcc", NOTE, "no nvcc", "cuda-toolkit-12-6", {"commands": {"nvcc --version": None}}),
@@ -105,8 +128,18 @@ CASES = [
      {"unreadable": {"/sys/module/nvidia_peermem/refcnt": "EIO"}}),
     ("InfiniBand/NCCL", OK, "NCCL would use mlx5_0:1,mlx5_1:1", "export NCCL_IB_HCA==mlx5_0:1,mlx5_1:1", {}),
     ("InfiniBand/NCCL", OK, "NCCL would use", "export NCCL_SOCKET_IFNAME==ib0", {}),
-    ("InfiniBand/NCCL", NOTE, "NCCL would use TCP", "",
-     {"files": {f"{IB}/state": "1: DOWN", f"{IB.replace('_0', '_1')}/state": "1: DOWN"}}),
+    ("InfiniBand/NCCL", OK, "NCCL would use", "export GLOO_SOCKET_IFNAME=ib0", {}),
+    ("InfiniBand/NCCL", NOTE, "NCCL would use TCP, for want of InfiniBand", "",
+     {"files": NO_IB, "facts": {"addresses": [["eth0", "10.0.0.1", 100000]]}}),
+    ("InfiniBand/NCCL", NOTE, "by one of eth0, docker0; eth0 has the default route: launch sets what says so",
+     "export NCCL_SOCKET_IFNAME==eth0",
+     {"files": NO_IB | DOCKER | {"/proc/net/route": ROUTES}, "facts": {"addresses": BRIDGE}}),
+    ("InfiniBand/NCCL", NOTE, "eth0 leads to the other hosts", "export GLOO_SOCKET_IFNAME=eth0",
+     {"files": NO_IB | DOCKER, "facts": {"addresses": BRIDGE, "leads_out": "eth0"}}),
+    ("InfiniBand/NCCL", NOTE, "which of them leads to other hosts is not known here", "",
+     {"files": NO_IB | DOCKER, "facts": {"addresses": BRIDGE}}),
+    ("InfiniBand/NCCL", OK, "NCCL would use", "export NCCL_SOCKET_IFNAME==eth0",
+     {"files": DOCKER | {"/proc/net/route": ROUTES}, "facts": {"addresses": BRIDGE}}),
     ("InfiniBand/NCCL", UNKNOWN, "expected one like", "", {"files": {f"{IB}/state": ""}}),
     ("environment/variables", OK, "none that hurts, of 1", "", {}),
     ("environment/variables", WARNING, "NCCL_P2P_DISABLE=1: GPUs of one host do not talk", "unset NCCL_P2P_DISABLE",
@@ -245,3 +278,22 @@ def test_what_is_to_be_typed_can_be_pasted(tmp_path: Path):
     (tmp_path / "lines.sh").write_text("\n".join(lines))
     done = subprocess.run(["sh", "-n", tmp_path / "lines.sh"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+VERSIONS = {"nvidia-nccl-cu11": "2.21.5", "nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.28"}
+
+
+def test_of_two_nccls_that_of_torchs_cuda_is_loaded_and_shown(monkeypatch):
+    class Distribution:
+        def __init__(self, name):
+            self.version = VERSIONS[name]
+
+        def locate_file(self, path):
+            return f"/{self.version}/{path}"
+
+    loaded = []
+    monkeypatch.setattr(probe.importlib.metadata, "distribution", Distribution)
+    monkeypatch.setattr(probe, "_torch_cuda", lambda: "12.6")
+    monkeypatch.setattr(probe, "_run", lambda words: loaded.append(words[-1]) or {"code": 0, "out": "", "err": ""})
+    assert probe._nccl() == {"package": "nvidia-nccl-cu12", "version": "2.27.5", "loads": True, "said": ""}
+    assert loaded == ["/2.27.5/nvidia/nccl/lib/libnccl.so.2"]

@@ -190,8 +190,12 @@ def _library_folder(path: str) -> dict[str, Any]:
 
 
 def _nccl() -> dict[str, Any] | None:
-    """The NCCL that torch would load, tried in a process of its own; None where there is no library."""
-    for name in (name for name in wanted.PACKAGES if name.startswith("nvidia-nccl")):
+    """The NCCL that torch would load, tried in a process of its own; None where there is no library.
+
+    Of several packages it is that of the CUDA that torch was built for.
+    """
+    fitting = wanted.nccl_package((_torch_cuda() or "").partition(".")[0])
+    for name in sorted(wanted.NCCL_PACKAGES, key=lambda name: name != fitting):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found = importlib.metadata.distribution(name)
             path = str(found.locate_file("nvidia/nccl/lib/libnccl.so.2"))

@@ -92,8 +92,8 @@ def ask_all(hosts: Hosts, python: PerHost, connect_timeout_s: float) -> Cluster:
             ways = _ways(good, readings, ports, opened, silent, pool)
         finally:
             list(pool.map(lambda one: one.close(), opened.values()))
-    order = {host.name: readings[host.name] for host in good}
-    return Cluster(hosts, order, silent, ahead_s, ways)
+    told = {host.name: with_way_out(readings[host.name], ways) for host in good}
+    return Cluster(hosts, told, silent, ahead_s, ways)
 
 
 def _ahead_s(one: Probe) -> float:
@@ -148,13 +148,31 @@ def _peer(host: Host, reading: Reading, port: int, word: str) -> dict[str, Any]:
 
 def addresses_of(reading: Reading) -> list[str]:
     """The addresses that a host says it has, of those that are addresses."""
+    return [address for _, address, _ in _entries(reading)]
+
+
+def _entries(reading: Reading) -> list[tuple[str, str, int]]:
+    """Interface, address and speed, of those that are such."""
     told = reading.facts.get("addresses")
     found = []
     for entry in told if isinstance(told, list) else ():
         with contextlib.suppress(ValueError, TypeError):
-            _, address, _ = entry
-            found.append(str(ipaddress.ip_address(address)))
+            interface, address, mbits_per_s = entry
+            found.append((str(interface), str(ipaddress.ip_address(address)), int(mbits_per_s)))
     return found
+
+
+def with_way_out(reading: Reading, ways: Mapping[tuple[str, str], Way]) -> Reading:
+    """What a host says, with what it cannot know alone: the interface by which it gets to all others that it tried, of
+    several the fastest.
+    """
+    reached = [[t.mine for t in way.tcp if t.how == "all"] for (here, _), way in ways.items() if here == reading.name]
+    leading = [
+        (interface, mbits_per_s)
+        for interface, address, mbits_per_s in _entries(reading)
+        if reached and all(address in mine for mine in reached)
+    ]
+    return reading.changed(leads_out=max(leading, key=lambda one: one[1])[0] if leading else None)
 
 
 def _way(answer: Any) -> Way:

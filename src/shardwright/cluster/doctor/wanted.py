@@ -8,6 +8,7 @@ from __future__ import annotations
 FILES = (
     "/etc/os-release",
     "/proc/meminfo",
+    "/proc/net/route",
     "/proc/sys/kernel/numa_balancing",
     "/proc/sys/net/ipv4/ip_local_port_range",
     "/sys/bus/pci/devices/*/vendor",
@@ -44,7 +45,14 @@ VARIABLES = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", 
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")
 """Of the environment nothing else leaves the host."""
 
-PACKAGES = ("torch", "shardwright", "numpy", "nvidia-nccl-cu11", "nvidia-nccl-cu12", "nvidia-nccl-cu13")
+
+def nccl_package(cuda: int | str) -> str:
+    """The package that has the NCCL of a major version of CUDA."""
+    return f"nvidia-nccl-cu{cuda}"
+
+
+NCCL_PACKAGES = tuple(nccl_package(major) for major in (11, 12, 13))
+PACKAGES = ("torch", "shardwright", "numpy", *NCCL_PACKAGES)
 LIBRARIES = ("libnccl.so", "libcudart.so", "libcudnn.so", "libcublas.so", "libstdc++.so", "libmpi.so", "libcuda.so")
 """Those that another one of the same name shadows to nobody's joy."""
 PROGRAMS = ("ssh", "sshd", "ufw", "firewall-cmd", "iptables", "nft", "sudo", "chronyd", "cpupower")

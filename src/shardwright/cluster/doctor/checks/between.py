@@ -156,6 +156,13 @@ def clocks(cluster: Cluster) -> Iterator[Found]:
         yield _found("clock", ok(f"within {widest * 1000:.0f} ms of each other"), *ahead)
 
 
+def _tried(cluster: Cluster, every: str, some: str) -> str:
+    """What is said of all ways between hosts, or of `some` where not each one was tried."""
+    count = len(cluster.readings)
+    ways = count * (count - 1)
+    return every if len(cluster.ways) == ways else f"{some} ({len(cluster.ways)} of {ways} ways)"
+
+
 def _is_address(name: str) -> bool:
     try:
         ipaddress.ip_address(name)
@@ -178,7 +185,8 @@ def _names(cluster: Cluster) -> Iterator[Found]:
         add = (f"{entry} | {cluster.readings[here].as_root('tee -a /etc/hosts')}",) if address else ()
         yield _found("names", warning(leads or f"nobody here knows the name {there}", *add), here)
     if not bad and cluster.ways:
-        yield _found("names", ok("every host knows the names of the others"), *cluster.readings)
+        text = _tried(cluster, "every host knows the names of the others", "every name that was asked for is known")
+        yield _found("names", ok(text), *cluster.readings)
 
 
 def _ports(cluster: Cluster) -> Iterator[Found]:
@@ -196,7 +204,8 @@ def _ports(cluster: Cluster) -> Iterator[Found]:
         yield _found("ports", problem(text, *_opened(cluster.readings[there], source)), there)
     if not bad and cluster.ways:
         by = dict.fromkeys(_leaving(cluster, here, way) for (here, _), way in cluster.ways.items())
-        yield _found("ports", ok(f"TCP in all directions, by {', '.join(filter(None, by))}"), *cluster.readings)
+        text = _tried(cluster, "TCP in all directions", "TCP in all directions that were tried")
+        yield _found("ports", ok(f"{text}, by {', '.join(filter(None, by))}"), *cluster.readings)
 
 
 def _how(how: str, said: str) -> str:
@@ -258,7 +267,8 @@ def _mtus(cluster: Cluster) -> Iterator[Found]:
         lines = [cluster.readings[here].as_root(typed("ip", "link", "set", "dev", n, "mtu", least)) for n in names]
         yield _found("MTU", problem(text, *(() if differing else lines)), here)
     if not differing and not stalls:
-        yield _found("MTU", ok(f"{expected} everywhere, and packets of full size come through"), *cluster.readings)
+        text = _tried(cluster, f"{expected} everywhere", f"{expected} on all ways that were tried")
+        yield _found("MTU", ok(f"{text}, and packets of full size come through"), *cluster.readings)
 
 
 def logins(cluster: Cluster) -> Iterator[Found]:
@@ -276,7 +286,8 @@ def logins(cluster: Cluster) -> Iterator[Found]:
             lines = [f"{trust}  # where you launch from"]
         yield _found("ssh", warning(f"ssh to {', '.join(others)} fails: {said}", *lines), here)
     if not refused and cluster.ways:
-        yield _found("ssh", ok(f"without a password, {len(cluster.ways)} ways"), *cluster.readings)
+        text = _tried(cluster, "without a password, all ways", "without a password, all ways that were tried")
+        yield _found("ssh", ok(text), *cluster.readings)
 
 
 _CHECKS: Mapping[str, Callable[[Cluster], Iterator[Found]]] = {

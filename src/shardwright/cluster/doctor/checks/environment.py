@@ -8,6 +8,7 @@ from itertools import groupby
 
 from shardwright.cluster.doctor import wanted
 from shardwright.cluster.doctor.checks.infiniband import ports
+from shardwright.cluster.doctor.checks.network import interfaces
 from shardwright.cluster.doctor.finding import Check, Finding, note, ok, problem, warning
 from shardwright.cluster.doctor.reading import Reading, typed
 from shardwright.hosts.device_names import wrong_names
@@ -59,12 +60,12 @@ def _environment(reading: Reading) -> Mapping[str, str]:
 def names_of_devices(reading: Reading) -> Finding:
     """Variables that name network devices name some that exist."""
     environment = _environment(reading)
-    interfaces = {path.split("/")[4] for path in reading.glob("/sys/class/net/*/operstate")}
+    there = {path.split("/")[4] for path in reading.glob("/sys/class/net/*/operstate")}
     hcas = {port.device for port in ports(reading)}
-    if bad := wrong_names(environment, interfaces, hcas):
+    if bad := wrong_names(environment, there, hcas):
         what = "; ".join(
-            f"{name}={environment[name]} names none of {', '.join(sorted(there)) or 'the devices: none is here'}"
-            for name, there in bad.items()
+            f"{name}={environment[name]} names none of {', '.join(sorted(known)) or 'the devices: none is here'}"
+            for name, known in bad.items()
         )
         return problem(what, *(f"unset {name}" for name in bad))
     return ok("those that name network devices name some that exist")
@@ -95,16 +96,51 @@ def _torch_has(libraries: object) -> list[str]:
 
 
 def nccl_choice(reading: Reading) -> Finding:
-    """The devices that NCCL would choose, as variables that say so."""
+    """The devices that NCCL and gloo would best use, as variables that say so."""
     active = [port for port in ports(reading) if port.active]
     real = [port for port in active if port.link_layer == "InfiniBand"] or active
     if not real:
-        return note("NCCL would use TCP, for want of InfiniBand")
+        return _by_tcp(reading)
     chosen = ",".join(f"{port.device}:{port.port}" for port in real)
-    lines = [typed("export", f"NCCL_IB_HCA=={chosen}")]
-    if front := next((port.network_device for port in real if port.network_device and port.address), None):
-        lines.append(typed("export", f"NCCL_SOCKET_IFNAME=={front}"))
+    front = next((port.network_device for port in real if port.network_device and port.address), None)
+    lines = [typed("export", f"NCCL_IB_HCA=={chosen}"), *_sockets(front or _way_out(reading))]
     return ok(f"NCCL would use {chosen}; launch sets what says so, elsewhere type", *lines)
+
+
+def _by_tcp(reading: Reading) -> Finding:
+    several = _with_addresses(reading)
+    if len(several) < 2:
+        return note("NCCL would use TCP, for want of InfiniBand")
+    what = f"NCCL would use TCP, for want of InfiniBand, by one of {', '.join(several)}"
+    if (way_out := _way_out(reading)) is None:
+        return note(f"{what}; which of them leads to other hosts is not known here")
+    why = "leads to the other hosts" if reading.facts.get("leads_out") == way_out else "has the default route"
+    return note(f"{what}; {way_out} {why}: launch sets what says so, elsewhere type", *_sockets(way_out))
+
+
+def _sockets(interface: str | None) -> list[str]:
+    """Lines that name the interface: for NCCL after a second `=`, as it would take a name for a prefix."""
+    if interface is None:
+        return []
+    return [typed("export", f"NCCL_SOCKET_IFNAME=={interface}"), typed("export", f"GLOO_SOCKET_IFNAME={interface}")]
+
+
+def _with_addresses(reading: Reading) -> list[str]:
+    return [one.name for one in interfaces(reading) if one.addresses]
+
+
+def _way_out(reading: Reading) -> str | None:
+    """The interface that was found to lead to the other hosts, or the one with the default route."""
+    several = _with_addresses(reading)
+    known = (reading.facts.get("leads_out"), _default_route(reading))
+    return next((name for name in known if name in several), None)
+
+
+def _default_route(reading: Reading) -> str | None:
+    """The interface of the default route, of several that of the least metric."""
+    rows = [line.split() for line in (reading.file("/proc/net/route") or "").splitlines()[1:]]
+    default = [(int(row[6]), row[0]) for row in rows if len(row) > 7 and row[1] == row[7] == "00000000"]
+    return min(default)[1] if default else None
 
 
 CHECKS = (

@@ -10,7 +10,7 @@ from shardwright.cluster.doctor import wanted
 from shardwright.cluster.doctor.checks.packages import install, pip
 from shardwright.cluster.doctor.checks.software import numbers
 from shardwright.cluster.doctor.finding import Check, Finding, moot, note, ok, problem, warning
-from shardwright.cluster.doctor.reading import Reading, Unreadable, plain
+from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable, plain
 from shardwright.launch.carriers.ssh_errors import WHEELS
 
 # The newest CUDA of a branch of the driver, as nvidia-smi shows it beside the driver.
@@ -43,8 +43,19 @@ class Gpu:
 
 
 def gpus(reading: Reading) -> tuple[Gpu, ...]:
-    """The GPUs by nvidia-smi, none where it is not there. Raises `Unreadable` where it fails or says something else."""
+    """The GPUs by nvidia-smi, none where it is not there, or fails as it does without GPUs.
+
+    Raises `Unreadable` where it fails otherwise or says something else.
+    """
+    ran = reading.command(wanted.NVIDIA_QUERY)
+    if ran is None or (_fails(ran) and on_the_bus(reading) == 0):
+        return ()
     return tuple(_rows(reading.ran(wanted.NVIDIA_QUERY) or ""))
+
+
+def _fails(ran: Ran) -> bool:
+    """Whether nvidia-smi fails by other than the update of a driver, which only a driver that is loaded can have."""
+    return ran.code != 0 and "version mismatch" not in ran.last_words()
 
 
 def _rows(text: str) -> Iterator[Gpu]:
@@ -69,13 +80,15 @@ def on_the_bus(reading: Reading) -> int:
 def driver(reading: Reading) -> Finding:
     """Whether there is a driver where there are GPUs, and whether it answers."""
     ran = reading.command(wanted.NVIDIA_QUERY)
-    if ran is None or (ran.code != 0 and "version mismatch" not in ran.last_words()):
-        if (count := on_the_bus(reading)) == 0 and ran is None:
-            return note("no NVIDIA GPU here")
-        count_text = f"{count or 'no'} GPU{'s' * (count != 1)} on the PCI bus"
+    if ran is None or _fails(ran):
         why = "there is no nvidia-smi" if ran is None else f"nvidia-smi fails: {ran.last_words()}"
+        if (count := on_the_bus(reading)) == 0:
+            return note("no NVIDIA GPU here" if ran is None else f"no NVIDIA GPU here; {why}")
         major = _torch_cuda(reading)[:1] or (12,)
-        return problem(f"{count_text}, but {why}", *install(reading, "driver", _BRANCH.get(major[0], "580")))
+        return problem(
+            f"{count} GPU{'s' * (count != 1)} on the PCI bus, but {why}",
+            *install(reading, "driver", _BRANCH.get(major[0], "580")),
+        )
     if ran.code != 0:
         what = "the driver in the kernel is not that of the libraries: it was updated since the machine was started"
         return problem(what, reading.as_root("reboot"))
@@ -202,22 +215,24 @@ def nccl(reading: Reading) -> Finding:
     built, found = _torch_cuda(reading), reading.facts.get("nccl")
     if not built:
         return moot()
-    wanted_name = f"nvidia-nccl-cu{built[0]}"
+    wanted_name = wanted.nccl_package(built[0])
     if found is None:
         return note(
             "no package of NCCL is installed: torch brings its own, or none", pip(reading, "install", wanted_name)
         )
     package, version = str(found["package"]), str(found["version"])
-    others = [name for name in wanted.PACKAGES if name.startswith("nvidia-nccl") and reading.package(name)]
-    if wanted_name not in others:
+    if package != wanted_name:
         return problem(
             f"{package} {version} is for another CUDA than torch's {_dotted(built)}",
             pip(reading, "install", wanted_name),
         )
+    again = pip(reading, "install", "--force-reinstall", "--no-deps", f"{wanted_name}=={version}")
     if not found["loads"]:
         why = plain(str(found["said"]).strip().splitlines()[-1] if str(found["said"]).strip() else "no reason", 120)
-        lines = pip(reading, "install", "--force-reinstall", "--no-deps", f"{wanted_name}=={version}")
-        return problem(f"NCCL {version} does not load: {why}", lines)
+        return problem(f"NCCL {version} does not load: {why}", again)
+    if others := [name for name in wanted.NCCL_PACKAGES if name != package and reading.package(name)]:
+        what = f"{version}, loads; but {', '.join(others)} is installed too, whose files have the same names"
+        return warning(what, pip(reading, "uninstall", "-y", *others), again)
     return ok(f"{version}, loads")
 
 
