@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -27,6 +28,7 @@ class _LaunchCommand(click.Command):
             click.Option(
                 [*option.names, _OTHER.format(number)],
                 is_flag=not option.value,
+                nargs=len(option.value.split()) or 1,
                 metavar=option.value or None,
                 hidden=True,
             )
@@ -38,13 +40,24 @@ class _LaunchCommand(click.Command):
         if "--" in args:
             args = [*args[: args.index("--")], "--", *args[args.index("--") :]]  # one for click, or for us below
         ctx.meta[_WORDS] = tuple(typed)
-        rest = super().parse_args(ctx, args)
+        try:
+            rest = super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            raise _unknown(error, ctx.meta[_WORDS]) from None
         command = list(ctx.params["command"])
         ctx.params["program"] = command[:1] == ["--"]
         if "--" in command:
             command.remove("--")
         ctx.params["command"] = tuple(command)
         return rest
+
+
+def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOption:
+    """The same with the whole word, of which click names the first letter where one `-` stands before it."""
+    begin = error.option_name
+    word = next((word for word in typed if word.replace("_", "-").startswith(begin)), begin).partition("=")[0]
+    others = "those of other launchers that are not known here are best left out; type --help for ours"
+    return click.NoSuchOption(word, f"No such option: {word}; {others}", error.possibilities, error.ctx)
 
 
 @cli.command(
@@ -174,7 +187,7 @@ def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
     """
     from shardwright.launch.asked.host_options import HostRequest
     from shardwright.launch.asked.options import read_options
-    from shardwright.launch.asked.other_words import in_our_words, split_typed
+    from shardwright.launch.asked.other_words import in_our_words, split_typed, to_be_said
     from shardwright.launch.asked.request import LaunchRequest
     from shardwright.launch.asked.restart_options import RestartOptions
     from shardwright.launch.carriers.srun import batch_script
@@ -184,6 +197,8 @@ def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
     typed = click.get_current_context().meta[_WORDS]
     others = {option: words.pop(_OTHER.format(number)) for number, option in enumerate(OTHER_OPTIONS)}
     said = {option: str(value) for option, value in others.items() if value not in (None, False)}
+    for line in to_be_said(said, words):
+        click.echo(f"shardwright: {line}", err=True)
     words["allocation"] = os.environ
     if said:
         words = in_our_words(said, words, split_typed(typed, words["command"]))

@@ -118,6 +118,11 @@ def test_options_that_are_ours_under_other_names(asked):
         ("-H a,b --master-addr b train.py", "ranks meet at the first host, which is a; leave it out, or name b first"),
         ("-H a:4,b:4 --nproc-per-node 8 train.py", "--nproc-per-node 8, but a has 4 slots"),
         ("--map-by slot -np 2 train.py", "--map-by is mpirun's: ranks fill one host after the other; leave it out"),
+        ("-pernode train.py", "--pernode is mpirun's: type --nproc-per-node 1"),
+        ("-np 2 -display-allocation train.py", "--display-allocation is mpirun's: run.json has the hosts of"),
+        ("-np 2 -v train.py", "-v is mpirun's: run.json has the hosts of the ranks; leave it out"),
+        ("-np 2 --report-bindings train.py", "--report-bindings is mpirun's: type `taskset -p PID`, or leave it out"),
+        ("-np 2 -gmca pml ob1 train.py", "--gmca is mpirun's: type --mca NAME VALUE with --via mpirun"),
         ("-t 3 train.py", "-t is torchrun's: every rank's output is in its files below log_output; leave it out, or"),
         ("-H a,b -mca btl ^openib train.py", "--mca btl ^openib is a setting of mpirun, which starts no ranks here: not"
          " needed, leave it out"),
@@ -126,6 +131,31 @@ def test_options_that_are_ours_under_other_names(asked):
 )  # fmt: skip
 def test_what_is_not_served_is_said_with_what_to_type(asked, line, message):
     assert message in asked(line)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("--nproc-per-node 4 --tee 3", "--tee 3 shows what rank 3 writes; for torchrun's --tee 3 type --tee all"),
+        ("-n 4 --tee 3", "--tee 3 shows what rank 3 writes; for torchrun's --tee 3 type --tee all"),
+        ("--nproc-per-node 4 --tee 0", "--tee 0 shows what rank 0 writes; for torchrun's --tee 0 type --tee none"),
+        (
+            "-np 4 -bind-to socket",
+            "-bind-to socket is taken for core: each rank has its share of the cores of its host",
+        ),
+        ("-np 4 -bind-to none --tee 1", None),
+        ("--nproc-per-node 4 --tee all", None),
+    ],
+)
+def test_a_word_with_another_meaning_is_said_once(asked, line, said):
+    assert asked(f"{line} train.py").ranks == 4
+    ended = CliRunner().invoke(cli, ["launch", *line.split(), "train.py"])
+    assert ended.output == (f"shardwright: {said}\n" if said else "")
+
+
+def test_a_word_that_nobody_knows_is_named_whole(asked, tmp_path):
+    ended = CliRunner().invoke(cli, ["launch", "-display-nothing", "train.py"])
+    assert (ended.exit_code, "No such option: -display-nothing; those of other launchers" in ended.output) == (2, True)
 
 
 def test_every_option_of_torchrun_is_known():
@@ -182,33 +212,27 @@ def test_the_spelling_is_that_of_the_script(tmp_path, text, arguments, expected)
 
 @pytest.mark.slow
 @pytest.mark.timeout(240)
-def test_the_lines_of_other_launchers_on_two_hosts(tmp_path):
+@pytest.mark.parametrize("count", [2, 4])
+def test_the_lines_of_other_launchers_on_hosts(tmp_path, count):
     """As they are typed where the hosts are named; and the command of the answer, completed."""
-    with jobs_on_hosts(2, tmp_path) as (_, job):
+    hosts, ranks = [f"host{number}" for number in range(1, count + 1)], 2 * count
+    with jobs_on_hosts(count, tmp_path) as (_, job):
         job.write("train.py", TAKES)
-        job.write("hosts", "host1 slots=2\nhost2 slots=2\n")
-        torchrun = "--nproc_per_node=2 --nnodes=2 --node_rank=0 --master_addr=host1 --master_port=29500"
+        job.write("hosts", "".join(f"{name} slots=2\n" for name in hosts))
+        torchrun = f"--nproc_per_node=2 --nnodes={count} --node_rank=0 --master_addr=host1 --master_port=29500"
         answer = job.run(*torchrun.split(), "train.py", "--lr", "0.1")
         assert answer.code == 2
-        [typed] = [line.split() for line in answer.stderr.splitlines() if line.startswith("  shardwright launch ")]
-        for words in (
-            [word.replace("HOST2", "host2") for word in typed[2:]],
-            ["-H", "host1,host2", *torchrun.split(), "train.py", "--lr", "0.1"],
-            ["--allow-run-as-root", "-np", "4", "-hostfile", "hosts", "-x", "PATH", "train.py", "--lr", "0.1"],
-            [
-                "--worker_num=4",
-                "--local_worker_num=2",
-                "--master_addr=host1",
-                "-H",
-                "host1,host2",
-                "train.py",
-                "--lr=0.1",
-            ],
+        [typed] = [line for line in answer.stderr.splitlines() if line.startswith("  shardwright launch ")]
+        for line in (
+            typed.replace("HOST", "host").removeprefix("  shardwright launch "),
+            f"-H {','.join(hosts)} {torchrun} train.py --lr 0.1",
+            f"--allow-run-as-root -np {ranks} -hostfile hosts -x PATH train.py --lr 0.1",
+            f"--worker_num={ranks} --local_worker_num=2 --master_addr=host1 -H {','.join(hosts)} train.py --lr=0.1",
         ):
-            ended = job.run("--no_preload", *words, timeout_s=60)
-            assert ended.code == 0, (words, ended.stderr)
-            seen = [(job.folder / f"seen.{rank}") for rank in range(4)]
-            assert [path.read_text() for path in seen] == ["0 0.1", "1 0.1", "0 0.1", "1 0.1"]
+            ended = job.run("--no_preload", *line.split(), timeout_s=60)
+            assert ended.code == 0, (line, ended.stderr)
+            seen = sorted(job.folder.glob("seen.*"), key=lambda path: int(path.suffix[1:]))
+            assert [path.read_text() for path in seen] == ["0 0.1", "1 0.1"] * count
             for path in seen:
                 path.unlink()
 

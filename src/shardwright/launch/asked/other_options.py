@@ -22,9 +22,10 @@ class OtherOption:
         value: what follows it; empty for a flag.
         part: what of a job it says, which `other_words` puts together.
         ours: what our own options would be in its place, by the names that they have in our command.
+        word: what is said on stderr of a value that means something else here; empty for others.
         refusal: why it is not served, and what to type.
 
-    One that has none of the last three asks for what holds anyway.
+    One that has neither `part` nor `ours` nor `refusal` asks for what holds anyway.
     """
 
     names: tuple[str, ...]
@@ -32,6 +33,7 @@ class OtherOption:
     value: str = ""
     part: Part | None = None
     ours: Callable[[str], Mapping[str, Any]] | None = None
+    word: Callable[[str], str] = lambda _: ""
     refusal: str = ""
 
 
@@ -39,8 +41,19 @@ def _yes(value: str) -> bool:
     return value.lower() in ("true", "1", "yes")
 
 
+def _mpirun(*names: str, value: str = "", refusal: str) -> tuple[OtherOption, ...]:
+    """Options of mpirun that are answered alike; it takes each name of several letters after one ``-`` too."""
+    spelled = [(f"-{name}",) if len(name) == 1 else (f"--{name}", f"-{name}") for name in names]
+    return tuple(OtherOption(spellings, "mpirun", value, refusal=refusal) for spellings in spelled)
+
+
 _BOTH, _TORCH, _MPI, _MSRUN = "torchrun, msrun", "torchrun", "mpirun", "msrun"
 _LEAVE_OUT = "leave it out"
+_IN_ORDER = "ranks fill one host after the other"
+_KEPT = "run.json has the hosts of the ranks; leave it out"
+_SHARE = "each rank has its share of the cores of its host"
+_CORES = f"-bind-to {{}} is taken for core: {_SHARE}"
+_SHARES = f"{_SHARE}; leave it out, or type --bind-to none"
 _FILES = "every rank's output is in its files below log_output; leave it out, or type --tee all, none or 0,3"
 
 OTHER_OPTIONS: tuple[OtherOption, ...] = (
@@ -48,7 +61,7 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = (
     OtherOption(("--nproc-per-node",), _TORCH, "N", part="ranks of a host"),
     OtherOption(("--local-worker-num",), _MSRUN, "N", part="ranks of a host"),
     OtherOption(("--npernode", "-npernode", "-N", "-ppn"), _MPI, "N", part="ranks of a host"),
-    OtherOption(("-np", "--np"), _MPI, "N", part="ranks"),
+    OtherOption(("-np", "--np", "--n"), _MPI, "N", part="ranks"),
     OtherOption(("--worker-num",), _MSRUN, "N", part="ranks"),
     OtherOption(("--nnodes",), _TORCH, "N", part="hosts"),
     OtherOption(("--node-rank",), _BOTH, "N", part="host"),
@@ -63,7 +76,8 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = (
     OtherOption(("--use-env",), "torch.distributed.launch", ours=lambda _: {"local_rank": False}),
     OtherOption(("-wdir", "-wd", "--wd"), _MPI, "DIR", ours=lambda value: {"wdir": (value,)}),
     OtherOption(("-oversubscribe",), _MPI, ours=lambda _: {"oversubscribe": True}),
-    OtherOption(("-bind-to",), _MPI, "none", ours=lambda value: {"bind_to": "none" if value == "none" else "core"}),
+    OtherOption(("-bind-to",), _MPI, "WHAT", ours=lambda value: {"bind_to": "none" if value == "none" else "core"},
+                word=lambda value: _CORES.format(value) if value not in ("none", "core") else ""),
     OtherOption(("--bind-core",), _MSRUN, "BOOL", ours=lambda value: {"bind_to": "core" if _yes(value) else "none"}),
     OtherOption(("--output-filename",), _MPI, "DIR", ours=lambda value: {"log_dir": value}),
     OtherOption(("--tag-output", "-tag-output"), _MPI, ours=lambda _: {"tee": "all"}),
@@ -96,12 +110,41 @@ OTHER_OPTIONS: tuple[OtherOption, ...] = (
     OtherOption(("--cluster-time-out",), _MSRUN, "SECONDS", refusal="type --connect-timeout SECONDS"),
     OtherOption(("--sim-level",), _MSRUN, "N", refusal="type `shardwright plan`, which needs no devices"),
     OtherOption(("--sim-rank-id",), _MSRUN, "N", refusal="type `shardwright plan`, which needs no devices"),
-    OtherOption(("--map-by", "-map-by"), _MPI, "HOW", refusal="ranks fill one host after the other; leave it out, or "
-                "for ppr:8:node type --nproc-per-node 8"),
-    OtherOption(("--rank-by", "-rank-by"), _MPI, "HOW", refusal="ranks are numbered host by host; leave it out"),
-    OtherOption(("--report-bindings", "-report-bindings"), _MPI, refusal="type `taskset -p PID`, or leave it out"),
-    OtherOption(("--display-map", "-display-map"), _MPI, refusal="run.json has the hosts of the ranks; leave it out"),
-    OtherOption(("--prefix", "-prefix"), _MPI, "DIR", refusal="type --python [HOST=]PATH for another installation"),
-    OtherOption(("--timeout", "-timeout"), _MPI, "SECONDS", refusal="type `timeout SECONDS shardwright launch ...`"),
+    *_mpirun("map-by", value="HOW", refusal=f"{_IN_ORDER}; {_LEAVE_OUT}, or for ppr:8:node type --nproc-per-node 8"),
+    *_mpirun("rank-by", value="HOW", refusal=f"ranks are numbered host by host; {_LEAVE_OUT}"),
+    *_mpirun("report-bindings", refusal="type `taskset -p PID`, or leave it out"),
+    *_mpirun("pernode", refusal="type --nproc-per-node 1"),
+    *_mpirun("npersocket", value="N", refusal="type --nproc-per-node with the ranks of a host"),
+    *_mpirun("bynode", "byslot", refusal=f"{_IN_ORDER}; {_LEAVE_OUT}"),
+    *_mpirun("rankfile", "rf", value="FILE", refusal="type -H a:8,b:8, or --rank-table FILE.json"),
+    *_mpirun("nolocal", refusal="name the other hosts alone, as -H a:8,b:8"),
+    *_mpirun("nooversubscribe", refusal=f"it is so anyway; {_LEAVE_OUT}"),
+    *_mpirun("bind-to-none", refusal="type --bind-to none"),
+    *_mpirun("bind-to-core", "bind-to-socket", "use-hwthread-cpus", refusal=_SHARES),
+    *_mpirun("cpus-per-proc", "cpus-per-rank", "cpu-set", "cpu-list", "slot-list", value="CORES", refusal=_SHARES),
+    *_mpirun("display-map", "display-allocation", "display-devel-map", "display-devel-allocation", "display-topo",
+             refusal=_KEPT),
+    *_mpirun("display", "report-pid", "report-uri", value="WHAT", refusal=_KEPT),
+    *_mpirun("v", "verbose", refusal=_KEPT),
+    *_mpirun("debug-daemons", "leave-session-attached", refusal=f"failed.json has why a rank failed; {_LEAVE_OUT}"),
+    *_mpirun("q", "quiet", refusal="type --tee none, or leave it out"),
+    *_mpirun("prepend-rank", refusal="type --tee all"),
+    *_mpirun("timestamp-output", refusal=_FILES),
+    *_mpirun("xterm", value="RANKS", refusal=_FILES),
+    *_mpirun("merge-stderr-to-stdout", refusal="type 2>&1 after the command"),
+    *_mpirun("path", value="DIRS", refusal="type -x PATH=DIRS"),
+    *_mpirun("tmpdir", value="DIR", refusal="type -x TMPDIR=DIR"),
+    *_mpirun("genv", value="NAME VALUE", refusal="type -x NAME=VALUE"),
+    *_mpirun("genvall", refusal="type -x NAME for each variable that other hosts are to have"),
+    *_mpirun("f", value="FILE", refusal="type --hostfile FILE"),
+    *_mpirun("preload-binary", refusal="type --stage with the program's path"),
+    *_mpirun("preload-files", value="FILES", refusal="type --stage PATH for each"),
+    *_mpirun("gmca", value="NAME VALUE", refusal="type --mca NAME VALUE with --via mpirun"),
+    *_mpirun("tune", "am", value="FILE", refusal="type --mca NAME VALUE with --via mpirun"),
+    *_mpirun("enable-recovery", "continuous", refusal="type --max-restarts K"),
+    *_mpirun("do-not-launch", refusal="type `shardwright check` in place of launch"),
+    *_mpirun("V", "version", refusal="type `shardwright --version`"),
+    *_mpirun("prefix", value="DIR", refusal="type --python [HOST=]PATH for another installation"),
+    *_mpirun("timeout", value="SECONDS", refusal="type `timeout SECONDS shardwright launch ...`"),
 )  # fmt: skip
 """All of them. Options that ours share the name and the meaning of, such as ``-H`` and ``-x``, are not among them."""

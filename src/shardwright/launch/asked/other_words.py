@@ -59,6 +59,16 @@ def in_our_words(said: Mapping[OtherOption, str], words: Mapping[str, Any], type
     return ours | (job.on_named(hosts, ours) if (hosts := _named(ours)) is not None else job.here(ours, typed))
 
 
+def to_be_said(said: Mapping[OtherOption, str], words: Mapping[str, Any]) -> list[str]:
+    """A line of each word that means something else here than with the launcher that it comes from."""
+    lines = [option.word(value) for option, value in said.items()]
+    tee, of_torchrun = words["tee"], any("torchrun" in option.of for option in said)
+    if tee == "3" or (of_torchrun and tee in ("0", "1", "2")):
+        streams = "none" if tee == "0" else "all"
+        lines.append(f"--tee {tee} shows what rank {tee} writes; for torchrun's --tee {tee} type --tee {streams}")
+    return [line for line in lines if line]
+
+
 def _named(words: Mapping[str, Any]) -> Hosts | None:
     """The hosts that our own options name, or Slurm has allocated."""
     if words["rank_table"] is not None:
