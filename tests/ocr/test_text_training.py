@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,12 @@ from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.ocr.asked.parts import BACKBONES
 from shardwright.ocr.networks.losses import recognition_loss
+from shardwright.ocr.reading import Pages, draw, network
+from shardwright.ocr.samples.dataset import word_database
 from shardwright.ocr.samples.drawn import Drawing, write_images
+from shardwright.ocr.samples.images import decode
+from shardwright.ocr.samples.labels import read_icdar
+from shardwright.ocr.samples.words import write_words
 from shardwright.ocr.settings import is_text_configuration, load_settings
 from shardwright.ocr.training import make_model, make_schedule, prepare
 
@@ -152,6 +158,13 @@ def test_fifty_steps_agree_on_any_number_of_ranks(name, ranks, mode, fifty_steps
     assert several[2] or mode == "auto"
 
 
+def program(name, *words, before=(), **options):
+    """A program of tools, as users type it."""
+    command = [*before, sys.executable, str(REPOSITORY / f"tools/{name}.py"), *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280, **options)
+
+
 def evaluated(name, overrides):
     from shardwright.ocr.reading import evaluate
 
@@ -170,6 +183,9 @@ def test_an_evaluation_counts_each_image_once(name, tmp_path):
     one, three = (run_ranks(n, evaluated, config, overrides, timeout=200)[0] for n in (1, 3))
     assert one == three
     assert one.startswith("50 images | ")
+    words = [word for override in overrides for word in ("-o", override)]
+    done = program("eval", "--config", config, *words)
+    assert done.stdout == one + "\n", done.stdout + done.stderr
 
 
 @pytest.mark.slow
@@ -183,8 +199,27 @@ def test_a_run_goes_on_from_the_middle_of_an_epoch(drawn, tmp_path):
     again = f"model.resume={tmp_path}/whole/checkpoints/step-00000003"
     rest, again, _ = on_ranks(2, config, [*overrides, again], tmp_path / "rest", timeout=200)[0]
     assert rest == whole[3:]
-    assert (tmp_path / "rest/result.tsv").read_text().count("\n") == 3
+    tables = [(tmp_path / name / "result.tsv").read_text().splitlines() for name in ("whole", "rest")]
+    losses, again_losses = ([line.split("\t")[2] for line in table] for table in tables)
+    assert len(losses) == 3
+    assert again_losses == losses
     assert again.metrics == pytest.approx(evaluation.metrics)
+
+
+def broken_words(drawn, folder):
+    """A database of fifteen words that fit, of which one has a broken image, and one that is too long."""
+    words = word_database(drawn / "rec/train/lmdb", 1.0)
+    found = [(words[at].read(), words[at].text) for at in range(15)]
+    found[7] = b"no image", "broken"
+    write_words(folder, [*found, (found[0][0], 24 * "a")], size_bytes=1 << 24)
+
+
+def read_page(det, rec, folder, image):
+    """What the networks find in an image, and the image with that drawn."""
+    torch.set_num_threads(1)
+    weights = [f"{folder}/{Path(path).stem}/best.pth" for path in (det, rec)]
+    found = Pages(network(det, weights[0], "det"), network(rec, weights[1], "rec")).read(image.read_bytes(), image.name)
+    return [one.text for one in found], draw(decode(np.fromfile(image, np.uint8), image.name), found)
 
 
 @pytest.mark.slow
@@ -192,33 +227,31 @@ def test_a_run_goes_on_from_the_middle_of_an_epoch(drawn, tmp_path):
 def test_detection_under_mpirun_and_pages_read(drawn, tmp_path):
     """The command that users type; then its weights, and those of a recogniser, read an image."""
     (det, det_overrides), (rec, rec_overrides) = (small_file(name, drawn, tmp_path) for name in (R50, VGG7))
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    program = [sys.executable, str(REPOSITORY / "tools/train.py"), "--config"]
     mpirun = [str(Path(sys.executable).parent / "mpirun"), "--allow-run-as-root", "--oversubscribe", "-n", "2"]
+    broken_words(drawn, tmp_path / "words")
+    rec_overrides += [f"train.dataset.data_dir={tmp_path}/words"]
     for name, overrides, before in ((det, det_overrides, mpirun), (rec, rec_overrides, [])):
         settings = [f"train.ckpt_save_dir={tmp_path}/{Path(name).stem}", "train.steps=3"]
         words = [word for override in [*overrides, *settings] for word in ("-o", override)]
-        done = subprocess.run(
-            [*before, *program, name, *words],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=280,
-        )
+        done = program("train", "--config", name, *words, before=before, cwd=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
         assert "step: 3, loss is" in done.stdout
         assert "val | epoch: 1 | " in done.stdout
-    arguments = [sys.executable, str(REPOSITORY / "tools/predict.py"), "--out", str(tmp_path / "read")]
+    assert "left out for their labels: 1 of 16 samples to train on, 1 longer than max_text_len, 23\n" in done.stdout
+    assert "rank 0: samples that failed and were replaced: 1\n" in done.stdout
+    arguments = ["--out", str(tmp_path / "read")]
     for kind, name in (("det", det), ("rec", rec)):
         arguments += [f"--{kind}-config", name, f"--{kind}-weights", f"{tmp_path}/{Path(name).stem}/best.pth"]
     config = tmp_path / "db_r50_icdar15.yaml"  # what was overridden there has to stand in the file here
     config.write_text((tmp_path / "db_r50_icdar15/config.yaml").read_text())
     (tmp_path / "crnn_vgg7.yaml").write_text((tmp_path / "crnn_vgg7/config.yaml").read_text())
     image = drawn / "det/test/images/img_1.jpg"
-    done = subprocess.run([*arguments, str(image)], env=environment, capture_output=True, text=True, timeout=100)
+    done = program("predict", *arguments, str(image))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.split() == [str(tmp_path / "read/img_1.png"), str(tmp_path / "read/img_1.txt")]
+    texts, drawing = run_ranks(1, read_page, det, rec, tmp_path, image)[0]
+    assert [box.text for box in read_icdar(tmp_path / "read/img_1.txt")] == texts
+    assert np.array_equal(decode(np.fromfile(tmp_path / "read/img_1.png", np.uint8), "drawn"), drawing)
 
 
 @pytest.mark.slow
