@@ -21,6 +21,8 @@ settings.load_profile("any machine")
 def pytest_configure() -> None:
     if os.environ.get("SHARDWRIGHT_TEST_DEVICE"):
         import device  # noqa: F401  # refuses one that is not there, before anything runs
+
+        os.environ.setdefault("SHARDWRIGHT_BACKEND", "gloo")  # launched jobs have more ranks than there are GPUs
     elif glob.glob("/dev/nvidia[0-9]*"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as many ranks as a test wants share the CPU, wherever it runs
 
