@@ -32,6 +32,7 @@ from typing import Any
 
 from shardwright.cluster.doctor import wanted
 from shardwright.cluster.programs.answering import answer_orders
+from shardwright.cluster.programs.logins import login_try
 from shardwright.hosts import interfaces
 
 COMMAND_S = 4.0
@@ -39,7 +40,6 @@ REACH_S = 3.0
 BULK_BYTES = 1 << 18
 """So much comes after the word of a host that is reached: packets of full size, which a small MTU on the way loses."""
 _MOST_BYTES = 1 << 16
-_SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=4", "-o", "ConnectionAttempts=1")
 _NCCL = """
 import ctypes, sys
 version = ctypes.c_int()
@@ -262,7 +262,7 @@ def _reach(peers: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _ssh(target: str) -> dict[str, Any]:
-    answer = _run((*_SSH, "--", target, "true"), 2 * COMMAND_S)
+    answer = _run(login_try(target, int(COMMAND_S)), 2 * COMMAND_S)
     return answer or {"code": None, "out": "", "err": "there is no ssh program"}
 
 

@@ -27,7 +27,7 @@ from shardwright.launch.host.agent_protocol import Answer, TooOld
 _ANSWER_S = 15.0
 _SENT = (
     "errors", "whole_file", "package", "hosts", "cluster/__init__", "cluster/programs/__init__",
-    "cluster/programs/answering",
+    "cluster/programs/answering", "cluster/programs/logins",
 )  # fmt: skip
 _MOST_BYTES = 1 << 24  # of an answer: more is no answer of ours
 

@@ -28,10 +28,11 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cluster.programs.answering import answer_orders
+from shardwright.cluster.programs.logins import login_try
 
 _RECORD = "shardwright-trust.json"
 _KEYS = ("id_ed25519", "id_ecdsa", "id_rsa")
-_SSH = ("ssh", "-T", "-x", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5", "-o", "ConnectionAttempts=1")
+_CONNECT_S = 5
 _LOGIN_S = 15.0
 _LOGINS_AT_ONCE = 16
 
@@ -208,7 +209,7 @@ def login(targets: Sequence[str]) -> dict[str, str | None]:
 def _login(target: str) -> str | None:
     try:
         done = subprocess.run(
-            [*_SSH, "--", target, "true"], stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOGIN_S
+            login_try(target, _CONNECT_S), stdin=subprocess.DEVNULL, capture_output=True, timeout=_LOGIN_S
         )
     except subprocess.TimeoutExpired:
         return f"it did not end within {_LOGIN_S:g} s"
