@@ -16,7 +16,7 @@ ROOT = package.FOLDER
 REPOSITORY = Path(__file__).parents[1]
 # The order inside rooms that have rooms, with what each may import; a room's own files come after the rooms in it.
 INSIDE = {
-    "launch": ("host", "asked", "kept", "hangs", "supervisor", "carriers"),
+    "launch": ("host", "asked", "kept", "hangs", "supervisor", "carriers", "printed"),
     "backends": ("segment",),
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
     "graph": ("functional", "tracing"),

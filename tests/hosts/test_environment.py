@@ -37,6 +37,33 @@ def test_torchrun():
     assert agent.meeting == TcpMeeting("h0", 29500, None)
 
 
+def test_the_pods_of_a_pytorchjob():
+    """As the training operator 1.9 sets them: RANK is the number of the pod."""
+    pod = {
+        "PYTHONUNBUFFERED": "1", "MASTER_PORT": "23456", "PET_MASTER_PORT": "23456", "MASTER_ADDR": "t-master-0",
+        "PET_MASTER_ADDR": "t-master-0", "WORLD_SIZE": "2", "RANK": "1", "PET_NODE_RANK": "1", "PET_NNODES": "2",
+    }  # fmt: skip
+    assert read_environment(pod) == LaunchEnvironment(
+        "torchrun", 1, 2, meeting=TcpMeeting("t-master-0", 23456, 0), job="none/0"
+    )
+    assert read_environment(pod | {"PET_NPROC_PER_NODE": "auto"}).size == 2
+    of_eight = pod | {"PET_NPROC_PER_NODE": "8", "WORLD_SIZE": "16"}
+    with pytest.raises(
+        WorldError, match=r"this pod of a PyTorchJob has 8 ranks, but LOCAL_RANK is not set: nobody has"
+    ):
+        read_environment(of_eight)
+    by_torchrun = of_eight | {"RANK": "9", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
+    assert read_environment(by_torchrun).rank == 9
+
+
+def test_ray_train():
+    told = read_environment({
+        "RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1",
+        "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "38211",
+    })  # fmt: skip
+    assert told == LaunchEnvironment("torchrun", 3, 4, 1, 2, TcpMeeting("10.0.0.1", 38211, 0), job="none/0")
+
+
 def test_open_mpi_on_one_host_meets_by_a_file_of_its_job():
     one, other = (
         read_environment(OPEN_MPI | {"PMIX_NAMESPACE": f"prterun-h-{pid}@1", "PMIX_SERVER_URI2": "u"}) for pid in (1, 2)

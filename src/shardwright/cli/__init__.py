@@ -7,7 +7,17 @@ import sys
 import click
 
 # Each hangs its commands on the group.
-from shardwright.cli import checkpoints, clusters, jobs, launching, machines, planning, tables, training  # noqa: F401
+from shardwright.cli import (  # noqa: F401
+    beginning,
+    checkpoints,
+    clusters,
+    jobs,
+    launching,
+    machines,
+    planning,
+    tables,
+    training,
+)
 from shardwright.cli.group import cli
 from shardwright.errors import ShardwrightError
 

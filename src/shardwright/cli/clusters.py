@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from shardwright.cli.group import cli
-from shardwright.cli.host_options import HOST, HOSTFILE, PYTHON, TIMEOUT
+from shardwright.cli.host_options import HOST, HOSTFILE, PYTHON, TIMEOUT, WDIR
 
 
 @cli.command()
@@ -93,9 +93,7 @@ def check_hosts(hosts: str | None, hostfile: str | None, python: tuple[str, ...]
 @HOST
 @HOSTFILE
 @PYTHON
-@click.option(
-    "--wdir", multiple=True, metavar="[HOST=]DIR", help="The working directory on the hosts; without it this one."
-)
+@WDIR
 @click.option("--port", type=int, help="The port where the ranks would meet; without it a free one is chosen.")
 @click.option("--interface", metavar="NAME", help="The network interface of the first host by which ranks would meet.")
 @TIMEOUT

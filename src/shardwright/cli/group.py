@@ -6,6 +6,7 @@ from functools import cached_property
 from importlib import import_module
 
 import click
+from click.shell_completion import CompletionItem
 
 from shardwright import __version__
 
@@ -20,6 +21,11 @@ class RowOf(click.Choice):  # type: ignore[type-arg]  # generic from click 8.4 o
     @cached_property
     def choices(self) -> tuple[str, ...]:  # type: ignore[override]  # read when it is first asked for
         return tuple(getattr(import_module(self._module), self._table))
+
+
+def file_names(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[CompletionItem]:
+    """What a shell completes by itself: the files that begin like this."""
+    return [CompletionItem(begun, type="file")]
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

@@ -10,7 +10,8 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import RowOf, cli
+from shardwright.cli.group import RowOf, cli, file_names
+from shardwright.cli.host_options import HOST_SLOTS, HOSTFILE, PYTHON, TIMEOUT, WDIR
 from shardwright.launch.asked.other_options import OTHER_OPTIONS
 
 _WORDS = "shardwright.launch.words"
@@ -96,19 +97,19 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
     "[default: ssh where there are other hosts, else local]",
 )
 @click.option("--run", is_flag=True, help="With --via torchrun: run those commands.")
-@click.option("--print-sbatch", is_flag=True, help="Write a script for sbatch that runs this with --via srun, and end.")
-@click.option("-H", "--host", "hosts", metavar="a:8,b:8", help="The hosts and how many ranks each takes.")
-@click.option("--hostfile", metavar="FILE", help="The same as lines `a slots=8`.")
+@click.option(
+    "--print",
+    "to",
+    type=RowOf("shardwright.launch.printed.table", "PRINTED"),
+    help="Write what runs this job elsewhere, and end: a PyTorchJob, a script for sbatch, or commands.",
+)
+@click.option("--print-sbatch", is_flag=True, help="The same as --print slurm.")
+@click.option("--image", metavar="NAME", help="With --print k8s: the image of the containers.")
+@HOST_SLOTS
+@HOSTFILE
 @click.option("--oversubscribe", is_flag=True, help="Let -n be more than the slots of all hosts.")
-@click.option(
-    "--python",
-    multiple=True,
-    metavar="[HOST=]PATH",
-    help="The interpreter on the hosts; without it the path of this one.",
-)
-@click.option(
-    "--wdir", multiple=True, metavar="[HOST=]DIR", help="The working directory on the hosts; without it this one."
-)
+@PYTHON
+@WDIR
 @click.option(
     "--stage",
     multiple=True,
@@ -131,9 +132,7 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
     metavar="SECONDS",
     help="A host not heard from for so long is lost, and a host that does not hear of us ends its ranks.",
 )
-@click.option(
-    "--connect-timeout", "connect_timeout_s", default=10.0, show_default=True, metavar="SECONDS", help="For ssh."
-)
+@TIMEOUT
 @click.option(
     "--backend", type=RowOf("shardwright.backends.table", "BACKENDS"), help="For sw.init() where it is given none."
 )
@@ -170,8 +169,8 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
 )
 @click.option("--no-preload", is_flag=True, help="Start each rank as a new interpreter instead of forking it.")
 @click.option("--detach", is_flag=True, help="Run in the background; follow with `shardwright logs -f`.")
-@click.argument("command", nargs=-1, type=click.UNPROCESSED)
-def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
+@click.argument("command", nargs=-1, type=click.UNPROCESSED, shell_complete=file_names)
+def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **words: Any) -> None:
     """Run a program on N processes of this host or of several, with torchrun's variables set.
 
     \b
@@ -180,7 +179,8 @@ def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
     shardwright launch -n 8 -- PROGRAM ARGS
     shardwright launch -n 8 --via mpirun --backend mpi train.py ARGS
     shardwright launch -H a:8,b:8 train.py ARGS
-    shardwright launch -n 16 --print-sbatch train.py ARGS | sbatch -N 2
+    shardwright launch -n 16 --print slurm train.py ARGS | sbatch -N 2
+    shardwright launch -H a:8,b:8 --print k8s --image NAME train.py ARGS | kubectl apply -f -
 
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
@@ -190,7 +190,7 @@ def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
     from shardwright.launch.asked.other_words import in_our_words, split_typed, to_be_said
     from shardwright.launch.asked.request import LaunchRequest
     from shardwright.launch.asked.restart_options import RestartOptions
-    from shardwright.launch.carriers.srun import batch_script
+    from shardwright.launch.printed.table import ToPrint, printed
     from shardwright.launch.start import STARTS
     from shardwright.launch.start import launch as launch_job
 
@@ -210,9 +210,14 @@ def launch(run: bool, print_sbatch: bool, **words: Any) -> None:
         preload=not words.pop("no_preload"), restarts=restarts, where=HostRequest(**of_hosts),
         **words,
     )  # fmt: skip
-    if print_sbatch:
-        click.echo(batch_script(typed, request), nl=False)
+    if to is not None or print_sbatch:
+        text, notes = printed(to or "slurm", ToPrint(typed, request, image))
+        for note in notes:
+            click.echo(f"shardwright: {note}", err=True)
+        click.echo(text, nl=False)
         return
+    if image is not None:
+        raise click.UsageError("--image is for --print k8s")
     job = read_options(request)
     if job.start_command is not None and job.start_command.note:
         click.echo(f"shardwright: {job.start_command.note}", err=True)

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from shardwright.cli.group import cli
+from shardwright.cli.host_options import HOST_SLOTS, HOSTFILE
 
 
 @cli.command()
@@ -43,8 +44,8 @@ def traffic(devices: tuple[str, ...], every_s: float, count: int | None, as_json
 @click.option("-r", "root", default=0, show_default=True, metavar="RANK", help="Who broadcasts.")
 @click.option("-c", "check", default=1, show_default=True, metavar="N", help="Calls that are checked; 0 checks none.")
 @click.option("-g", "devices", default=1, show_default=True, metavar="1", help="Devices of a rank.")
-@click.option("-H", "--host", "hosts", metavar="a:8,b:8", help="The hosts, and how many ranks each takes.")
-@click.option("--hostfile", metavar="FILE", help="The same as lines `a slots=8`.")
+@HOST_SLOTS
+@HOSTFILE
 @click.option("--backend", metavar="NAME", help="As in sw.init(), which without it takes the usual one of the devices.")
 @click.option("--json", is_flag=True, help="Print JSON in place of the tables.")
 @click.option("--save-profile", "profile", metavar="FILE.json", help="Measure the machine for the planner too.")

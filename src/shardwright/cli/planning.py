@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from shardwright.cli.group import RowOf, cli
+from shardwright.cli.group import RowOf, cli, file_names
 from shardwright.errors import UsageError
 
 _MODES = RowOf("shardwright.plan.searches", "MODES")
@@ -45,7 +45,7 @@ _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 )
 @click.option("--beside", metavar="other.json", help="What another plan of this model does otherwise, also in --html.")
 @click.option("--json", "as_json", is_flag=True, help="The page as one JSON object; docs/planning.md lists its keys.")
-@click.argument("target", metavar="FILE.py:build")
+@click.argument("target", metavar="FILE.py:build", shell_complete=file_names)
 def plan(
     target: str,
     save: str | None,

@@ -7,7 +7,7 @@ import sys
 
 import click
 
-from shardwright.cli.group import cli
+from shardwright.cli.group import cli, file_names
 
 
 @cli.group()
@@ -52,7 +52,13 @@ def ocr(
 
 
 @cli.command()
-@click.option("--config", required=True, metavar="FILE.yaml", help="A file, or the name of a shipped configuration.")
+@click.option(
+    "--config",
+    required=True,
+    metavar="FILE.yaml",
+    shell_complete=file_names,
+    help="A file, or the name of a shipped configuration.",
+)
 @click.option("-o", "--set", "overrides", multiple=True, metavar="KEY=VALUE", help="Set a key: -o train.epochs=3.")
 @click.option("-n", "--ranks", metavar="N", help="Check everything, then launch N ranks; without it this process runs.")
 def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:

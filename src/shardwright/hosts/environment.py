@@ -151,6 +151,7 @@ def derived_port(text: str) -> int:
 def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     meeting = _master(environ)
     assert meeting is not None  # both variables are required
+    _refuse_unstarted(environ)
     if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         meeting = replace(meeting, server_rank=None)
     # A restarted group of workers meets at the store of its predecessors, which still holds their entries.
@@ -164,6 +165,19 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         meeting=meeting,
         job=f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{attempt}",
     )
+
+
+def _refuse_unstarted(environ: Mapping[str, str]) -> None:
+    """A pod of Kubeflow's PyTorchJob counts the ranks of all pods, and calls its own number RANK: where a pod has
+    several, somebody is to start them.
+    """
+    each = environ.get("PET_NPROC_PER_NODE", "1")
+    if each.isdecimal() and int(each) > 1 and not environ.get("LOCAL_RANK"):
+        raise WorldError(
+            f"PET_NPROC_PER_NODE={each} says that this pod of a PyTorchJob has {each} ranks, but LOCAL_RANK is not "
+            "set: nobody has started them; run the script by torchrun, which reads these variables, or set "
+            'nprocPerNode: "1" in the manifest'
+        )
 
 
 def _msrun(environ: Mapping[str, str]) -> LaunchEnvironment:

@@ -88,8 +88,8 @@ def init(
 ) -> World:
     """Join the other ranks, as told by the launcher that started this process; without one, a world of one.
 
-    Understands torchrun and ``shardwright launch``, msrun, rank tables, OpenMPI, MPICH and Intel MPI, and Slurm;
-    where several left their variables, the innermost counts (`shardwright.hosts.environment`).
+    Understands torchrun, ``shardwright launch``, PyTorchJobs and Ray Train, msrun, rank tables, OpenMPI, MPICH and
+    Intel MPI, and Slurm; where several left their variables, the innermost counts (`shardwright.hosts.environment`).
 
     ``device`` is where this rank computes: "cpu", "cuda" (the GPU that its place on its host gives it) or "cuda:N"; all
     ranks of a host may have one GPU with backend="gloo". Unless given it is what the backend serves.

@@ -22,7 +22,7 @@ class CarrierFacts:
         here: whether it starts ranks on this host without an agent.
         on_hosts: whether it starts ranks on the hosts that are named, be this one among them or not.
         in_allocation: whether it starts ranks in an allocation of Slurm alone, where it takes all hosts of it unless
-            some are named; ``--print-sbatch`` writes a script that uses it.
+            some are named; ``--print slurm`` writes a script that uses it.
         backends: those whose ranks no other carrier can start.
         takes_mca: whether ``--mca`` is for it.
         start_command: makes, from the number of ranks, the settings of ``--mca`` and the environment, the command line

@@ -120,7 +120,7 @@ class HostRequest(HostSettings):
         if carrier.in_allocation and not self.allocation.get("SLURM_JOB_ID"):
             raise UsageError(
                 f"--via {carrier.name} starts ranks in an allocation of Slurm, and this is none; type `salloc -N 2 "
-                f"shardwright launch --via {carrier.name} ...`, or add --print-sbatch for a script to hand to sbatch"
+                f"shardwright launch --via {carrier.name} ...`, or add --print slurm for a script to hand to sbatch"
             )
         hosts, source = self._hosts(table, carrier)
         self._check_times()

@@ -54,8 +54,12 @@ def find_mpirun(environment: Mapping[str, str]) -> str:
     return mpirun
 
 
-def mpirun_command(mpirun: str, ranks: int, mca: Sequence[tuple[str, str]], root: bool) -> tuple[str, ...]:
-    """The command line of mpirun up to the program: as many slots on this host as ranks, and no rank bound to a core.
+def mpirun_command(
+    mpirun: str, ranks: int, mca: Sequence[tuple[str, str]], root: bool, hosts: str = ""
+) -> tuple[str, ...]:  # fmt: skip
+    """The command line of mpirun up to the program, and no rank bound to a core.
+
+    Without ``hosts``, as ``a:2,b:2``, there are as many slots on this host as ranks.
 
     Bound ranks would hold the threads of torch to one core each; where ranks outnumber the cores, two that wait for
     each other could be bound to the same one.
@@ -63,7 +67,7 @@ def mpirun_command(mpirun: str, ranks: int, mca: Sequence[tuple[str, str]], root
     return (
         mpirun,
         *(("--allow-run-as-root",) if root else ()),
-        *("--host", f"localhost:{ranks}", "-n", str(ranks), "--bind-to", "none"),
+        *("--host", hosts or f"localhost:{ranks}", "-n", str(ranks), "--bind-to", "none"),
         *(word for name, value in mca for word in ("--mca", name, value)),
     )
 

@@ -11,7 +11,7 @@ from shardwright.hosts.gpus import count_gpus
 from shardwright.launch.asked.carrier_facts import CarrierFacts, carrier_of_backend
 from shardwright.pulse import PULSE_VARIABLE
 
-_NCCL = "nccl"
+NCCL = "nccl"
 # What `shardwright launch --backend` says to sw.init(), where a script names no backend there.
 BACKEND_VARIABLE = "SHARDWRIGHT_BACKEND"
 # What the launcher itself decides for each rank: not to be set with -x.
@@ -105,6 +105,6 @@ def wrong_on_this_host(environment: Mapping[str, str], among_hosts: bool) -> lis
         for name, known in wrong.items()
         if among_hosts or gpus or not name.startswith("NCCL")
     ]
-    if environment.get(BACKEND_VARIABLE) == _NCCL and not gpus:
+    if environment.get(BACKEND_VARIABLE) == NCCL and not gpus:
         lines.append("--backend nccl needs GPUs, of which ranks see none; type --backend gloo")
     return lines

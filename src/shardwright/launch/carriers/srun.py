@@ -18,7 +18,7 @@ from pathlib import Path
 from shardwright.errors import UsageError
 from shardwright.hosts.hosts import Host, Hosts
 from shardwright.hosts.rank_table import read_rank_table
-from shardwright.launch.asked.carrier_facts import SRUN, carrier_facts
+from shardwright.launch.asked.carrier_facts import SRUN
 from shardwright.launch.asked.host_options import read_count
 from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.carriers.agent_connection import AgentConnection
@@ -87,22 +87,25 @@ class SrunCarrier(SshCarrier):
 
 
 def batch_script(words: Sequence[str], request: LaunchRequest) -> str:
-    """For sbatch: runs `shardwright launch` with ``words``, but ``--print-sbatch``, through srun in this folder.
+    """For sbatch: runs `shardwright launch` with ``words``, but what has it printed, through srun in this folder.
 
     ``request`` is what the words say. Without hosts and ranks in it a person is to tell sbatch how many.
     """
-    if not carrier_facts(request.via or SRUN.name).in_allocation:
-        raise UsageError(f"--print-sbatch is for --via {SRUN.name}, not --via {request.via}; leave one of them out")
     if not request.arguments:
-        raise UsageError("nothing to launch; type --print-sbatch -n 8 train.py ARGS")
+        raise UsageError("nothing to launch; type --print slurm -n 8 train.py ARGS")
     table = None if request.rank_table is None else read_rank_table(Path(request.rank_table))
     hosts, _ = request.where.named(table)
     count = table.size if table is not None else read_count(request.ranks)
-    kept = list(words)
-    del kept[[word.replace("_", "-") for word in kept].index("--print-sbatch")]
-    kept = [*([] if request.via else ["--via", SRUN.name]), *kept]
+    kept = [*([] if request.via else ["--via", SRUN.name]), *_without_printing(words)]
     name = request.job or Path(request.arguments[0]).stem
     return _script([sys.executable, "-m", "shardwright", "launch", *kept], name, hosts, count, request.grace_s)
+
+
+def _without_printing(words: Sequence[str]) -> list[str]:
+    """The words without the first that says what is to be printed; the program may have one of that name."""
+    names = [word.partition("=")[0].replace("_", "-") for word in words]
+    at = next(place for place, name in enumerate(names) if name in ("--print", "--print-sbatch"))
+    return [*words[:at], *words[at + (2 if words[at] == "--print" else 1) :]]
 
 
 def _script(words: Sequence[str], name: str, hosts: Hosts | None, ranks: int | None, grace_s: float) -> str:

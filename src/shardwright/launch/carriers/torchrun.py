@@ -16,8 +16,8 @@ from shardwright.hosts.placement import Placement
 from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.host.program import Program
 
-_PORT = 29500  # torchrun's own habit
-_MODULE = "torch.distributed.run"
+PORT = 29500  # torchrun's own habit
+MODULE = "torch.distributed.run"
 # The launcher's variables say where the torchruns meet.
 _RUN = (
     '{unset}exec "$TORCHRUN_PYTHON" -m torch.distributed.run --nnodes="$WORLD_SIZE" --node-rank="$RANK" '
@@ -32,13 +32,13 @@ def command_lines(options: LaunchOptions) -> str:
     if remote is None:
         words = ["--standalone", f"--nproc-per-node={options.ranks}", *restarts]
         return _line(here, {}, options, sys.executable, words)
-    placement = _placement(options)
+    placement = placement_of(options)
     first = placement.hosts[0].name
     lines = []
     for index, (host, ranks) in enumerate(zip(placement.hosts, placement.ranks, strict=True)):
         words = [
             f"--nnodes={len(placement.hosts)}", f"--node-rank={index}", f"--nproc-per-node={len(ranks)}",
-            f"--master-addr={first}", f"--master-port={options.port or _PORT}", *restarts,
+            f"--master-addr={first}", f"--master-port={options.port or PORT}", *restarts,
         ]  # fmt: skip
         python = remote.python.on(host.name) or sys.executable
         own = dict(remote.variables.get(host.name, {}))
@@ -51,13 +51,13 @@ def one_per_host(options: LaunchOptions) -> LaunchOptions:
     """The job whose ranks are torchruns, one for each host."""
     set_by_user = "OMP_NUM_THREADS" in os.environ | options.environment
     text = _RUN.format(unset="" if set_by_user else "unset OMP_NUM_THREADS; ")
-    program = Program("program", ("sh", "-c", text, "torchrun", *_program_words(options.program)))
+    program = Program("program", ("sh", "-c", text, "torchrun", *program_words(options.program)))
     job = replace(options, program=program, preload=False, bind=False, by_torchrun=True)
     remote = options.remote
     if remote is None:
         own = {"TORCHRUN_PYTHON": sys.executable, "TORCHRUN_RANKS": str(options.ranks)}
         return replace(job, ranks=1, shown=options.shown and frozenset({0}), rank_environments={0: own})
-    placement = _placement(options)
+    placement = placement_of(options)
     environments = {
         index: {
             "TORCHRUN_PYTHON": remote.python.on(host.name) or sys.executable,
@@ -69,17 +69,17 @@ def one_per_host(options: LaunchOptions) -> LaunchOptions:
     return replace(job, rank_environments=environments, remote=replace(remote, hosts=hosts, ranks=None))
 
 
-def _placement(options: LaunchOptions) -> Placement:
+def placement_of(options: LaunchOptions) -> Placement:
     assert options.remote is not None
     return Placement.by_slots(options.remote.hosts, options.remote.ranks, options.remote.oversubscribe)
 
 
 def _line(wdir: str, own: dict[str, str], options: LaunchOptions, python: str, words: list[str]) -> str:
     variables = [f"{name}={value}" for name, value in (options.environment | own).items()]
-    command = [*(["env", *variables] if variables else []), python, "-m", _MODULE, *words]
-    return f"cd {shlex.quote(wdir)} && {shlex.join([*command, *_program_words(options.program)])}\n"
+    command = [*(["env", *variables] if variables else []), python, "-m", MODULE, *words]
+    return f"cd {shlex.quote(wdir)} && {shlex.join([*command, *program_words(options.program)])}\n"
 
 
-def _program_words(program: Program) -> list[str]:
+def program_words(program: Program) -> list[str]:
     kinds = {"script": [], "module": ["-m"], "program": ["--no-python"]}
     return [*kinds[program.kind], *program.arguments]

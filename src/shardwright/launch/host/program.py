@@ -67,13 +67,21 @@ def _local_rank_option(script: str) -> str | None:
     return str(names[0]) if names else None
 
 
-def check_program(kind: ProgramKind, arguments: Sequence[str], environment: Mapping[str, str]) -> Program:
-    """The program, if it can be found with ``environment``'s PATH and PYTHONPATH.
+def unchecked_program(kind: ProgramKind, arguments: Sequence[str]) -> Program:
+    """The program where only another machine can tell whether it is there.
 
-    A bare name that is no file here is one of our own commands for ranks (``train``), or else a program on the PATH.
-
-    Raises `UsageError`, which names what was looked for and the nearest names there are.
+    >>> unchecked_program("script", ["train", "--config", "net.yaml"]).arguments
+    ('shardwright', 'train', '--config', 'net.yaml')
     """
+    name = _first(arguments)
+    if kind == "script" and name in _RANK_COMMANDS:
+        return _own_command(arguments)
+    bare = kind == "script" and os.sep not in name and not name.endswith(".py")
+    return Program("program" if bare else kind, tuple(arguments))
+
+
+def _first(arguments: Sequence[str]) -> str:
+    """The name of the program. Raises `UsageError` where there is none."""
     if not arguments or not arguments[0]:
         raise UsageError(
             "nothing to launch; type one of\n"
@@ -81,9 +89,24 @@ def check_program(kind: ProgramKind, arguments: Sequence[str], environment: Mapp
             "  shardwright launch -n 8 -m package.module ARGS\n"
             "  shardwright launch -n 8 -- PROGRAM ARGS"
         )
+    return arguments[0]
+
+
+def _own_command(arguments: Sequence[str]) -> Program:
+    return Program("module", ("shardwright", *arguments))
+
+
+def check_program(kind: ProgramKind, arguments: Sequence[str], environment: Mapping[str, str]) -> Program:
+    """The program, if it can be found with ``environment``'s PATH and PYTHONPATH.
+
+    A bare name that is no file here is one of our own commands for ranks (``train``), or else a program on the PATH.
+
+    Raises `UsageError`, which names what was looked for and the nearest names there are.
+    """
+    name = _first(arguments)
     if kind == "script" and (command := _command(arguments, environment)):
         return command
-    {"script": check_script, "module": _check_module, "program": _check_executable}[kind](arguments[0], environment)
+    {"script": check_script, "module": _check_module, "program": _check_executable}[kind](name, environment)
     return Program(kind, tuple(arguments))
 
 
@@ -96,7 +119,7 @@ def _command(arguments: Sequence[str], environment: Mapping[str, str]) -> Progra
     if os.sep in name or os.path.isfile(name) or os.path.isfile(os.path.join(name, "__main__.py")):
         return None
     if name in _RANK_COMMANDS:
-        return Program("module", ("shardwright", *arguments))
+        return _own_command(arguments)
     path = shutil.which(name, path=environment.get("PATH")) or shutil.which(name, path=os.path.dirname(sys.executable))
     if path is None:
         return None

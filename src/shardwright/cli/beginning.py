@@ -1,0 +1,62 @@
+"""The commands to begin with: `shardwright init` writes a project, `completion` teaches a shell our commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from shardwright.cli.group import cli
+from shardwright.errors import UsageError
+
+_STARTER = Path(__file__).with_name("starter")
+_SHELLS = ("bash", "zsh", "fish")
+
+
+@cli.command()
+@click.argument("folder", metavar="[DIR]", default=".", type=click.Path(file_okay=False))
+def init(folder: str) -> None:
+    """Write a small project to begin with, into DIR or here: a model, its configuration and what trains it.
+
+    Nothing that is there already is written over.
+    """
+    target = Path(folder)
+    for path in write_starter(target):
+        click.echo(path)
+    enter = "" if target == Path() else f"cd {target} && "
+    click.echo(f"\nTrain it on two ranks: {enter}shardwright launch -n 2 train.py")
+
+
+def write_starter(target: Path) -> list[Path]:
+    """Write the project and return its files. Raises `UsageError`, before any is written, where one is there."""
+    sources = {target / path.name.removesuffix(".txt"): path for path in sorted(_STARTER.iterdir())}
+    if there := [path.name for path in sources if path.exists()]:
+        raise UsageError(
+            f"{target.resolve()} has {', '.join(there)} already, and nothing was written; name another folder: "
+            "shardwright init DIR"
+        )
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        for path, source in sources.items():
+            with path.open("x") as file:
+                file.write(source.read_text())
+    except OSError as error:
+        raise UsageError(f"the project cannot be written to {target}: {error.strerror}") from error
+    return list(sources)
+
+
+@cli.command()
+@click.argument("shell", type=click.Choice(_SHELLS))
+def completion(shell: str) -> None:
+    """Print what has a shell complete our commands and options, and the files that they take.
+
+    \b
+    bash  eval "$(shardwright completion bash)"      in ~/.bashrc
+    zsh   eval "$(shardwright completion zsh)"       in ~/.zshrc
+    fish  shardwright completion fish | source       in ~/.config/fish/config.fish
+    """
+    from click.shell_completion import get_completion_class
+
+    written = get_completion_class(shell)
+    assert written is not None
+    click.echo(written(cli, {}, "shardwright", "_SHARDWRIGHT_COMPLETE").source())

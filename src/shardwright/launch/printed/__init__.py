@@ -1,0 +1,1 @@
+"""A job as what runs it elsewhere, without this launcher: a manifest, a script, a command."""

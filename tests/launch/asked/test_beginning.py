@@ -1,0 +1,73 @@
+"""shardwright init writes a project that trains at once, and completion what shells take."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from click.shell_completion import ShellComplete
+
+from launching import COMMAND
+from shardwright.cli import cli
+
+
+def run(folder, *words, **environment):
+    return subprocess.run(
+        [COMMAND, *words], cwd=folder, env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+
+
+def test_the_starter_project_is_not_written_over(tmp_path):
+    made = run(tmp_path, "init", "spirals")
+    assert made.returncode == 0, made.stderr
+    assert made.stdout.splitlines()[-1] == "Train it on two ranks: cd spirals && shardwright launch -n 2 train.py"
+    files = {path.name: path.read_text() for path in (tmp_path / "spirals").iterdir()}
+    assert set(files) == {"README.md", "model.py", "train.py", "train.yaml"}
+    assert len(files["README.md"].splitlines()) == 5
+    again = run(tmp_path, "init", "spirals")
+    assert (again.returncode, again.stdout) == (2, "")
+    assert "spirals has README.md, model.py, train.py, train.yaml already, and nothing was written" in again.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_the_starter_project_trains_at_once_on_any_number_of_ranks(tmp_path):
+    run(tmp_path, "init", "spirals")
+    folder = tmp_path / "spirals"
+    shown = [run(folder, *words, "epochs=3", f"output=of{len(words)}") for words in (
+        ("launch", "-n", "2", "train.py"), ("launch", "train.py"),
+    )]  # fmt: skip
+    assert all(one.returncode == 0 for one in shown), shown[0].stderr
+    losses = [[float(loss) for loss in re.findall(r"loss is ([\d.]+)", one.stdout)] for one in shown]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0][-1] < losses[0][0] / 3
+    refused = run(folder, "launch", "-n", "1", "train.py", "epohcs=3")
+    assert "epohcs" in refused.stderr
+    assert refused.returncode == 1
+    went_on = run(folder, "launch", "-n", "3", "train.py", "epochs=4", "resume=true", "output=of4")
+    assert "epoch: 4 step: 60" in went_on.stdout, went_on.stderr
+    assert "epoch: 3 step" not in went_on.stdout
+    ruff = Path(sys.executable).with_name("ruff")
+    if ruff.exists():
+        rules = ["--line-length", "120", "--select", "E,F,I,B,UP,RUF"]
+        assert not subprocess.run([ruff, "check", *rules, folder], cwd=folder).returncode
+
+
+def test_shells_complete_commands_options_and_files(tmp_path):
+    script = run(tmp_path, "completion", "bash")
+    assert "_SHARDWRIGHT_COMPLETE=bash_complete" in script.stdout, script.stderr
+    words = {"_SHARDWRIGHT_COMPLETE": "bash_complete", "COMP_WORDS": "shardwright la", "COMP_CWORD": "1"}
+    assert run(tmp_path, **words).stdout == "plain,launch\n"
+
+    def completed(line):
+        *typed, begun = line.split(" ")
+        found = ShellComplete(cli, {}, "shardwright", "").get_completions(typed, begun)
+        return [(item.type, item.value) for item in found]
+
+    carriers = ("k8s", "slurm", "torchrun", "mpirun")
+    assert completed("launch --print ") == [("plain", name) for name in carriers]
+    assert completed("launch --max") == [("plain", "--max-restarts")]
+    assert completed("launch -n 2 tr") == completed("train --config tr") == [("file", "tr")]

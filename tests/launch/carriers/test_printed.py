@@ -1,0 +1,169 @@
+"""--print: what runs the job elsewhere is of the form that is published there, and has all that was typed."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from click.testing import CliRunner
+
+from shardwright.cli import cli
+from shardwright.errors import ShardwrightError
+
+SCHEMA = json.loads((Path(__file__).with_name("pytorchjob.schema.json")).read_text())
+TYPES = {"object": dict, "array": list, "string": str, "integer": int}
+
+
+def check(value, schema, where=""):
+    """Unlike JSON schemas in general, fields that are not listed are wrong: Kubernetes would drop them in silence."""
+    schema = SCHEMA["definitions"][schema["$ref"]] if "$ref" in schema else schema
+    assert isinstance(value, TYPES[schema["type"]]), f"{where}: {value!r} is no {schema['type']}"
+    assert value in schema.get("enum", [value]), f"{where}: {value!r}"
+    if isinstance(value, list):
+        for number, item in enumerate(value):
+            check(item, schema["items"], f"{where}[{number}]")
+    if isinstance(value, dict):
+        assert set(schema.get("required", [])) <= set(value), f"{where} lacks some of {schema['required']}"
+        for name, inner in value.items():
+            assert name in schema.get("properties", {}) or "others" in schema, f"{where}.{name} is not known"
+            check(inner, schema.get("properties", {}).get(name) or schema["others"], f"{where}.{name}")
+
+
+def pods_of(text):
+    job = yaml.safe_load(text)
+    check(job, SCHEMA, "job")
+    return job, {kind: replica["template"]["spec"] for kind, replica in job["spec"]["pytorchReplicaSpecs"].items()}
+
+
+@pytest.fixture
+def launched(tmp_path, monkeypatch):
+    """Calls the command in this process: what it prints, and what it says beside that or is refused with."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+
+    def run(*words):
+        done = CliRunner().invoke(cli, ["launch", *words])
+        refused = isinstance(done.exception, ShardwrightError)
+        assert done.exit_code == 0 or refused or done.exit_code == 2, done.exception
+        return done.stdout, str(done.exception) if refused else done.stderr
+
+    return run
+
+
+def test_a_job_on_hosts_is_printed_for_kubernetes(launched):
+    words = ["-H", "a:8,b:8", "-x", "A=it's $(x): ü", "--wdir", "/work", "--port", "2222", "--grace", "30"]
+    tried = ["--max-restarts", "3", "--job", "night-1", "--image", "registry/train:1", "--tee", "all"]
+    text, said = launched(*words, *tried, "--print", "k8s", "train.py", "--lr", "0.1", "a b")
+    assert said == "shardwright: left out, as this launcher alone has it: --tee\n"
+    job, pods = pods_of(text)
+    assert job["metadata"]["name"] == "night-1"
+    assert (job["spec"]["nprocPerNode"], job["spec"]["runPolicy"]) == ("8", {"backoffLimit": 3})
+    replicas = job["spec"]["pytorchReplicaSpecs"]
+    assert {kind: (one["replicas"], one["restartPolicy"]) for kind, one in replicas.items()} == {
+        "Master": (1, "OnFailure"), "Worker": (1, "OnFailure"),
+    }  # fmt: skip
+    assert pods["Master"] == pods["Worker"]
+    assert pods["Master"]["terminationGracePeriodSeconds"] == 30
+    [container] = pods["Master"]["containers"]
+    assert container["command"] == [
+        "python", "-m", "torch.distributed.run", "train.py", "--lr", "0.1", "a b"
+    ]  # fmt: skip
+    assert container["env"] == [{"name": "A", "value": "it's $$(x): ü"}]
+    assert (container["image"], container["workingDir"]) == ("registry/train:1", "/work")
+    assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
+    assert not Path("log_output").exists()
+
+
+def test_a_job_on_one_host_is_one_pod_of_any_program(launched):
+    text, said = launched("-n", "2", "--backend", "gloo", "--print", "k8s", "train", "--config", "9.yaml")
+    assert "put the image in place of IMAGE, or type --image NAME" in said
+    job, pods = pods_of(text)
+    assert set(pods) == {"Master"}
+    assert job["metadata"]["name"] == "train"
+    [container] = pods["Master"]["containers"]
+    assert container["command"][3:] == ["-m", "shardwright", "train", "--config", "9.yaml"]
+    assert "resources" not in container
+    assert container["env"] == [{"name": "SHARDWRIGHT_BACKEND", "value": "gloo"}]
+
+
+REFUSED = [
+    (["--print", "k8s", "train.py"], "--print k8s: how many ranks? type -n 8 for one pod, or -H a:8,b:8 for two"),
+    (["--print", "k8s", "-H", "a:2,b:1", "train.py"], "are alike, but those of a:2,b:1 have 2 and 1 ranks"),
+    (["--print", "k8s", "-n", "2", "--job", "My_Job", "train.py"], "cannot name a PyTorchJob; type --job my-job"),
+    (["--print", "k8s", "-n", "2", "--stage", "x", "train.py"], "--stage: a PyTorchJob has nothing like it"),
+    (["--print", "k8s", "-H", "a:1,b:1", "--wdir", "a=/w", "train.py"], "--wdir a=/w: a PyTorchJob has one for all"),
+    (["--print", "k8s", "-n", "2", "--via", "ssh", "train.py"], "--print k8s and --via ssh are two ways to start"),
+    (["--print", "mpirun", "-H", "me@a:1,b:1", "train.py"], "me@: mpirun logs in as ~/.ssh/config says"),
+    (["--print", "mpirun", "-n", "2", "--elastic", "--max-restarts", "1", "no.py"], "the script no.py does not exist"),
+    (["--print", "slurm", "--image", "x", "train.py"], "--image x is for --print k8s; leave it out"),
+    (["--image", "x", "train.py"], "--image is for --print k8s"),
+]
+
+
+@pytest.mark.parametrize(("words", "message"), REFUSED, ids=[" ".join(words) for words, _ in REFUSED])
+def test_what_cannot_be_printed_is_refused(launched, words, message):
+    text, said = launched(*words)
+    assert text == ""
+    assert message in said
+
+
+def test_a_script_for_sbatch_has_what_was_typed(launched):
+    printed, _ = launched("-n", "4", "--print=slurm", "--tee", "all", "train.py", "--print", "x")
+    assert printed == launched("-n", "4", "--print-sbatch", "--tee", "all", "train.py", "--print", "x")[0]
+    assert printed.endswith("launch --via srun -n 4 --tee all train.py --print x\n")
+    subprocess.run(["bash", "-n"], input=printed, text=True, check=True)
+
+
+def test_torchruns_commands_are_those_of_via(launched):
+    words = ["-H", "a:2,b:2", "train.py"]
+    assert launched("--print", "torchrun", *words) == launched("--via", "torchrun", *words)
+
+
+def test_the_hosts_of_mpirun_and_its_variables_are_printed(launched):
+    words = ["-H", "a:2,b:1", "-x", "A=x y", "--port", "2222", "--wdir", "/w", "--python", "/p/python"]
+    text, _ = launched(*words, "--print", "mpirun", "train.py", "--lr", "1 2")
+    subprocess.run(["sh", "-n"], input=text, text=True, check=True)
+    assert text.startswith("#!/bin/sh\ncd /w || exit\nexec mpirun ")
+    assert " --host a:2,b:1 -n 3 --bind-to none " in text
+    assert "-x 'A=x y' -x MASTER_ADDR=a -x MASTER_PORT=2222 " in text
+    assert text.endswith("/p/python train.py --lr '1 2'\n")
+
+
+SUM = """
+    import torch, torch.distributed as dist
+    import shardwright as sw
+    dist.init_process_group("gloo", init_method="env://")
+    world, total = sw.init(), torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(total)
+    open(f"seen.{world.rank}", "w").write(f"{world.local_rank} of {world.local_size}: {total.item():g}")
+"""
+
+
+@pytest.mark.slow
+def test_what_is_printed_for_mpirun_runs_scripts_of_torch(launching):
+    text = launching.run("-n", "2", "--print", "mpirun", launching.write("train.py", SUM)).stdout
+    environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    if subprocess.run(["sh", "-c", "command -v mpirun"], env=environment, capture_output=True).returncode:
+        pytest.skip("no mpirun here")
+    done = subprocess.run(["sh"], input=text, text=True, env=environment, capture_output=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert [(launching.folder / f"seen.{rank}").read_text() for rank in (0, 1)] == ["0 of 2: 3", "1 of 2: 3"]
+
+
+@pytest.mark.slow
+def test_what_is_printed_for_kubernetes_runs_with_the_variables_of_its_operator(launching):
+    """Two pods of two ranks each: the command of the container, with what the training operator 1.9 sets."""
+    script = launching.write("train.py", SUM)
+    text = launching.run("-H", "a:2,b:2", "--python", sys.executable, "--print", "k8s", script).stdout
+    [container] = pods_of(text)[1]["Master"]["containers"]
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    pods = []
+    for pod in ("0", "1"):
+        of_pod = {"RANK": pod, "WORLD_SIZE": "4", "PET_NODE_RANK": pod, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}
+        variables = os.environ | meeting | {f"PET_{name}": value for name, value in meeting.items()} | of_pod
+        pods.append(subprocess.Popen(container["command"], cwd=launching.folder, env=variables))
+    assert [pod.wait(100) for pod in pods] == [0, 0]
+    assert [(launching.folder / f"seen.{rank}").read_text()[-2:] for rank in range(4)] == ["10"] * 4
