@@ -42,7 +42,7 @@ def test_the_starter_project_trains_at_once_on_any_number_of_ranks(tmp_path):
     )]  # fmt: skip
     assert all(one.returncode == 0 for one in shown), shown[0].stderr
     losses = [[float(loss) for loss in re.findall(r"loss is ([\d.]+)", one.stdout)] for one in shown]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2)
     assert losses[0][-1] < losses[0][0] / 3
     refused = run(folder, "launch", "-n", "1", "train.py", "epohcs=3")
     assert "epohcs" in refused.stderr
@@ -52,8 +52,8 @@ def test_the_starter_project_trains_at_once_on_any_number_of_ranks(tmp_path):
     assert "epoch: 3 step" not in went_on.stdout
     ruff = Path(sys.executable).with_name("ruff")
     if ruff.exists():
-        rules = ["--line-length", "120", "--select", "E,F,I,B,UP,RUF"]
-        assert not subprocess.run([ruff, "check", *rules, folder], cwd=folder).returncode
+        rules = ["--line-length", "120", "--select", "E,F,B,UP,RUF"]
+        assert not subprocess.run([ruff, "check", "--isolated", *rules, folder], cwd=folder).returncode
 
 
 def test_shells_complete_commands_options_and_files(tmp_path):

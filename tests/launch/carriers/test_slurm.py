@@ -211,7 +211,7 @@ def test_nothing_survives_what_is_killed(job, how):
 @pytest.mark.slow
 def test_a_printed_script_runs_as_a_batch_job(job):
     script = job.write("train.py", SUM)
-    words = ["launch", "-n", "2", "--log-dir", "logs", "--print-sbatch", script, "a b", "--print-sbatch"]
+    words = ["launch", "-n", "2", "--log-dir", "logs", "--print", "slurm", script, "a b", "--print-sbatch"]
     printed = subprocess.run([COMMAND, *words], cwd=job.folder, capture_output=True, text=True, timeout=30, check=True)
     code, _, said = job.submit("-N", "2", "--output=out", input=printed.stdout)
     assert code == 0, said + (job.folder / "out").read_text()
