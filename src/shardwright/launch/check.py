@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-from shardwright.errors import LaunchError, UsageError
+from shardwright.errors import UsageError
 from shardwright.launch.asked.options import read_options
 from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.carriers.ssh import SshCarrier
+from shardwright.launch.remote import prepare_first
 from shardwright.launch.start import STARTS
 
 
@@ -21,11 +22,9 @@ def check(request: LaunchRequest) -> list[str]:
     make_carrier = STARTS[options.carrier.name].on_hosts
     if options.remote is None or make_carrier is None:
         raise UsageError("a job on this host alone is not checked before it starts; type `shardwright doctor`")
-    with contextlib.closing(make_carrier(options, options.remote)) as carrier:
-        try:
-            carrier.prepare()
-        except LaunchError as error:
-            raise LaunchError(f"{error}{carrier.closer_look()}") from None
+    carrier = make_carrier(options, options.remote)
+    prepare_first(carrier)
+    with contextlib.closing(carrier):
         return list(_lines(carrier))
 
 

@@ -45,10 +45,7 @@ class RemoteAttempts:
         options = replace(self.options, restarts=restarts)
         if restarts.count == 0:
             carrier = self.make_carrier(options, self.remote)
-            try:
-                _prepare(carrier)
-            except LaunchError as error:
-                raise LaunchError(f"{error}{carrier.closer_look()}") from None
+            prepare_first(carrier)
             self.hosts, self.ranks = carrier.known, carrier.ranks
             try:
                 restarts.check(self.ranks)
@@ -114,6 +111,14 @@ def _names(carrier: SshCarrier) -> tuple[str, ...]:
 
 def _listed(lost: dict[str, list[str]]) -> str:
     return "".join(f"\n  {name}: {line}" for name, lines in lost.items() for line in lines)
+
+
+def prepare_first(carrier: SshCarrier) -> None:
+    """Prepare a carrier for the first time: what is in the way is told with where to look closer."""
+    try:
+        _prepare(carrier)
+    except LaunchError as error:
+        raise LaunchError(f"{error}{carrier.closer_look()}") from None
 
 
 def _prepare(carrier: SshCarrier) -> None:

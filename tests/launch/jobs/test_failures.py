@@ -110,8 +110,8 @@ def test_a_kill_is_not_for_memory_though_the_kernel_has_killed_a_process_in_anot
         "train.py",
         """
     import os, signal, subprocess, sys
-    grow = "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid())); bytearray(200 << 20)"
-    code = subprocess.run([sys.executable, "-c", grow.replace("bytearray(", "b'x' * ("), sys.argv[1]]).returncode
+    grow = "import os, sys; open(sys.argv[1] + '/cgroup.procs', 'w').write(str(os.getpid())); b'x' * (200 << 20)"
+    code = subprocess.run([sys.executable, "-c", grow, sys.argv[1]]).returncode
     os.kill(os.getpid(), signal.SIGKILL if code == -signal.SIGKILL else signal.SIGABRT)
     """,
     )

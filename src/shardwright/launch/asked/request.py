@@ -14,10 +14,10 @@ from shardwright.launch.host.program import ProgramKind
 class LaunchRequest:
     """The words of ``shardwright launch``, with what holds where one is left out.
 
-    ``arguments`` are the program, which is of the kind ``kind``, and what is handed to it; ``local_rank`` is handed to
-    scripts that take it as an argument. Without ``ranks`` there is
-    one per slot of the hosts, or per GPU. Without ``tee`` rank 0 is shown, or nothing if the job is detached. Without
-    ``via`` the hosts decide who starts the ranks, and without hosts in ``where`` the job is on this one.
+    ``arguments`` are the program, which is of the kind ``kind``, and what is handed to it; with ``local_rank`` scripts
+    that take theirs as an argument are given it. Without ``ranks`` there is one per slot of the hosts, or per GPU.
+    Without ``tee`` rank 0 is shown, or nothing if the job is detached. Without ``via`` the hosts decide who starts the
+    ranks, and without hosts in ``where`` the job is on this one.
     """
 
     arguments: Sequence[str]
