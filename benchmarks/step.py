@@ -1,10 +1,11 @@
 """The seconds of a training step: mode "data" beside torch's DistributedDataParallel, or beside another checkout.
 
-    python benchmarks/step.py [--ranks 2] [--rounds 5] [--before ../other/src]
+    python benchmarks/step.py [--ranks 2] [--rounds 5] [--compiled] [--before ../other/src]
 
 The ways take turns (A B A B ...), each run in ranks of its own, so that all see the same machine; a run's figure is the
 median of its steps, slowest rank, after some that warm it up. The table gives the median of the runs, and the median of
-the ratios within a round. With ``--before`` the other way is Shardwright from that folder instead of DDP.
+the ratios within a round. With ``--before`` the other way is Shardwright from that folder instead of DDP. With
+``--compiled`` both are compiled: ours by ``compile=True``, DDP by `torch.compile`; that is done in the warming steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch.nn import functional as F
 import shardwright as sw
 from shardwright.zoo import GPT, Perceptron, resnet18
 
-name, way, answer = sys.argv[1:]
+name, way, compiled, answer = sys.argv[1:]
 world = sw.init()
 sw.set_seed(0)
 if name == "perceptron":
@@ -40,9 +41,12 @@ loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, -2), b
 rows = [part.chunk(world.size)[world.rank] for part in batch]
 if way == "ddp":
     step_model = torch.nn.parallel.DistributedDataParallel(model)
+    if compiled:
+        step_model = torch.compile(step_model)
     call = lambda: loss_fn(step_model, rows)
 else:
-    parallel = sw.parallelize(model, loss_fn, rows, mode="data", batch="local")
+    options = {"compile": True} if compiled else {}
+    parallel = sw.parallelize(model, loss_fn, rows, mode="data", batch="local", **options)
     step_model, call = parallel, lambda: parallel(rows)
 optimizer = torch.optim.AdamW(step_model.parameters(), lr=1e-3)
 took = []
@@ -62,11 +66,12 @@ MODELS = ("perceptron", "resnet18", "gpt")
 OURS = str(Path(__file__).parents[1] / "src")
 
 
-def step_s(name: str, way: str, source: str, ranks: int, folder: Path) -> float:
+def step_s(name: str, way: str, source: str, compiled: bool, ranks: int, folder: Path) -> float:
     """The median seconds of a step, from ranks that import Shardwright from ``source``."""
     answer = folder / "answer"
     answer.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "shardwright", "launch", "-n", str(ranks), "step.py", name, way, str(answer)]
+    words = ["step.py", name, way, "compiled" if compiled else "", str(answer)]
+    command = [sys.executable, "-m", "shardwright", "launch", "-n", str(ranks), *words]
     environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     if done.returncode != 0:
@@ -79,17 +84,20 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--compiled", action="store_true", help="compile both ways")
     parser.add_argument("--before", help="the src folder of another checkout")
     options = parser.parse_args()
     other = ("ours", str(Path(options.before).absolute())) if options.before else ("ddp", OURS)
-    print(f"| model | ours, ms | {'before' if options.before else 'ddp'}, ms | ratio | lowest to highest |")
+    names = ["ours", "before" if options.before else "ddp"]
+    ours, theirs = (f"{name}{' compiled' if options.compiled else ''}, ms" for name in names)
+    print(f"| model | {ours} | {theirs} | ratio | lowest to highest |")
     print("| --- | ---: | ---: | ---: | --- |", flush=True)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         (folder / "step.py").write_text(SCRIPT)
         for model in options.models.split(","):
             pairs = [
-                tuple(step_s(model, *way, options.ranks, folder) for way in (("ours", OURS), other))
+                tuple(step_s(model, *way, options.compiled, options.ranks, folder) for way in (("ours", OURS), other))
                 for _ in range(options.rounds)
             ]
             ours_s, other_s = (statistics.median(column) for column in zip(*pairs, strict=True))

@@ -23,7 +23,7 @@ INSIDE = {
     "plan": ("pricing", "searching"),
     "report": ("plans",),
     "training": ("records",),
-    "run": ("graphs", "overlap", "programs", "placing"),
+    "run": ("graphs", "overlap", "compiled", "programs", "placing"),
     "cluster": ("programs", "bench", "doctor", "jobs", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),
 }

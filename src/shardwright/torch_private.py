@@ -50,6 +50,8 @@ __all__ = [
     "changes_of",
     "changes_operands",
     "checkpoints_call",
+    "code_from_cache",
+    "compiled_code_directory",
     "composite_operators",
     "computed",
     "copies_of",
@@ -761,6 +763,24 @@ class MemoryOf:
 def changes_of(tensor: torch.Tensor) -> int:
     """How often a tensor was written to in place; autograd tells it to nobody else."""
     return tensor._version
+
+
+def code_from_cache() -> tuple[int, int]:
+    """How many parts of programs torch's compiler has found in its cache on disk, and how many it has made.
+
+    What a compilation tells of itself has no public name.
+    """
+    from torch._dynamo.utils import counters  # seconds, and needed where something is compiled alone
+
+    found, made = counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"]
+    return found + counters["aot_autograd"]["autograd_cache_hit"], made
+
+
+def compiled_code_directory() -> str:
+    """Where torch keeps what it has compiled, which no public name tells."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    return cache_dir()
 
 
 References = tuple[int, int, int]

@@ -27,6 +27,7 @@ from shardwright.mesh.simulate import simulate
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.request import PlanRequest
+from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.torch_private import MemoryOf
@@ -43,7 +44,9 @@ def tensors_of(captured: Capture, model: torch.nn.Module, kind: str) -> list[Ten
     return [named[value.label].detach() for value in captured.of_kind(kind)]
 
 
-def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[str, Tensor]:
+def run(
+    plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0, compiler: Compiler | None = None
+) -> dict[str, Tensor]:
     """Loss, gradients, auxiliary outputs and buffers, whole, from simulated ranks under ``plan``."""
     captured, mesh = plan.capture, plan.mesh
     parameters = tensors_of(captured, model, "parameter")
@@ -66,7 +69,7 @@ def run(plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0) -> dict[s
 
         program = lower(plan, comm.rank)
         local = part("parameter", parameters)
-        execution = Execution(program, plan.capture, comm, DEVICE, GradientReduction())
+        execution = Execution(program, plan.capture, comm, DEVICE, GradientReduction(), compiler)
         given = StepArguments(local, part("buffer", buffers), part("input", inputs), placed(constants), seed, step=0)
         loss, aux, new = execution(given)
         assert loss is not None

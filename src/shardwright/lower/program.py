@@ -7,7 +7,7 @@ assignment; its right-hand side calls a torch operator, a kernel, or a redistrib
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
@@ -26,10 +26,11 @@ class Instruction:
     ``reads`` are the variables that ``text`` mentions. An operator has its ``node``; a redistribution its ``value``
     and ``step``; a bucket joins the gradient reductions of several replicated parameters over the same axes:
     ``bucket`` has the value and the step of each, as it has for small sums that are "joined". The program
-    begins with "later", in whose backward the gradients of all buckets are waited for.
+    begins with "later", in whose backward the gradients of all buckets are waited for. A "stretch" is a function of
+    several operators (`shardwright.run.compiled.stretches`).
     """
 
-    kind: Literal["operator", "redistribution", "bucket", "later", "joined"]
+    kind: Literal["operator", "redistribution", "bucket", "later", "joined", "stretch"]
     outputs: tuple[str, ...]
     reads: tuple[str, ...]
     text: str
@@ -46,6 +47,12 @@ class Instruction:
     def passes_on(self) -> bool:
         """Whether the outputs are what is read, one by one."""
         return self.kind in ("bucket", "later")
+
+    @property
+    def line(self) -> str:
+        """The assignment as Python; a variable is written once, so that no other of a program is the same."""
+        comma = "," if self.passes_on and len(self.outputs) == 1 else ""
+        return f"{', '.join(self.outputs)}{comma} = {self.text}"
 
     def steps(self) -> tuple[tuple[Value, Step], ...]:
         """The redistributions that this instruction performs, with the value that each moves."""
@@ -78,9 +85,7 @@ class ProgramBlock:
     @property
     def given(self) -> tuple[str, ...]:
         """The variables that the block reads and does not make."""
-        made = {name for instruction in self.instructions for name in instruction.outputs}
-        reads = dict.fromkeys(name for instruction in self.instructions for name in instruction.reads)
-        return tuple(name for name in reads if name not in made)
+        return given_to(self.instructions)
 
     @property
     def call(self) -> str:
@@ -91,11 +96,10 @@ class ProgramBlock:
     @property
     def source(self) -> str:
         """The function."""
-        last = _last_reads(self.instructions)
-        arguments = ", ".join(("comm", "key", "device", *self.given))
-        body = [line for at, instruction in enumerate(self.instructions) for line in _assignment(instruction, at, last)]
-        head = f"def {self.function}({arguments}):  # {self.module}, once more in the backward"
-        return head + "\n" + textwrap.indent("\n".join(body), INDENT) + "\n"
+        arguments = ("comm", "key", "device", *self.given)
+        return function_of(
+            self.function, arguments, self.instructions, says=f"{self.module}, once more in the backward"
+        )
 
 
 @dataclass(frozen=True)
@@ -128,9 +132,7 @@ class LocalProgram:
                 of.setdefault(instruction.block, []).append(instruction)
         found = {}
         for number, (module, inside) in enumerate(of.items(), start=1):
-            function = f"block_{number}"
-            while function in taken:
-                function = f"_{function}"
+            function = unused(f"block_{number}", taken)
             found[module] = ProgramBlock(function, module, tuple(inside), frozenset(self.mutations))
         return found
 
@@ -175,6 +177,35 @@ class LocalProgram:
         return last
 
 
+def given_to(instructions: Sequence[Instruction]) -> tuple[str, ...]:
+    """The variables that instructions read and do not make."""
+    made = {name for instruction in instructions for name in instruction.outputs}
+    reads = dict.fromkeys(name for instruction in instructions for name in instruction.reads)
+    return tuple(name for name in reads if name not in made)
+
+
+def function_of(
+    name: str,
+    arguments: Sequence[str],
+    instructions: Sequence[Instruction],
+    results: Sequence[str] = (),
+    says: str = "",
+) -> str:
+    """Instructions as a function in Python, which returns some of their variables."""
+    last = _last_reads(instructions) | dict.fromkeys(results, len(instructions))
+    body = [line for at, instruction in enumerate(instructions) for line in _assignment(instruction, at, last)]
+    body += [f"return {', '.join(results)}"] if results else []
+    head = f"def {name}({', '.join(arguments)}):" + (f"  # {says}" if says else "")
+    return head + "\n" + textwrap.indent("\n".join(body), INDENT) + "\n"
+
+
+def unused(name: str, taken: Collection[str]) -> str:
+    """A name for a function of which no variable has the name."""
+    while name in taken:
+        name = f"_{name}"
+    return name
+
+
 def _unpack(names: tuple[str, ...], kind: str) -> str:
     return f"{', '.join(names)}{',' if len(names) == 1 else ''} = {kind}"
 
@@ -187,7 +218,6 @@ def _last_reads(instructions: Sequence[Instruction]) -> dict[str, int]:
 
 def _assignment(instruction: Instruction, at: int, last_reads: Mapping[str, int]) -> list[str]:
     """An instruction as Python, and what then nothing reads any more."""
-    comma = "," if instruction.passes_on and len(instruction.outputs) == 1 else ""
-    lines = [f"{', '.join(instruction.outputs)}{comma} = {instruction.text}"]
+    lines = [instruction.line]
     dead = [name for name in dict.fromkeys([*instruction.reads, *instruction.outputs]) if last_reads[name] == at]
     return [*lines, f"del {', '.join(dead)}"] if dead else lines

@@ -23,6 +23,7 @@ from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
+from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.graphs.looks import Look, look_at
 from shardwright.run.model import ParallelModel, Replay
 from shardwright.run.parts import Asked, NotAsExpected, Parts
@@ -50,6 +51,7 @@ class Options:
     gradients: Literal["mean", "sum"]
     save_graphs: SaveGraphs | None
     init: Init | None = None
+    compile: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +112,7 @@ class Parallel(ParallelModel):
             world,
             options.save_graphs,
             lockstep,
+            Compiler(says=world.rank == 0) if options.compile else None,
         )
         self._programs.add_first(sample_batch, rows)
 

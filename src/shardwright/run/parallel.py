@@ -26,6 +26,7 @@ from shardwright.plan.request import Inputs, PlanRequest, inputs_problem, read_m
 from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
 from shardwright.rules.register import registered_rules
 from shardwright.run.captured import Options, Parallel
+from shardwright.run.compiled.needs import compile_problem
 from shardwright.run.eager_parallel import parallelize_eagerly
 from shardwright.run.graphs.captures import Captures
 from shardwright.run.graphs.dynamic import Dynamic, dynamic_problem, labels_and_shapes
@@ -67,6 +68,7 @@ def parallelize(
     recompute: str | Sequence[str] = (),
     save_graphs: str | PathLike[str] | tuple[str | PathLike[str], int] | None = None,
     init: Init | None = None,
+    compile: bool = False,
 ) -> ParallelModel:
     """Train ``model`` on all ranks as on one; every rank calls this with the same model and arguments.
 
@@ -111,6 +113,10 @@ def parallelize(
             on its device, children first, with random numbers of ``torch.initial_seed()``: the values are those of
             ``model.to_empty(device=...)`` and ``model.apply(init)`` after `set_seed`, for any plan and number of ranks.
 
+        compile: let torch.compile make code of the operators between collectives, with the same numbers as without up
+            to rounding; a line says how long that took. It is done at the first step of each shape of a batch, and kept
+            for later runs.
+
     What it returns uses process groups until its ``close()``, the end of a ``with sw.parallelize(...) as parallel:``,
     or that of the process; those that no other model and no DTensor uses end with that.
 
@@ -135,6 +141,7 @@ def parallelize(
     except UsageError as error:
         problem = problem or str(error)
     problem = problem or problem_with_sample(sample_batch) or init_problem(init)
+    problem = problem or compile_problem(compile, world.device.type)
     lazy = [name for name, p in model.named_parameters() if is_lazy(p)]
     if lazy:
         problem = problem or (
@@ -144,6 +151,7 @@ def parallelize(
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
     options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     options |= {"dynamic": str(dynamic), "memory": str(limit), "optimizer": str(states), "recompute": str(patterns)}
+    options |= {"compile": str(compile)}
     agree(
         "parallelize",
         {"the arguments": options, "the model's parameters": shapes}
@@ -157,9 +165,10 @@ def parallelize(
     predict = predict_fn and outputs_alone(predict_fn)
     planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device), request)
     try:
-        return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init), world, plan)
+        return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile), world, plan)
     except CaptureError as error:
-        if MODES[mode].captured or limit is not None or patterns or (batch_norm == "global" and _has_batch_norm(model)):
+        needed = MODES[mode].captured or limit is not None or patterns or compile
+        if needed or (batch_norm == "global" and _has_batch_norm(model)):
             raise
         if world.rank == 0:
             warnings.warn(

@@ -40,6 +40,7 @@ class ParallelOptions:
     batch_norm: Literal["global", "per-replica"] = "global"
     memory: str | None = None
     save_graphs: str | None = None
+    compile: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -145,6 +145,7 @@ def _parallelize(experiment: Experiment, world: World) -> Any:
             memory=options.memory,
             optimizer=make_optimizer(config.optimizer, [torch.nn.Parameter(torch.empty(1))], 1.0),
             save_graphs=options.save_graphs,
+            compile=options.compile,
         )
 
 

@@ -18,16 +18,19 @@ from shardwright.graph import operators
 from shardwright.graph.ir import Capture
 from shardwright.lower import draws, kernels
 from shardwright.lower.guard import Guard
-from shardwright.lower.program import LocalProgram
+from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.lower.randomness import mixed
 from shardwright.lower.recomputed import recomputed
 from shardwright.mesh import collectives
 from shardwright.mesh.collectives import Communicator
 from shardwright.pulse import own_pulse
 from shardwright.rules.table import key_of
+from shardwright.run.compiled.compiler import Compiled, Compiler
+from shardwright.run.compiled.stretches import calls_torch, in_stretches
 from shardwright.run.programs.buckets import GradientReduction
-from shardwright.run.programs.failures import explained, out_of_range
+from shardwright.run.programs.failures import INDICES, explained, out_of_range
 from shardwright.run.programs.gathered import GatheredAgain
+from shardwright.run.programs.inputs import shapes_of
 from shardwright.run.programs.sites import Sites
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
@@ -88,12 +91,18 @@ def _drew(program: LocalProgram) -> str:
     )
 
 
+def _is_pure(instruction: Instruction) -> bool:
+    """Whether an instruction may be compiled: what refuses a user's indices is to do so in words, at its own line."""
+    return calls_torch(instruction) and (instruction.node is None or INDICES.of(instruction.node.op) is None)
+
+
 class Execution:
     """Runs a local program: loss, auxiliary outputs and new buffers from this rank's parts.
 
     Tracebacks show the lines of the program, since they are what runs; messages those of the user, of whose step
     ``capture`` is the graph. ``runs`` counts how often it was called and how; a call with gradients is taken to be
-    followed by one backward, in the same ``accumulate()`` or outside of it.
+    followed by one backward, in the same ``accumulate()`` or outside of it. A ``compiler`` compiles what stands between
+    collectives.
     """
 
     def __init__(
@@ -103,6 +112,7 @@ class Execution:
         comm: Communicator,
         device: torch.device,
         reduction: GradientReduction,
+        compiler: Compiler | None = None,
     ) -> None:
         self.program = program
         self._capture = capture
@@ -116,16 +126,27 @@ class Execution:
         self._gathers_again = any(instruction.again for instruction in program.instructions)
         self._guard = Guard(on=device.type == "cuda")
         self._names = _NAMES | {"again": self._again, "later": reduction.later, "guard": self._guard}
+        self._source = program.source
+        self._compiled = None if compiler is None else self._compile(compiler)
         name = f"<program of rank {program.rank} {id(self):x}>"
-        linecache.cache[name] = (len(program.source), None, program.source.splitlines(keepends=True), name)
-        exec(compile(program.source, name, "exec"), self._names)
+        linecache.cache[name] = (len(self._source), None, self._source.splitlines(keepends=True), name)
+        exec(compile(self._source, name, "exec"), self._names)
         self._step: Callable[..., Outputs] = self._names["step"]
         if (pulse := own_pulse()).watched:
-            sites = Sites(program, self._names["step"].__code__, pulse)
+            sites = Sites(program, self._source, self._names["step"].__code__, pulse)
             self._names.update({name: sites.watched(self._names[name]) for name in _STEPS})
             self._names["kernels"] = sites.watched_members(kernels)
             self._reduce = sites.watched(reduction)
             self._names["later"] = sites.watched_later(reduction.later)
+
+    def _compile(self, compiler: Compiler) -> Compiled:
+        """Have the program call functions in place of its stretches, which are compiled when they are called."""
+        running, stretches = in_stretches(self.program, _is_pure)
+        self._source = running.source
+        count = sum(instruction.kind == "operator" for instruction in self.program.instructions)
+        compiled = compiler.compiled(stretches, count, shapes_of(self._capture), _NAMES | {"device": self._device})
+        self._names |= compiled.functions
+        return compiled
 
     def __call__(self, arguments: StepArguments) -> Outputs:
         """Run the forward, and count how it was run.
@@ -140,7 +161,7 @@ class Execution:
             with self._again.keeping_parts() if self._gathers_again else nullcontext():
                 outputs = self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
         except Exception as error:
-            told = explained(error, self.program, self._step.__code__, self._capture)
+            told = explained(error, self.program, self._source, self._step.__code__, self._capture)
             if told is error:
                 raise
             raise told from None
@@ -149,6 +170,8 @@ class Execution:
         self._untried = False
         with_gradients: Pass = "deferred" if self._reduction.deferring else "reduced"
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
+        if self._compiled is not None:
+            self._compiled.tell()
         return outputs
 
     def variables(self, arguments: StepArguments) -> dict[str, Any]:

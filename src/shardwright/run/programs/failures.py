@@ -84,15 +84,15 @@ INDICES: Column[_Found] = column(
 )
 
 
-def explained(error: Exception, program: LocalProgram, code: CodeType, capture: Capture) -> Exception:
-    """The error to raise for one that came out of ``program``, which ``code`` is: the same one with the user's line.
+def explained(error: Exception, program: LocalProgram, source: str, code: CodeType, capture: Capture) -> Exception:
+    """The error to raise for one that came out of ``program``: the same one with the user's line.
 
-    It is another where an index of the user's is out of range.
+    It is another where an index of the user's is out of range. The program ran as ``source``, which ``code`` is.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
-    at = dict(lines(program)).get(trace.tb_lineno) if trace is not None else None
+    at = dict(lines(program, source)).get(trace.tb_lineno) if trace is not None else None
     instruction = None if at is None else program.instructions[at]
     if trace is None or instruction is None or instruction.node is None:
         return error

@@ -14,6 +14,7 @@ from torch import Tensor
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
+from shardwright.graph.ir import Capture
 from shardwright.mesh.collectives import Communicator, all_gather
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
@@ -36,6 +37,11 @@ class Rows:
     total: int
     all_ranks: tuple[Range, ...] | None
     agreed: bool = False
+
+
+def shapes_of(capture: Capture) -> str:
+    """The shapes of the tensors of a batch, by name."""
+    return ", ".join(f"{value.label}: {list(value.shape)}" for value in capture.of_kind("input"))
 
 
 def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) -> Rows:

@@ -21,7 +21,7 @@ from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searching.budget import OverBudget
 from shardwright.run.graphs.captures import Captures
-from shardwright.run.programs.inputs import Rows, global_shapes
+from shardwright.run.programs.inputs import Rows, global_shapes, shapes_of
 from shardwright.run.programs.plan_cache import remembered
 from shardwright.run.programs.splitting import Stored, stored_before
 from shardwright.torch_private import tree_flatten, tree_unflatten
@@ -87,7 +87,7 @@ class Planner:
             try:
                 return make_plan(capture, self._alongside(first, storage, capture))
             except OverBudget as error:
-                raise OverBudget(f"a batch with {_shapes_of(capture)} came: {error}") from None
+                raise OverBudget(f"a batch with {shapes_of(capture)} came: {error}") from None
 
         return from_rank_zero(ranks_by_collectives("making the plan"), make)
 
@@ -134,11 +134,6 @@ def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
     """What plans for these ranks are priced by: what was asked for or the shipped profile, on the hosts there are."""
     told = None if world.rank == 0 else str  # what other ranks believe decides nothing, and they need not warn
     return (asked or for_device(world.device.type, told)).on_hosts(world.hosts)
-
-
-def _shapes_of(capture: Capture) -> str:
-    """The shapes of the tensors of a batch, by name."""
-    return ", ".join(f"{value.label}: {list(value.shape)}" for value in capture.of_kind("input"))
 
 
 def _unchanged(first: Plan, capture: Capture, kind: StepKind) -> Plan | None:

@@ -20,6 +20,7 @@ from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
+from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.graphs.looks import Keys, Look, look_at
 from shardwright.run.graphs.remembered import Remembered
 from shardwright.run.programs.batches import described, difference
@@ -117,6 +118,7 @@ class Programs:
         world: World,
         dumps: SaveGraphs | None,
         lockstep: Lockstep,
+        compiler: Compiler | None = None,
     ) -> None:
         self.keys = Keys(planner.captures)
         """What the graph of a step depends on beside the model and the sizes of the batch."""
@@ -128,6 +130,7 @@ class Programs:
         self._world = world
         self._dumps = dumps
         self._lockstep = lockstep
+        self._compiler = compiler
         self._made = 0
         self._sample: dict[str, str] = {}
         self._by_key: dict[Hashable, list[_Kept]] = {}
@@ -188,7 +191,9 @@ class Programs:
         axes = {collective.axes for _, _, collective in program.collectives()}
         axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
         self._communicator.prepare([*axes, plan.mesh.names])
-        execution = Execution(program, plan.capture, self._communicator, self._world.device, self._reduction)
+        execution = Execution(
+            program, plan.capture, self._communicator, self._world.device, self._reduction, self._compiler
+        )
         inputs = plan.capture.of_kind("input")
         shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
         prepared = PreparedProgram(plan, execution, function, shapes, layouts, unlike)

@@ -24,11 +24,11 @@ _NO_LABELS = (NOWHERE, NOWHERE)
 
 
 class Sites:
-    """Tells the pulse what each collective of ``program`` is for; ``code`` is what its source was compiled to."""
+    """Tells the pulse what each collective of ``program`` is for; ``code`` is what its ``source`` was made to."""
 
-    def __init__(self, program: LocalProgram, code: CodeType, pulse: Pulse) -> None:
+    def __init__(self, program: LocalProgram, source: str, code: CodeType, pulse: Pulse) -> None:
         self._program, self._code, self._pulse = program, code, pulse
-        by_line = {line: labels(program, at) for line, at in lines(program)}
+        by_line = {line: labels(program, at) for line, at in lines(program, source)}
         # By the offset of the call within the code, which a frame knows without a search.
         self._labels = {
             2 * unit: by_line[line]
@@ -87,13 +87,12 @@ def _hook(pulse: Pulse, label: bytes) -> Callable[[Any], None]:
     return lambda _: pulse.at(label)
 
 
-def lines(program: LocalProgram) -> Iterator[tuple[int, int]]:
-    """The line of the source for each instruction, as (line, index)."""
-    at = 0
-    for number, line in enumerate(program.source.splitlines(), start=1):
-        if at < len(program.instructions) and line.endswith(f" = {program.instructions[at].text}"):
+def lines(program: LocalProgram, source: str) -> Iterator[tuple[int, int]]:
+    """The first line for each instruction that stands in a source of the program, as (line, index)."""
+    where = {instruction.line: at for at, instruction in enumerate(program.instructions)}
+    for number, line in enumerate(source.splitlines(), start=1):
+        if (at := where.pop(line.strip(), None)) is not None:
             yield number, at
-            at += 1
 
 
 def labels(program: LocalProgram, at: int) -> tuple[bytes, bytes]:

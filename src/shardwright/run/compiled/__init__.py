@@ -1,0 +1,1 @@
+"""What of a program is compiled: the operators between its collectives."""

@@ -1,0 +1,67 @@
+"""The operators of a program that stand between two collectives, each run of them as one function.
+
+What communicates, draws random numbers, or checks what a user gave it stays in the program as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from shardwright.lower.program import Instruction, LocalProgram, function_of, given_to, unused
+
+Chosen = Callable[[Instruction], bool]
+"""Whether an instruction may be part of a stretch."""
+_FEWEST = 2  # operators: to call one that is compiled costs more than the operator
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Instructions as one function of what they read and do not make, which gives what is read behind them."""
+
+    function: str
+    instructions: tuple[Instruction, ...]
+    results: tuple[str, ...]
+
+    @property
+    def call(self) -> Instruction:
+        """What stands in the program in their place."""
+        given = given_to(self.instructions)
+        text = f"{self.function}({', '.join(given)})"
+        return Instruction("stretch", self.results, given, text, block=self.instructions[0].block)
+
+    @property
+    def source(self) -> str:
+        """The function."""
+        return function_of(self.function, given_to(self.instructions), self.instructions, self.results)
+
+
+def calls_torch(instruction: Instruction) -> bool:
+    """Whether an instruction calls an operator of torch's own, which needs nothing but what the instruction reads."""
+    return instruction.kind == "operator" and instruction.text.startswith("aten.")
+
+
+def in_stretches(program: LocalProgram, chosen: Chosen = calls_torch) -> tuple[LocalProgram, list[Stretch]]:
+    """The same program with functions in place of its stretches, and these."""
+    taken = {name for instruction in program.instructions for name in (*instruction.outputs, *instruction.reads)}
+    last = program.last_reads()
+    instructions: list[Instruction] = []
+    stretches: list[Stretch] = []
+    end = 0
+    for members in _runs(program.instructions, chosen):
+        end += len(members)
+        if len(members) < _FEWEST or not chosen(members[0]):
+            instructions += members
+            continue
+        results = tuple(name for member in members for name in member.outputs if last[name] >= end)
+        name = unused(f"compiled_{len(stretches) + 1}", taken)
+        stretches.append(Stretch(name, tuple(members), results))
+        instructions.append(stretches[-1].call)
+    return replace(program, instructions=tuple(instructions)), stretches
+
+
+def _runs(instructions: Sequence[Instruction], chosen: Chosen) -> Iterator[list[Instruction]]:
+    """Instructions that follow each other, all chosen or all not, and all of one block that the backward repeats."""
+    for _, run in groupby(instructions, key=lambda instruction: (chosen(instruction), instruction.block)):
+        yield list(run)

@@ -1,0 +1,61 @@
+"""Training with ``compile=True`` on real ranks: the losses are those of one device."""
+
+import warnings
+
+import pytest
+import torch
+
+import shardwright as sw
+from models import NETWORKS
+from ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+STEPS = 20
+
+
+def losses(name, mode, options):
+    """The losses of a training, whose last batch of an epoch is smaller, and that of an evaluation."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    sw.init()
+    sw.set_seed(3)
+    make, loss_fn, batch_of = NETWORKS[name]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        parallel = sw.parallelize(make(), loss_fn, batch_of(6), mode, batch="global", **options)
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+        found = []
+        for step in range(STEPS):
+            result = parallel(batch_of(6 if step % 5 else 4, step))
+            loss = result[0] if isinstance(result, tuple) else result
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        with torch.no_grad():
+            parallel.eval()
+            result = parallel(batch_of(6))
+            found.append((result[0] if isinstance(result, tuple) else result).item())
+    return found
+
+
+TENSOR = {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "tp=2"}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("name", "mode", "options"),
+    [
+        ("perceptron", "data", {}),
+        ("perceptron", "semi-auto", TENSOR),
+        ("transformer", "data", {}),
+        ("transformer", "auto", {}),
+        ("transformer", "data", {"recompute": "layers.*"}),
+        ("resnet", "data", {}),
+    ],
+)
+def test_the_losses_are_those_of_one_device(tmp_path, name, mode, options):
+    [expected] = run_ranks(1, losses, name, "single", {})
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    for ours in run_ranks(2, losses, name, mode, options | {"compile": True}, timeout=600, env=kept):
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=1e-9, atol=0)
