@@ -184,8 +184,7 @@ def test_a_later_batch_that_exceeds_the_budget_is_refused_with_its_bytes():
         assert first <= 300_000
         [(times, text)] = refusals
         assert times == 40
-        assert (
-            f"a batch with 0: [{40 * ROWS}, {WIDTH}], 1: [{40 * ROWS}, {WIDTH}] came: no plan was found under" in text
-        )
+        came = f"batch[0]: [{40 * ROWS}, {WIDTH}], batch[1]: [{40 * ROWS}, {WIDTH}]"
+        assert f"a batch with {came} came: no plan was found under" in text
         assert "a device holds 300.0 kB or less" in text
         assert "type a larger memory=, more devices, a smaller batch" in text

@@ -112,7 +112,6 @@ def parallelize(
             place, as for ``Module.apply``; by default ``module.reset_parameters()`` is called. It is called on rank 0,
             on its device, children first, with random numbers of ``torch.initial_seed()``: the values are those of
             ``model.to_empty(device=...)`` and ``model.apply(init)`` after `set_seed`, for any plan and number of ranks.
-
         compile: let torch.compile make code of the operators between collectives, with the same numbers as without up
             to rounding; a line says how long that took. It is done at the first step of each shape of a batch, and kept
             for later runs.

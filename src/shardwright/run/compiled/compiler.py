@@ -36,7 +36,7 @@ class Compiler:
 
     def __init__(self, says: bool, backend: str = "inductor") -> None:
         self._says = says
-        self._options = {"options": _OPTIONS} if backend == "inductor" else {}
+        self._options = _OPTIONS if backend == "inductor" else None
         self._backend = backend
         self._programs = 0
 
@@ -55,8 +55,7 @@ class Compiler:
 
     def compile(self, function: Function) -> Function:
         """What torch makes of a function of tensors, without the Python around it."""
-        made: Function = torch.compile(function, fullgraph=True, dynamic=False, backend=self._backend, **self._options)
-        return made
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=self._backend, options=self._options)
 
     def say(self, text: str) -> None:
         if self._says:
@@ -79,10 +78,10 @@ class Compiled:
         if not self._took_s:
             return
         found, made = (now - before for now, before in zip(code_from_cache(), self._before, strict=True))
-        earlier = f"; {found} of {found + made} parts were there from earlier runs" if found else ""
+        cached = f"; {found} of {found + made} parts were in its cache" if found else ""
         self._compiler.say(
-            f"compiled {self._operators} operators for {self._what} in {self._took_s:.1f} s, in "
-            f"{len(self.functions)} stretches between collectives{earlier}; kept in {compiled_code_directory()}"
+            f"compiled {self._operators} operators for {self._what} in {self._took_s:.1f} s{cached}; it is kept in "
+            f"{compiled_code_directory()}"
         )
         for reason, count in {reason: self._reasons.count(reason) for reason in self._reasons}.items():
             text = (

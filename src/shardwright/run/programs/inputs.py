@@ -15,6 +15,7 @@ from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
+from shardwright.graph.tracing.open_sizes import in_batch
 from shardwright.mesh.collectives import Communicator, all_gather
 from shardwright.mesh.layout import WHOLE, Layout
 from shardwright.mesh.mesh import Mesh
@@ -41,7 +42,7 @@ class Rows:
 
 def shapes_of(capture: Capture) -> str:
     """The shapes of the tensors of a batch, by name."""
-    return ", ".join(f"{value.label}: {list(value.shape)}" for value in capture.of_kind("input"))
+    return ", ".join(f"{in_batch(value.label)}: {list(value.shape)}" for value in capture.of_kind("input"))
 
 
 def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) -> Rows:
