@@ -47,10 +47,6 @@ class Starting:
     def __init__(self, network: HostNetwork, folder: Path, ranks: int) -> None:
         self.network, self.folder, self.ranks = network, folder, ranks
         self.script = [str(folder / "first.py"), str(folder / "answer"), str(2 * ranks)]
-        self.ssh = folder / "bin" / "ssh"
-        self.ssh.parent.mkdir()
-        self.ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
-        self.ssh.chmod(0o755)
         self.first, self.second = network.hosts.values()
 
     def shardwright(self) -> list[list[str]]:
@@ -72,9 +68,10 @@ class Starting:
         """Its ranks are told the name of their interface by a line of shell, since it differs by host."""
         port = random.SystemRandom().randrange(20_000, 30_000)
         line = f'export GLOO_SOCKET_IFNAME=nic$(hostname | tr -d a-z); exec {sys.executable} "$@"'
+        agent = str(self.network.programs / "ssh")
         return [
             [
-                str(BIN / "mpirun"), "--allow-run-as-root", "--prtemca", "plm_ssh_agent", str(self.ssh),
+                str(BIN / "mpirun"), "--allow-run-as-root", "--prtemca", "plm_ssh_agent", agent,
                 "--host", f"host1:{self.ranks},host2:{self.ranks}", "-n", str(2 * self.ranks), "--bind-to", "none",
                 "-x", "OMP_NUM_THREADS=1", "-x", f"MASTER_ADDR={self.first.address}", "-x", f"MASTER_PORT={port}",
                 "sh", "-c", line, "sh", *self.script,
@@ -84,7 +81,7 @@ class Starting:
     def measure_s(self, commands: list[list[str]]) -> float:
         answer = self.folder / "answer"
         answer.unlink(missing_ok=True)
-        environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{self.ssh.parent}:{os.environ['PATH']}"}
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": self.network.path}
         start_s = time.time()
         running = [
             subprocess.Popen(

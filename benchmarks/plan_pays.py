@@ -123,11 +123,7 @@ class Hosts:
 
     def __init__(self, network: HostNetwork, folder: Path) -> None:
         self.network, self.folder = network, folder
-        ssh = folder / "bin" / "ssh"
-        ssh.parent.mkdir()
-        ssh.write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
-        ssh.chmod(0o755)
-        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": f"{ssh.parent}:{os.environ['PATH']}"}
+        self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": network.path}
         (folder / "measure_hosts.py").write_text(PROFILE)
         (folder / "train.py").write_text(TRAIN)
 

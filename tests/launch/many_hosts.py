@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -84,12 +83,8 @@ class ManyHosts(Launching):
     def __init__(self, folder: Path, network: HostNetwork) -> None:
         super().__init__(folder)
         self.network = network
-        programs = folder / "bin"
-        programs.mkdir()
-        (programs / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
-        (programs / "ssh").chmod(0o755)
         self.before = {pid for host in network.hosts for pid in network.processes(host)}
-        self.path = f"{programs}:{os.environ['PATH']}"
+        self.path = network.path
 
     def start(self, *arguments: str, env: dict[str, str] | None = None, **options: Any) -> Any:
         return super().start(*arguments, env={"PATH": self.path} | (env or {}), **options)

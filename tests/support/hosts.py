@@ -97,6 +97,7 @@ class HostNetwork:
         self.hosts: dict[str, NetworkHost] = {}
         self.bridge = f"swb{os.getpid()}"
         self.address = ""  # of this machine, as the hosts see it
+        self.programs = folder / "bin"  # where `ssh` is one that knows these hosts
         self._started: list[subprocess.Popen[bytes]] = []
 
     # --- what tests do with hosts
@@ -110,6 +111,11 @@ class HostNetwork:
 
     def ssh_command(self, host: str, *command: str) -> list[str]:
         return ["ssh", "-F", str(self.config), host, *command]
+
+    @property
+    def path(self) -> str:
+        """A PATH whose `ssh` reaches the hosts by their names."""
+        return f"{self.programs}:{os.environ['PATH']}"
 
     def inside(self, host: str, *command: str) -> list[str]:
         """A command line that runs ``command`` on a host without ssh."""
@@ -205,6 +211,9 @@ class HostNetwork:
             f"  IdentityAgent none\n  UserKnownHostsFile {self.folder}/known_hosts\n  GlobalKnownHostsFile /dev/null\n"
             "  StrictHostKeyChecking yes\n  BatchMode yes\n  ConnectTimeout 5\n"
         )
+        self.programs.mkdir()
+        (self.programs / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.config} "$@"\n')
+        (self.programs / "ssh").chmod(0o755)
 
     def _start_sshd(self, name: str, namespace: str) -> subprocess.Popen[bytes]:
         config = self.folder / f"{name}_sshd_config"

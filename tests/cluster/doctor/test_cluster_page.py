@@ -23,10 +23,7 @@ def test_the_page_leads_to_a_job_on_two_hosts(tmp_path):
         r"^```bash\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", (DOCS / "cluster.md").read_text(), re.M | re.S
     )
     with host_network(2, network_folder, homes=True) as network:
-        (bin_folder := tmp_path / "bin").mkdir()
-        (bin_folder / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
-        (bin_folder / "ssh").chmod(0o755)
-        path = f"{bin_folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        path = f"{network.programs}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         typed = ["shardwright data digits --format mnist --out digits", *(command for command, _ in blocks)]
         for command, printed in zip(typed, ["", *(text for _, text in blocks)], strict=True):
             done = subprocess.run(

@@ -22,10 +22,6 @@ COMMAND = str(Path(sys.executable).with_name("shardwright"))
 @pytest.fixture(scope="module")
 def network(tmp_path_factory):
     with host_network(4, tmp_path_factory.mktemp("hosts"), homes=True) as network:
-        programs = network.folder / "bin"
-        programs.mkdir()
-        (programs / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
-        (programs / "ssh").chmod(0o755)
         for name in NAMES:  # every host may log in to every other one
             own = network.folder / f"{name}_home" / ".ssh"
             own.mkdir(mode=0o700)
@@ -35,7 +31,7 @@ def network(tmp_path_factory):
 
 def doctor(network: HostNetwork, *words: str, hosts: tuple[str, ...] = NAMES):
     """What doctor finds between the hosts and on them, by check: its severity, hosts, text and lines to type."""
-    environment = os.environ | {"PATH": f"{network.folder / 'bin'}:{os.environ['PATH']}"}
+    environment = os.environ | {"PATH": network.path}
     done = subprocess.run(
         [COMMAND, "doctor", "-H", ",".join(hosts), "--json", *words],
         env=environment, capture_output=True, text=True, timeout=100, stdin=subprocess.DEVNULL,

@@ -22,17 +22,13 @@ NAMES = ("host1", "host2", "host3")
 @pytest.fixture
 def network(tmp_path):
     with host_network(3, tmp_path, homes=True) as network:
-        programs = tmp_path / "bin"
-        programs.mkdir()
-        (programs / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
-        (programs / "ssh").chmod(0o755)
         yield network
 
 
 def hosts(network, *words, names=NAMES, **streams):
     return subprocess.run(
         [COMMAND, "hosts", words[0], "-H", ",".join(names), *words[1:]],
-        env=os.environ | {"PATH": f"{network.folder / 'bin'}:{os.environ['PATH']}"},
+        env=os.environ | {"PATH": network.path},
         capture_output=True, text=True, timeout=200, **({"stdin": subprocess.DEVNULL} | streams),
     )  # fmt: skip
 
@@ -105,7 +101,7 @@ def ssh_of(network):
     """What doctor finds of ssh between the hosts: who does not reach whom, and what to type."""
     done = subprocess.run(
         [COMMAND, "doctor", "-H", ",".join(NAMES), "--json"],
-        env=os.environ | {"PATH": f"{network.folder / 'bin'}:{os.environ['PATH']}"},
+        env=os.environ | {"PATH": network.path},
         capture_output=True, text=True, timeout=200, stdin=subprocess.DEVNULL,
     )  # fmt: skip
     rows = [row for row in json.loads(done.stdout)["findings"] if row["check"] == "ssh"]
@@ -163,10 +159,7 @@ def test_hosts_that_ask_for_a_password_are_asked_once_each_and_none_is_kept(tmp_
     if shutil.which("openssl") is None:
         pytest.skip("no openssl, which makes the hash of a password")
     with host_network(2, tmp_path, homes=True, password=PASSWORD) as network:
-        (programs := tmp_path / "bin").mkdir()
-        (programs / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {network.config} "$@"\n')
-        (programs / "ssh").chmod(0o755)
-        monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+        monkeypatch.setenv("PATH", network.path)
         answers = {b"password:": PASSWORD.encode() + b"\n", b"Go on? [y/N]:": b"y\n"}
         code, said = typed_at_a_terminal([COMMAND, "hosts", "trust", "-H", "host1,host2"], answers)
         assert (code, "2 of 2 ways need no password" in said) == (0, True), said

@@ -56,8 +56,9 @@ class Blocks:
         Of those that lie in one another the outermost.
         """
         alike: dict[Hashable, list[str]] = defaultdict(list)
+        nodes, rules = self._graph.capture.nodes, self._graph.rules
         for name, span in self._spans.items():
-            operators = tuple(id(self._graph.rules[node.name]) for node in self._graph.capture.nodes[slice_of(span)])
+            operators = tuple(id(rules[node.name]) for node in nodes[span.start : span.stop])
             alike[name.rpartition(".")[0], operators].append(name)
         found = (self.of(name) for names in alike.values() if len(names) > 1 for name in names)
         return _outermost([block for block in found if block is not None and self._saves(block)])
@@ -103,11 +104,6 @@ class Blocks:
             for name, positions in at.items()
             if positions[-1] - positions[0] == len(positions) - 1
         }
-
-
-def slice_of(span: range) -> slice:
-    """The same positions as a slice."""
-    return slice(span.start, span.stop)
 
 
 def moved_inside(value: Value, before_bytes: int, after_bytes: int) -> bool:
