@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import shardwright as sw
 from ranks import run_ranks
@@ -113,11 +114,12 @@ def test_four_ranks_measure_pairs_and_all_four():
 def impatient():
     """On a rank of two, where every call takes too long: the sizes of each collective that were timed all the same."""
     profile.LONGEST_S = 0.0
-    return [[size for size, _ in link.points] for link in measure_links(sw.init("gloo"), (4096, 64), rounds=1)]
+    return [[size for size, _ in link.points] for link in measure_links(sw.init("gloo"), (4096, 64, 128), rounds=1)]
 
 
 def test_sizes_beyond_one_that_takes_too_long_are_left_out():
-    assert run_ranks(2, impatient) == [[[64]] * len(KINDS)] * 2
+    """But for the two that a curve needs."""
+    assert run_ranks(2, impatient) == [[[64, 128]] * len(KINDS)] * 2
 
 
 def hurried():
@@ -133,6 +135,31 @@ def hurried():
 
 def test_a_budget_of_seconds_leaves_rounds_out():
     assert run_ranks(2, hurried) == [([profile.FEWEST_ROUNDS] * len(KINDS), True)] * 2
+
+
+@pytest.mark.parametrize("megabits", [10, 100, 1000, 10_000, 100_000])
+def test_a_collective_is_timed_for_as_long_as_it_may(megabits, monkeypatch):
+    """By a clock that calls alone move on: each takes what its bytes take over such a link, and a millisecond."""
+    clock = [0.0]
+
+    def call(size):
+        clock[0] += 1e-3 + size * 8e-6 / megabits
+
+    def timed(run, device):
+        before = clock[0]
+        run()
+        return clock[0] - before
+
+    monkeypatch.setattr(profile, "timed_s", timed)
+    monkeypatch.setattr(profile, "from_all_ranks", lambda mine: [mine])
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: clock[0])
+    cells = [profile._Cell(size, lambda size=size: call(size)) for size in profile.SIZES]
+    within_s = profile.LINKS_S / 12  # two hosts of two ranks
+    row = profile._row(None, "all_reduce", cells, profile.ROUNDS, within_s, torch.device("cpu"))
+    profile._visit([row], torch.zeros(1))
+    assert clock[0] <= within_s
+    assert len(row.cells) >= 10
+    assert row.rounds >= profile.FEWEST_ROUNDS
 
 
 def test_fewer_rounds_lie_evenly_between_the_others():

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.buckets import Entering, in_buckets
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.world.gradients import BUCKET_BYTES
 
 _SMALL_BYTES = 1024  # of a sum that may be joined with others
-_ALONE = 4  # a gradient of more than a bucket's bytes divided by this is reduced alone, where it lies
 
 
 def join_buckets(
@@ -36,9 +36,8 @@ def join_buckets(
     ]
     if not entering:
         return program
-    buckets = {
-        id(members[0]): _bucket(members) for members in _groups(entering, limit_bytes, first_bytes, program.mesh)
-    }
+    groups = in_buckets([_entering(instruction, program.mesh) for instruction in entering], limit_bytes, first_bytes)
+    buckets = {id(entering[members[0]]): _bucket([entering[i] for i in members]) for members in groups}
     joined = {id(instruction) for instruction in entering}
     instructions = [
         buckets.get(id(instruction), instruction)
@@ -49,29 +48,9 @@ def join_buckets(
     return dataclasses.replace(program, instructions=(later, *_before_blocks(instructions)))
 
 
-def _groups(entering: Sequence[Instruction], limit_bytes: int, first_bytes: int, mesh: Mesh) -> list[list[Instruction]]:
-    """What is reduced together, each in the order of the program."""
-    groups: list[list[Instruction]] = []
-    open_groups: dict[tuple[object, ...], list[Instruction]] = {}
-    sizes: dict[tuple[object, ...], int] = {}
-    limits: dict[tuple[object, ...], int] = {}
-    for instruction in reversed(entering):
-        value, step = instruction.value, instruction.step
-        assert value is not None
-        assert step is not None
-        size, key = local_bytes(value, step.after, mesh), (step.axes, value.dtype)
-        if size * _ALONE > limit_bytes:
-            groups.append([instruction])
-            continue
-        # A parameter that enters twice, as to two layouts that differ in units alone, has no two places in a bucket.
-        twice = any(member.reads == instruction.reads for member in open_groups.get(key, ()))
-        if key not in open_groups or twice or sizes[key] + size > limits[key]:
-            groups.append([])
-            limits[key] = limit_bytes if key in open_groups else min(first_bytes, limit_bytes)
-            open_groups[key], sizes[key] = groups[-1], 0
-        open_groups[key].insert(0, instruction)
-        sizes[key] += size
-    return groups
+def _entering(instruction: Instruction, mesh: Mesh) -> Entering:
+    [(value, step)] = instruction.steps()
+    return Entering(instruction.reads[0], local_bytes(value, step.after, mesh), (step.axes, value.dtype))
 
 
 def _before_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:

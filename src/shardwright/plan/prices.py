@@ -9,7 +9,8 @@ from functools import cached_property
 from shardwright.graph.ir import Node
 from shardwright.mesh.redistribute import Collective
 from shardwright.plan.decisions import Decisions, Transfer
-from shardwright.plan.pricing.cost import BACKWARD, Objective, Seconds, operator_collectives, reduced_in_buckets
+from shardwright.plan.pricing.buckets import Entering, in_buckets
+from shardwright.plan.pricing.cost import Objective, Seconds, operator_collectives, reduced_in_buckets
 from shardwright.plan.pricing.hardware import Hardware
 
 
@@ -59,8 +60,12 @@ class Prices:
     @cached_property
     def transfers(self) -> Sequence[Moved]:
         """What the redistributions communicate, in order of execution."""
-        found = (self.transferred(transfer) for transfer in self.plan.transfers)
-        return [moved for moved in found if moved is not None]
+        return [moved for _, moved in self._moving]
+
+    @cached_property
+    def _moving(self) -> Sequence[tuple[Transfer, Moved]]:
+        found = ((transfer, self.transferred(transfer)) for transfer in self.plan.transfers)
+        return [(transfer, moved) for transfer, moved in found if moved is not None]
 
     def transferred(self, transfer: Transfer) -> Moved | None:
         """What one redistribution communicates; None where it moves nothing."""
@@ -106,15 +111,39 @@ class Prices:
 
     @cached_property
     def hidden_s(self) -> float:
-        """Seconds in which gradients are reduced and the backward computes at once."""
-        plan = self.plan
-        gradients_s = sum(moved.seconds for moved in self.transfers if moved.in_buckets)
-        backward_s = sum(
-            self.computes_s[node.name] * BACKWARD / (1 + BACKWARD)
-            for node in plan.capture.nodes
-            if plan.graph.needs_gradient(node)
-        )
-        return self.hardware.hides_gradients * min(gradients_s, backward_s)
+        """Seconds that a step is shorter since gradients are reduced and the backward computes at once.
+
+        That is what the hardware hides of the time in which both go on, which is no longer than either of the two. A
+        bucket begins when the backward has come to the first parameter of it, and when those before it are done.
+        """
+        if not self.hardware.hides_gradients:
+            return 0.0
+        reached_s, backward_s = self._reached_s()
+        done_s = reduced_s = 0.0
+        for bucket in self._buckets():
+            takes_s = sum(moved.seconds for _, moved in bucket)
+            done_s = max(done_s, reached_s[bucket[0][0].consumers[0][0]]) + takes_s
+            reduced_s += takes_s
+        return self.hardware.hides_gradients * (reduced_s - max(0.0, done_s - backward_s))
+
+    def _reached_s(self) -> tuple[dict[str, float], float]:
+        """What the backward has computed when it is through with an operator, by the operator's name, and in all."""
+        plan, passed_s, found = self.plan, 0.0, {}
+        for node in reversed(plan.capture.nodes):
+            passed_s += self.objective.backward(plan.graph, node, plan.strategies[node.name], plan.mesh)
+            found[node.name] = passed_s
+        return found, passed_s
+
+    def _buckets(self) -> list[list[tuple[Transfer, Moved]]]:
+        """The gradients that are reduced in buckets, as programs join them, in the order in which they begin."""
+        plan, hardware = self.plan, self.hardware
+        found = [(transfer, moved) for transfer, moved in self._moving if moved.in_buckets]
+        entering = []
+        for transfer, _ in found:
+            value = plan.capture.values[transfer.value]
+            entering.append(Entering(value.name, plan.bytes_of(value), (transfer.steps[0].axes, value.dtype)))
+        groups = in_buckets(entering, hardware.bucket_bytes, hardware.first_bucket_bytes)
+        return [[found[i] for i in members] for members in groups]
 
     def _inside(self, node: Node) -> Moved | None:
         plan, strategy = self.plan, self.plan.strategies[node.name]

@@ -17,6 +17,7 @@ from shardwright.plan.request import PlanRequest
 CPU = replace(shipped("cpu"), launch_s=1e-3, flops=(("float32", 1e9),), memory_bandwidth=1e8)
 WIDTH, ROWS = 256, 64
 BYTES = 4 * WIDTH * WIDTH
+QUICK = {"launch_s": 1e-9, "flops": (("float32", 1e15),), "memory_bandwidth": 1e12}
 
 
 @pytest.fixture(scope="module")
@@ -56,15 +57,31 @@ def test_the_search_stores_a_parameter_in_parts_where_whole_ones_take_long_to_up
     assert objective.leaf(weight, found.leaves[weight.name], found.mesh) == pytest.approx(7 * BYTES / 2 / 1e6)
 
 
-def test_gradients_are_hidden_behind_the_backward_as_far_as_it_lasts(plan):
-    """As much of the shorter of the two as the hardware says."""
-    alone = Prices(plan, CPU)
-    gradients_s = sum(moved.seconds for moved in alone.moved if moved.in_buckets)
-    backward_s = alone.computing_s * 2 / 3
-    assert alone.hidden_s == 0 < gradients_s < backward_s
-    hiding = replace(CPU, hides_gradients=0.5)
-    assert Prices(plan, hiding).hidden_s == pytest.approx(gradients_s / 2)
-    assert Prices(plan, hiding).step_s == pytest.approx(alone.step_s - gradients_s / 2)
-    quick = replace(hiding, launch_s=1e-9, flops=(("float32", 1e15),), memory_bandwidth=1e15)
-    short = Prices(plan, quick)
-    assert short.hidden_s == pytest.approx(short.computing_s / 3)
+def hidden_s(layers, width, **hardware):
+    """What is hidden of a step of data parallelism; the gradients and the backward of one layer, each in seconds."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+        captured = captured_step(model, lambda m, x: m(x).sum(), torch.ones(ROWS, width), {})
+    plan = make_plan(captured, PlanRequest(Mesh.of(d=2), "data", hardware=replace(CPU, **hardware)))
+    prices = Prices(plan, plan.hardware)
+    gradients_s = sum(moved.seconds for moved in prices.moved if moved.in_buckets)
+    assert prices.step_s == prices.computing_s + prices.communicating_s + prices.updating_s - prices.hidden_s
+    return prices.hidden_s, gradients_s / layers, prices.computes_s[plan.capture.nodes[0].name] * 2 / 3
+
+
+def test_gradients_are_hidden_behind_what_is_left_of_the_backward():
+    """Each layer's gradient is large enough to travel alone, from when it is there until those before it are done."""
+    hidden, gradient, backward = hidden_s(3, 2048, hides_gradients=0.5)
+    assert gradient < backward
+    assert hidden == pytest.approx(0.5 * 2 * gradient)  # that of the first layer is there when all is done
+    hidden, gradient, backward = hidden_s(3, 2048, hides_gradients=0.5, **QUICK)
+    assert gradient > backward
+    assert hidden == pytest.approx(0.5 * 2 * backward)
+    assert hidden_s(3, 2048)[0] == 0
+
+
+def test_gradients_in_one_bucket_have_nothing_to_hide_behind():
+    """It begins when the last of them is there. Smaller buckets begin before."""
+    assert hidden_s(3, WIDTH, hides_gradients=0.5)[0] == pytest.approx(0, abs=1e-15)
+    hidden, gradient, _ = hidden_s(3, 512, hides_gradients=0.5, backend="shm")
+    assert hidden == pytest.approx(0.5 * 2 * gradient)

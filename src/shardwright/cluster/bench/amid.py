@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from shardwright.world.world import World
 
 _PIECE_S = 2e-3  # what is computed between two collectives
 _PIECES = 10
-_BUCKET_BYTES = 8 * 2**20
+_BUCKET_BYTES, _LONGEST_S = 8 * 2**20, 0.25  # over slow links as many bytes as take so long
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,9 @@ def gradients_hidden(world: World) -> float:
     comm = communicator_over(mesh)
     comm.prepare([mesh.names])
     bucket = torch.zeros(_BUCKET_BYTES // 4, device=device)
+    eighth = bucket[: len(bucket) // 8]
+    eighth_s = slowest_s(lambda: comm.start_all_reduce(eighth, mesh.names)(), device, calls=1)
+    bucket = bucket[: math.ceil(len(bucket) * min(1.0, _LONGEST_S / (8 * eighth_s)))]
     work = Work.of(device)
     reduced_s = slowest_s(lambda: comm.start_all_reduce(bucket, mesh.names)(), device)
     pieces = max(1, round(reduced_s / (work.pieces_s / _PIECES)))

@@ -19,7 +19,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import date
 
 import torch
@@ -51,8 +51,9 @@ LINKS_S = 80.0  # for all links together
 # Over slow links a round would take minutes: beyond a size that takes longer, or such a part of what its collective may
 # take, the last bandwidth is taken to hold.
 LONGEST_S, LONGEST_PART = 0.25, 1 / 40
-# Small collectives vary most, by whatever else wants a core for an instant, and cost least.
-_TIMES = ((2**20, 11), (2**26, 3))
+# A size is timed as often in succession as fits in so long: small collectives vary most, by whatever else wants a core
+# for an instant, and cost least.
+_VISIT_S, _MOST_TIMES, _LOOKS = 0.03, 11, 2
 _FLOAT = 4
 
 
@@ -84,6 +85,7 @@ class _Cell:
 
     size: int
     run: Callable[[], object]
+    times: int = 1  # in succession
     visits: list[list[float]] = field(default_factory=list)
 
 
@@ -128,6 +130,7 @@ def measure_hardware(
         launch_s=speeds.launch_s,
         at_once=speeds.at_once,
         hides_gradients=hidden,
+        backend=world.backend,
         links=links,
         ranks_per_host=None if hosts == 1 else world.local_size,
         sources=tuple(_sources(world, hosts, measured, max(sizes))),
@@ -192,36 +195,35 @@ def _visit(rows: Sequence[_Row], buffer: Tensor) -> None:
         drawn.shuffle(cells)
         for cell in cells:
             refill(buffer)
-            cell.visits.append([timed_s(cell.run, buffer.device) for _ in range(_times(cell.size))])
+            cell.visits.append([timed_s(cell.run, buffer.device) for _ in range(cell.times)])
 
 
 def _row(
     groups: _Groups, kind: CollectiveKind, cells: Sequence[_Cell], rounds: int, within_s: float, device: torch.device
 ) -> _Row:
     """Of the sizes, which rise, those up to the first that takes too long, in the rounds that there is time for."""
-    looked: list[float] = []
+    kept: list[_Cell] = []
+    spent_s = round_s = 0.0
     for cell in cells:
-        looked.append(_looked_at(cell, device))
-        if looked[-1] > min(LONGEST_S, within_s * LONGEST_PART):
+        took_s = _looked_at(cell, device)
+        times = max(1, min(_MOST_TIMES, int(_VISIT_S / took_s)))
+        kept.append(replace(cell, times=times))
+        spent_s, round_s = spent_s + _LOOKS * took_s, round_s + times * took_s
+        if took_s > min(LONGEST_S, within_s * LONGEST_PART) and len(kept) > 1:  # a curve needs two
             break
-    round_s = sum(s * _times(cell.size) for s, cell in zip(looked, cells, strict=False))
-    if round_s * rounds > within_s:
-        rounds = min(rounds, max(FEWEST_ROUNDS, int(within_s / round_s)))
-    return _Row(groups, kind, tuple(cells[: len(looked)]), rounds)
+    if spent_s + round_s * rounds > within_s:
+        rounds = min(rounds, max(FEWEST_ROUNDS, int((within_s - spent_s) / round_s)))
+    return _Row(groups, kind, tuple(kept), rounds)
 
 
 def _looked_at(cell: _Cell, device: torch.device) -> float:
     """What it takes to time a size once, barrier included."""
     calls = []
-    for _ in range(2):  # the less of two: others may want the cores for an instant
+    for _ in range(_LOOKS):  # the least: others may want the cores for an instant
         start_s = time.perf_counter()
         timed_s(cell.run, device)
         calls.append(time.perf_counter() - start_s)
     return float(min(max(call) for call in zip(*from_all_ranks(calls), strict=True)))
-
-
-def _times(size: int) -> int:
-    return next((times for below, times in _TIMES if size < below), 1)
 
 
 def _typical(visits_of_ranks: Sequence[Sequence[Sequence[float]]]) -> float:

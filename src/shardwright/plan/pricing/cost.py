@@ -6,15 +6,16 @@
 
 Seconds: an operator takes the longest of its share of flops, its share of bytes and the launch, and of the others what
 the hardware does not do at once (`Hardware.at_once`); three times with its backward. A collective takes what the
-hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`). A search
-counts no overlap: `plan.prices` takes off what is hidden of the gradients. A parameter takes the step of the optimizer,
+hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`). Nothing
+overlaps in such a sum: `plan.prices` takes off what is hidden of the gradients, and `Seconds` has bounds of it that are
+sums. A parameter takes the step of the optimizer,
 which reads its part, the gradient and the states, and writes all of them but the gradient. To hold another leaf costs
 neither seconds nor bytes moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -31,6 +32,7 @@ from shardwright.plan.pricing.memory import local_bytes
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
+from shardwright.world.gradients import BUCKET_BYTES
 
 BACKWARD = 2  # a backward costs about two forwards
 
@@ -77,6 +79,15 @@ def reduced_in_buckets(value: Value, steps: Sequence[Step]) -> bool:
     return value.kind == "parameter" and [step.kind for step in steps] == ["enter"]
 
 
+def largest_buffer(value: Value, steps: Sequence[Step], collectives: Iterable[Collective]) -> int:
+    """The bytes of the largest buffer that a transfer works on, whose collectives these are.
+
+    Gradients of replicated parameters are reduced in parts no larger than a bucket.
+    """
+    size = max((collective.bytes for collective in collectives), default=0)
+    return min(size, BUCKET_BYTES) if reduced_in_buckets(value, steps) else size
+
+
 @dataclass(frozen=True)
 class Bytes:
     """Bytes that each device sends; each collective counts a byte more, so that among equals the fewest are chosen."""
@@ -104,16 +115,27 @@ class Bytes:
 
 @dataclass(frozen=True)
 class Seconds:
-    """Seconds per step on given hardware, with the step of an optimizer."""
+    """Seconds per step on given hardware, with the step of an optimizer.
+
+    ``gradients_hidden`` and ``backward_hidden`` are the shares of reducing gradients in buckets, and of computing the
+    backward, that count nothing. What goes on at once of the two is never more than either, and so never more than any
+    mean of them: with shares that add up to `Hardware.hides_gradients`, a step takes no less than this.
+    """
 
     hardware: Hardware
     optimizer: OptimizerStates = ADAMW
+    gradients_hidden: float = 0.0
+    backward_hidden: float = 0.0
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        times = 1 + BACKWARD * graph.needs_gradient(node)
+        times = 1 + BACKWARD * graph.needs_gradient(node) * (1 - self.backward_hidden)
         return self._once_s(graph, node, strategy, mesh) * times + self._sum(
             operator_collectives(graph, node, strategy, mesh), mesh
         )
+
+    def backward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+        """What computing the backward of ``node`` takes, without what it communicates."""
+        return BACKWARD * graph.needs_gradient(node) * self._once_s(graph, node, strategy, mesh)
 
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         inside = list(graph.collectives_inside(node, strategy, mesh)[0])
@@ -151,7 +173,7 @@ class Seconds:
         for link in given:
             latency_s = 0.0 if shared else link.latency_s
             seconds = max(seconds, latency_s + collective.sent_bytes(mesh) / link.bandwidth)
-        return seconds
+        return seconds * (1 - self.gradients_hidden) if shared else seconds
 
 
 @lru_cache(maxsize=1 << 12)  # a search asks a million times

@@ -27,6 +27,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 
+from shardwright.backends.table import BACKENDS
 from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import CollectiveKind
@@ -124,6 +125,7 @@ class Hardware:
             goes on behind the longer.
         links: what collectives take; for every kind of link all kinds of collectives.
         ranks_per_host: how many neighbouring ranks share a host; None puts all of them on one.
+        backend: what moves the tensors, by its name in `backends.table`; "" where that is not known.
         sources: where the figures come from.
     """
 
@@ -137,6 +139,17 @@ class Hardware:
     sources: tuple[str, ...] = ()
     at_once: float = 1.0
     hides_gradients: float = 0.0
+    backend: str = ""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """As many bytes of gradients are joined for one all-reduce."""
+        return BACKENDS[self.backend].bucket_bytes if self.backend in BACKENDS else BUCKET_BYTES
+
+    @property
+    def first_bucket_bytes(self) -> int:
+        """The same of those that the backward comes to first."""
+        return BACKENDS[self.backend].first_bucket_bytes if self.backend in BACKENDS else BUCKET_BYTES
 
     @cached_property
     def _flops(self) -> dict[str, float]:
@@ -157,7 +170,7 @@ class Hardware:
         self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind, per_host: int = 1
     ) -> float:
         """The share that ``size_bytes`` have in the time of a collective that moves many such values at once."""
-        return self.collective_s(kind, BUCKET_BYTES, ranks, where, per_host) * size_bytes / BUCKET_BYTES
+        return self.collective_s(kind, self.bucket_bytes, ranks, where, per_host) * size_bytes / self.bucket_bytes
 
     @cached_property
     def _chosen(self) -> dict[tuple[CollectiveKind, int, LinkKind, int], tuple[Curve, float, float]]:
@@ -289,6 +302,7 @@ def _from_fields(found: Mapping[str, Any]) -> Hardware:
         sources=tuple(map(str, _field(found, "sources", list))),
         at_once=_part(found, "at_once", 1.0),
         hides_gradients=_part(found, "hides_gradients", 0.0),
+        backend=_field(found, "backend", str) if "backend" in found else "",
     )
 
 
