@@ -19,9 +19,11 @@ from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.request import PlanRequest, read_memory
 from shardwright.plan.searching import search
 from shardwright.plan.searching.budget import Budget, OverBudget, fitting
+from shardwright.plan.searching.buffers import buffers_of
 from shardwright.plan.searching.exact import Table, minimise
 from shardwright.plan.searching.space import Choice
 from shardwright.plan.searching.weights import Weights
+from shardwright.world.gradients import BUCKET_BYTES
 from whole import communicated, plan_of, planned, run, same
 
 
@@ -137,7 +139,7 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
     monkeypatch.setattr(make, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
     plan = plan_of(build(), loss_fn, batch_of(24), Mesh.of(a=2, b=3), "auto")
     both = search._Both(spaces[0], Seconds(shipped("cpu")))
-    weights = Weights(both.main, ADAMW)
+    weights, buffers = Weights(both.main, ADAMW), buffers_of(both.main)
     random = np.random.default_rng(0)
     for price in (0.0, 1e-12, 1e-9, 1e-6):
         noise = [Table((v,), random.random(size) * 1e-5) for v, size in enumerate(both.main.domains)]
@@ -146,6 +148,7 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
         beside = both._following(strategies, leaves)[1:] if both.beside else ({}, {})
         held = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1]).held
         assert 0.85 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
+        assert buffers.of(picked) <= held.communication <= buffers.of(picked) + BUCKET_BYTES
 
 
 @pytest.mark.parametrize("search", ["recursive", "propagation"])

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.pricing.cost import Objective, operator_collectives
 from shardwright.plan.pricing.ruled import RuledGraph, Use
 from shardwright.plan.pricing.targets import Target, target_of
 from shardwright.plan.searching.exact import Costs
@@ -41,6 +41,7 @@ class Known:
         self._leaves: dict[Hashable, Costs] = {}
         self._arrays: dict[Hashable, Costs] = {}
         self._edges: dict[Hashable, Edges] = {}
+        self._buffers: dict[Hashable, Costs] = {}
 
     def operator(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
         """What an operator costs under each strategy."""
@@ -49,6 +50,10 @@ class Known:
     def forward(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
         """What the forward of an operator costs once more under each strategy."""
         return self._operator(self.objective.forward, node, strategies)
+
+    def largest_inside(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
+        """The bytes of the largest buffer that an operator communicates inside itself, under each strategy."""
+        return self._operator(_largest_inside, node, strategies)
 
     def _operator(self, cost: Callable[..., float], node: Node, strategies: Sequence[Strategy]) -> Costs:
         values = self.graph.capture.values
@@ -104,9 +109,20 @@ class Known:
             self._arrays[key] = self.pairs.costs(facts, layouts, targets)
         return self._arrays[key]
 
+    def largest_buffers(self, facts: Value, layouts: tuple[Layout, ...], targets: tuple[Target, ...]) -> Costs:
+        """The bytes of the largest buffer on a value's way from each layout to each target."""
+        key = _alike(facts), self._identity(layouts), self._identity(targets)
+        if key not in self._buffers:
+            self._buffers[key] = self.pairs.buffers(facts, layouts, targets)
+        return self._buffers[key]
+
     def _identity(self, kept: object) -> int:
         self._kept.append(kept)
         return id(kept)
+
+
+def _largest_inside(graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
+    return max((c.bytes for c in operator_collectives(graph, node, strategy, mesh)), default=0)
 
 
 def _alike(facts: Value) -> Hashable:

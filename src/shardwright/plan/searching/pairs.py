@@ -23,9 +23,10 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, CollectiveKind, Step, copies, moves_alone, possible, redistribute
 from shardwright.mesh.ways import Axes, Change, Part, Way, way_of
-from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.pricing.cost import Objective, largest_buffer, transfer_collectives
 from shardwright.plan.pricing.targets import Target
 from shardwright.plan.searching.tables import Costs
+from shardwright.world.gradients import BUCKET_BYTES
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
@@ -81,6 +82,29 @@ class Pairs:
         for i, j in np.argwhere(numbers == BY_STEPS).tolist():
             costs[i, j] = self._alone(value, layouts[i], targets[j])
         return costs
+
+    def buffers(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
+        """The bytes of the largest buffer of a collective on each way; 0 where there is none."""
+        numbers, staying = self._look_up(value.shape, layouts, targets)
+        found = np.zeros(numbers.shape)
+        for mask in np.unique(staying).tolist():
+            at = (staying == mask) & (numbers >= 0)
+            found[at] = self._largest(numbers[at], value, value.bytes // self._extents[mask])
+        for i, j in np.argwhere(numbers == BY_STEPS).tolist():
+            steps = self._steps(value.shape, layouts[i], targets[j])
+            found[i, j] = largest_buffer(value, steps, transfer_collectives(value, steps, self._mesh))
+        return found
+
+    def _largest(self, ways: Numbers, value: Value, size: int) -> Costs:
+        divisors = np.array([divisor if axes else math.inf for _, axes, divisor in self._kinds])
+        divided = divisors[self._forward[ways]].min(axis=1)
+        if value.needs_gradient:
+            divided = np.minimum(divided, divisors[self._backward[ways]].min(axis=1))
+        found = size // divided
+        if value.kind == "parameter":
+            enters = self._flags[ways, 2]
+            found[enters] = np.minimum(found[enters], BUCKET_BYTES)
+        return np.asarray(found)
 
     def moves(self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]) -> Moves:
         """What each way does to a value of this shape."""

@@ -17,6 +17,7 @@ from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.searching.budget import Budget, fitting
+from shardwright.plan.searching.buffers import buffers_of, least
 from shardwright.plan.searching.exact import Table, TooWide, minimise
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.problem import Problem, Solution
@@ -44,12 +45,15 @@ def search(space: Space, objective: Objective, budget: Budget | None = None) -> 
         free = both.together() or free
     if budget is None:
         return free
-    weigh = cache(lambda: Weights(both.main, budget.optimizer))  # not needed where the choice without a budget fits
+    # Neither is needed where the choice without a budget fits.
+    weigh = cache(lambda: Weights(both.main, budget.optimizer))
+    buffers = cache(lambda: buffers_of(both.main))
 
     def solve(price: float) -> tuple[Choice, float]:
         weights = weigh()
         above_bytes = weights.fixed_bytes - budget.limit_bytes
-        choice, total, picked = both.at(weights.at(price))
+        tables = weights.at(price)
+        choice, total, picked = least(lambda more: both.at([*tables, *more]), buffers(), price)
         again, more = weights.again(price, picked)
         recomputed = weights.recomputing.chosen(picked)
         choice = replace(choice, cost=(choice.cost or 0.0) + more, again=again, recomputed=recomputed)

@@ -1,0 +1,116 @@
+"""The largest buffer of a collective under the choices of a problem, which is held beside what the choices weigh.
+
+    bytes(choices) = what they weigh (`weights.py`) + the largest buffer of all their collectives
+
+The second part is no sum, but it divides the choices: of those whose buffers are all within some size the least is
+found as without such a limit, with all others forbidden. So the minimum of cost + price * bytes is found from above.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
+
+import numpy as np
+
+from shardwright.errors import PlanError
+from shardwright.plan.pricing.targets import Target
+from shardwright.plan.searching.exact import Costs, Table, TooWide
+from shardwright.plan.searching.problem import Problem
+
+WORTH = 1e-4
+"""What smaller buffers could save, as a share of the total, that is worth another search."""
+
+T = TypeVar("T")
+
+
+class Buffers:
+    """The largest buffers, by tables over some variables, of which equal ones are one array."""
+
+    def __init__(self, tables: Iterable[Table]) -> None:
+        self._limited: dict[tuple[int, float], Costs] = {}
+        self.tables = [table for table in tables if table.costs.any()]
+        self.least_bytes = max((float(table.costs.min()) for table in self.tables), default=0.0)
+        """No choice has none that is larger."""
+
+    def of(self, picked: Sequence[int]) -> float:
+        """The largest buffer of one choice for every variable."""
+        found = (float(table.costs[tuple(picked[v] for v in table.scope)]) for table in self.tables)
+        return max(found, default=0.0)
+
+    def within(self, most_bytes: float) -> list[Table]:
+        """Tables that forbid what has larger ones."""
+        found = []
+        for table in self.tables:
+            key = id(table.costs), most_bytes
+            if key not in self._limited:
+                self._limited[key] = np.where(table.costs > most_bytes, math.inf, 0.0)
+            if self._limited[key].any():
+                found.append(Table(table.scope, self._limited[key]))
+        return found
+
+
+def buffers_of(problem: Problem) -> Buffers:
+    """The largest buffers under the choices of a problem."""
+    return Buffers((*_of_operators(problem), *_of_ways(problem)))
+
+
+def _of_operators(problem: Problem) -> Iterator[Table]:
+    for node in problem.space.graph.capture.nodes:
+        if (variable := problem.node_variables.get(node.name)) is not None:
+            yield Table((variable,), problem.known.largest_inside(node, problem.space.strategies[node.name]))
+
+
+def _of_ways(problem: Problem) -> Iterator[Table]:
+    graph, outputs, known = problem.space.graph, problem.space.outputs, problem.known
+    for name, facts in graph.capture.values.items():
+        maker = graph.producers.get(name)
+        if maker is not None and maker[0].name not in problem.node_variables:
+            continue
+        producer, layouts = problem.produced(name)
+        for variable, targets in problem.consumers(name):
+            yield Table((producer, variable), known.largest_buffers(facts, layouts, targets))
+        if name in outputs:
+            brought = facts if name == graph.capture.loss else replace(facts, needs_gradient=False)
+            yield Table((producer,), known.largest_buffers(brought, layouts, (Target(outputs[name]),))[:, 0])
+
+
+def least(
+    solve: Callable[[Sequence[Table]], tuple[T, float, list[int]]], buffers: Buffers, price: float
+) -> tuple[T, float, list[int]]:
+    """The least of what ``solve`` minimises plus ``price`` for each byte of the largest buffer, and a bound of that.
+
+    Args:
+        solve: what is chosen with more tables, a bound of what that costs with them, and what was picked by variable.
+
+    The choices are divided by their largest buffer, those with the largest ones first. Of those that are left when some
+    were looked at, all have smaller buffers, and cost no less than the last minimum did without a price for these. Once
+    that is no better than what was found, or by less than what is worth a search, they are left alone. Else the
+    next minimum is taken of those whose buffers are at most half as large as in the last one: what lies between the
+    two counts with its least buffer. So the bound, the least of all parts, is one for every choice.
+    """
+    found, total, picked = solve(())
+    largest = buffers.of(picked)
+    best = bound = total + price * largest
+    answer = found, picked
+    while largest > buffers.least_bytes:
+        saved = best - total - price * buffers.least_bytes
+        if saved <= WORTH * abs(best):
+            bound = min(bound, best - max(saved, 0.0))
+            break
+        limit = max(largest / 2, buffers.least_bytes)
+        bound = min(bound, total + price * limit)
+        try:
+            found, total, picked = solve(buffers.within(limit))
+        except TooWide:
+            bound = min(bound, total + price * buffers.least_bytes)
+            break
+        except PlanError:  # there are none
+            break
+        largest = buffers.of(picked)
+        if total + price * largest < best:
+            best, answer = total + price * largest, (found, picked)
+        bound = min(bound, total + price * largest)
+    return answer[0], bound, answer[1]
