@@ -327,17 +327,17 @@ def stress(seconds):
             if rank in members:
                 if own.random() < 0.1:
                     time.sleep(own.choice((0.0, 0.0005, 0.005)))
-                one_at_random(group, members.index(rank), len(members), seed)
+                one_at_random(group, members.index(rank), len(members), seed, own)
             count += 1
 
 
-def one_at_random(group, rank, size, seed):
-    draw = random.Random(seed)
+def one_at_random(group, rank, size, seed, own):
+    draw, share = random.Random(seed), getattr(group or dist.group.WORLD, "empty", torch.empty)
     kind = draw.choice(("sum", "sum", "gather", "scatter", "exchange", "broadcast"))
     dtype, numel = draw.choice((*FLOATS, torch.int64)), draw.choice((0, 1, 3, 100, 1024, 5000, 70_000, 300_001))
     more, root = {"group": group, "async_op": draw.random() < 0.5}, draw.randrange(size)
     parts = [values(dtype, (numel,), seed, r) for r in range(size)]
-    mine = parts[rank].clone()
+    mine = (share if own.random() < 0.7 else torch.empty)(numel, dtype=dtype).copy_(parts[rank])
     got, wanted = [mine], [expected(parts, "SUM")]
     if kind == "sum":
         work = dist.all_reduce(mine, **more)

@@ -1,6 +1,7 @@
 """The shm backend: right results with native code and without, ends that are told, and nothing left behind."""
 
 import contextlib
+import functools
 import io
 import os
 import resource
@@ -94,6 +95,24 @@ def large(direct):
             assert work.get_future().wait()[0] is parts[rank]
             assert torch.equal(parts[rank], (total / size).to(dtype))
             found.append(mine.float().sum().item())
+    return found + [in_shared_memory(sharing) for sharing in (range(size), [0], [])]
+
+
+def in_shared_memory(sharing):
+    """Tensors of some ranks in memory to which all of them write, of which one ends and gives its place to the next."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    parts = [torch.randn(700_001, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    places = set()
+    for _ in range(3):
+        mine = group.empty(700_001, torch.float32) if rank in sharing else torch.empty(700_001)
+        places.add(mine.data_ptr())
+        mine.copy_(parts[rank])
+        dist.all_reduce(mine[1:])
+        assert torch.equal(mine[1:], functools.reduce(torch.add, parts)[1:])
+        assert mine[0] == parts[rank][0]
+        found = mine[1:].sum().item()
+        del mine
+    assert rank not in sharing or len(places) == 1
     return found
 
 

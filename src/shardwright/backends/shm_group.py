@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends import table
 from shardwright.backends.group import CpuGroup
+from shardwright.backends.segment.arena import Arenas
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.direct import Direct
-from shardwright.backends.segment.memory import Memory, Process
+from shardwright.backends.segment.memory import SMALL_BYTES, Memory, Process
 from shardwright.backends.segment.native import Group, Native
-from shardwright.backends.segment.small import Small
+from shardwright.backends.segment.reducing import NativeAllReduces
 from shardwright.backends.segment.waiting import ByNative, BySemaphores
 from shardwright.backends.shm_work import ByStep, Lane, ShmWork
 from shardwright.backends.work import Task
@@ -25,48 +29,85 @@ from shardwright.torch_private import add_gloo_inside
 _Options = dist.AllreduceOptions
 
 
-class ShmGroup(CpuGroup):
-    """Ranks of one host, ``names`` in the world, that share ``memory``; with native code or without.
+@dataclass(frozen=True)
+class Members:
+    """Ranks of one host, ``names`` in the world, and what they have found that they share.
 
-    ``direct``: their processes may read each other's memory, too.
+    ``library`` is native code, if all have it, and ``arenas`` what each may write to. ``direct``: their processes may
+    read each other's memory, too. ``crowded``: there are more ranks than cores.
     """
 
-    def __init__(
-        self, memory: Memory, library: Native | None, direct: bool, processes: Sequence[Process], names: Sequence[int],
-        store: Store, timeout: timedelta,
-    ) -> None:  # fmt: skip
-        native = None if library is None else (library, Group.of(memory))
-        rendezvous = BySemaphores(memory) if native is None else ByNative(*native)
-        pids = [process.pid for process in processes]
-        collectives = (
-            Direct(memory, rendezvous, names, table.SHM.name, pids)
-            if direct
-            else Collectives(memory, rendezvous, names, table.SHM.name)
-        )
-        self._small = None if native is None else Small(collectives, *native)
+    names: Sequence[int]
+    processes: Sequence[Process]
+    memory: Memory
+    library: Native | None
+    arenas: Arenas | None
+    direct: bool
+    crowded: bool
+
+    def native(self) -> tuple[Native, Group] | None:
+        if self.library is None:
+            return None
+        addresses = [] if self.arenas is None else self.arenas.addresses()
+        return self.library, Group.of(self.memory, addresses, self.crowded)
+
+    def collectives(self, native: tuple[Native, Group] | None) -> Collectives:
+        rendezvous = BySemaphores(self.memory) if native is None else ByNative(*native)
+        if self.direct:
+            pids = [process.pid for process in self.processes]
+            return Direct(self.memory, rendezvous, self.names, table.SHM.name, pids)
+        return Collectives(self.memory, rendezvous, self.names, table.SHM.name)
+
+
+class ShmGroup(CpuGroup):
+    """The group of some members on one of them."""
+
+    def __init__(self, members: Members, store: Store, timeout: timedelta) -> None:
+        native = members.native()
+        collectives = members.collectives(native)
+        self._reduces = None if native is None else NativeAllReduces(collectives, *native)
+        self._arenas = members.arenas
         super().__init__(table.SHM, collectives)
-        self.lane = Lane(collectives, processes, timeout.total_seconds())
+        self.lane = Lane(collectives, members.processes, timeout.total_seconds())
         self.collectives: Collectives = collectives
         self._gloo: Any = add_gloo_inside(self, store, timeout)
-        self._closed = False
+        self._closed = self._said = False
 
     def shutdown(self) -> None:
         """After what has been asked for; who waits for this rank then, learns that it has left."""
         if not self._closed:
             self._closed = True
             self.lane.close()
+            if self._arenas is not None:
+                self._arenas.own.close()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor that the ranks reduce where it lies, if all of theirs were made so; a usual one if it is small,
+        or where there is no more memory for that, which is said once."""
+        if self._arenas is None or numel * dtype.itemsize * self.size() <= SMALL_BYTES:
+            return torch.empty(numel, dtype=dtype)
+        made = self._arenas.own.empty(numel, dtype)
+        if made is not None:
+            return made
+        if not self._said:
+            self._said = True
+            sys.stderr.write(
+                f"shardwright: rank {self.lane.name} has no more memory to share, so that large all-reduces of the shm "
+                "backend copy in and out of it\n"
+            )
+        return torch.empty(numel, dtype=dtype)
 
     def begin(self, what: str, outputs: Sequence[Tensor], task: Task, asynchronous: bool) -> ShmWork:
         course = ByStep(task, self.collectives)
         return self.lane.begin(what, outputs, course, sum(tensor.nbytes for tensor in outputs), asynchronous)
 
     def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
-        if self._small is not None and isinstance(opts, _Options) and len(tensors) == 1:
+        if self._reduces is not None and isinstance(opts, _Options) and len(tensors) == 1:
             (tensor,) = tensors
             self.check_memory("all_reduce", tensor)
-            course = self._small.of(tensor, opts.reduceOp)
+            course = self._reduces.of(tensor, opts.reduceOp)
             if course is not None:
-                return self.lane.begin("all_reduce", tensors, course, 0, opts.asyncOp)
+                return self.lane.begin("all_reduce", tensors, course, tensor.nbytes, opts.asyncOp)
         return super().allreduce(tensors, opts, op, timeout)
 
     # --- messages

@@ -17,10 +17,11 @@ import torch.distributed as dist
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends.segment import native
+from shardwright.backends.segment.arena import Arena, Arenas
 from shardwright.backends.segment.direct import can_read
 from shardwright.backends.segment.memory import TOKEN_BYTES, Layout, Memory, Process, make_file, open_file
 from shardwright.backends.segment.waiting import make_semaphores
-from shardwright.backends.shm_group import ShmGroup
+from shardwright.backends.shm_group import Members, ShmGroup
 from shardwright.errors import WorldError
 
 _log = logging.getLogger("shardwright.shm")
@@ -38,8 +39,11 @@ def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
     memory, library, problem = None, None, made.get("problem", "")
     if not problem:
         memory, library, problem = _join(made, meeting, cards)
-    address = 0 if memory is None else memory.address
-    found = meeting.exchange("joined", {"problem": problem, "native": library is not None, "address": address})
+    arena = None if library is None else _own_arena(made)
+    found = meeting.exchange("joined", {
+        "problem": problem, "native": library is not None, "address": 0 if memory is None else memory.address,
+        "arena": None if arena is None else arena.file,
+    })  # fmt: skip
     if meeting.rank == 0 and "file" in made:
         os.close(made["file"])
     problem = next((joined["problem"] for joined in found if joined["problem"]), "")
@@ -55,9 +59,15 @@ def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
         _say(library is not None)
     token = bytes.fromhex(made["token"])
     reads = all(can_read(card["pid"], joined["address"], token) for card, joined in zip(cards, found, strict=True))
-    direct = all(answer["reads"] for answer in meeting.exchange("reads", {"reads": reads}))
-    processes = [Process(card["pid"], card["started"]) for card in cards]
-    return ShmGroup(memory, library, direct, processes, meeting.names, meeting.store, options.timeout)
+    files = [(card["pid"], joined["arena"]) for card, joined in zip(cards, found, strict=True)]
+    arenas = None if arena is None else _all_arenas(arena, meeting.rank, files, token)
+    answers = meeting.exchange("reaches", {"reads": reads, "writes": arenas is not None})
+    members = Members(
+        meeting.names, [Process(card["pid"], card["started"]) for card in cards], memory, library,
+        arenas if all(answer["writes"] for answer in answers) else None, all(answer["reads"] for answer in answers),
+        _crowded(cards),
+    )  # fmt: skip
+    return ShmGroup(members, meeting.store, options.timeout)
 
 
 class _Meeting:
@@ -103,7 +113,14 @@ def _card() -> dict[str, Any]:
         "processes": os.stat("/proc/self/ns/pid").st_ino,
         "pid": process.pid,
         "started": process.started,
+        "cores": sorted(os.sched_getaffinity(0)),
     }
+
+
+def _crowded(cards: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the ranks of the world, of which the group may have some, are more than the cores of the group."""
+    world = dist.get_world_size() if dist.is_initialized() else 0
+    return len({core for card in cards for core in card["cores"]}) < max(world, len(cards))
 
 
 def _make(cards: Sequence[Mapping[str, Any]], layout: Layout, names: Sequence[int]) -> dict[str, Any]:
@@ -121,9 +138,9 @@ def _make(cards: Sequence[Mapping[str, Any]], layout: Layout, names: Sequence[in
         return {"problem": "the ranks are in several containers, which do not see each other's processes"}
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
-        file = make_file(layout, token)
+        file = make_file(layout.total_bytes, token, layout.wide_at)
     except OSError as error:
-        mib = layout.total_bytes / 2**20
+        mib = layout.wide_at / 2**20
         return {"problem": f"there are no {mib:.0f} MiB of memory for {len(cards)} ranks: {error.strerror}"}
     make_semaphores(Memory(file, layout, 0))
     built = native.built()
@@ -136,7 +153,7 @@ def _join(
     """The memory and the native code, which may be missing; and what is in the way."""
     token = bytes.fromhex(made["token"])
     try:
-        file = open_file(cards[0]["pid"], made["file"], meeting.layout, token)
+        file = open_file(cards[0]["pid"], made["file"], meeting.layout.total_bytes, token)
         memory = Memory(file, meeting.layout, meeting.rank)
         os.close(file)
     except OSError as error:
@@ -146,6 +163,21 @@ def _join(
         return memory, native.Native(Path(made["native"])) if made["native"] else None, ""
     except (OSError, AttributeError):  # a folder whose files may not be run
         return memory, None, ""
+
+
+def _own_arena(made: Mapping[str, Any]) -> Arena | None:
+    try:
+        return Arena(bytes.fromhex(made["token"]))
+    except (OSError, ValueError):  # files, or addresses, are limited: tensors are then copied in and out
+        return None
+
+
+def _all_arenas(own: Arena, rank: int, files: Sequence[tuple[int, int | None]], token: bytes) -> Arenas | None:
+    numbers = [(pid, number) for pid, number in files if number is not None]
+    try:
+        return Arenas(own, rank, numbers, token) if len(numbers) == len(files) else None
+    except (OSError, ValueError):
+        return None
 
 
 def _say(by_native: bool) -> None:

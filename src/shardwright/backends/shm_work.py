@@ -144,7 +144,7 @@ class Lane:
         except WorldError as error:
             work.end(error)
         except BaseException as error:
-            given_up = WorldError(f"rank {self._name} failed in {work.what}: {type(error).__name__}: {error}")
+            given_up = WorldError(f"rank {self.name} failed in {work.what}: {type(error).__name__}: {error}")
             self._give_up(given_up)
             work.end(given_up if isinstance(error, OSError) else error)
         else:
@@ -156,7 +156,7 @@ class Lane:
         return max(0.0, min(_LOOK_S, end_s - time.monotonic()))
 
     @property
-    def _name(self) -> int:
+    def name(self) -> int:
         return self.collectives.names[self.collectives.rank]
 
     def _look(self, work: ShmWork) -> None:
@@ -183,13 +183,13 @@ class Lane:
             return reason
         if self._processes[rank].has_ended():
             pid = self._processes[rank].pid
-            return f"rank {name} (process {pid}) has ended, while rank {self._name} waits for it in {work.what}"
+            return f"rank {name} (process {pid}) has ended, while rank {self.name} waits for it in {work.what}"
         return ""
 
     def _late(self, missing: Sequence[int], work: ShmWork, waited_s: float) -> str:
         where = "; ".join(f"rank {self.collectives.names[rank]} {self._last(rank)}" for rank in missing)
         return (
-            f"rank {self._name} has waited {waited_s:.0f} s in {work.what} (number {self.collectives.number} of its "
+            f"rank {self.name} has waited {waited_s:.0f} s in {work.what} (number {self.collectives.number} of its "
             f"group) for others, longer than the {self.timeout_s:g} s of sw.init(timeout=...): {where}"
         )
 
@@ -219,7 +219,7 @@ class Lane:
             self._queue.put(None)
             self._thread.join(_STOP_TIMEOUT_S)
         if self.failed is None:
-            self._give_up(WorldError(f"rank {self._name} has left the group of the ranks {self._names}"))
+            self._give_up(WorldError(f"rank {self.name} has left the group of the ranks {self._names}"))
 
     @property
     def _names(self) -> str:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.backends.segment.memory import DATA_BYTES, HEAD_BYTES, Memory
+from shardwright.backends.segment.memory import DATA_BYTES, HEAD_BYTES, SMALL_BYTES, Memory
 from shardwright.backends.segment.notes import Note
 from shardwright.backends.segment.reduction import Reduction
 from shardwright.backends.segment.waiting import Rendezvous
@@ -25,8 +25,6 @@ from shardwright.errors import WorldError
 Steps = Iterator[None]
 # As many ranks read all parts of all of a tensor; more of them share the work, each with a slice of its own.
 _EACH_BY_ITSELF = 3
-# All parts of a tensor together, up to which each rank reads them all whatever their number.
-SMALL_BYTES = 1 << 17
 
 _VIEWS = 1024  # of slots, which are kept: a step comes to the same sizes again and again
 
@@ -97,12 +95,19 @@ class Collectives:
             f"{', '.join(map(str, self.names))}); all must make the same calls, in one order, on tensors that fit"
         )
 
+    def _come(self, note: Note | None, sizes: Sequence[int] = ()) -> Steps:
+        """Come to the next stage, the first of a collective with its note: all must agree on that, and on the sizes."""
+        if note is None:
+            yield
+            return
+        written = self._write(note, sizes)
+        yield
+        self.compare(written)
+
     # --- every rank gets the same
 
     def barrier(self) -> Steps:
-        written = self._write(self.note("barrier"))
-        yield
-        self.compare(written)
+        return self._come(self.note("barrier"))
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         flat, finish = flat_of(tensor)
@@ -123,30 +128,22 @@ class Collectives:
 
     def _reduce_each(self, note: Note, flat: Tensor, reduction: Reduction, wanted: bool) -> Steps:
         """Each rank that wants the result reduces all of it."""
-        for chunk, first in _chunks(flat, DATA_BYTES):
+        for start, chunk in _chunks(flat, DATA_BYTES):
             self._mine(chunk).copy_(chunk)
-            if first:
-                written = self._write(note)
-            yield
-            if first:
-                self.compare(written)
+            yield from self._come(None if start else note)
             if wanted:
                 reduction.total(self._of_all(chunk), chunk)
 
     def _reduce_slices(self, note: Note, flat: Tensor, reduction: Reduction) -> Steps:
         """Each rank reduces a slice of each chunk; it goes to the others with the next chunk."""
         room = DATA_BYTES * self.size // (self.size + 1) // 64 * 64 - 64 * self.size
-        chunks = [chunk for chunk, _ in _chunks(flat, room)]
+        chunks = [chunk for _, chunk in _chunks(flat, room)]
         for number in range(len(chunks) + 1):
             chunk = chunks[number] if number < len(chunks) else None
             if chunk is not None:
                 self._mine(chunk).copy_(chunk)
-            if number == 0:
-                written = self._write(note)
-            yield
-            if number == 0:
-                self.compare(written)
-            else:
+            yield from self._come(None if number else note)
+            if number:
                 for rank, part in enumerate(self._slices(chunks[number - 1])):
                     part.copy_(self._of(rank, part, room))
             if chunk is not None:
@@ -162,14 +159,10 @@ class Collectives:
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         flat, finish = flat_of(tensor)
         note = self.note("broadcast", flat, root=root)
-        for chunk, first in _chunks(flat.view(torch.uint8), DATA_BYTES):
+        for start, chunk in _chunks(flat.view(torch.uint8), DATA_BYTES):
             if self.rank == root:
                 self._mine(chunk).copy_(chunk)
-            if first:
-                written = self._write(note)
-            yield
-            if first:
-                self.compare(written)
+            yield from self._come(None if start else note)
             if self.rank != root:
                 chunk.copy_(self._of(root, chunk))
         if self.rank != root:
@@ -196,11 +189,7 @@ class Collectives:
         for start in range(0, max(1, *(row.numel() for row in rows)), DATA_BYTES):
             chunk = mine[start : start + DATA_BYTES]
             self._mine(chunk).copy_(chunk)
-            if start == 0:
-                written = self._write(note, sizes)
-            yield
-            if start == 0:
-                self.compare(written)
+            yield from self._come(None if start else note, sizes)
             for rank, row in enumerate(rows):
                 part = row[start : start + DATA_BYTES]
                 part.copy_(self._of(rank, part))
@@ -234,11 +223,7 @@ class Collectives:
             for rank, row in enumerate(rows):
                 part = row[start : start + width]
                 self._mine(part, rank * room).copy_(part)
-            if start == 0:
-                written = self._write(note, sizes)
-            yield
-            if start == 0:
-                self.compare(written)
+            yield from self._come(None if start else note, sizes)
             part = flat[start : start + width]
             reduction.total(self._of_all(part, self.rank * room), part)
         finish()
@@ -308,11 +293,11 @@ def _ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
-def _chunks(flat: Tensor, most_bytes: int) -> Iterator[tuple[Tensor, bool]]:
-    """Of at most so many bytes, and whether each is the first; an empty tensor has one, too, which ranks come to."""
+def _chunks(flat: Tensor, most_bytes: int) -> Iterator[tuple[int, Tensor]]:
+    """Where each begins, and itself, of at most so many bytes; an empty tensor has one, too, which ranks come to."""
     most = most_bytes // flat.element_size()
     for start in range(0, max(1, flat.numel()), most):
-        yield flat[start : start + most], start == 0
+        yield start, flat[start : start + most]
 
 
 def flat_of(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:

@@ -21,7 +21,10 @@ from torch import Tensor
 TOKEN_BYTES = 16
 HEAD_BYTES = 32  # of a note
 DATA_BYTES = 1 << 19  # of a slot, behind its note: what two ranks write and read stays in their caches
-_PAGE_BYTES = 4096
+WIDE_BYTES = 3 << 20  # of a wide slot; with smaller ones ranks would meet more often, and wait for who has no core
+# All parts of a tensor together, up to which each rank reads them all whatever their number.
+SMALL_BYTES = 1 << 17
+_PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 _PLACE_BYTES = 1024
 _SEMAPHORE_BYTES = 64  # at least a `sem_t`, and a line of the cache
 _MARK = struct.Struct("<I")
@@ -59,9 +62,14 @@ class Layout:
     def slots_at(self) -> int:
         return _up(self.semaphores_at + self.size**2 * _SEMAPHORE_BYTES, _PAGE_BYTES)
 
+    @cached_property
+    def wide_at(self) -> int:
+        """Where the wide slots begin, which take memory when they are first used."""
+        return _up(self.slots_at + 2 * self.size * self.slot_bytes, _PAGE_BYTES)
+
     @property
     def total_bytes(self) -> int:
-        return self.slots_at + 2 * self.size * self.slot_bytes
+        return self.wide_at + 2 * self.size * WIDE_BYTES
 
     def place_at(self, rank: int) -> int:
         return self.places_at + rank * self.place_bytes
@@ -83,8 +91,10 @@ class Memory:
 
     def __init__(self, file: int, layout: Layout, rank: int) -> None:
         self.layout, self.rank, self.size = layout, rank, layout.size
-        self.bytes = mmap.mmap(file, layout.total_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.bytes = mmap.mmap(file, layout.wide_at, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        self.wide = mmap.mmap(file, layout.total_bytes - layout.wide_at, offset=layout.wide_at)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
+        self.wide_address = ctypes.addressof(ctypes.c_char.from_buffer(self.wide))
         whole = torch.frombuffer(self.bytes, dtype=torch.uint8)
         self._data = [[self._data_of(whole, rank, parity) for parity in (0, 1)] for rank in range(self.size)]
 
@@ -133,11 +143,12 @@ class Memory:
         return self.bytes[start : start + length].decode(errors="replace")
 
 
-def make_file(layout: Layout, token: bytes) -> int:
-    """A file with memory for all of it; raises `OSError` where there is not as much."""
+def make_file(nbytes: int, token: bytes, taken_bytes: int) -> int:
+    """A file, the first part of which has its memory already; raises `OSError` where there is not as much."""
     file = os.memfd_create("shardwright", os.MFD_CLOEXEC)
     try:
-        os.posix_fallocate(file, 0, layout.total_bytes)
+        os.ftruncate(file, nbytes)
+        os.posix_fallocate(file, 0, taken_bytes)
         os.pwrite(file, token, 0)
     except OSError:
         os.close(file)
@@ -145,10 +156,10 @@ def make_file(layout: Layout, token: bytes) -> int:
     return file
 
 
-def open_file(pid: int, number: int, layout: Layout, token: bytes) -> int:
+def open_file(pid: int, number: int, nbytes: int, token: bytes) -> int:
     """The file that process ``pid`` has made; raises `OSError` where this process may not open it, or it is another."""
     file = os.open(f"/proc/{pid}/fd/{number}", os.O_RDWR | os.O_CLOEXEC)
-    if os.fstat(file).st_size != layout.total_bytes or os.pread(file, TOKEN_BYTES, 0) != token:
+    if os.fstat(file).st_size != nbytes or os.pread(file, TOKEN_BYTES, 0) != token:
         os.close(file)
         raise OSError(f"/proc/{pid}/fd/{number} is another file than the one that was made")
     return file

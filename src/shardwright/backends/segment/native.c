@@ -1,4 +1,4 @@
-/* Waiting for the ranks of a host, and the all-reduce of small tensors, in the memory that these ranks share.
+/* Waiting for the ranks of a host, and all-reduces, in the memory that these ranks share.
  *
  * A rank writes into its slot, stores the number of the stage into its mark, and waits until the marks of all have that
  * number; then it may read all slots of that stage. Each rank has two slots, one for even stages and one for odd ones:
@@ -15,7 +15,6 @@
 
 #define FUTEX_WAIT 0 /* not the private ones: the waiting are other processes */
 #define FUTEX_WAKE 1
-#define SPINS 300
 #define YIELDS 30
 
 struct mark {
@@ -27,12 +26,19 @@ struct mark {
 struct group {
     char *places; /* one for each rank, which begins with its mark */
     char *slots;
+    char *wide; /* larger slots, for all-reduces alone */
+    char *const *arenas; /* of each rank, where others may write to its tensors; none where there are none */
     int64_t place_bytes;
     int64_t slot_bytes;
     int64_t note_bytes;
+    int64_t wide_bytes;
     int64_t head_at; /* where a place keeps the head of the last note */
+    int64_t head_bytes;
+    int64_t small_bytes; /* of the parts of all ranks, up to which each rank reads them all in one stage */
+    int64_t arena_bytes;
     int32_t size;
     int32_t rank;
+    int32_t spins; /* before a rank gives way to others */
 };
 
 static struct mark *mark_of(const struct group *g, int rank) {
@@ -41,6 +47,18 @@ static struct mark *mark_of(const struct group *g, int rank) {
 
 static char *slot_of(const struct group *g, int rank, uint32_t stage) {
     return g->slots + (2 * rank + (stage & 1)) * g->slot_bytes;
+}
+
+static char *data_of(const struct group *g, int rank, uint32_t stage) {
+    return slot_of(g, rank, stage) + g->note_bytes;
+}
+
+static char *wide_of(const struct group *g, int rank, uint32_t stage) {
+    return g->wide + (2 * rank + (stage & 1)) * g->wide_bytes;
+}
+
+static int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
 }
 
 static int64_t now_ns(void) {
@@ -81,11 +99,11 @@ int shardwright_wait(const struct group *g, uint32_t stage, int64_t timeout_ns) 
             uint32_t seen = __atomic_load_n(&mark->stage, __ATOMIC_SEQ_CST);
             if ((int32_t)(seen - stage) >= 0) break;
             if (timeout_ns <= 0) return 0;
-            if (turn < SPINS) {
+            if (turn < g->spins) {
                 pause_a_little();
                 continue;
             }
-            if (turn < SPINS + YIELDS) {
+            if (turn < g->spins + YIELDS) {
                 sched_yield();
                 continue;
             }
@@ -98,21 +116,30 @@ int shardwright_wait(const struct group *g, uint32_t stage, int64_t timeout_ns) 
     return 1;
 }
 
+/* --- reducing */
+
+enum { SUM, PRODUCT, MAX, MIN, AVERAGE };
+
+/* The result may be what is reduced, element by element: the compiler need not look out for more. */
+#if defined(__clang__)
+#define BY_ELEMENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define BY_ELEMENT _Pragma("GCC ivdep")
+#endif
 /* The first part and another into the result: in the order of the ranks, so that all compute the same. */
 #define REDUCE(type, expression)                                                    \
-    for (int rank = 1; rank < g->size; rank++) {                                    \
+    for (int rank = 1; rank < size; rank++) {                                       \
         const type *first = rank == 1 ? (const type *)parts[0] : (const type *)out; \
         const type *other = (const type *)parts[rank];                              \
         type *result = (type *)out;                                                 \
+        BY_ELEMENT                                                                  \
         for (int64_t i = 0; i < count; i++) {                                       \
             type a = first[i], b = other[i];                                        \
             result[i] = (expression);                                               \
         }                                                                           \
     }
 #define DIVIDE(type) \
-    for (int64_t i = 0; i < count; i++) ((type *)out)[i] /= (type)g->size;
-
-enum { SUM, PRODUCT, MAX, MIN, AVERAGE };
+    for (int64_t i = 0; i < count; i++) ((type *)out)[i] /= (type)size;
 
 /* Not a number wins, as it does in torch. */
 #define FLOATS(type)                                          \
@@ -132,28 +159,188 @@ enum { SUM, PRODUCT, MAX, MIN, AVERAGE };
         case MIN: REDUCE(type, a < b ? a : b) break;                      \
     }
 
-/* 1 when the data are reduced, 0 when the time is over before all have come, 2 where the notes of two ranks differ.
- * Called again with posted set where it has answered 0. */
-int shardwright_all_reduce(const struct group *g, uint32_t stage, int posted, const char *note, int64_t head_bytes,
-                           char *out, int64_t bytes, int64_t count, int type, int operation, int64_t timeout_ns) {
-    char *mine = slot_of(g, g->rank, stage);
-    if (!posted) {
-        memcpy(g->places + g->rank * g->place_bytes + g->head_at, note, head_bytes);
-        memcpy(mine, note, head_bytes);
-        memcpy(mine + g->note_bytes, out, bytes);
-        shardwright_arrive(g, stage);
-    }
-    if (!shardwright_wait(g, stage, timeout_ns)) return 0;
-    const char *parts[g->size];
-    for (int rank = 0; rank < g->size; rank++) {
-        if (memcmp(slot_of(g, rank, stage), mine, head_bytes)) return 2;
-        parts[rank] = slot_of(g, rank, stage) + g->note_bytes;
-    }
+static const int64_t WIDTHS[] = {4, 8, 4, 8};
+
+/* The parts of all ranks into out. */
+static void reduce(const char *const *parts, int size, char *out, int64_t count, int type, int operation) {
+    if (size == 1 && out != parts[0]) memcpy(out, parts[0], count * WIDTHS[type]);
     switch (type) {
         case 0: FLOATS(float) break;
         case 1: FLOATS(double) break;
         case 2: INTEGERS(int32_t, uint32_t) break;
         case 3: INTEGERS(int64_t, uint64_t) break;
     }
+}
+
+/* --- all-reduces, in steps each of which ends with a stage */
+
+/* SMALL: one step, in which each rank reads the parts of all. LARGE: all learn where the tensors lie, and go on by one
+ * of the others. SHARED: each rank reduces a slice of them, and writes it to all of them. SLICES: they go through the
+ * wide slots chunk by chunk; each rank reduces a slice of each chunk, and the others take that from it one step later.
+ */
+enum { SMALL, LARGE, SHARED, SLICES };
+enum { WAITING, DONE, DIFFER };
+#define BLOCK_BYTES (1 << 13) /* reduced at a time, which stay in the nearest cache */
+
+struct all_reduce {
+    const char *head;
+    char *data;
+    int64_t count;
+    int32_t type;
+    int32_t operation;
+    int64_t step;
+    uint32_t stage; /* to which this rank has come */
+    int32_t way;
+    int32_t waits; /* whether it waits for others there */
+};
+
+/* Which elements of a chunk, or of the whole, are those of a rank. */
+static int64_t slice_start(int64_t count, int rank, int size) {
+    return count * rank / size;
+}
+
+/* Bytes of the largest slice of a chunk, of which a wide slot has room for all, and for a reduced one behind them. */
+static int64_t slice_room(const struct group *g) {
+    return g->wide_bytes / (g->size + 1) / 64 * 64;
+}
+
+static char *reduced_slice(const struct group *g, int rank, uint32_t stage) {
+    return wide_of(g, rank, stage) + slice_room(g) * g->size;
+}
+
+/* The chunk of a step: its elements, 0 behind the last one. */
+static int64_t chunk(const struct group *g, const struct all_reduce *r, int64_t step, int64_t *start) {
+    int64_t most = slice_room(g) * g->size / WIDTHS[r->type];
+    *start = (step - 1) * most;
+    return *start < r->count ? least(most, r->count - *start) : 0;
+}
+
+static void share(const struct group *g, const struct all_reduce *r) {
+    int64_t width = WIDTHS[r->type], most = BLOCK_BYTES / width, places[g->size];
+    int64_t start = slice_start(r->count, g->rank, g->size), end = slice_start(r->count, g->rank + 1, g->size);
+    char total[BLOCK_BYTES];
+    const char *parts[g->size];
+    for (int rank = 0; rank < g->size; rank++) memcpy(&places[rank], slot_of(g, rank, r->stage) + g->head_bytes, 8);
+    for (; start < end; start += most) {
+        int64_t count = least(most, end - start);
+        for (int rank = 0; rank < g->size; rank++) parts[rank] = g->arenas[rank] + places[rank] + start * width;
+        reduce(parts, g->size, total, count, r->type, r->operation);
+        for (int rank = 0; rank < g->size; rank++) memcpy((char *)parts[rank], total, count * width);
+    }
+}
+
+/* The slices that others reduce of a chunk, into the slot for the next stage. */
+static void put(const struct group *g, const struct all_reduce *r, int64_t start, int64_t count) {
+    int64_t width = WIDTHS[r->type], first = slice_start(count, g->rank, g->size) * width;
+    int64_t last = slice_start(count, g->rank + 1, g->size) * width;
+    char *to = wide_of(g, g->rank, r->stage + 1), *from = r->data + start * width;
+    memcpy(to, from, first);
+    memcpy(to + last, from + last, count * width - last);
+}
+
+/* This rank's slice of a chunk, reduced, for itself and into the slot for the next stage. */
+static void take(const struct group *g, const struct all_reduce *r, int64_t start, int64_t count) {
+    int64_t width = WIDTHS[r->type], first = slice_start(count, g->rank, g->size);
+    int64_t own = slice_start(count, g->rank + 1, g->size) - first, most = BLOCK_BYTES / width;
+    char *mine = r->data + (start + first) * width, *reduced = reduced_slice(g, g->rank, r->stage + 1);
+    const char *parts[g->size];
+    for (int64_t at = 0; at < own; at += most) {
+        int64_t some = least(most, own - at);
+        for (int rank = 0; rank < g->size; rank++) parts[rank] = wide_of(g, rank, r->stage) + (first + at) * width;
+        parts[g->rank] = mine + at * width;
+        reduce(parts, g->size, reduced + at * width, some, r->type, r->operation);
+        memcpy(mine + at * width, reduced + at * width, some * width);
+    }
+}
+
+/* The slices of a chunk that others have reduced. */
+static void collect(const struct group *g, const struct all_reduce *r, int64_t start, int64_t count) {
+    int64_t width = WIDTHS[r->type];
+    for (int rank = 0; rank < g->size; rank++) {
+        int64_t first = slice_start(count, rank, g->size), last = slice_start(count, rank + 1, g->size);
+        if (rank != g->rank) {
+            memcpy(r->data + (start + first) * width, reduced_slice(g, rank, r->stage), (last - first) * width);
+        }
+    }
+}
+
+static int64_t place_in_arena(const struct group *g, const struct all_reduce *r) {
+    int64_t place = g->arenas ? r->data - g->arenas[g->rank] : -1;
+    return place >= 0 && place < g->arena_bytes ? place : -1;
+}
+
+/* Write what this rank has for the next stage; 0 where there is no further one. */
+static int before(const struct group *g, struct all_reduce *r) {
+    int64_t start, bytes = r->count * WIDTHS[r->type], place;
+    if (r->step == 0) {
+        char *mine = slot_of(g, g->rank, r->stage + 1);
+        r->way = bytes * g->size <= g->small_bytes ? SMALL : LARGE;
+        memcpy(g->places + g->rank * g->place_bytes + g->head_at, r->head, g->head_bytes);
+        memcpy(mine, r->head, g->head_bytes);
+        place = place_in_arena(g, r);
+        memcpy(mine + g->head_bytes, &place, 8);
+        if (r->way == SMALL) memcpy(mine + g->note_bytes, r->data, bytes);
+        if (r->way == LARGE && place < 0) put(g, r, 0, chunk(g, r, 1, &start));
+        return 1;
+    }
+    if (r->way == SHARED) {
+        if (r->step == 1) share(g, r);
+        return r->step == 1;
+    }
+    if (r->way == SMALL) return 0;
+    int64_t count = chunk(g, r, r->step, &start);
+    if (count) put(g, r, start, count);
+    return count || chunk(g, r, r->step - 1, &start);
+}
+
+static int same(const struct group *g, const struct all_reduce *r) {
+    for (int rank = 0; rank < g->size; rank++) {
+        if (memcmp(slot_of(g, rank, r->stage), r->head, g->head_bytes)) return 0;
+    }
     return 1;
+}
+
+/* By where the tensors of all lie; where none lies in an arena all have put their first chunks already. */
+static void choose(const struct group *g, struct all_reduce *r) {
+    int shared = 0;
+    for (int rank = 0; rank < g->size; rank++) {
+        int64_t place;
+        memcpy(&place, slot_of(g, rank, r->stage) + g->head_bytes, 8);
+        shared += place >= 0;
+    }
+    r->way = shared == g->size ? SHARED : SLICES;
+    if (!shared) r->step = 1;
+}
+
+/* Read what others have for this stage, to which all have come. */
+static void after(const struct group *g, struct all_reduce *r) {
+    int64_t start, count;
+    if (r->way == SMALL) {
+        const char *parts[g->size];
+        for (int rank = 0; rank < g->size; rank++) parts[rank] = data_of(g, rank, r->stage);
+        reduce(parts, g->size, r->data, r->count, r->type, r->operation);
+        return;
+    }
+    if (r->way == LARGE) choose(g, r);
+    if (r->way == SLICES && r->step > 0) {
+        if (r->step > 1 && (count = chunk(g, r, r->step - 1, &start))) collect(g, r, start, count);
+        if ((count = chunk(g, r, r->step, &start))) take(g, r, start, count);
+    }
+}
+
+/* DONE when the data are reduced, WAITING when the time is over before all have come, to be called again; DIFFER where
+ * the heads of two ranks do. */
+int shardwright_all_reduce(const struct group *g, struct all_reduce *r, int64_t timeout_ns) {
+    for (;;) {
+        if (!r->waits) {
+            if (!before(g, r)) return DONE;
+            shardwright_arrive(g, ++r->stage);
+            r->waits = 1;
+        }
+        if (!shardwright_wait(g, r->stage, timeout_ns)) return WAITING;
+        r->waits = 0;
+        if (r->step == 0 && !same(g, r)) return DIFFER;
+        after(g, r);
+        r->step++;
+    }
 }

@@ -11,19 +11,21 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
 
-from shardwright.backends.segment.memory import Memory
+from shardwright.backends.segment.arena import arena_bytes
+from shardwright.backends.segment.memory import HEAD_BYTES, SMALL_BYTES, WIDE_BYTES, Memory
 
 _SOURCE = Path(__file__).with_name("native.c")
 _FLAGS = ("-O3", "-fPIC", "-shared", "-std=gnu11")  # for every processor of this kind: hosts may share the folder
 _COMPILE_TIMEOUT_S = 60.0
 # As native.c numbers them.
 TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
+_SPINS = 300  # a few microseconds
 OPERATIONS: Mapping[str, int] = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
 
 
@@ -31,19 +33,36 @@ class Group(ctypes.Structure):
     """What native.c is told of a group."""
 
     _fields_ = (
-        ("places", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("place_bytes", ctypes.c_int64),
-        ("slot_bytes", ctypes.c_int64), ("note_bytes", ctypes.c_int64), ("head_at", ctypes.c_int64),
-        ("size", ctypes.c_int32), ("rank", ctypes.c_int32),
+        ("places", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("wide", ctypes.c_void_p),
+        ("arenas", ctypes.POINTER(ctypes.c_void_p)), ("place_bytes", ctypes.c_int64), ("slot_bytes", ctypes.c_int64),
+        ("note_bytes", ctypes.c_int64), ("wide_bytes", ctypes.c_int64), ("head_at", ctypes.c_int64),
+        ("head_bytes", ctypes.c_int64), ("small_bytes", ctypes.c_int64), ("arena_bytes", ctypes.c_int64),
+        ("size", ctypes.c_int32), ("rank", ctypes.c_int32), ("spins", ctypes.c_int32),
     )  # fmt: skip
 
     @classmethod
-    def of(cls, memory: Memory) -> Group:
-        """Lives no longer than the memory."""
+    def of(cls, memory: Memory, arenas: Sequence[int], crowded: bool) -> Group:
+        """Lives no longer than the memory and the arenas, whose addresses are given.
+
+        ``crowded``: there are more ranks than cores, and who spins keeps another one from coming.
+        """
         layout = memory.layout
         return cls(
-            memory.address + layout.places_at, memory.address + layout.slots_at, layout.place_bytes, layout.slot_bytes,
-            layout.note_bytes, layout.head_at, memory.size, memory.rank,
+            memory.address + layout.places_at, memory.address + layout.slots_at, memory.wide_address,
+            (ctypes.c_void_p * len(arenas))(*arenas) if arenas else None, layout.place_bytes, layout.slot_bytes,
+            layout.note_bytes, WIDE_BYTES, layout.head_at, HEAD_BYTES, SMALL_BYTES, arena_bytes(), memory.size,
+            memory.rank, 0 if crowded else _SPINS,
         )  # fmt: skip
+
+
+class AllReduce(ctypes.Structure):
+    """What native.c is told of an all-reduce, and how far it has come."""
+
+    _fields_ = (
+        ("head", ctypes.c_char_p), ("data", ctypes.c_void_p), ("count", ctypes.c_int64), ("type", ctypes.c_int32),
+        ("operation", ctypes.c_int32), ("step", ctypes.c_int64), ("stage", ctypes.c_uint32), ("way", ctypes.c_int32),
+        ("waits", ctypes.c_int32),
+    )  # fmt: skip
 
 
 class Native:
@@ -56,13 +75,8 @@ class Native:
         self.arrive.argtypes, self.arrive.restype = (group, ctypes.c_uint32), None
         self.wait = library.shardwright_wait
         self.wait.argtypes = (group, ctypes.c_uint32, ctypes.c_int64)
-        # Of a group: the stage, whether it has come there, its note and the bytes of that; the data, their bytes and
-        # elements; the numbers of their type and of the operation; nanoseconds to wait for others.
         self.all_reduce = library.shardwright_all_reduce
-        self.all_reduce.argtypes = (
-            group, ctypes.c_uint32, ctypes.c_int, ctypes.c_char_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int64,
-            ctypes.c_int64, ctypes.c_int, ctypes.c_int, ctypes.c_int64,
-        )  # fmt: skip
+        self.all_reduce.argtypes = (group, ctypes.POINTER(AllReduce), ctypes.c_int64)
 
 
 def built() -> Path | None:
