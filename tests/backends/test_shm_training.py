@@ -12,6 +12,7 @@ from torch import nn
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.backends.segment.arena import arena_bytes
 
 slow = pytest.mark.slow
 BIN = Path(sys.executable).parent
@@ -77,3 +78,30 @@ def test_ddp_of_torch_alone(ranks):
         run_ranks(ranks, by_torch_alone, "shm"), run_ranks(ranks, by_torch_alone, "gloo"), strict=True
     ):
         assert ours == pytest.approx(gloos, rel=1e-5)
+
+
+def mean_square(model, batch):
+    return model(batch).square().mean()
+
+
+def gradients(backend):
+    """Those of a step, in several buckets, and how many of them lie in memory that the ranks share."""
+    sw.init(backend, timeout=100)
+    sw.set_seed(1)
+    model = nn.Sequential(nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 600), nn.ReLU(), nn.Linear(600, 3))
+    batch = torch.randn(16, 64)
+    parallel = sw.parallelize(model, mean_square, batch, mode="data", batch="global")
+    parallel(batch).backward()
+    arenas = getattr(dist.group.WORLD, "arenas", None)
+    starts = arenas.addresses() if arenas else []
+    found = [parameter.grad for parameter in parallel.parameters()]
+    own = starts[dist.get_rank()] if starts else 0
+    return [g.sum().item() for g in found], sum(own < g.data_ptr() < own + arena_bytes() for g in found) if own else 0
+
+
+@slow
+def test_gradients_are_summed_in_memory_that_the_ranks_share():
+    shared, plain = run_ranks(2, gradients, "shm"), run_ranks(2, gradients, "gloo")
+    for (ours, lying), (gloos, _) in zip(shared, plain, strict=True):
+        assert ours == pytest.approx(gloos, rel=1e-5)
+        assert lying >= 4

@@ -66,7 +66,7 @@ class ShmGroup(CpuGroup):
         native = members.native()
         collectives = members.collectives(native)
         self._reduces = None if native is None else NativeAllReduces(collectives, *native)
-        self._arenas = members.arenas
+        self.arenas = members.arenas
         super().__init__(table.SHM, collectives)
         self.lane = Lane(collectives, members.processes, timeout.total_seconds())
         self.collectives: Collectives = collectives
@@ -78,15 +78,15 @@ class ShmGroup(CpuGroup):
         if not self._closed:
             self._closed = True
             self.lane.close()
-            if self._arenas is not None:
-                self._arenas.own.close()
+            if self.arenas is not None:
+                self.arenas.own.close()
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that the ranks reduce where it lies, if all of theirs were made so; a usual one if it is small,
         or where there is no more memory for that, which is said once."""
-        if self._arenas is None or numel * dtype.itemsize * self.size() <= SMALL_BYTES:
+        if self.arenas is None or numel * dtype.itemsize * self.size() <= SMALL_BYTES:
             return torch.empty(numel, dtype=dtype)
-        made = self._arenas.own.empty(numel, dtype)
+        made = self.arenas.own.empty(numel, dtype)
         if made is not None:
             return made
         if not self._said:

@@ -52,20 +52,24 @@ def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
     if memory is None or problem:
         if meeting.rank == 0:
             sys.stderr.write(f"shardwright: backend='shm' cannot share memory, gloo takes its place: {problem}\n")
+        if arena is not None:
+            arena.close()
         return dist.ProcessGroupGloo(meeting.store, meeting.rank, len(meeting.names), options.timeout)
     if not all(joined["native"] for joined in found):
         library = None
-    if meeting.rank == 0:
-        _say(library is not None)
     token = bytes.fromhex(made["token"])
     reads = all(can_read(card["pid"], joined["address"], token) for card, joined in zip(cards, found, strict=True))
     files = [(card["pid"], joined["arena"]) for card, joined in zip(cards, found, strict=True)]
     arenas = None if arena is None else _all_arenas(arena, meeting.rank, files, token)
     answers = meeting.exchange("reaches", {"reads": reads, "writes": arenas is not None})
+    if arena is not None and not all(answer["writes"] for answer in answers):
+        arena.close()
+        arenas = None
+    if meeting.rank == 0:
+        _say(library is not None, arenas is not None)
     members = Members(
-        meeting.names, [Process(card["pid"], card["started"]) for card in cards], memory, library,
-        arenas if all(answer["writes"] for answer in answers) else None, all(answer["reads"] for answer in answers),
-        _crowded(cards),
+        meeting.names, [Process(card["pid"], card["started"]) for card in cards], memory, library, arenas,
+        all(answer["reads"] for answer in answers), _crowded(cards),
     )  # fmt: skip
     return ShmGroup(members, meeting.store, options.timeout)
 
@@ -180,10 +184,15 @@ def _all_arenas(own: Arena, rank: int, files: Sequence[tuple[int, int | None]], 
         return None
 
 
-def _say(by_native: bool) -> None:
-    """Once for each process, whether collectives have native code."""
-    if by_native:
+def _say(by_native: bool, in_arenas: bool) -> None:
+    """Once for each process, whether collectives have native code, and whether they need no copies."""
+    if in_arenas:
         text = "shm: by native code"
+    elif by_native:
+        text = (
+            "shm: by native code; large all-reduces copy in and out of shared memory, since the size of files or of "
+            "addresses is limited here (`ulimit -f`, `ulimit -v`)"
+        )
     else:
         text = (
             "shm: without native code, since no C compiler was found; small collectives take several times as long "
@@ -191,4 +200,4 @@ def _say(by_native: bool) -> None:
         )
     if text not in _said:
         _said.add(text)
-        _log.log(logging.INFO if by_native else logging.WARNING, text)
+        _log.log(logging.INFO if in_arenas else logging.WARNING, text)

@@ -47,6 +47,9 @@ class Communicator(Protocol):
     def close(self) -> None:
         """Give back what `prepare` took. All ranks call it, after the last collective."""
 
+    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
+        """A flat tensor, of the dtype and on the device of ``like``, where it is summed over the members quickest."""
+
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         """The sum over the members, in place; returns its argument."""
 
@@ -190,7 +193,8 @@ def _exchange(x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor
 def _summed(x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
     """In a copy: others may read ``x`` too, and a gradient can be expanded or shared between branches."""
     _check_summable(x)
-    return comm.all_reduce(x.clone(memory_format=torch.contiguous_format), axes)
+    copy = comm.empty(x.numel(), x, axes).view(x.shape).detach()  # which autograd does not take for a view
+    return comm.all_reduce(copy.copy_(x), axes)
 
 
 def _check_summable(x: Tensor) -> None:

@@ -109,6 +109,12 @@ class ProcessCommunicator:
             self._backends[key] = backend_moving(tensor.device.type, str(dist.get_backend(group)))
         return self._backends[key]
 
+    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
+        """In memory that the members share, where they are a group of the backend shm."""
+        make = getattr(self._groups.get(frozenset(axes)), "empty", None)
+        empty: Tensor = like.new_empty(numel) if make is None or not like.is_cpu else make(numel, like.dtype)
+        return empty
+
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
         if group is not None:

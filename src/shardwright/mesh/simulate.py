@@ -64,6 +64,9 @@ class SimulatedCommunicator:
     def close(self) -> None:
         """Do nothing: simulated ranks hold nothing."""
 
+    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
+        return like.new_empty(numel)
+
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         return tensor.copy_(self._call("all_reduce", [tensor], axes)[0])
 

@@ -99,6 +99,9 @@ class OnGpus:
             if sums and str(summed_as(tensor.dtype, NCCL).made(tensor).dtype).removeprefix("torch.") not in NCCL.dtypes:
                 raise LoweringError(f"NCCL cannot sum {tensor.dtype}")
 
+    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
+        return like.new_empty(numel)
+
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         self._take([tensor], sums=True)
         return tensor

@@ -113,7 +113,7 @@ class GradientReduction:
                 kept = self._kept.setdefault(key, {})
                 kept[axes] = (kept[axes][0] + gradient if axes in kept else gradient.clone()), comm
             return [None] * len(keys)
-        flat, pieces = (gradients[0], gradients[:1]) if owned else _joined(gradients)
+        flat, pieces = (gradients[0], gradients[:1]) if owned else _joined(gradients, comm, axes)
         for key, piece in zip(keys, pieces, strict=True):
             if axes in self._kept.get(key, {}):
                 piece += self._kept[key].pop(axes)[0]
@@ -126,9 +126,10 @@ class GradientReduction:
         return list(gradients)
 
 
-def _joined(gradients: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
-    """A flat copy of gradients, and the view of each into it."""
-    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+def _joined(gradients: Sequence[Tensor], comm: Communicator, axes: Axes) -> tuple[Tensor, Sequence[Tensor]]:
+    """A flat copy of gradients, to be summed over ``axes``, and the view of each into it."""
+    flat = comm.empty(sum(gradient.numel() for gradient in gradients), gradients[0], axes)
+    torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
     pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
     return flat, [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
 

@@ -1,0 +1,52 @@
+"""Memory in which a rank makes tensors that others write to: it serves again, and where it ends that is told."""
+
+import contextlib
+import io
+import os
+
+import torch
+import torch.distributed as dist
+
+from ranks import run_ranks
+from shardwright.backends.segment import arena
+from shardwright.backends.segment.arena import Arena
+
+MIB = 2**18  # elements of float32
+
+
+def test_memory_serves_the_next_tensor_and_goes_where_another_size_is_wanted(monkeypatch):
+    monkeypatch.setattr(arena, "_MOST_BYTES", 5 * 2**20)
+    own = Arena(b"0" * 16)
+    first, second = own.empty(MIB, torch.float32), own.empty(2 * MIB, torch.float32)
+    start = first.data_ptr()
+    assert first.fill_(1).sum() + second.fill_(2).sum() == 5 * MIB
+    assert own.empty(2 * MIB, torch.float32) is None  # there are no further addresses
+    del first
+    again = own.empty(2 * MIB - 5, torch.bfloat16)
+    assert (again.data_ptr(), again.numel(), again.untyped_storage().nbytes()) == (start, 2 * MIB - 5, 4 * MIB - 10)
+    view = second[5:]
+    del again, second
+    half = own.empty(MIB // 2, torch.float32).zero_()
+    assert os.fstat(own.file).st_blocks * 512 < 3 * 2**20  # what the first one had has gone back
+    assert view.sum() == 2 * (2 * MIB - 5)
+    own.close()
+    assert own.empty(MIB, torch.float32) is None
+    assert half.sum() == 0
+
+
+def too_much():
+    arena._MOST_BYTES, said = 3 * 2**20, io.StringIO()
+    dist.init_process_group("shm")
+    group = dist.group.WORLD
+    with contextlib.redirect_stderr(said):
+        kept = [group.empty(MIB, torch.float32).fill_(dist.get_rank() + 1) for _ in range(4)]
+    for tensor in kept:
+        dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return [tensor.unique().tolist() for tensor in kept], said.getvalue()
+
+
+def test_a_full_memory_is_told_once_and_costs_no_numbers():
+    for rank, (sums, said) in enumerate(run_ranks(2, too_much)):
+        assert sums == [[3.0]] * 4
+        assert said.count(f"shardwright: rank {rank} has no more memory to share") == 1
