@@ -6,7 +6,6 @@ Tensors are streamed: no more of them is held than 64 MiB, or one row of a tenso
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
 import secrets
@@ -20,6 +19,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from shardwright.checkpoint.exchange.safetensors_layout import lay_out
 from shardwright.checkpoint.format.manifest import Box, Entry, TensorEntry, ValueEntry
 from shardwright.checkpoint.format.pieces import cut
 from shardwright.checkpoint.loading.load import memory_of, read_box, read_whole
@@ -28,14 +28,6 @@ from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch_private import tree_flatten
 
 WHAT = ("model", "ema", "all")
-
-# https://github.com/huggingface/safetensors: the names of its dtypes
-_SAFETENSORS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
-    torch.complex64: "C64", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -146,27 +138,11 @@ def _write_folder(source: Source, chosen: Mapping[str, Entry], target: Path) -> 
 
 
 def _write_safetensors(source: Source, chosen: Mapping[str, Entry], file: BinaryIO, target: Path) -> Merged:
-    """Eight bytes with the length of the header, the header (JSON), the elements of one tensor after the other.
-
-    safetensors' own functions want all tensors in memory at once, or a file of them mapped.
-    """
+    """safetensors' own functions want all tensors in memory at once, or a file of them mapped."""
     tensors = {name: entry for name, entry in chosen.items() if isinstance(entry, TensorEntry)}
-    for name, entry in tensors.items():
-        if entry.dtype not in _SAFETENSORS:
-            raise CheckpointError(f"safetensors cannot hold {name}, which is {entry.dtype}; write a .pt file")
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))  # each is then aligned
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    at = 0
-    for name in order:
-        entry = tensors[name]
-        size = Box((), entry.shape).numel * entry.dtype.itemsize
-        dtype = _SAFETENSORS[entry.dtype]
-        header[name] = {"dtype": dtype, "shape": list(entry.shape), "data_offsets": [at, at + size]}
-        at += size
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(len(text).to_bytes(8, "little") + text)
-    for name in order:
+    layout = lay_out({name: (entry.dtype, entry.shape) for name, entry in tensors.items()})
+    file.write(layout.begin)
+    for name in layout.starts:
         entry = tensors[name]
         for part in cut(Box((0,) * len(entry.shape), entry.shape), entry.dtype.itemsize):
             file.write(memory_of(read_box(source, entry, part)))
