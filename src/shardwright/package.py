@@ -34,6 +34,7 @@ ROOMS = (
     "cluster",
     "zoo",
     "ocr",
+    "integrations",
     "notebook",
     "cli",
 )

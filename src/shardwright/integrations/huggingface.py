@@ -1,0 +1,152 @@
+"""transformers' `Trainer` over a model that runs on all ranks.
+
+    from shardwright.integrations.huggingface import Trainer
+
+It is made as theirs, loads, logs and schedules as theirs, and saves what ``from_pretrained`` reads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.checkpoint.exchange.pretrained import save_pretrained
+from shardwright.errors import UsageError
+from shardwright.run.parallel import parallelize
+from shardwright.world.world import init
+
+try:
+    import transformers
+except ImportError as error:
+    raise UsageError("transformers is not installed; type pip install 'transformers[torch]'") from error
+
+# What would change the numbers without this class being asked, and what to do instead.
+_REFUSED = {
+    "gradient_accumulation_steps": (1, "take a larger batch: what it needs is on all ranks together"),
+    "label_smoothing_factor": (0.0, "smooth in the loss function, loss_fn="),
+    "neftune_noise_alpha": (None, "leave it out"),
+    "torch_compile": (False, "leave it out"),
+    "auto_find_batch_size": (False, "leave it out"),
+    "load_best_model_at_end": (False, "leave it out, and load the folder of the best one"),
+    "deepspeed": (None, "leave it out: sw.parallelize splits what DeepSpeed would"),
+}
+
+
+def language_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The loss that models of transformers compute where the batch has labels."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is not read by the type checker
+    """The `Trainer` of transformers, with a model that is split over the ranks and loses what it loses on one device.
+
+    Args:
+        model, args, ...: as for transformers' own, whose ``per_device_train_batch_size`` is that of a rank.
+        loss_fn: ``loss_fn(model, batch) -> loss``; by default that of the model, for batches with labels.
+        parallelize: more arguments for `sw.parallelize`, as ``{"mode": "data"}``; by default the mode is "auto".
+
+    ``parallel`` is what `sw.parallelize` returned. Start the ranks by ``shardwright launch``.
+
+    Raises:
+        UsageError: for arguments that would give other numbers, or that this class does not serve.
+    """
+
+    model: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *more: Any,
+        loss_fn: Any = language_loss,
+        parallelize: Mapping[str, Any] | None = None,
+        **named: Any,
+    ) -> None:
+        world = init()
+        super().__init__(model, args, *more, **named)
+        self._refuse_arguments()
+        self._refuse_uneven("train", self.train_dataset, self.args.per_device_train_batch_size * world.size)
+        options = {"mode": "auto", "batch": "local", **(parallelize or {})}
+        with self.accelerator.autocast():
+            self.parallel = _parallelize(self.model, loss_fn, self._sample(), options)
+        self.model = self.model_wrapped = self.parallel.module
+        self.is_distributed_loading_by_transformers = True  # who made it split reduces its gradients, too
+
+    def _refuse_arguments(self) -> None:
+        for name, (usual, instead) in _REFUSED.items():
+            if (value := getattr(self.args, name, usual)) != usual:
+                raise UsageError(f"TrainingArguments({name}={value!r}) is not served here; {instead}")
+        for name in ("compute_loss_func", "compute_metrics", "model_init"):
+            if getattr(self, name) is not None:
+                raise UsageError(f"Trainer({name}=...) is not served here; pass loss_fn=, or evaluate the saved model")
+        if self.args.save_strategy != "no" and not self.args.save_only_model:
+            raise UsageError(
+                "TrainingArguments(save_only_model=False): transformers would write the optimizer's part of rank 0 "
+                "alone; type save_only_model=True, and sw.checkpoint.save(...) in a callback for runs that go on"
+            )
+        if not hasattr(transformers.Trainer, "_sync_replicated_trainable_parameters"):
+            raise UsageError(f"transformers {transformers.__version__}: expected 5.20 or newer; type pip install -U")
+
+    def _refuse_uneven(self, what: str, dataset: Any, together: int) -> None:
+        """Where samples are missing for a last batch, accelerate repeats some, so that others count twice."""
+        whole = self.args.dataloader_drop_last or not hasattr(dataset, "__len__")
+        if not whole and len(dataset) % together and self.parallel_ranks > 1:
+            raise UsageError(
+                f"the {what} dataset has {len(dataset)} samples, which do not fill batches of {together}, and some "
+                "would be counted twice; type dataloader_drop_last=True, or another batch size"
+            )
+
+    @property
+    def parallel_ranks(self) -> int:
+        """How many ranks train together."""
+        return init().size
+
+    def _sample(self) -> Any:
+        loader = self.get_train_dataloader()
+        with torch.random.fork_rng(devices=[]):  # the order of the first epoch stays what it is
+            return dict(next(iter(getattr(loader, "base_dataloader", loader))))
+
+    # What transformers asks its subclasses
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """The loss of the global batch, of which ``inputs`` are this rank's part."""
+        with self.accelerator.autocast():
+            found = self.parallel(dict(inputs))
+        loss = found[0] if isinstance(found, tuple) else found
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any:
+        if resume_from_checkpoint:
+            raise UsageError(
+                "train(resume_from_checkpoint=...): what was saved has no optimizer; load a checkpoint of "
+                "sw.checkpoint.save into trainer.parallel before, or begin from the folder by from_pretrained"
+            )
+        return super().train(**named)
+
+    def evaluate(self, eval_dataset: Any = None, **named: Any) -> Any:
+        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
+        self._refuse_uneven("evaluation", dataset, self.args.per_device_eval_batch_size * self.parallel_ranks)
+        return super().evaluate(eval_dataset, **named)
+
+    def _sync_replicated_trainable_parameters(self, model: Any) -> None:
+        """Nothing: the backward leaves the gradients of the global batch."""
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """All ranks write their parts."""
+        target = self.args.output_dir if output_dir is None else output_dir
+        save_pretrained(self.parallel, target)
+        if self.args.should_save:
+            if self.processing_class is not None:
+                self.processing_class.save_pretrained(target)
+            torch.save(self.args, os.path.join(target, "training_args.bin"))
+
+
+def _parallelize(model: Any, loss_fn: Any, sample: Any, options: Mapping[str, Any]) -> Any:
+    return parallelize(model, loss_fn, sample, **options)

@@ -1,0 +1,204 @@
+"""Models of transformers train on all ranks as on one, by a loop or their Trainer, and go back to from_pretrained."""
+
+import contextlib
+import importlib.util
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.errors import CheckpointError, UsageError
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+sys.path.append(str(Path(__file__).parents[1] / "families"))
+SPLIT = {"mode": "auto", "mesh": "tp=2", "search": "propagation", "inputs": "whole"}
+
+
+def family(name):
+    from families import FAMILIES
+
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def looped(name, folder, options, limit):
+    """Three steps, saved; how far the weights that transformers reads are from ours, and what the files are."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    world, told = sw.init(), family(name)
+    batch = told.batch(0)
+    parallel = sw.parallelize(told.model(), told.loss, batch, batch="global", **options)
+    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-2)
+    for _ in range(3):
+        parallel(batch).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    sw.checkpoint.save_pretrained(parallel, folder, max_shard_size=limit)
+    files = sorted(path.name for path in Path(folder).iterdir())
+    sw.checkpoint.save_pretrained(parallel, folder, max_shard_size=limit)  # in place of what is there
+    assert sorted(path.name for path in Path(folder).iterdir()) == files
+    ours = parallel.full_state_dict()
+    if world.rank:
+        return None
+    theirs = type(told.model()).from_pretrained(folder, dtype=told.dtype)
+    model = told.model()
+    model.load_state_dict(ours)
+    same = {key: torch.equal(value, ours[key]) for key, value in theirs.state_dict().items()}
+    model.save_pretrained(f"{folder}-whole", max_shard_size=limit)
+    return files, same, any(hasattr(p, "placements") for p in parallel.parameters())
+
+
+def check_written(name, tmp_path, options=SPLIT, ranks=2):
+    (files, same, split), *_ = run_ranks(ranks, looped, name, str(tmp_path / "model"), options, "20KB", timeout=250)
+    assert all(same.values()), [key for key, equal in same.items() if not equal]
+    assert split
+    index = json.loads((tmp_path / "model" / "model.safetensors.index.json").read_text())
+    whole = json.loads((tmp_path / "model-whole" / "model.safetensors.index.json").read_text())
+    assert index["metadata"] == whole["metadata"]
+    assert set(index["weight_map"]) == set(whole["weight_map"])
+    assert set(index["weight_map"].values()) == {file for file in files if file.endswith(".safetensors")}
+    ours, theirs = (
+        {path.name: path.read_text() for path in (tmp_path / folder).glob("*config.json")}
+        for folder in ("model", "model-whole")
+    )
+    assert ours == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_split_model_with_tied_weights_is_written_by_the_ranks_that_hold_it(tmp_path):
+    check_written("gpt2", tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_experts_that_transformers_keeps_apart_in_files_are_read_as_they_are_here(tmp_path):
+    found, *_ = run_ranks(2, looped, "mixtral", str(tmp_path / "model"), SPLIT, "20KB", timeout=250)
+    assert all(found[1].values()), found[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", ["llama", "t5", "bert"])
+def test_other_models_are_written(name, tmp_path):
+    check_written(name, tmp_path)
+    check_written(name, tmp_path / "four", {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}, 4)
+
+
+@pytest.mark.slow
+def test_what_cannot_be_written_is_refused(tmp_path):
+    import transformers
+
+    folder = tmp_path / "model"
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=8, n_embd=4, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=1)
+    )
+    with pytest.raises(UsageError, match=r"max_shard_size='5 apples': expected the bytes of a file, as '5GB'"):
+        sw.checkpoint.save_pretrained(model, folder, max_shard_size="5 apples")
+    with pytest.raises(CheckpointError, match=r"test_transformers.py cannot be written: File exists"):
+        sw.checkpoint.save_pretrained(model, __file__)
+    assert not folder.exists()
+
+
+ROWS, STEPS = 8, 5
+
+
+def rows():
+    """Sequences with a label for most words, as many labels in each as happens."""
+    batches = [family("llama").batch(seed) for seed in range(ROWS * STEPS // 4)]
+    return [{key: value[row] for key, value in batch.items()} for batch in batches for row in range(4)]
+
+
+def by_trainer(ours, output, ranks, options):
+    """The losses that the Trainer logs."""
+    import torch
+    import transformers
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    if ours:
+        from shardwright.integrations.huggingface import Trainer
+    else:
+        from transformers import Trainer
+
+    class Own(Trainer):
+        """A user's own subclass."""
+
+        def create_optimizer(self, *args):
+            self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+            return self.optimizer
+
+    sw.init()
+    data = rows()
+    arguments = transformers.TrainingArguments(
+        output, per_device_train_batch_size=ROWS // ranks, per_device_eval_batch_size=ROWS // ranks, num_train_epochs=2,
+        logging_steps=1, report_to=[], use_cpu=True, save_strategy="epoch", save_only_model=True, seed=3,
+        disable_tqdm=True, eval_strategy="epoch", max_grad_norm=0.5,
+    )  # fmt: skip
+    more = {"parallelize": options} if ours else {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = Own(family("llama").model(), arguments, train_dataset=data, eval_dataset=data[:ROWS], **more)
+        trainer.train()
+    return [line.get("loss", line.get("eval_loss")) for line in trainer.state.log_history if "train_loss" not in line]
+
+
+def check_trainer(tmp_path, ranks, options):
+    [expected] = run_ranks(1, by_trainer, False, str(tmp_path / "alone"), 1, {}, timeout=200)
+    assert len(expected) == 2 * (STEPS + 1)
+    for losses in run_ranks(ranks, by_trainer, True, str(tmp_path / "ranks"), ranks, options, timeout=200):
+        assert losses == pytest.approx(expected, rel=0, abs=5e-6)  # transformers sums the loss in float32
+    assert (tmp_path / "ranks" / f"checkpoint-{2 * STEPS}" / "model.safetensors").exists()
+
+
+needs_accelerate = pytest.mark.skipif(
+    importlib.util.find_spec("accelerate") is None, reason="accelerate is not installed: pip install accelerate"
+)
+
+
+@needs_accelerate
+@pytest.mark.slow
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(2, {"mode": "data"}), (2, {"mesh": "tp=2", "search": "propagation"}), (4, {"mesh": "dp=2,tp=2"})],
+    ids=["data", "split", "4"],
+)
+def test_the_trainer_logs_the_losses_of_one_device(tmp_path, ranks, options):
+    check_trainer(tmp_path, ranks, options)
+
+
+def refused_arguments(output):
+    import transformers
+
+    from shardwright.integrations.huggingface import Trainer
+
+    sw.init()
+    found = []
+    for changed in (
+        {"gradient_accumulation_steps": 2}, {"label_smoothing_factor": 0.1}, {"save_strategy": "steps"},
+        {"per_device_train_batch_size": 3},
+    ):  # fmt: skip
+        arguments = {"report_to": [], "use_cpu": True, "save_strategy": "no", **changed}
+        try:
+            Trainer(family("llama").model(), transformers.TrainingArguments(output, **arguments), train_dataset=rows())
+        except UsageError as error:
+            found.append(str(error))
+    return found
+
+
+@needs_accelerate
+@pytest.mark.slow
+def test_arguments_that_would_change_the_numbers_are_refused(tmp_path):
+    found, _ = run_ranks(2, refused_arguments, str(tmp_path), timeout=100)
+    accumulation, smoothing, saving, uneven = found
+    assert accumulation.startswith("TrainingArguments(gradient_accumulation_steps=2) is not served here; take a larger")
+    assert smoothing.startswith("TrainingArguments(label_smoothing_factor=0.1) is not served here; smooth in")
+    assert "type save_only_model=True" in saving
+    assert uneven.startswith("the train dataset has 40 samples, which do not fill batches of 6")
