@@ -324,7 +324,7 @@ def saves(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("pinned")
 def pinned(device: torch.device, quick: bool) -> dict[str, Any]:
-    from shardwright.checkpoint.saving.room import _forget_error, room_of
+    from shardwright.checkpoint.saving.room import forget_error, room_of
 
     size = (1 << 28) + 1  # of which torch's own allocator would take twice as much
     memory, source = room_of(size, pinned=True), torch.ones(size, dtype=torch.uint8, device=device)
@@ -340,7 +340,7 @@ def pinned(device: torch.device, quick: bool) -> dict[str, Any]:
     assert memory.count_nonzero() == size
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))  # twice: refused by the driver
     assert error, "memory was pinned twice"
-    _forget_error()
+    forget_error()
     assert float((source.sum() * 2).item()) == 2 * size, "a kernel after an error that was told"
     assert asked_s < done_s / 4, f"who asks for a copy waits {asked_s:.3f} of {done_s:.3f} s"
     return {"ms to ask for a copy": round(asked_s * 1e3, 2), "ms until it is there": round(done_s * 1e3, 1)}

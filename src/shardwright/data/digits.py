@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,19 +85,21 @@ def enlarge(images: Bytes, side: int = mnist.SIDE) -> Bytes:
     return np.pad((scaled + full // 2) // full, ((0, 0), (margin, margin), (margin, margin))).astype(np.uint8)
 
 
-def repeated(part: Digits, count: int | None) -> Digits:
-    """The digits again and again until there are so many; without a count, once."""
-    return part if count is None else part[np.arange(count) % len(part.labels)]
+def enlarged_parts(side: int, counts: Sequence[int] | None) -> list[Digits]:
+    """The digits to train and to test, enlarged; where there are counts, again and again until there are so many."""
+    parts = [Digits(enlarge(part.images, side), part.labels) for part in split(load_digits())]
+    if counts is None:
+        return parts
+    return [part[np.arange(count) % len(part.labels)] for part, count in zip(parts, counts, strict=True)]
 
 
 def mnist_files(full: bool = False) -> dict[str, bytes]:
     """The four files of MNIST, name -> contents; ``full`` ones have as many images as MNIST has."""
     files = {}
-    counts = (60_000, 10_000) if full else (None, None)
-    for train, once, count in zip((True, False), split(load_digits()), counts, strict=True):
-        part = repeated(once, count)
+    parts = enlarged_parts(mnist.SIDE, (60_000, 10_000) if full else None)
+    for train, part in zip((True, False), parts, strict=True):
         image_name, label_name = mnist.file_names(train)
-        files[image_name] = idx_bytes(enlarge(part.images))
+        files[image_name] = idx_bytes(part.images)
         files[label_name] = idx_bytes(part.labels)
     return files
 
@@ -106,16 +108,9 @@ def cifar_files(version: cifar.Version, full: bool = False) -> dict[str, bytes]:
     """The files of a version of CIFAR-10, path -> contents: the digits of `mnist_files` in grey, 32 x 32. ``full`` ones
     have as many images as CIFAR-10 has: 10,000 in each of six files, on which other people's loaders count.
     """
-    counts = (50_000, 10_000) if full else (None, None)
-    train, test = (
-        (np.repeat(repeated(big, count).images[:, None], 3, axis=1), repeated(big, count).labels)
-        for big, count in zip(map(_enlarged, split(load_digits())), counts, strict=True)
-    )
+    parts = enlarged_parts(cifar.SIDE, (50_000, 10_000) if full else None)
+    train, test = ((np.repeat(part.images[:, None], 3, axis=1), part.labels) for part in parts)
     return cifar.cifar_files(version, train, test, names=[str(digit) for digit in range(cifar.CLASSES)])
-
-
-def _enlarged(part: Digits) -> Digits:
-    return Digits(enlarge(part.images, cifar.SIDE), part.labels)
 
 
 # format -> its files, path -> contents
