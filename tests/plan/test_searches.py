@@ -36,7 +36,7 @@ def test_a_configuration_offers_the_rows():
 
 
 def test_a_row_that_is_added_is_a_choice(monkeypatch):
-    row = Search(lambda hardware: Bytes(), "B", lambda strategy, rule, mesh: True, most_axes=1)
+    row = Search(lambda hardware: Bytes(), "B", lambda strategy, rule, mesh: True, first_axes=1, most_axes=1)
     assert _problem("auto", "fewest", "mean", "global", None) is not None
     with pytest.raises(UsageError, match="unknown search 'fewest'; the searches are propagation, recursive, exact"):
         PlanRequest(Mesh.of(d=2), search="fewest")

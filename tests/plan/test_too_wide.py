@@ -24,7 +24,7 @@ def plan(monkeypatch):
     """`plan_of` the quick start, where a search is too wide on more than so many axes."""
 
     def planned(most, mesh=EIGHT, **options):
-        def search(space, objective, budget):
+        def search(space, objective, budget, below):
             if len(space.mesh.axes) > most:
                 raise TooWide("the search would need a table")
             return SEARCH(space, objective)
@@ -44,7 +44,7 @@ def test_fewer_axes_serve(plan, method):
     wide = plan(3, search=method).mesh
     assert len(plan(2, search=method).mesh.axes) == 2
     assert str(plan(1, search=method).mesh) == "d.0=8"
-    assert len(wide.axes) == SEARCHES[method].most_axes
+    assert len(wide.axes) == SEARCHES[method].first_axes
 
 
 def test_axes_that_were_given_are_kept(plan):

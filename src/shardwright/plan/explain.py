@@ -67,7 +67,8 @@ def certificate(plan: Decisions) -> Iterator[str]:
             yield f"{cost}; what no plan is below was not searched for"
         else:
             fitting = "that fits its memory " if plan.memory else ""
-            bound = f"no plan {fitting}on this mesh costs less than {in_unit(plan.bound, row)}"
+            where = "these meshes" if plan.considered else "this mesh"
+            bound = f"no plan {fitting}on {where} costs less than {in_unit(plan.bound, row)}"
             yield f"{cost}; {bound} (gap {plan.gap:.2%})"
     if plan.considered:
         yield "\n  ".join(["meshes considered:", *plan.considered])

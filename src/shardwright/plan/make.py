@@ -12,11 +12,12 @@ of the other searches. The bound stays that of the search.
 from __future__ import annotations
 
 import itertools
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 
 from shardwright.errors import PlanError, StrategyError
 from shardwright.graph.ir import Capture
@@ -29,6 +30,7 @@ from shardwright.plan.holding import remade_memory
 from shardwright.plan.plan import Plan
 from shardwright.plan.prices import repeated_costs
 from shardwright.plan.pricing.cost import Objective, Seconds
+from shardwright.plan.pricing.hardware import link_along
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MODES, SEARCHES, Search
@@ -36,6 +38,7 @@ from shardwright.plan.searching.budget import Budget, OverBudget
 from shardwright.plan.searching.data import data_parallel
 from shardwright.plan.searching.exact import TooWide
 from shardwright.plan.searching.known import Known
+from shardwright.plan.searching.narrow import NothingBelow
 from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
@@ -58,51 +61,129 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
     graph = RuledGraph.of(capture)
     if request.searched is None:
         return _following_the_batch(graph, request)
-    row = SEARCHES[request.searched]
-    most_axes = row.most_axes
-    considered: list[str] = []
-    while True:
-        meshes = (request.axes,) if request.axes else meshes_for(graph, request, most_axes)
-        try:
-            return _cheapest(graph, request, row, meshes, considered)
-        except (OverBudget, StrategyError):
-            raise
-        except PlanError as error:
-            # A table over fewer axes is smaller, unless pins, the storage or the inputs name the axes that there are.
-            named = len(meshes[0].axes) > most_axes or request.storage or isinstance(request.inputs, Mapping)
-            if not isinstance(error, TooWide) or most_axes == 1 or named:
-                text = f"no plan was found on the mesh {meshes[0]}: {error}; try fewer axes, as in mesh='dp=4,tp=2'"
-                raise PlanError(text) from None
-        most_axes -= 1
+    meshes = _Meshes(graph, request)
+    if request.axes:
+        meshes.look_at([meshes.weighing(request.axes)])
+    else:
+        meshes.look()
+    return meshes.found()
 
 
-def _cheapest(
-    graph: RuledGraph, request: PlanRequest, row: Search, meshes: Sequence[Mesh], considered: list[str]
-) -> Plan:
-    """The plan of the mesh whose plan costs least; what is said of each goes to ``considered``."""
-    best: Plan | None = None
-    first: PlanError | None = None
-    for mesh in meshes:
-        space, objective = space_of(graph, mesh, request, row), row.objective(request.hardware, request.optimizer)
-        if best is not None and (least := least_cost(space, objective)) >= (best.cost or 0.0):
-            considered.append(f"{mesh} not searched: nothing on it costs less than {in_unit(least, row)}")
-            continue
-        find = recursive if row.by_axes else search
-        weighing = Weighing(mesh, request, space, objective)
+class _Meshes:
+    """The meshes that are looked at: the plan that costs least, what nothing costs less than, what is said of each."""
+
+    def __init__(self, graph: RuledGraph, request: PlanRequest) -> None:
+        assert request.searched is not None
+        self._graph, self._request, self._row = graph, request, SEARCHES[request.searched]
+        self._best: Plan | None = None
+        self._bounds: list[float] = []  # of each mesh, where the search has one
+        self._errors: list[tuple[Mesh, PlanError]] = []
+        self._said: list[str] = []
+
+    def weighing(self, mesh: Mesh, row: Search | None = None) -> Weighing:
+        """What may be chosen on a mesh, and what that costs."""
+        request, row = self._request, row or self._row
+        space = space_of(self._graph, mesh, request, row)
+        return Weighing(mesh, request, space, row.objective(request.hardware, request.optimizer))
+
+    def look(self) -> None:
+        """Look at meshes of few axes, then at finer ones; where all tables would be too large, at coarser ones."""
+        count = self._row.first_axes
+        meshes = meshes_for(self._graph, self._request, count)
+        few = [self.weighing(mesh) for mesh in meshes]
+        self.look_at(few)
+        # Unless pins, the storage or the inputs name the axes that there are.
+        named = len(meshes[0].axes) > count or self._request.storage or isinstance(self._request.inputs, Mapping)
+        if self._is_too_wide() and not named:
+            while self._is_too_wide() and count > 1:
+                count -= 1
+                self.look_at([self.weighing(mesh) for mesh in meshes_for(self._graph, self._request, count)])
+        else:
+            self._look_closer(self._finer(meshes), min(of.least for of in few))
+
+    def _look_closer(self, finer: Sequence[Mesh], least: float) -> None:
+        """Look at finer meshes, that first whose devices find most to do when none is to be idle.
+
+        What is found of such plans, in a fraction of the time, is to be beaten.
+        """
+        weighings = [self.weighing(mesh) for mesh in finer]
+        worth = [of for of in weighings if self._is_worth(of, least)]
+        busy = {of.mesh: self._of_the_busy(of.mesh) for of in worth}
+        self.look_at(sorted(worth, key=lambda of: busy[of.mesh]))
+        idle = [of.mesh for of in weighings if of not in worth]
+        self._said += [f"{mesh} not searched: its axes have one link, and cut no more than fewer do" for mesh in idle]
+
+    def _of_the_busy(self, mesh: Mesh) -> float:
+        """What the best plan costs that leaves no device idle, which may take the place of the one that is there."""
+        weighing = self.weighing(mesh, replace(self._row, keeps=SEARCHES["propagation"].keeps))
         try:
-            budget = weighing.budget()
-            choice = find(space, objective, budget)
-            choice = or_known(choice if budget else weighing.settle(choice), space, row, request, weighing)
+            choice = weighing.first(self._row)
+        except PlanError:
+            return math.inf
+        self._take(choice, weighing)
+        return choice.cost or 0.0
+
+    def _finer(self, meshes: Sequence[Mesh]) -> Sequence[Mesh]:
+        """Those of more axes than these, unless the user has named several."""
+        if len(self._request.mesh.without_ones().axes) > 1:
+            return ()
+        counts = range(self._row.first_axes + 1, self._row.most_axes + 1)
+        found = dict.fromkeys(mesh for of in counts for mesh in meshes_for(self._graph, self._request, of))
+        return [mesh for mesh in found if mesh not in meshes]
+
+    def _is_worth(self, finer: Weighing, least: float) -> bool:
+        """Whether links tell the axes of a mesh from each other, or they cut what those of coarser meshes do not."""
+        per_host = self._request.hardware.ranks_per_host
+        links = {link_along(finer.mesh, [axis], per_host) for axis in finer.mesh.names}
+        return len(links) > 1 or finer.least < least * (1 - EQUAL)
+
+    def look_at(self, weighings: Sequence[Weighing]) -> None:
+        """Search these meshes for what costs less than what was found."""
+        for weighing in weighings:
+            self._said.append(f"{weighing.mesh} {self._searched(weighing)}")
+
+    def _searched(self, weighing: Weighing) -> str:
+        """What is to be said of a mesh; a plan that costs less than the one that is there takes its place."""
+        row, below = self._row, self._least()
+        if weighing.least >= below:
+            return f"not searched: nothing on it costs less than {in_unit(weighing.least, row)}"
+        try:
+            choice = weighing.searched(row, below)
+        except NothingBelow as nothing:
+            self._bounds.append(min(nothing.bound, below))
+            return f"has no cheaper plan: nothing on it costs less than {in_unit(nothing.bound, row)}"
         except PlanError as error:
-            first = first or error
-            considered.append(f"{mesh} has no plan: {str(error).splitlines()[0]}")
-            continue
-        considered.append(f"{mesh} costs {in_unit(choice.cost or 0.0, row)}")
-        if best is None or (choice.cost or 0.0) < (best.cost or 0.0):
-            best = weighing.plan(choice)
-    if best is None:
-        raise first or PlanError("there is no mesh")
-    return replace(best, considered=tuple(considered) if len(considered) > 1 else ())
+            self._errors.append((weighing.mesh, error))
+            self._bounds += [weighing.least] if isinstance(error, TooWide) else []
+            return f"has no plan: {str(error).splitlines()[0]}"
+        self._bounds += [] if choice.bound is None else [choice.bound]
+        self._take(choice, weighing)
+        return f"costs {in_unit(choice.cost or 0.0, row)}"
+
+    def _least(self) -> float:
+        return math.inf if self._best is None else self._best.cost or 0.0
+
+    def _take(self, choice: Choice, weighing: Weighing) -> None:
+        if (choice.cost or 0.0) < self._least():
+            self._best = weighing.plan(choice)
+
+    def _is_too_wide(self) -> bool:
+        return self._best is None and all(isinstance(error, TooWide) for _, error in self._errors)
+
+    def found(self) -> Plan:
+        """The plan that costs least of all that were found.
+
+        Raises:
+            PlanError: where there is none.
+        """
+        if self._best is not None:
+            several = tuple(self._said) if len(self._said) > 1 else ()
+            return replace(self._best, bound=self._best.bound and min(self._bounds), considered=several)
+        for _, error in self._errors:
+            if isinstance(error, OverBudget | StrategyError):
+                raise error
+        mesh, error = self._errors[-1]
+        raise PlanError(f"no plan was found on the mesh {mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'")
 
 
 def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, outputs: Mapping[str, Layout]) -> Plan:
@@ -130,7 +211,12 @@ class Weighing:
     """What choices hold and cost on a mesh, all of it."""
 
     def __init__(self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective) -> None:
-        self._mesh, self._request, self._space, self._objective = mesh, request, space, objective
+        self.mesh, self._request, self._space, self._objective = mesh, request, space, objective
+
+    @cached_property
+    def least(self) -> float:
+        """What the operators alone cost at least."""
+        return least_cost(self._space, self._objective)
 
     def budget(self) -> Budget | None:
         """What a device may hold; None where that is not limited."""
@@ -146,9 +232,24 @@ class Weighing:
             self.fewest,
         )
 
+    def first(self, row: Search, below: float = math.inf) -> Choice:
+        """What the search finds.
+
+        Raises:
+            NothingBelow: where no choice was found that costs less than ``below``.
+            PlanError: where there is none at all, or none that fits.
+        """
+        space, objective, budget = self._space, self._objective, self.budget()
+        choice = recursive(space, objective, budget) if row.by_axes else search(space, objective, budget, below)
+        return choice if budget else self.settle(choice)
+
+    def searched(self, row: Search, below: float) -> Choice:
+        """The same, or what is known beside it where it leaves a gap; raises what that does."""
+        return or_known(self.first(row, below), self._space, row, self._request, self)
+
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice."""
-        return _plan(self._space.graph, self._mesh, self._request, choice, self._space.outputs)
+        return _plan(self._space.graph, self.mesh, self._request, choice, self._space.outputs)
 
     def settle(self, choice: Choice) -> Choice:
         """The same with the blocks that the request names computed again, and with what that costs."""

@@ -90,7 +90,7 @@ def with_parameters(
 def meshes_for(graph: RuledGraph, request: PlanRequest, most_axes: int) -> tuple[Mesh, ...]:
     """The meshes to search, as coarse as serves; finer ones where pins need them."""
     atoms = request.mesh.atomic()
-    for count in range(most_axes, len(atoms.axes)):
+    for count in range(most_axes, max(most_axes, len(atoms.axes)) + 1):
         coarse = [mesh for mesh in cuts(request.mesh, request.hardware.ranks_per_host, count) if _serves(mesh, graph)]
         if coarse:
             return tuple(coarse)

@@ -33,9 +33,9 @@ def test_every_way_that_links_distinguish():
     assert [str(mesh) for mesh in cuts(Mesh.of(dp=4, tp=16), 8, 2)] == ["dp=4 tp=16"]
 
 
-def graph(pin=None):
+def graph(pin=None, rows=48, inner=8192, columns=8192):
     """Wide layers over few rows, of which 48 do not divide by 32."""
-    facts = {"x": (48, 8192), "w": (8192, 8192), "y": (48, 8192), "loss": ()}
+    facts = {"x": (rows, inner), "w": (columns, inner), "y": (rows, columns), "loss": ()}
     kinds = {"x": "input", "w": "parameter"}
     values = {n: Value(n, kinds.get(n, "result"), n, s, torch.float32, n != "x") for n, s in facts.items()}
     linear = Node("linear", "aten.linear.default", (Operand(0), Operand(1)), (), ("x", "w"), ("y",), "", "a.py:1", pin)
@@ -53,7 +53,9 @@ def test_the_cheapest_mesh_is_taken_and_all_are_told():
     each = {mesh: planned(64, axes=mesh) for mesh in cuts(Mesh.of(d=64), None, 2)}
     assert plan.cost == min(of.cost for of in each.values())
     assert plan.mesh == min(each, key=lambda mesh: each[mesh].cost)
-    assert [line.partition(" costs")[0] for line in plan.considered] == [str(mesh) for mesh in each]
+    assert [line.partition(" costs")[0] for line in plan.considered[:3]] == [str(mesh) for mesh in each]
+    finer = [f"{mesh} not searched: its axes have one link, and cut no more" for mesh in cuts(Mesh.of(d=64), None, 3)]
+    assert [line.partition(" than")[0] for line in plan.considered[3:]] == finer
     assert f"meshes considered:\n  {plan.considered[0]}" in str(plan)
     assert Plan.from_json(plan.to_json(), plan.graph) == plan
 
@@ -61,7 +63,34 @@ def test_the_cheapest_mesh_is_taken_and_all_are_told():
 def test_a_mesh_on_which_nothing_can_be_cheaper_is_not_searched(monkeypatch):
     monkeypatch.setattr(make, "least_cost", lambda space, objective: 1.0)
     plan = planned(64)
-    assert [" not searched: nothing on it costs less than 1000 ms" in line for line in plan.considered] == [0, 1, 1]
+    told = [" not searched: nothing on it costs less than 1000 ms" in line for line in plan.considered]
+    assert told == [0, 1, 1, 0, 0, 0]
+
+
+def whole_factors(size, most):
+    """All ways to write a size as a product of at most so many factors, in any order."""
+    if most == 0 or size == 1:
+        return [()] if size == 1 else []
+    return [(of, *more) for of in range(2, size + 1) if size % of == 0 for more in whole_factors(size // of, most - 1)]
+
+
+@pytest.mark.parametrize(("devices", "per_host"), [(8, 4), (12, 6), (12, 2)])
+def test_no_mesh_of_three_axes_has_a_cheaper_plan(devices, per_host):
+    """By all of them, one after the other."""
+    plan = planned(devices, per_host=per_host)
+    meshes = [Mesh.of(**{f"a{i}": of for i, of in enumerate(sizes)}) for sizes in whole_factors(devices, 3)]
+    every = [planned(devices, per_host=per_host, axes=mesh) for mesh in meshes]
+    assert plan.cost == pytest.approx(min(of.cost for of in every), rel=1e-9)
+    assert plan.bound == pytest.approx(plan.cost, rel=1e-9)
+    again = make_plan(plan.capture, PlanRequest(plan.mesh, hardware=plan.hardware))
+    assert again.cost == pytest.approx(plan.cost, rel=1e-9)
+
+
+def test_a_finer_mesh_is_searched_where_it_cuts_what_coarser_ones_do_not():
+    """Of 30 devices on one host all have work where 2 share the rows, 5 the common dim, and 3 the columns."""
+    plan = planned(30, graph(rows=2 * 7**4, inner=5 * 7**4, columns=3 * 7**4), inputs="whole")
+    assert str(plan.mesh) == "d.0=2 d.1=3 d.2=5"
+    assert plan.strategies["linear"].used == {"d.0", "d.1", "d.2"}
 
 
 def test_fewer_axes_are_told(monkeypatch):

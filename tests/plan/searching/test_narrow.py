@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwright.errors import PlanError
 from shardwright.plan.searching import narrow
 from shardwright.plan.searching.exact import Table, TooWide, minimise
-from shardwright.plan.searching.narrow import Minimum, least
+from shardwright.plan.searching.narrow import Minimum, NothingBelow, least
 
 
 def chain_with_common(seed, length, size, common):
@@ -89,6 +89,16 @@ def test_where_little_is_near_the_least_it_is_the_minimum():
     found = least([20] * 7, tables, limit=20**4)
     few = [Table(t.scope, t.costs[(slice(4),) * len(t.scope)]) for t in tables]
     assert found.cost == found.bound == pytest.approx(minimise([4] * 7, few)[0])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_to_be_beaten_is_beaten_or_nothing_is_below_it(seed):
+    domains, tables = problem(seed)
+    best, _ = minimise(domains, tables)
+    assert least(domains, tables, limit=100, below=best + 0.5).cost == pytest.approx(best)
+    with pytest.raises(NothingBelow) as nothing:
+        least(domains, tables, limit=100, below=best - 0.5)
+    assert best - 1 < nothing.value.bound <= best
 
 
 def test_what_is_tied_too_much_has_a_bound():

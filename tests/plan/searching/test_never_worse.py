@@ -94,7 +94,12 @@ def problems(monkeypatch):
     """The problems that the exact search solves."""
     seen = []
     least = Problem.minimum
-    monkeypatch.setattr(Problem, "minimum", lambda problem, *more: seen.append(problem) or least(problem, *more))
+
+    def minimum(problem, *more, **below):
+        seen.append(problem)
+        return least(problem, *more, **below)
+
+    monkeypatch.setattr(Problem, "minimum", minimum)
     return seen
 
 

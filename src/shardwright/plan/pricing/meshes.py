@@ -15,12 +15,16 @@ from shardwright.mesh.mesh import Axis, Mesh
 def cuts(mesh: Mesh, ranks_per_host: int | None, most_axes: int) -> tuple[Mesh, ...]:
     """The finest ways to cut a mesh of one axis into at most so many, the even ones first; several are left as given.
 
+    A host's axes come last, whatever their sizes: ranks that follow each other are on one host.
+
     >>> for mesh in cuts(Mesh.of(d=64), 8, 3): print(mesh)
     d.0=2 d.1=4 d.2=8
     d.0=8 d.1=2 d.2=4
+    >>> for mesh in cuts(Mesh.of(d=12), 2, 3): print(mesh)
+    d.0=2 d.1=3 d.2=2
     """
-    given = mesh.without_ones()
-    if len(given.axes) != 1 or len(mesh.atomic().axes) <= most_axes:
+    given, most_axes = mesh.without_ones(), min(most_axes, len(mesh.atomic().axes))
+    if len(given.axes) != 1 or most_axes == 1:
         return (mesh.grouped(most_axes),)
     [axis] = given.axes
     inside = ranks_per_host if ranks_per_host and axis.size % ranks_per_host == 0 else axis.size

@@ -14,11 +14,13 @@ what it counts is one for what is true. What was found is weighed and priced by 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from shardwright.errors import PlanError
 from shardwright.plan.pricing.optimizers import OptimizerStates
+from shardwright.plan.searching.narrow import NothingBelow
 from shardwright.plan.searching.space import Choice
 
 MOST_PRICES = 16
@@ -67,14 +69,18 @@ class Priced:
         return Priced(choice, choice.cost or 0.0, total, budget.weigh(choice))
 
 
-def fitting(free: Choice, solve: Callable[[float], tuple[Choice, float]], budget: Budget) -> Choice:
+def fitting(
+    free: Choice, solve: Callable[[float], tuple[Choice, float]], budget: Budget, below: float = math.inf
+) -> Choice:
     """The cheapest choice found that fits ``budget``.
 
     Args:
         free: the choice without a budget.
         solve: the choice at a price of a byte, and a lower bound of cost + price * (bytes - budget).
+        below: what a plan costs that is known; the search ends where nothing that fits costs less.
 
     Raises:
+        NothingBelow: where none that fits costs less than ``below``.
         OverBudget: where none fits.
     """
     over = Priced.of(free, free.bound or 0.0, budget)
@@ -91,6 +97,8 @@ def fitting(free: Choice, solve: Callable[[float], tuple[Choice, float]], budget
             break
         found = Priced.of(*solve(price), budget)
         bound = max(bound, found.total)
+        if bound >= below:
+            raise NothingBelow(bound)
         if (found.cost, found.bytes) in ((over.cost, over.bytes), (fits.cost, fits.bytes)):
             break
         if found.bytes > budget.limit_bytes:

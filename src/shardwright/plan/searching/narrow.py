@@ -22,7 +22,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -51,26 +52,62 @@ class Minimum:
     picked: list[int]
 
 
-def least(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT) -> Minimum:
+class NothingBelow(PlanError):
+    """No assignment was found that costs less than what is there already; ``bound`` is what none is below."""
+
+    def __init__(self, bound: float) -> None:
+        super().__init__(f"nothing cheaper was found; nothing costs less than {bound}")
+        self.bound = bound
+
+
+@contextmanager
+def beside(more: float) -> Iterator[None]:
+    """Inside, what is searched is a part: the rest costs ``more``, which is added to what nothing is below."""
+    try:
+        yield
+    except NothingBelow as nothing:
+        raise NothingBelow(nothing.bound + more) from None
+
+
+def least(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT, *, below: float = math.inf) -> Minimum:
     """The minimum; or, where elimination is too wide and what can be left out is too little, a choice near it.
 
     Args:
         domains: the number of values of every variable.
         limit: the largest table, in entries, that is built at first.
+        below: what an assignment must be below to be of use: where elimination is too wide, values that are in none
+            such are left out from the start.
 
     Raises:
+        NothingBelow: where none is below that.
         PlanError: where every assignment has infinite cost.
         TooWide: where nothing possible was found.
     """
     try:
         cost, picked = minimise(domains, tables, limit)
     except TooWide:
-        return _narrowed(_Bounds(domains, tables), limit)
+        return _narrowed(_Bounds(domains, tables), limit, below)
     return Minimum(cost, cost, picked)
 
 
-def _narrowed(bounds: _Bounds, limit: int) -> Minimum:
-    best, gap = Minimum(math.inf, -math.inf, []), math.inf
+def _narrowed(bounds: _Bounds, limit: int, below: float) -> Minimum:
+    try:
+        best = _nearer(bounds, limit, below)
+    except PlanError:
+        if math.isfinite(below):
+            raise NothingBelow(below) from None
+        raise
+    if best.picked:
+        return best
+    if math.isfinite(below):
+        raise NothingBelow(best.bound)
+    return replace(_possible(bounds, limit * MOST), bound=best.bound)
+
+
+def _nearer(bounds: _Bounds, limit: int, below: float) -> Minimum:
+    """The best assignment that was found; without one, that which is to be beaten, which nothing picks."""
+    best, gap = Minimum(below, -math.inf, []), math.inf
+    bounds.leave_out_above(below)
     for at in range(ROUNDS):
         bounds.sweep()
         found, proven = bounds.least_near(limit * min(WIDER**at, MOST))
@@ -81,9 +118,9 @@ def _narrowed(bounds: _Bounds, limit: int) -> Minimum:
             continue
         before, gap = gap, best.cost - best.bound
         if gap <= ENOUGH * abs(best.cost) or (WIDER**at > MOST and gap > WORTH * before):
-            return best
+            break
         bounds.leave_out_above(best.cost)
-    return best if math.isfinite(best.cost) else replace(_possible(bounds, limit * MOST), bound=best.bound)
+    return best
 
 
 def _possible(bounds: _Bounds, limit: int) -> Minimum:

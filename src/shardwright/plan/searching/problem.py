@@ -81,9 +81,13 @@ class Problem:
         found = self.minimum()
         return found.cost, *self.decided(found.picked)
 
-    def minimum(self, more: Sequence[Table] = ()) -> Minimum:
-        """The least cost with ``more`` tables over the same variables, and what attains it, by variable."""
-        return least(self.domains, [*self.tables, *more])
+    def minimum(self, more: Sequence[Table] = (), *, below: float = math.inf) -> Minimum:
+        """The least cost with ``more`` tables over the same variables, and what attains it, by variable.
+
+        Raises:
+            NothingBelow: where no choice was found that costs less than ``below``.
+        """
+        return least(self.domains, [*self.tables, *more], below=below)
 
     def cost_of(self, picked: Sequence[int]) -> float:
         """What a choice for every variable costs."""

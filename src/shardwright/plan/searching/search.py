@@ -9,6 +9,7 @@ and little stands in the way, all is decided at once.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache, cached_property
@@ -20,6 +21,7 @@ from shardwright.plan.searching.budget import Budget, fitting
 from shardwright.plan.searching.buffers import buffers_of, least
 from shardwright.plan.searching.exact import Table, TooWide, minimise
 from shardwright.plan.searching.known import Known
+from shardwright.plan.searching.narrow import Minimum, NothingBelow, beside
 from shardwright.plan.searching.problem import Problem, Solution
 from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.searching.weights import Weights
@@ -31,20 +33,26 @@ MANY_READERS = 2
 CLOSE, TIED, CLOSE_ON_MORE = 1e-6, 1_000_000, 1e-4
 
 
-def search(space: Space, objective: Objective, budget: Budget | None = None) -> Choice:
+def search(space: Space, objective: Objective, budget: Budget | None = None, below: float = math.inf) -> Choice:
     """The choice with the least cost, of those that hold no more than ``budget`` where there is one.
 
+    Args:
+        below: what a plan costs that is known; the search ends where nothing costs less.
+
     Raises:
+        NothingBelow: where no choice was found that costs less than ``below``.
         OverBudget: where none that was found fits the budget.
         PlanError: where the search would be too large, or nothing is possible.
     """
     both = _Both(space, objective)
-    free = both.at()[0]
+    free = both.at(below=below)[0]
     close = CLOSE if len(space.mesh.axes) <= FEW_AXES else CLOSE_ON_MORE
     if both.beside and (free.cost or 0.0) - (free.bound or 0.0) > close * (free.cost or 0.0):
         free = both.together() or free
     if budget is None:
         return free
+    if free.bound is not None and free.bound >= below:
+        raise NothingBelow(free.bound)
     # Neither is needed where the choice without a budget fits.
     weigh = cache(lambda: Weights(both.main, budget.optimizer))
     buffers = cache(lambda: buffers_of(both.main))
@@ -53,13 +61,19 @@ def search(space: Space, objective: Objective, budget: Budget | None = None) -> 
         weights = weigh()
         above_bytes = weights.fixed_bytes - budget.limit_bytes
         tables = weights.at(price)
-        choice, total, picked = least(lambda more: both.at([*tables, *more]), buffers(), price)
+
+        def at(more: Sequence[Table]) -> tuple[Choice, float, list[int]]:
+            # With a limit for buffers it is a part of the choices, of which nothing may be below.
+            return both.at([*tables, *more], below=math.inf if more else below - price * above_bytes)
+
+        with beside(price * above_bytes):
+            choice, total, picked = least(at, buffers(), price)
         again, more = weights.again(price, picked)
         recomputed = weights.recomputing.chosen(picked)
         choice = replace(choice, cost=(choice.cost or 0.0) + more, again=again, recomputed=recomputed)
         return budget.settle(choice), total + price * above_bytes
 
-    return fitting(budget.settle(free), solve, budget)
+    return fitting(budget.settle(free), solve, budget, below)
 
 
 def least_cost(space: Space, objective: Objective) -> float:
@@ -86,9 +100,13 @@ class _Both:
         names = {node.name for node in self._space.graph.capture.nodes}
         return Problem(self._space, self._known, names - self.beside)
 
-    def at(self, more: Sequence[Table] = ()) -> tuple[Choice, float, list[int]]:
-        """The choice with the least cost with ``more`` tables, a bound of that, and what was picked by variable."""
-        found = self.main.minimum(more)
+    def at(self, more: Sequence[Table] = (), *, below: float = math.inf) -> tuple[Choice, float, list[int]]:
+        """The choice with the least cost with ``more`` tables, a bound of that, and what was picked by variable.
+
+        Raises:
+            NothingBelow: where no choice was found that costs less than ``below``.
+        """
+        found = self._least_of(self.main, more, below)
         bound, extra = found.bound, 0.0
         strategies, leaves = self.main.decided(found.picked)
         if self.beside:
@@ -97,13 +115,18 @@ class _Both:
             except TooWide:
                 raise
             except PlanError:  # the rest demands partial sums, which what stands beside it cannot make
-                found = self._without_sums.minimum(more)
+                found = self._least_of(self._without_sums, more, below)
                 strategies, leaves = self.main.decided(found.picked)
                 extra, of_beside, their_leaves = self._following(strategies, leaves)
             strategies, leaves = strategies | of_beside, leaves | their_leaves
             bound += min(self._least, extra)
         cost = self.main.cost_of(found.picked) if more else found.cost
         return Choice(strategies, leaves, cost + extra, bound), bound, list(found.picked)
+
+    def _least_of(self, problem: Problem, more: Sequence[Table], below: float) -> Minimum:
+        """The minimum of what is searched first; what stands beside it costs at least ``self._least`` more."""
+        with beside(self._least):
+            return problem.minimum(more, below=below - self._least)
 
     def together(self) -> Choice | None:
         """The choice with the least cost of all operators at once; None where they tie too much together for that."""

@@ -50,7 +50,7 @@ function showHead() {
     `${head.hidden_s ? `; ${inTime(head.hidden_s)} of that at once` : ""}. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
   const found = head.certificate;
   const lines = found && found.unit === "s"
-    ? [`No plan on this mesh takes less than ${inTime(found.bound)} by these costs (gap ${(100 * found.gap).toFixed(2)} %).`] : [];
+    ? [`No plan on ${head.considered.length ? "these meshes" : "this mesh"} takes less than ${inTime(found.bound)} by these costs (gap ${(100 * found.gap).toFixed(2)} %).`] : [];
   $("search").replaceChildren(...[...lines, ...head.considered].map((line) => element("p", {}, line)));
 }
 
