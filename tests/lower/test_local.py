@@ -65,7 +65,7 @@ def test_group_norm_gets_its_local_numbers():
 
 def test_random_operators_know_where_their_part_starts():
     _, second = calls("native_dropout.default", (x(5, 4), 0.1, True), {"*1": ["a"]})
-    assert second == Call("draws.native_dropout", (Operand(0), 0.1, RandomKey(7), [5, 4], [3, 0]))
+    assert second == Call("draws.native_dropout", (Operand(0), 0.1, RandomKey(7), [5, 4], [3, 0], [2, 4]))
 
 
 def test_batch_norm_knows_how_many_values_every_rank_has():

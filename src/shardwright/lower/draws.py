@@ -68,15 +68,30 @@ class _Dropout(torch.autograd.Function):
         return (gradient * mask).mul_(ctx.scale), None, None
 
 
-def native_dropout(x: Tensor, p: float, key: int, shape: Sizes, offsets: Sizes) -> tuple[Tensor, Tensor]:
-    """Dropout of the part of a tensor of global ``shape`` that starts at ``offsets``, and its mask."""
-    mask = randomness.kept(key, p, shape, offsets, x.shape, x.device)
-    return _Dropout.apply(x, mask, 1 / (1 - p) if p < 1 else 0.0), mask  # type: ignore[no-untyped-call]
+def kept(p: float, key: int, shape: Sizes, offsets: Sizes, local_shape: Sizes, device: torch.device) -> Tensor:
+    """The mask of `native_dropout`, drawn apart from what it masks."""
+    return randomness.kept(key, p, shape, offsets, local_shape, device)
 
 
-def dropout(x: Tensor, p: float, key: int, shape: Sizes, offsets: Sizes) -> Tensor:
+def native_dropout(
+    x: Tensor, p: float, key: int | Tensor, shape: Sizes, offsets: Sizes, local_shape: Sizes | None = None
+) -> tuple[Tensor, Tensor]:
+    """Dropout of the part of a tensor of global ``shape`` that starts at ``offsets``, and its mask.
+
+    In place of the key may stand the mask, as `kept` gives it: what is then left is operators of torch alone.
+    """
+    scale = 1 / (1 - p) if p < 1 else 0.0
+    if isinstance(key, Tensor):
+        return x * key * scale, key
+    mask = randomness.kept(key, p, shape, offsets, local_shape or x.shape, x.device)
+    return _Dropout.apply(x, mask, scale), mask  # type: ignore[no-untyped-call]
+
+
+def dropout(
+    x: Tensor, p: float, key: int | Tensor, shape: Sizes, offsets: Sizes, local_shape: Sizes | None = None
+) -> Tensor:
     """`native_dropout` without the mask."""
-    return native_dropout(x, p, key, shape, offsets)[0]
+    return native_dropout(x, p, key, shape, offsets, local_shape)[0]
 
 
 def recurrent(

@@ -30,7 +30,7 @@ def dropout(site: Site) -> Call:
     p = site["p"]
     if not p or site["train"] is False:
         return site.same()
-    return Call(f"draws.{site.name}", (Operand(0), p, *_drawn(site)))
+    return Call(f"draws.{site.name}", (Operand(0), p, *_drawn(site), site.local_result_shape()))
 
 
 def recurrent(site: Site) -> Call:

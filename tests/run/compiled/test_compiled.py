@@ -4,6 +4,7 @@ import warnings
 
 import pytest
 import torch
+from torch import nn
 
 from models import NETWORKS
 from shardwright.lower.lower import lower
@@ -28,8 +29,14 @@ class Wrong(Compiler):
         return other
 
 
+def dropping():
+    """A network that draws in the middle of what is compiled."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(24, 16), nn.GELU(), nn.Dropout(0.3), nn.Linear(16, 12))
+
+
 def network(name, rows=6):
     make, loss_fn, batch = NETWORKS[name]
+    make = dropping if name == "perceptron" else make
     torch.manual_seed(0)
     return make(), loss_fn, batch(rows)
 
@@ -41,9 +48,14 @@ def test_a_stretch_stands_between_two_collectives(float64):
     assert running.collectives() == program.collectives()
     assert len(stretches) >= 1
     inside = [instruction for stretch in stretches for instruction in stretch.instructions]
-    assert not [one for one in inside if one.collectives(program.mesh) or not one.text.startswith("aten.")]
+    assert not [one for one in inside if one.collectives(program.mesh)]
+    assert [one.text for one in inside if one.text.startswith("draws.")] == [
+        "draws.native_dropout(gelu, 0.3, kept_native_dropout_out0, [6, 16], [0, 0], [3, 16])"
+    ]
     left = [instruction for instruction in running.instructions if instruction.kind != "stretch"]
-    assert len(left) + len(inside) == len(program.instructions)
+    drawn = "draws.kept(0.3, key(3), [6, 16], [0, 0], [3, 16], device)"
+    assert [one.text for one in left if "key" in one.text] == [drawn]
+    assert len(left) + len(inside) == len(program.instructions) + 1
     assert compile(running.source, "", "exec")
 
 

@@ -1,10 +1,12 @@
 """The operators of a program that stand between two collectives, each run of them as one function.
 
-What communicates, draws random numbers, or checks what a user gave it stays in the program as it is.
+What communicates, draws random numbers, or checks what a user gave it stays in the program as it is. The mask of a
+dropout is drawn before the stretch that the dropout is in.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -13,6 +15,7 @@ from shardwright.lower.program import Instruction, LocalProgram, function_of, gi
 
 Chosen = Callable[[Instruction], bool]
 """Whether an instruction may be part of a stretch."""
+_DROPOUT = re.compile(r"(?P<call>draws\.(?:native_)?dropout\(\w+, )(?P<p>[^,]+), (?P<key>key\(\d+\)), (?P<place>.*)\)")
 _FEWEST = 2  # operators: to call one that is compiled costs more than the operator
 
 
@@ -38,8 +41,9 @@ class Stretch:
 
 
 def calls_torch(instruction: Instruction) -> bool:
-    """Whether an instruction calls an operator of torch's own, which needs nothing but what the instruction reads."""
-    return instruction.kind == "operator" and instruction.text.startswith("aten.")
+    """Whether an instruction calls operators of torch's own alone, on what it reads and perhaps on a mask."""
+    own = instruction.text.startswith("aten.") or _DROPOUT.fullmatch(instruction.text)
+    return instruction.kind == "operator" and bool(own)
 
 
 def in_stretches(program: LocalProgram, chosen: Chosen = calls_torch) -> tuple[LocalProgram, list[Stretch]]:
@@ -56,9 +60,28 @@ def in_stretches(program: LocalProgram, chosen: Chosen = calls_torch) -> tuple[L
             continue
         results = tuple(name for member in members for name in member.outputs if last[name] >= end)
         name = unused(f"compiled_{len(stretches) + 1}", taken)
-        stretches.append(Stretch(name, tuple(members), results))
-        instructions.append(stretches[-1].call)
+        masks, inside = _masks_before(members, taken)
+        stretches.append(Stretch(name, tuple(inside), results))
+        instructions += [*masks, stretches[-1].call]
     return replace(program, instructions=tuple(instructions)), stretches
+
+
+def _masks_before(members: Sequence[Instruction], taken: set[str]) -> tuple[list[Instruction], list[Instruction]]:
+    """Instructions that draw the masks of the dropouts among the members, and the members, which read these.
+
+    A number that changes with each step, as a key does, would be compiled anew.
+    """
+    masks, inside = list[Instruction](), list[Instruction]()
+    for member in members:
+        if (found := _DROPOUT.fullmatch(member.text)) is None:
+            inside.append(member)
+            continue
+        name = unused(f"kept_{member.outputs[0]}", taken)
+        drawn = f"draws.kept({found['p']}, {found['key']}, {found['place']}, device)"
+        masks.append(Instruction("operator", (name,), (), drawn, block=member.block))
+        text = f"{found['call']}{found['p']}, {name}, {found['place']})"
+        inside.append(replace(member, reads=(*member.reads, name), text=text))
+    return masks, inside
 
 
 def _runs(instructions: Sequence[Instruction], chosen: Chosen) -> Iterator[list[Instruction]]:
