@@ -1,4 +1,4 @@
-"""Training with ``compile=True`` on real ranks: the losses are those of one device."""
+"""Training with ``compile=True`` on real ranks: the losses are those of one device, and a later run makes no code."""
 
 import warnings
 
@@ -8,6 +8,7 @@ import torch
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
+from shardwright.torch_private import code_from_cache
 
 pytestmark = pytest.mark.slow
 STEPS = 20
@@ -59,3 +60,16 @@ def test_the_losses_are_those_of_one_device(tmp_path, name, mode, options):
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for ours in run_ranks(2, losses, name, mode, options | {"compile": True}, timeout=600, env=kept):
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(expected), rtol=1e-9, atol=0)
+
+
+def parts_made(name, mode):
+    losses(name, mode, {"compile": True})
+    return code_from_cache()[1]
+
+
+@pytest.mark.timeout(300)
+def test_a_later_run_finds_the_code_where_the_first_one_has_left_it(tmp_path):
+    kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    first, later = (run_ranks(2, parts_made, "perceptron", "data", timeout=150, env=kept) for _ in range(2))
+    assert max(first) > 0
+    assert later == [0, 0]
