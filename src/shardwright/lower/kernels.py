@@ -136,10 +136,11 @@ def embedding(
 
 
 class _BatchNorm(torch.autograd.Function):
-    """Normalisation over the batches of all ranks along ``axes``.
+    """Normalisation over the batches of all ranks along ``axes``, by torch's own kernels where they go over values.
 
     With n values per channel in all, centred and scaled to x̂, and sums over all of them,
-    dx = weight / σ · (dy − Σdy / n − x̂ · Σ(dy · x̂) / n).
+    dx = weight / σ · (dy − Σdy / n − x̂ · Σ(dy · x̂) / n). But for dy itself it is a normalisation of x again, whose
+    weight and bias are these sums.
     """
 
     @staticmethod
@@ -147,66 +148,89 @@ class _BatchNorm(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator, axes: Axes,
         counts: Sizes,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        mean, squares = _merged(_statistics(x), comm, axes, counts)
-        count = sum(counts)
-        scale = (squares / count + eps).rsqrt()
-        normal = (
-            torch.batch_norm(x, weight, bias, mean, squares / count, False, 0.0, eps, torch.backends.cudnn.enabled)
-            if x.numel()
-            else x.clone()
-        )
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.has_bias = bias is not None
-        ctx.communication = comm, axes, count
-        ctx.mark_non_differentiable(mean, scale, squares)
-        return normal, mean, scale, squares
+        ctx.set_materialize_grads(False)
+        mean, variance = _merged(_statistics(x), comm, axes, counts)
+        scale = (variance + eps).rsqrt()
+        ctx.save_for_backward(x, weight, mean, variance, scale)
+        ctx.communication = comm, axes, sum(counts)
+        ctx.eps = eps
+        ctx.mark_non_differentiable(mean, scale, variance)
+        return _normalised(x, weight, bias, mean, variance, eps), mean, scale, variance
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
+        x, weight, mean, variance, scale = ctx.saved_tensors
         comm, axes, count = ctx.communication
-        over = [dim for dim in range(x.ndim) if dim != 1]
-        shape = [1, -1, *[1] * (x.ndim - 2)]
-        normal = x.to(mean.dtype).sub(mean.view(shape)).mul_(scale.view(shape))
-        gradient = gradient.to(mean.dtype)
-        sums = torch.stack([gradient.sum(over), (gradient * normal).sum(over)])
-        d_weight = sums[1].to(weight.dtype) if weight is not None else None
-        d_bias = sums[0].to(weight.dtype if weight is not None else mean.dtype) if ctx.has_bias else None
-        total, total_normal = comm.all_reduce(sums.clone(), axes) / count
+        values, gradient = x.to(mean.dtype), gradient.to(mean.dtype)
+        sums = _gradient_sums(values, gradient, mean, scale)
+        kind = mean.dtype if weight is None else weight.dtype
+        d_weight, d_bias = (
+            part.to(kind) if wanted else None for part, wanted in zip(sums, ctx.needs_input_grad[1:3], strict=True)
+        )
+        total_normal, total = comm.all_reduce(sums.clone(), axes)
+        if not ctx.needs_input_grad[0]:
+            return None, d_weight, d_bias, None, None, None, None
         factor = scale if weight is None else scale * weight
-        centred = gradient - total.view(shape) - normal.mul_(total_normal.view(shape))
-        return centred.mul_(factor.view(shape)).to(x.dtype), d_weight, d_bias, None, None, None, None
+        less = factor / -count
+        d_x = _normalised(values, less * total_normal, less * total, mean, variance, ctx.eps)
+        d_x.addcmul_(gradient, factor.view(_along_channels(x)))
+        return d_x.to(x.dtype), d_weight, d_bias, None, None, None, None
+
+
+def _along_channels(x: Tensor) -> list[int]:
+    """The shape in which a number for each channel meets those of ``x``."""
+    return [1, -1, *[1] * (x.ndim - 2)]
+
+
+def _normalised(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
+) -> Tensor:
+    if not x.numel():
+        return x.clone()
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
 
 
 def _statistics(x: Tensor) -> Tensor:
-    """The mean, and the sum of the squared deviations from it, of every channel: (2, channels), float32 at least."""
+    """The mean and the variance of every channel: (2, channels), float32 at least."""
     values = x.to(torch.promote_types(x.dtype, torch.float32))
-    over = [dim for dim in range(x.ndim) if dim != 1]
     if not x.numel():
         return values.new_zeros(2, x.shape[1])
-    variance, mean = torch.var_mean(values, over, correction=0)
-    return torch.stack([mean, variance * (x.numel() // x.shape[1])])
+    if x.device.type == "cpu":  # where it takes a fraction of the other's time
+        mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
+    else:
+        variance, mean = torch.var_mean(values, [dim for dim in range(x.ndim) if dim != 1], correction=0)
+    return torch.stack([mean, variance])
+
+
+def _gradient_sums(x: Tensor, gradient: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    """Σ(dy · x̂) and Σdy of the values here, for every channel."""
+    if not x.numel():
+        return mean.new_zeros(2, len(mean))
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        gradient, x, None, None, None, mean, scale, True, 0.0, [False, True, True]
+    )
+    return torch.stack([of_weight, of_bias])
 
 
 def _merged(local: Tensor, comm: Communicator, axes: Axes, counts: Sizes) -> tuple[Tensor, Tensor]:
-    """The mean and summed squared deviations of all ranks together, of which rank i has ``counts[i]`` values.
+    """The mean and the variance of all ranks together, of which rank i has ``counts[i]`` values.
 
     Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances* (1979): sums of
     x and x² would lose everything in float32 when the mean is large.
     """
-    parts = comm.all_gather(local, axes)
-    weights = _column(counts, local)
-    base = parts[next(i for i, count in enumerate(counts) if count), 0]  # differences from it stay small
-    mean = base + (weights * (parts[:, 0] - base)).sum(0) / sum(counts)
-    return mean, (parts[:, 1] + weights * (parts[:, 0] - mean).square()).sum(0)
+    means, variances = comm.all_gather(local, axes).unbind(1)
+    weights = _shares(counts, local)
+    base = means[next(i for i, count in enumerate(counts) if count)]  # differences from it stay small
+    mean = base + (weights * (means - base)).sum(0)
+    return mean, (weights * (variances + (means - mean).square())).sum(0)
 
 
-def _column(counts: Sizes, like: Tensor) -> Tensor | int:
-    """Counts as a column, or the one that all are, made on the device: what is copied there is waited for."""
+def _shares(counts: Sizes, like: Tensor) -> Tensor | float:
+    """Of all values those of each rank, as a column made on the device: what is copied there is waited for."""
     if len(set(counts)) == 1:
-        return counts[0]
-    return torch.cat([like.new_full((1, 1), count) for count in counts])
+        return 1 / len(counts)
+    return torch.cat([like.new_full((1, 1), count / sum(counts)) for count in counts])
 
 
 def batch_norm(
@@ -296,7 +320,7 @@ def batch_norm_per_replica(
     else:
         scale = x.new_ones(x.shape[1]) if weight is None else weight
         shift = x.new_zeros(x.shape[1]) if bias is None else bias
-        shape = [1, -1, *[1] * (x.ndim - 2)]
+        shape = _along_channels(x)
         results = (x * scale.view(shape) + shift.view(shape), running_mean, running_var, running_mean, running_var)
     normal, mean, scale, new_mean, new_var = results
     running = comm.all_reduce(torch.stack([new_mean, new_var]) * (mine / sum(counts)), axes)
@@ -308,7 +332,8 @@ def batch_norm_running(
     eps: float, comm: Communicator, axes: Axes, counts: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`batch_norm`, with the new running mean and (unbiased) running variance behind its results."""
-    normal, mean, scale, squares = _BatchNorm.apply(x, weight, bias, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
+    normal, mean, scale, variance = _BatchNorm.apply(x, weight, bias, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
     new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
-    new_var = torch.lerp(running_var, (squares / (sum(counts) - 1)).to(running_var.dtype), momentum)
+    unbiased = variance * sum(counts) / (sum(counts) - 1)
+    new_var = torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
     return normal, mean, scale, new_mean, new_var
