@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -212,11 +213,11 @@ class Parallel(ParallelModel):
         prepared = self._programs.known(step)
         if prepared is None:
             raise NotAsExpected
-        with self._lockstep.after(lambda: asked.confirm(lambda: self._programs.of(step))):
+        with self._lockstep.after(partial(asked.confirm, lambda: self._programs.of(step))):
             return prepared, rows, self._run(prepared, prepared.inputs(given.tensors, rows, self._communicator))
 
     def _given(self, kind: StepKind, batch: Any) -> _Given:
-        """What this rank was given for a step; where each has its own part, all begin to compare what they have."""
+        """What this rank was given for a step; where each has its own part, with a question what others have."""
         self._refuse_closed()
         self._structure.refuse_changes()
         look = look_at(batch)

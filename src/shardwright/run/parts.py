@@ -1,8 +1,9 @@
-"""The sizes of the parts that ranks pass with ``batch="local"``: asked for at the beginning of a step.
+"""The sizes of the parts that ranks pass with ``batch="local"``.
 
-A rank that passes what it passed before expects the same of the others, and computes until it has to talk to them. In a
-steady step all have answered by then. Where the answer is another one, what was computed is thrown away and computed
-anew: nothing of it has been kept or sent.
+A rank that passes what it passed before expects the same of the others, and computes until it has to talk to them. On
+GPUs it has asked at the beginning of the step, and in a steady one all have answered by then. On the cores of a CPU the
+threads that carry the question would take them from the forward: it is asked with the first thing that the program has
+to say. Where the answer is another one, what was computed is thrown away and computed anew: nothing of it was kept.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.run.programs.inputs import Rows, Shape, global_shapes, height_of, in_turn, shown
+from shardwright.run.programs.inputs import Rows, global_shapes, height_of, in_turn, shown
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
 
 _MOST = 256  # answers that are remembered
+_HEAD = 4  # numbers of each rank: its rows, on what its program depends, what it expects, and the bytes that it adds
+_LONG = 128  # numbers in all
 
 
 class NotAsExpected(BaseException):
@@ -41,16 +44,15 @@ class Parts:
     """What ranks have passed to a model until now.
 
     Args:
-        meanwhile: whether ranks compute before they know what the others pass. It pays where a device computes: on the
-            cores of a CPU the threads that carry the question would take them from the forward.
+        meanwhile: whether ranks ask at the beginning of a step, and compute while the question is on its way.
     """
 
-    def __init__(self, lockstep: Lockstep, meanwhile: bool = True) -> None:
+    def __init__(self, lockstep: Lockstep, meanwhile: bool) -> None:
         self._lockstep, self._meanwhile = lockstep, meanwhile
         self._answers: dict[tuple[int, int], Rows] = {}
 
     def ask(self, tensors: Sequence[Tensor], key: str) -> Asked:
-        """Begin to ask all ranks for the sizes of their parts, of which this one has ``tensors``.
+        """The question to all ranks for the sizes of their parts, of which this one has ``tensors``.
 
         They are asked for in the memory of the CPU: a step need not wait for what a GPU still has to do.
 
@@ -59,11 +61,10 @@ class Parts:
         """
         height = height_of(tensors)
         mine = height, _number(key, global_shapes(tensors, Rows((0, height), -1, None)))  # -1: the rows of all
-        told = torch.tensor(mine)
-        everyone = [torch.empty_like(told) for _ in range(dist.get_world_size())]
-        wait = self._lockstep.begin(dist.all_gather, everyone, told, group=control_group())
-        expected = self._answers.get(mine) if self._meanwhile else None
-        return Asked(tensors, everyone, wait, expected, lambda rows: self._remember(mine, rows))
+        asked = Asked(self._lockstep, tensors, mine, self._answers.get(mine), lambda rows: self._remember(mine, rows))
+        if self._meanwhile:
+            asked.begin()
+        return asked
 
     def _remember(self, mine: tuple[int, int], rows: Rows) -> None:
         if len(self._answers) >= _MOST:
@@ -76,17 +77,32 @@ class Asked:
 
     def __init__(
         self,
+        lockstep: Lockstep,
         tensors: Sequence[Tensor],
-        everyone: Sequence[Tensor],
-        wait: Callable[[], object],
+        mine: tuple[int, int],
         expected: Rows | None,
         remember: Callable[[Rows], None],
     ) -> None:
         self.expected = expected
-        self._tensors, self._everyone, self._wait, self._remember = tensors, everyone, wait, remember
+        self._lockstep, self._tensors, self._mine, self._remember = lockstep, tensors, mine, remember
+        self._everyone = torch.zeros(0)
+        self._wait: Callable[[], object] | None = None
         self._answer: Rows | None = None
+        self._told: list[list[int]] = []
+        self._added = 0
 
-    def rows(self) -> Rows:
+    def begin(self, added: Tensor | None = None) -> None:
+        """Ask, with what is to be gathered from all ranks, where it is small."""
+        told = torch.zeros(_LONG, dtype=torch.int64)
+        if added is not None and added.device.type == "cpu" and added.nbytes <= told[_HEAD:].nbytes:
+            self._added = added.nbytes
+            told[_HEAD:].view(torch.uint8)[: added.nbytes] = added.reshape(-1).view(torch.uint8)
+        expected = 0 if self.expected is None else _number("", self.expected.all_ranks)
+        told[:_HEAD] = torch.tensor([*self._mine, expected, self._added])
+        self._everyone = told.new_empty(dist.get_world_size(), _LONG)
+        self._wait = self._lockstep.begin(dist.all_gather, list(self._everyone), told, group=control_group())
+
+    def rows(self, added: Tensor | None = None) -> Rows:
         """Which rows each rank has.
 
         Raises:
@@ -94,26 +110,39 @@ class Asked:
             WorldError: as `Lockstep.run`.
         """
         if self._answer is None:
+            if self._wait is None:
+                self.begin(added)
             self._answer = self._awaited()
         return self._answer
 
-    def confirm(self, come: Callable[[], object]) -> None:
+    def confirm(self, come: Callable[[], object], added: Tensor | None) -> Tensor | None:
         """Wait, and ``come`` to the others if their answer is the expected one.
+
+        Returns: what all ranks have ``added``, as rows, where all did with this question.
 
         Raises:
             NotAsExpected: where it is not, or there is an error.
         """
         try:
-            if self.rows() == self.expected:
+            if self.rows(added) == self.expected:
                 come()
-                return
+                return self._gathered(added)
         except ShardwrightError as error:
             raise NotAsExpected(error) from None
         raise NotAsExpected
 
+    def _gathered(self, added: Tensor | None) -> Tensor | None:
+        """None where some rank expected another step or none, or had begun to ask before, which added nothing here."""
+        if added is None or not self._added or any(theirs[2:] != self._told[0][2:] for theirs in self._told):
+            return None
+        rows = self._everyone[:, _HEAD:].contiguous().view(torch.uint8)[:, : self._added]
+        return rows.contiguous().view(added.dtype).view(-1, *added.shape)
+
     def _awaited(self) -> Rows:
+        assert self._wait is not None
         self._wait()
-        counts, numbers = zip(*(theirs.tolist() for theirs in self._everyone), strict=True)
+        self._told = self._everyone[:, :_HEAD].tolist()
+        counts, numbers, *_ = zip(*self._told, strict=True)
         if len(set(numbers)) == 1:
             rows = replace(in_turn(counts), agreed=True)
             self._remember(rows)
@@ -128,5 +157,5 @@ class Asked:
 
 
 @lru_cache(maxsize=_MOST)
-def _number(key: str, shapes: tuple[Shape, ...]) -> int:
+def _number(key: str, shapes: object) -> int:
     return int.from_bytes(hashlib.sha256(f"{key} {shapes}".encode()).digest()[:7])

@@ -25,6 +25,7 @@ from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends.table import backend_moving
@@ -37,6 +38,8 @@ PATIENCE_S = 0.5  # and 1 ms more for each rank, so that 1,000 that wait for one
 _LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank
 _KNOW_S = 1.5  # for which a rank that has met an error waits for others that do not know of it
 _EXIT_S = 1.0  # for which rank 0, whose store goes with it, waits for others that have not ended
+
+First = Callable[[Tensor | None], Tensor | None]
 
 _END = "end"
 
@@ -70,7 +73,7 @@ class Lockstep:
         self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
         self._turns: WeakKeyDictionary[dist.ProcessGroup, dict[str, bool]] = WeakKeyDictionary()  # by device
         self._begun: set[Callable[[], object]] = set()  # waits for collectives of a backward, that are to come
-        self._first: Callable[[], object] | None = None  # what is to be called before the next collective
+        self._first: First | None = None  # what is to be called before the next collective
         self._number = 0  # of calls
         self._torn = 0  # the last call before which a backward of this rank ended with an error
         self._what, self._words = "", ""
@@ -186,8 +189,11 @@ class Lockstep:
         return wait
 
     @contextmanager
-    def after(self, first: Callable[[], object]) -> Iterator[None]:
-        """Inside, ``first`` is called before the first collective, and at the end where there is none."""
+    def after(self, first: First) -> Iterator[None]:
+        """Inside, ``first`` is called before the first collective, and at the end where there is none.
+
+        It may gather what that is to gather from all ranks: it then returns it, as rows.
+        """
         self._first = first
         try:
             yield
@@ -195,11 +201,16 @@ class Lockstep:
         finally:
             self._first = None
 
-    def come(self) -> None:
-        """Call what is to be called before the first collective: nothing of that has begun, or was counted, yet."""
+    def come(self, gathering: Tensor | None = None) -> Tensor | None:
+        """Call what is to be called before the first collective: nothing of that has begun, or was counted, yet.
+
+        Args:
+            gathering: what the collective gathers from all ranks.
+
+        Returns: that, where it was gathered.
+        """
         first, self._first = self._first, None
-        if first is not None:
-            first()
+        return first(gathering) if first is not None else None
 
     def _waits_in_turns(self, group: dist.ProcessGroup, first: Any) -> bool:
         """Whether a collective on ``first`` can be waited for with a time limit, and then again."""

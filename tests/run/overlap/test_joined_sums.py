@@ -40,19 +40,22 @@ def normalised():
 
 
 def waited():
-    """For what a rank waits in a step of each network; and sums of several dtypes beside those one by one."""
+    """In what a rank takes part in a step of each network; and sums of several dtypes beside those one by one."""
     torch.set_num_threads(1)
     rank = sw.init().rank
-    runs, count = Lockstep.run, []
+    count = []
 
-    def counted(*args, **kwargs):
-        count.append(getattr(args[1], "__name__", ""))
-        return runs(*args, **kwargs)
+    def counting(method):
+        def counted(*args, **kwargs):
+            count.append(getattr(args[1], "__name__", ""))
+            return method(*args, **kwargs)
 
-    Lockstep.run = counted
+        return counted
+
+    Lockstep.run, Lockstep.begin = counting(Lockstep.run), counting(Lockstep.begin)
     found = []
-    for model, batch in (network(), normalised()):
-        parallel = sw.parallelize(model, loss_fn, batch, "data", batch="global")
+    for (model, batch), each in ((network(), "global"), (normalised(), "global"), (network(), "local")):
+        parallel = sw.parallelize(model, loss_fn, batch, "data", batch=each)
         for _ in range(4):  # the first batches are compared
             parallel(batch).backward()
         count.clear()
@@ -70,6 +73,7 @@ def waited():
 
 
 def test_a_step_waits_once_for_small_sums_and_once_each_way_for_a_batch_norm():
-    """The buckets of gradients are begun, and waited for when all else is done."""
-    gather = all_gather_single.__name__
-    assert run_ranks(2, waited) == [[[gather], [gather] * 3 + ["all_reduce"] * 2]] * 2
+    """The bucket of gradients is begun, and waited for when all else is done; sizes are asked for with the sums."""
+    gather, bucket = all_gather_single.__name__, "all_reduce"
+    plain, normalised, of_parts = [gather, bucket], [gather] * 3 + ["all_reduce"] * 2 + [bucket], ["all_gather", bucket]
+    assert run_ranks(2, waited) == [[plain, normalised, of_parts]] * 2

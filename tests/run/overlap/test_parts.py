@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -18,9 +19,9 @@ from shardwright.run.programs import programs
 SIZES = [(4, 4), (4, 4), (4, 3), (4, 4), (4, 3), (3, 4), (4, 4)]
 
 
-def computing_meanwhile():
-    """As on GPUs."""
-    captured.Parts = lambda lockstep, meanwhile: Parts(lockstep)
+def asking(meanwhile):
+    """At the beginning of a step, as on GPUs, or with the first collective."""
+    captured.Parts = lambda lockstep, _: Parts(lockstep, meanwhile)
 
 
 class Products(TorchDispatchMode):
@@ -43,10 +44,10 @@ def part_of(batch, rank, sizes):
     return [t[start : start + sizes[rank]] for t in batch]
 
 
-def with_other_sizes():
+def with_other_sizes(meanwhile):
     """How far losses, gradients and statistics are from plain PyTorch's, how often programs ran, and events by step."""
     torch.set_num_threads(1)
-    computing_meanwhile()
+    asking(meanwhile)
     torch.set_default_dtype(torch.float64)
     rank = sw.init().rank
     sw.set_seed(1)
@@ -56,10 +57,11 @@ def with_other_sizes():
     parallel = sw.parallelize(model, loss_fn, part_of(batches[0], rank, SIZES[0]), "data", batch="local")
     told, confirm, apart = [], Asked.confirm, 0.0
 
-    def confirming(self, come):
+    def confirming(self, come, added):
         told[-1].append("asked")
-        confirm(self, come)
-        told[-1].append("as expected")
+        rows = confirm(self, come, added)
+        told[-1].append("as expected" if rows is None else "gathered, too")
+        return rows
 
     Asked.confirm = confirming
     for batch, sizes in zip(batches, SIZES, strict=True):
@@ -77,22 +79,24 @@ def with_other_sizes():
     return apart, sum(execution.runs["reduced"] for execution in parallel.executions()), told, own_pulse()._collectives
 
 
-def test_parts_of_any_size_are_right_and_equal_ones_are_not_waited_for():
-    found = run_ranks(2, with_other_sizes)
+@pytest.mark.parametrize(("meanwhile", "expected"), [(True, "as expected"), (False, "gathered, too")])
+def test_parts_of_any_size_are_right_and_equal_ones_are_not_waited_for(meanwhile, expected):
+    found = run_ranks(2, with_other_sizes, meanwhile)
     assert found[0][-1] == found[1][-1], "a collective that was not begun counts in no report of a hang"
     for rank, (apart, runs, told, _) in enumerate(found):
         assert apart < 1e-12
         assert runs == len(SIZES), "what was thrown away does not count"
         assert "asked" not in told[0]
-        assert told[1] == ["product", "asked", "as expected", "product"], "the first layer is computed meanwhile"
+        assert told[1] == ["product", "asked", expected, "product"], "the first layer is computed meanwhile"
         assert told[2][:3] == ["product", "asked", "product"] if rank == 0 else "asked" not in told[2]
+        # Rank 1 expects what comes, and rank 0 something else: what both have added is thrown away.
         assert told[3] == ["product", "asked", *(["as expected"] if rank else ["product"]), "product"]
 
 
-def with_few_programs():
+def with_few_programs(meanwhile):
     """Rank 0 expects the first program while rank 1 has nothing to expect, and one of the two has to go."""
     torch.set_num_threads(1)
-    computing_meanwhile()
+    asking(meanwhile)
     programs.MOST_PROGRAMS = 2
     rank = sw.init().rank
     parallel = sw.parallelize(nn.Linear(6, 3), loss_fn, part_of(batch_of((2, 2)), rank, (2, 2)), "data", batch="local")
@@ -105,7 +109,8 @@ def batch_of(sizes):
     return torch.randn(sum(sizes), 6), torch.randint(3, (sum(sizes),))
 
 
-def test_ranks_forget_the_same_programs_whatever_they_expected():
-    first, second = run_ranks(2, with_few_programs)
+@pytest.mark.parametrize("meanwhile", [True, False])
+def test_ranks_forget_the_same_programs_whatever_they_expected(meanwhile):
+    first, second = run_ranks(2, with_few_programs, meanwhile)
     assert first == second
     assert (first[0], first[1]) == (first[3], first[4])
