@@ -1,11 +1,15 @@
 """The seconds of a training step: mode "data" beside torch's DistributedDataParallel, or beside another checkout.
 
     python benchmarks/step.py [--ranks 2] [--rounds 5] [--compiled] [--before ../other/src]
+    python benchmarks/step.py --around
 
 The ways take turns (A B A B ...), each run in ranks of its own, so that all see the same machine; a run's figure is the
 median of its steps, slowest rank, after some that warm it up. The table gives the median of the runs, and the median of
 the ratios within a round. With ``--before`` the other way is Shardwright from that folder instead of DDP. With
 ``--compiled`` both are compiled: ours by ``compile=True``, DDP by `torch.compile`; that is done in the warming steps.
+
+With ``--around`` it gives the microseconds of the CPU that a call takes beside the program itself, on one rank: those
+of calls that take the outputs of the program from an earlier one. They are little disturbed by other programs.
 """
 
 from __future__ import annotations
@@ -48,6 +52,19 @@ else:
     options = {"compile": True} if compiled else {}
     parallel = sw.parallelize(model, loss_fn, rows, mode="data", batch="local", **options)
     step_model, call = parallel, lambda: parallel(rows)
+if way == "around":
+    from shardwright.run.programs.execute import Execution
+
+    outputs, run = {}, Execution.__call__
+    Execution.__call__ = lambda self, arguments: outputs.get(self) or outputs.setdefault(self, run(self, arguments))
+    took = []
+    for _ in range(30):
+        start = time.process_time()
+        for _ in range(100):
+            call()
+        took.append((time.process_time() - start) / 100)
+    open(answer, "w").write(repr(statistics.median(took)))
+    sys.exit()
 optimizer = torch.optim.AdamW(step_model.parameters(), lr=1e-3)
 took = []
 for step in range(steps + 5):
@@ -79,6 +96,15 @@ def step_s(name: str, way: str, source: str, compiled: bool, ranks: int, folder:
     return float(answer.read_text())
 
 
+def around(models: list[str]) -> None:
+    print("| model | CPU time around the program, us |\n| --- | ---: |", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "step.py").write_text(SCRIPT)
+        for model in models:
+            print(f"| {model} | {step_s(model, 'around', OURS, False, 1, folder) * 1e6:.0f} |", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
@@ -86,7 +112,11 @@ def main() -> None:
     parser.add_argument("--models", default=",".join(MODELS))
     parser.add_argument("--compiled", action="store_true", help="compile both ways")
     parser.add_argument("--before", help="the src folder of another checkout")
+    parser.add_argument("--around", action="store_true", help="what a call takes beside its program, on one rank")
     options = parser.parse_args()
+    if options.around:
+        around(options.models.split(","))
+        return
     other = ("ours", str(Path(options.before).absolute())) if options.before else ("ddp", OURS)
     names = ["ours", "before" if options.before else "ddp"]
     ours, theirs = (f"{name}{' compiled' if options.compiled else ''}, ms" for name in names)

@@ -95,6 +95,7 @@ __all__ = [
     "returns_list",
     "schema_parameters",
     "shared_operands",
+    "shares_operands",
     "sizes_written_as_numbers",
     "steps_call",
     "storage_key",
@@ -880,6 +881,13 @@ def overloads_of(op: str) -> tuple[str, ...]:
         return (op,)
     packet: Any = found  # whose methods have no types
     return tuple(f"{op}.{one}" for one in packet.overloads()) if isinstance(found, OpOverloadPacket) else ()
+
+
+@lru_cache(maxsize=4096)
+def shares_operands(op: str) -> bool:
+    """Whether results of ``"aten.view.default"`` look into the memory of operands; what torch does not know may."""
+    found = _operator(op)
+    return found is None or bool(shared_operands(found))
 
 
 def tensors_taken(op: str) -> int | None:

@@ -19,6 +19,7 @@ from shardwright.mesh.collectives import Communicator, all_gather
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.redistribute import redistribute
 from shardwright.plan.plan import Plan
+from shardwright.rules.table import Column, column
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import StepArguments
 from shardwright.run.programs.splitting import local_part, note_whole
@@ -57,6 +58,23 @@ def layouts_by_name(plan: Plan) -> dict[str, Layout]:
     return {name: storage[first] for name, first in names.items() if first in storage}
 
 
+# Operands that the backward of an operator makes nothing of.
+_FORGOTTEN: Column[tuple[int, ...]] = column(
+    ("_native_batch_norm_legit_functional shardwright.batch_norm_per_replica", (3, 4)),
+)
+
+
+def read_later(capture: Capture) -> frozenset[str]:
+    """The values of a step that may be read when its forward is over: by the backward, or as what it returns."""
+    found = {*capture.aux, *capture.mutations.values()}
+    for node in capture.nodes:
+        trained = any(capture.values[name].needs_gradient for name in node.operands)
+        if trained or torch_private.shares_operands(node.op):
+            forgotten = _FORGOTTEN.of(node.op) or ()
+            found |= {name for i, name in enumerate(node.operands) if i not in forgotten}
+    return frozenset(found)
+
+
 _Place = tuple[dict[str, Tensor | None], nn.Module, str]
 """Where a buffer is looked up: in the dictionary of its module, or as an attribute of that."""
 
@@ -78,13 +96,15 @@ class _Buffers:
 class _Leaves:
     """The parameters of a graph with their names there, and its buffers.
 
-    ``changed`` are the numbers of those buffers that a step changes, ``mutated`` those of its mutations, in order.
+    Of those that a step changes, ``copied`` are the numbers of the ones that may be read later, and ``passed`` those of
+    the others; ``mutated`` are those of its mutations, in order.
     """
 
     names: Sequence[str]
     parameters: Sequence[nn.Parameter]
     buffers: _Buffers
-    changed: Sequence[int]
+    copied: Sequence[int]
+    passed: Sequence[int]
     mutated: _Buffers
 
     @cached_property
@@ -125,12 +145,14 @@ class ModelState:
         """Where the leaves of a graph stand, looked up once: the parameters of a model stay the same objects."""
         known = self._leaves.get(id(capture))
         if known is None or known[0] is not capture:
-            buffers = capture.of_kind("buffer")
+            buffers, later = capture.of_kind("buffer"), read_later(capture)
+            changed = [number for number, value in enumerate(buffers) if value.name in capture.mutations]
             leaves = _Leaves(
                 [value.name for value in capture.of_kind("parameter")],
                 [self._parameters[value.label] for value in capture.of_kind("parameter")],
                 _Buffers([self._places[value.label] for value in buffers]),
-                [number for number, value in enumerate(buffers) if value.name in capture.mutations],
+                [number for number in changed if buffers[number].name in later],
+                [number for number in changed if buffers[number].name not in later],
                 _Buffers([self._places[capture.values[name].label] for name in capture.mutations]),
             )
             known = self._leaves[id(capture)] = capture, leaves
@@ -147,10 +169,12 @@ class ModelState:
         """What the program of ``capture``, which is that of ``function``, is called with in training step ``step``."""
         leaves = self._leaves_of(capture)
         buffers = leaves.buffers.now()
-        if leaves.changed:  # copies, since the backward may need what `store_buffers` overwrites
-            copies = torch_private.copies_of([buffers[number] for number in leaves.changed])
-            for number, copy in zip(leaves.changed, copies, strict=True):
+        if leaves.copied:  # what `store_buffers` overwrites
+            copies = torch_private.copies_of([buffers[number] for number in leaves.copied])
+            for number, copy in zip(leaves.copied, copies, strict=True):
                 buffers[number] = copy
+        for number in leaves.passed:  # autograd is not to take it for a change of what it needs
+            buffers[number] = buffers[number].data
         parameters: Sequence[Tensor] = leaves.parameters
         if leaves.split or reduction.keeps:
             named = zip(leaves.names, leaves.parameters, strict=True)
