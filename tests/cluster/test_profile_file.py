@@ -66,7 +66,10 @@ def test_a_profile_of_an_earlier_release_says_nothing_of_what_goes_on_at_once():
     assert Hardware.from_json(json.dumps(found)) == hardware()
 
 
-@pytest.mark.parametrize("name", ["a100", "cpu_host", "h100", "h200", "v100"])
+SHIPPED = ("a100", "cpu_host", "cpu_host_shm", "h100", "h200", "v100")
+
+
+@pytest.mark.parametrize("name", SHIPPED)
 def test_shipped_profiles_name_their_sources(name):
     found = shipped(name)
     assert found.name == name
@@ -80,7 +83,7 @@ def test_shipped_profiles_name_their_sources(name):
 
 
 def test_all_files_of_the_folder_were_looked_at():
-    assert shipped_names() == ("a100", "cpu_host", "h100", "h200", "v100")
+    assert shipped_names() == SHIPPED
 
 
 def test_newer_gpus_are_faster():
@@ -102,6 +105,14 @@ def test_newer_gpus_are_faster():
 )
 def test_the_profile_of_a_device(device, told, name):
     assert for_device(device, lambda: told).name == name
+
+
+def test_shared_memory_has_a_profile_of_its_own():
+    found = for_device("cpu", backend="shm")
+    assert (found.name, found.backend) == ("cpu_host_shm", "shm")
+    times = [each.collective_s("all_reduce", 4096, 2, "inside") for each in (found, shipped("cpu_host"))]
+    assert 10 * times[0] < times[1]
+    assert for_device("cpu", backend="mpi") == for_device("cpu", backend="gloo") == shipped("cpu_host")
 
 
 @pytest.mark.parametrize(
@@ -163,7 +174,9 @@ def test_what_is_wrong_in_a_file(text, message, tmp_path):
 
 
 def test_what_is_no_hardware(tmp_path):
-    with pytest.raises(UsageError, match=r"tpu is no hardware that is known; type one of cpu, a100, cpu_host, h100"):
+    with pytest.raises(
+        UsageError, match=r"tpu is no hardware that is known; type one of cpu, a100, cpu_host, cpu_host_shm, h100"
+    ):
         read_hardware("tpu")
     with pytest.raises(UsageError, match=r"cannot read the hardware profile .*gone.json: No such file"):
         read_hardware(tmp_path / "gone.json")

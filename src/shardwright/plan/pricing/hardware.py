@@ -428,10 +428,12 @@ def read_hardware(given: Hardware | str | os.PathLike[str]) -> Hardware:
     return Hardware.load(given)
 
 
-def for_device(device_type: str, device_name: Callable[[], str] | None = None) -> Hardware:
-    """The shipped figures for ``cpu`` or ``cuda``; one of which none are shipped counts as an H100 and is warned of."""
+def for_device(device_type: str, device_name: Callable[[], str] | None = None, backend: str = "") -> Hardware:
+    """The shipped figures for ``cpu``, with what ``backend`` takes where they are shipped of it, or for ``cuda``; a GPU
+    of which none are shipped counts as an H100 and is warned of."""
     if device_type != "cuda":
-        return shipped("cpu_host")
+        name = f"cpu_host_{backend}"
+        return shipped(name if name in shipped_names() else "cpu_host")
     told = (device_name or torch.cuda.get_device_name)() if device_name or torch.cuda.is_available() else ""
     known = profile_of(told)
     if told and known is None:

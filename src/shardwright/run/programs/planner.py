@@ -133,7 +133,7 @@ class Planner:
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
     """What plans for these ranks are priced by: what was asked for or the shipped profile, on the hosts there are."""
     told = None if world.rank == 0 else str  # what other ranks believe decides nothing, and they need not warn
-    return (asked or for_device(world.device.type, told)).on_hosts(world.hosts)
+    return (asked or for_device(world.device.type, told, world.backend)).on_hosts(world.hosts)
 
 
 def _unchanged(first: Plan, capture: Capture, kind: StepKind) -> Plan | None:
