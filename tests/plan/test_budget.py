@@ -46,7 +46,7 @@ def test_the_gap_is_true_on_random_graphs(seed):
     def solve(price):
         priced = [Table(t.scope, 1000 * price * t.costs) for t in sizes]
         found, x = minimise(domains, [*costs, *priced])
-        return Choice({"x": tuple(x)}, {}, total(costs, x), None), found - price * limit
+        return [Choice({"x": tuple(x)}, {}, total(costs, x), None)], found - price * limit
 
     free = minimise(domains, costs)
     budget = Budget(limit, ADAMW, lambda choice: held[choice.strategies["x"]], lambda choice: "nothing fits")

@@ -70,13 +70,17 @@ class Priced:
 
 
 def fitting(
-    free: Choice, solve: Callable[[float], tuple[Choice, float]], budget: Budget, below: float = math.inf
+    free: Choice,
+    solve: Callable[[float], tuple[Sequence[Choice], float]],
+    budget: Budget,
+    below: float = math.inf,
 ) -> Choice:
     """The cheapest choice found that fits ``budget``.
 
     Args:
         free: the choice without a budget.
-        solve: the choice at a price of a byte, and a lower bound of cost + price * (bytes - budget).
+        solve: the choice at a price of a byte, others that are near it, and a lower bound of
+            cost + price * (bytes - budget).
         below: what a plan costs that is known; the search ends where nothing that fits costs less.
 
     Raises:
@@ -87,15 +91,18 @@ def fitting(
     if over.bytes <= budget.limit_bytes:
         return free
     dear = _DEAR * max(over.cost, 1e-9) / budget.limit_bytes
-    fits = Priced.of(*solve(dear), budget)
+    fits = min(_priced(solve, dear, budget), key=lambda found: found.bytes)
     if fits.bytes > budget.limit_bytes:
         raise OverBudget(budget.refuse(fits.choice))
+    cheapest = fits
     bound = over.total
     for _ in range(MOST_PRICES):
         price = (fits.cost - over.cost) / max(over.bytes - fits.bytes, 1)
         if price <= 0 or fits.cost - bound <= CLOSE * fits.cost:
             break
-        found = Priced.of(*solve(price), budget)
+        found, *others = _priced(solve, price, budget)
+        fitting_ones = (one for one in (found, *others) if one.bytes <= budget.limit_bytes)
+        cheapest = min([cheapest, *fitting_ones], key=lambda one: one.cost)
         bound = max(bound, found.total)
         if bound >= below:
             raise NothingBelow(bound)
@@ -107,7 +114,12 @@ def fitting(
             fits = found
         else:
             break
-    return _with_fewest([fits.choice, over.choice, free], bound, budget)
+    return _with_fewest([cheapest.choice, over.choice, free], bound, budget)
+
+
+def _priced(solve: Callable[[float], tuple[Sequence[Choice], float]], price: float, budget: Budget) -> list[Priced]:
+    choices, total = solve(price)
+    return [Priced.of(choice, total, budget) for choice in choices]
 
 
 def _with_fewest(found: Sequence[Choice], bound: float, budget: Budget) -> Choice:

@@ -77,40 +77,42 @@ def _of_ways(problem: Problem) -> Iterator[Table]:
             yield Table((producer,), known.largest_buffers(brought, layouts, (Target(outputs[name]),))[:, 0])
 
 
-def least(
+def by_buffers(
     solve: Callable[[Sequence[Table]], tuple[T, float, list[int]]], buffers: Buffers, price: float
-) -> tuple[T, float, list[int]]:
-    """The least of what ``solve`` minimises plus ``price`` for each byte of the largest buffer, and a bound of that.
+) -> tuple[list[T], float]:
+    """What ``solve`` finds with limits for the largest buffer: first that with the least total, and a bound of totals.
+
+    A total is what ``solve`` minimises and ``price`` for each byte of the largest buffer.
 
     Args:
         solve: what is chosen with more tables, a bound of what that costs with them, and what was picked by variable.
 
-    The choices are divided by their largest buffer, those with the largest ones first. Of those that are left when some
-    were looked at, all have smaller buffers, and cost no less than the last minimum did without a price for these. Once
-    that is no better than what was found, or by less than what is worth a search, they are left alone. Else the
-    next minimum is taken of those whose buffers are at most half as large as in the last one: what lies between the
-    two counts with its least buffer. So the bound, the least of all parts, is one for every choice.
+    The choices are divided by their largest buffer, those with the largest ones first. All that are left when some were
+    looked at have smaller buffers, and cost no less than the last minimum did without a price for these. Once that is
+    no better than what was found, or by less than is worth a search, they are left alone. Else the next minimum is
+    taken of those whose buffers are at most half as large as in the last one: what lies between the two counts with its
+    least buffer. So the bound, the least of all parts, is one for every choice.
     """
-    found, total, picked = solve(())
+    one, total, picked = solve(())
     largest = buffers.of(picked)
-    best = bound = total + price * largest
-    answer = found, picked
+    found, totals = [one], [total + price * largest]
+    bound = math.inf
     while largest > buffers.least_bytes:
-        saved = best - total - price * buffers.least_bytes
-        if saved <= WORTH * abs(best):
-            bound = min(bound, best - max(saved, 0.0))
+        saved = min(totals) - total - price * buffers.least_bytes
+        if saved <= WORTH * abs(min(totals)):
             break
         limit = max(largest / 2, buffers.least_bytes)
         bound = min(bound, total + price * limit)
         try:
-            found, total, picked = solve(buffers.within(limit))
+            one, total, picked = solve(buffers.within(limit))
         except TooWide:
-            bound = min(bound, total + price * buffers.least_bytes)
             break
         except PlanError:  # there are none
+            total = math.inf
             break
         largest = buffers.of(picked)
-        if total + price * largest < best:
-            best, answer = total + price * largest, (found, picked)
-        bound = min(bound, total + price * largest)
-    return answer[0], bound, answer[1]
+        found.append(one)
+        totals.append(total + price * largest)
+    best = min(range(len(found)), key=totals.__getitem__)
+    found.insert(0, found.pop(best))
+    return found, min(bound, total + price * buffers.least_bytes)

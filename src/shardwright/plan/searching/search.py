@@ -18,7 +18,7 @@ from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.searching.budget import Budget, fitting
-from shardwright.plan.searching.buffers import buffers_of, least
+from shardwright.plan.searching.buffers import buffers_of, by_buffers
 from shardwright.plan.searching.exact import Table, TooWide, minimise
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.narrow import Minimum, NothingBelow, beside
@@ -57,21 +57,23 @@ def search(space: Space, objective: Objective, budget: Budget | None = None, bel
     weigh = cache(lambda: Weights(both.main, budget.optimizer))
     buffers = cache(lambda: buffers_of(both.main))
 
-    def solve(price: float) -> tuple[Choice, float]:
+    def solve(price: float) -> tuple[list[Choice], float]:
         weights = weigh()
         above_bytes = weights.fixed_bytes - budget.limit_bytes
         tables = weights.at(price)
 
-        def at(more: Sequence[Table]) -> tuple[Choice, float, list[int]]:
+        def chosen(more: Sequence[Table]) -> tuple[Choice, float, list[int]]:
             # With a limit for buffers it is a part of the choices, of which nothing may be below.
-            return both.at([*tables, *more], below=math.inf if more else below - price * above_bytes)
+            least = math.inf if more else below - price * above_bytes
+            choice, total, picked = both.at([*tables, *more], below=least)
+            again, again_cost = weights.again(price, picked)
+            recomputed = weights.recomputing.chosen(picked)
+            choice = replace(choice, cost=(choice.cost or 0.0) + again_cost, again=again, recomputed=recomputed)
+            return budget.settle(choice), total, picked
 
         with beside(price * above_bytes):
-            choice, total, picked = least(at, buffers(), price)
-        again, more = weights.again(price, picked)
-        recomputed = weights.recomputing.chosen(picked)
-        choice = replace(choice, cost=(choice.cost or 0.0) + more, again=again, recomputed=recomputed)
-        return budget.settle(choice), total + price * above_bytes
+            choices, total = by_buffers(chosen, buffers(), price)
+        return choices, total + price * above_bytes
 
     return fitting(budget.settle(free), solve, budget, below)
 
