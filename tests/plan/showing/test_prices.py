@@ -7,6 +7,7 @@ import torch
 
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.redistribute import Collective
 from shardwright.plan.make import make_plan
 from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.cost import Seconds
@@ -85,3 +86,13 @@ def test_gradients_in_one_bucket_have_nothing_to_hide_behind():
     assert hidden_s(3, WIDTH, hides_gradients=0.5)[0] == pytest.approx(0, abs=1e-15)
     hidden, gradient, _ = hidden_s(3, 512, hides_gradients=0.5, backend="shm")
     assert hidden == pytest.approx(0.5 * gradient)
+
+
+def test_a_gradient_that_is_joined_with_others_is_copied():
+    """It is read and written once more; a large one is reduced where it lies."""
+    objective = Seconds(CPU)
+    for width, copied in ((WIDTH, 1), (2048, 0)):
+        size = 4 * width * width
+        reduced_s = CPU.shared_s("all_reduce", size, 2, "inside")
+        found_s = objective.collective(Collective("all_reduce", ("d",), size), Mesh.of(d=2), shared=True)
+        assert found_s == pytest.approx(reduced_s + copied * 2 * size / 1e8)

@@ -1,4 +1,4 @@
-"""What collectives take amid computing, where ranks that share cores come to them one after the other."""
+"""What collectives take in a program: amid computing, where ranks that share cores come to them one after another."""
 
 from __future__ import annotations
 

@@ -5,8 +5,8 @@ groups are smaller than the world all groups communicate at once, as they do alo
 take turns in an order that is drawn anew in each round, so that a slow minute of the machine falls on all of them; the
 median over the rounds counts. Devices are measured while all ranks compute.
 
-A program computes before each collective, and ranks that share cores then come to it one after the other. What that
-adds to the smallest size is added to all (`amid.py`).
+A program computes before each collective, and ranks that share cores then come to it one after the other; and it
+communicates by functions of autograd. What both add to the smallest size is added to all (`amid.py`).
 
 How often each is timed follows from a budget of seconds and a first look. On slow links the largest sizes are left out,
 as the last segment of a curve goes on beyond the largest size that was timed.
@@ -31,7 +31,7 @@ from shardwright.cluster.bench.profile_fit import fit
 from shardwright.cluster.bench.roofline import processor
 from shardwright.cluster.bench.stopwatch import refill
 from shardwright.errors import UsageError
-from shardwright.mesh.collectives import Axes, Communicator
+from shardwright.mesh.collectives import Axes, Communicator, all_gather, all_reduce, all_to_all
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
 from shardwright.mesh.redistribute import CollectiveKind
@@ -174,14 +174,18 @@ def measure_links(
     _visit(rows, buffer)
     everyone = from_all_ranks([[cell.visits for cell in row.cells] for row in rows])
     work = Work.of(world.device)
-    amid = [work.seconds_between(row.cells[0].run) for row in rows]
+    amid = [work.seconds_between(_in_a_program(row.groups, row.kind, world.device)) for row in rows]
     for groups in all_groups:
         groups.comm.close()
+    medians = [
+        [_typical([theirs[at][i] for theirs in everyone]) for i in range(len(row.cells))] for at, row in enumerate(rows)
+    ]
+    least = {(id(row.groups), row.kind): of[0] for row, of in zip(rows, medians, strict=True)}
     found = []
-    for at, row in enumerate(rows):
-        medians = [_typical([theirs[at][i] for theirs in everyone]) for i in range(len(row.cells))]
-        waits_s = max(0.0, amid[at] - medians[0])
-        points = tuple((cell.size, s + waits_s) for cell, s in zip(row.cells, medians, strict=True))
+    for row, of, taken in zip(rows, medians, amid, strict=True):
+        alone = [least.get((id(row.groups), kind), of[0]) for kind in _BOTH_WAYS.get(row.kind, (row.kind,))]
+        more_s = max(0.0, (taken - sum(alone)) / len(alone))
+        points = tuple((cell.size, s + more_s) for cell, s in zip(row.cells, of, strict=True))
         found.append(MeasuredCollective(row.groups.where, row.kind, row.groups.ranks, points, row.groups.per_host))
     return found
 
@@ -274,6 +278,28 @@ def _cell(groups: _Groups, kind: CollectiveKind, size: int, buffer: Tensor) -> _
         "all_to_all": lambda: comm.all_to_all(parts, axes),
     }
     return _Cell(size, calls[kind])
+
+
+# What a step communicates, forward and backward, that is timed for a kind; where not given, that kind alone.
+_BOTH_WAYS: dict[CollectiveKind, tuple[CollectiveKind, ...]] = {
+    "reduce_scatter": ("all_gather", "reduce_scatter"),
+    "all_to_all": ("all_to_all", "all_to_all"),
+}
+
+
+def _in_a_program(groups: _Groups, kind: CollectiveKind, device: torch.device) -> Callable[[], object]:
+    """A small step of a redistribution with its backward, as programs make it."""
+    comm, axes, ranks = groups.comm, groups.axes, groups.ranks
+    part, whole = torch.zeros(1, ranks, device=device), torch.zeros(ranks, ranks, device=device)
+    steps: dict[CollectiveKind, Callable[[Tensor], Tensor]] = {
+        "all_reduce": lambda x: all_reduce(x, comm, axes=axes),
+        "all_gather": lambda x: all_gather(x, comm, dim=0, axes=axes, size=ranks, adjoint="slice"),
+        "reduce_scatter": lambda x: all_gather(x, comm, dim=0, axes=axes, size=ranks, adjoint="reduce_scatter"),
+        "all_to_all": lambda x: all_to_all(x, comm, dim=0, to_dim=1, axes=axes, size=ranks, to_size=ranks),
+    }
+    given = part.requires_grad_()
+    gradient = {"all_reduce": part, "all_to_all": whole[:, :1]}.get(kind, whole).detach()
+    return lambda: torch.autograd.grad(steps[kind](given), given, gradient)
 
 
 def report(hardware: Hardware) -> str:

@@ -20,6 +20,11 @@ class Entering:
     alike: Hashable
 
 
+def travels_alone(size_bytes: int, limit_bytes: int) -> bool:
+    """Whether a gradient is reduced where it lies, since to join it with others costs a copy."""
+    return size_bytes * _ALONE > limit_bytes
+
+
 def in_buckets(entering: Sequence[Entering], limit_bytes: int, first_bytes: int) -> list[list[int]]:
     """What is reduced together, by its rising numbers; the buckets in the order in which they begin.
 
@@ -31,7 +36,7 @@ def in_buckets(entering: Sequence[Entering], limit_bytes: int, first_bytes: int)
     room: dict[Hashable, int] = {}  # the bytes that still fit
     for number in reversed(range(len(entering))):
         one = entering[number]
-        if one.bytes * _ALONE > limit_bytes:
+        if travels_alone(one.bytes, limit_bytes):
             groups.append([number])
             continue
         # A parameter that enters twice, as to two layouts that differ in units alone, has no two places in a bucket.

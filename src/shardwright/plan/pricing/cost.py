@@ -27,6 +27,7 @@ from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step
+from shardwright.plan.pricing.buckets import travels_alone
 from shardwright.plan.pricing.hardware import Hardware, LinkKind, link_along, per_host_along
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
@@ -173,7 +174,12 @@ class Seconds:
         for link in given:
             latency_s = 0.0 if shared else link.latency_s
             seconds = max(seconds, latency_s + collective.sent_bytes(mesh) / link.bandwidth)
-        return seconds * (1 - self.gradients_hidden) if shared else seconds
+        return seconds * (1 - self.gradients_hidden) + self._joining_s(collective.bytes) if shared else seconds
+
+    def _joining_s(self, size_bytes: int) -> float:
+        """What it takes to copy a gradient into a bucket."""
+        alone = travels_alone(size_bytes, self.hardware.bucket_bytes)
+        return 0.0 if alone else 2 * size_bytes / self.hardware.memory_bandwidth
 
 
 @lru_cache(maxsize=1 << 12)  # a search asks a million times
