@@ -4,6 +4,8 @@ Where the mode searches nothing, every operator follows the split of the batch (
 says which strategies are choices and what is minimised over them (`searches.py`); `search.py` finds the minimum, and
 `recursive.py` what is the best axis by axis.
 
+Where the hardware hides the reduction of gradients behind the backward, several searches are made (`prices.py`).
+
 An exact search leaves a gap where a budget of bytes binds, or where too much is tied together for a proof.
 Another way to plan may then be better by chance, unless each is looked at: the plans that are known by name, and those
 of the other searches. The bound stays that of the search.
@@ -28,7 +30,7 @@ from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import holds, in_bytes, in_unit
 from shardwright.plan.holding import remade_memory
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import repeated_costs
+from shardwright.plan.prices import cheapest_with_hidden, repeated_costs
 from shardwright.plan.pricing.cost import Objective, Seconds
 from shardwright.plan.pricing.hardware import link_along
 from shardwright.plan.pricing.ruled import RuledGraph
@@ -61,7 +63,18 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
     graph = RuledGraph.of(capture)
     if request.searched is None:
         return _following_the_batch(graph, request)
-    meshes = _Meshes(graph, request)
+    row = SEARCHES[request.searched]
+    objective = row.objective(request.hardware, request.optimizer)
+    if isinstance(objective, Seconds) and request.hardware.hides_gradients:
+        return cheapest_with_hidden(
+            lambda of: _searched(graph, request, replace(row, objective=lambda *_: of)), objective
+        )
+    return _searched(graph, request, row)
+
+
+def _searched(graph: RuledGraph, request: PlanRequest, row: Search) -> Plan:
+    """The plan that costs least of those that a search finds."""
+    meshes = _Meshes(graph, request, row)
     if request.axes:
         meshes.look_at([meshes.weighing(request.axes)])
     else:
@@ -72,9 +85,8 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
 class _Meshes:
     """The meshes that are looked at: the plan that costs least, what nothing costs less than, what is said of each."""
 
-    def __init__(self, graph: RuledGraph, request: PlanRequest) -> None:
-        assert request.searched is not None
-        self._graph, self._request, self._row = graph, request, SEARCHES[request.searched]
+    def __init__(self, graph: RuledGraph, request: PlanRequest, row: Search) -> None:
+        self._graph, self._request, self._row = graph, request, row
         self._best: Plan | None = None
         self._bounds: list[float] = []  # of each mesh, where the search has one
         self._errors: list[tuple[Mesh, PlanError]] = []

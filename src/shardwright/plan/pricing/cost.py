@@ -16,7 +16,7 @@ neither seconds nor bytes moved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Protocol
 
@@ -128,6 +128,11 @@ class Seconds:
     gradients_hidden: float = 0.0
     backward_hidden: float = 0.0
 
+    def hiding(self, share: float) -> Seconds:
+        """The same with all that the hardware hides: this share of it of the gradients, the rest of the backward."""
+        hides = self.hardware.hides_gradients
+        return replace(self, gradients_hidden=share * hides, backward_hidden=(1 - share) * hides)
+
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         times = 1 + BACKWARD * graph.needs_gradient(node) * (1 - self.backward_hidden)
         return self._once_s(graph, node, strategy, mesh) * times + self._sum(
@@ -174,7 +179,7 @@ class Seconds:
         for link in given:
             latency_s = 0.0 if shared else link.latency_s
             seconds = max(seconds, latency_s + collective.sent_bytes(mesh) / link.bandwidth)
-        return seconds * (1 - self.gradients_hidden) + self._joining_s(collective.bytes) if shared else seconds
+        return (seconds + self._joining_s(collective.bytes)) * (1 - self.gradients_hidden) if shared else seconds
 
     def _joining_s(self, size_bytes: int) -> float:
         """What it takes to copy a gradient into a bucket."""
