@@ -25,6 +25,7 @@ from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
 from shardwright.pulse import own_pulse
 from shardwright.run.compiled.compiler import Compiler
+from shardwright.run.freed_memory import keep_freed_memory
 from shardwright.run.graphs.looks import Look, look_at
 from shardwright.run.model import ParallelModel, Replay
 from shardwright.run.parts import Asked, NotAsExpected, Parts
@@ -100,6 +101,8 @@ class Parallel(ParallelModel):
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
         self._same_batch, self._parts = SameBatch(lockstep), Parts(lockstep, world.device.type != "cpu")
         self._communicator = communicator_over(self.plan.mesh, lockstep)
+        if world.device.type == "cpu":
+            keep_freed_memory()
         place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
         self._state = ModelState(model, self.plan, seed, world.device)
         self._split = is_split(model)
