@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -60,7 +60,8 @@ def _shown(command: Sequence[str]) -> tuple[int, str]:
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment, start_new_session=True
     ) as process:
         try:
-            for line in _lines(process):
+            assert process.stdout is not None
+            for line in process.stdout:
                 print(line, end="", flush=True)
                 last = [*last, line][-_SHOWN_LINES:]
         except BaseException:
@@ -68,11 +69,6 @@ def _shown(command: Sequence[str]) -> tuple[int, str]:
             process.wait()
             raise
     return process.returncode, "".join(last)
-
-
-def _lines(process: subprocess.Popen[str]) -> Iterator[str]:
-    assert process.stdout is not None
-    yield from process.stdout
 
 
 def _copied(what: Any, name: str) -> bytes:

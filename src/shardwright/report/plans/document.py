@@ -12,7 +12,7 @@ from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.why import Why
 from shardwright.report.plans.step_line import Event, events_of
 from shardwright.report.plans.summary import PlanSummary, plan_summary
-from shardwright.report.plans.tree import ModuleRow, OperatorRow, Tree
+from shardwright.report.plans.tree import FoldedModule, FoldedOperator, Tree
 
 MOST_ASKED = 150  # operators that are asked why: to find the next best way of one takes some 20 ms
 
@@ -24,8 +24,8 @@ class PlanDocument:
     title: str
     plans: Mapping[str, PlanSummary]
     atoms: Sequence[Mapping[str, int]]  # the axes over which each plan cuts, finer than those that people name
-    root: ModuleRow
-    operators: Sequence[OperatorRow]
+    root: FoldedModule
+    operators: Sequence[FoldedOperator]
     whys: Mapping[int, str]  # the place of an operator -> why the first plan does it so; of the dearest
     events: Sequence[Sequence[Event]]  # of each plan
     places: Mapping[str, int]
@@ -65,7 +65,7 @@ def document_of(title: str, plans: Mapping[str, Plan], hardware: Hardware) -> Pl
     )
 
 
-def _whys(plan: Plan, hardware: Hardware, operators: Sequence[OperatorRow]) -> dict[int, str]:
+def _whys(plan: Plan, hardware: Hardware, operators: Sequence[FoldedOperator]) -> dict[int, str]:
     why = Why(plan, hardware)
     spent = {place: row.ways[0].computes_s + row.ways[0].communicates_s for place, row in enumerate(operators)}
     dearest = sorted(spent, key=lambda place: -spent[place])[:MOST_ASKED]

@@ -25,35 +25,24 @@ class Event(NamedTuple):
 
 def events_of(plan: Plan, prices: Prices) -> list[Event]:
     """All that computes or communicates, in order, as if nothing were hidden; what the optimizer does follows it."""
-    forward = [event for event in _forward(plan, prices) if event.seconds > 0]
-    backward = [event for event in _backward(plan, prices) if event.seconds > 0]
-    return [*forward, *reversed(backward)]
+    both = list(_both_ways(plan, prices))
+    forward = [Event(False, lane, name, seconds) for lane, name, seconds, _ in both if seconds > 0]
+    backward = [Event(True, lane, name, seconds) for lane, name, _, seconds in reversed(both) if seconds > 0]
+    return [*forward, *backward]
 
 
-def _forward(plan: Plan, prices: Prices) -> Iterator[Event]:
+def _both_ways(plan: Plan, prices: Prices) -> Iterator[tuple[Lane, str, float, float]]:
+    """What is done in the order of the forward, with its seconds there and in the backward."""
     coming = _coming(plan)
     for node in plan.capture.nodes:
         for transfer in coming[node.name]:
-            yield Event(False, "communicates", node.name, _transferred(plan, prices, transfer)[0])
-        computing_s, inside_s = _forward_s(plan, prices, node)
-        yield Event(False, "computes", node.name, computing_s)
-        yield Event(False, "communicates", node.name, inside_s)
-    for transfer in coming[""]:
-        yield Event(False, "communicates", "", _transferred(plan, prices, transfer)[0])
-
-
-def _backward(plan: Plan, prices: Prices) -> Iterator[Event]:
-    """In the order of the forward."""
-    coming = _coming(plan)
-    for node in plan.capture.nodes:
-        for transfer in coming[node.name]:
-            yield Event(True, "communicates", node.name, _transferred(plan, prices, transfer)[1])
+            yield "communicates", node.name, *_transferred(plan, prices, transfer)
         computing_s, inside_s = _forward_s(plan, prices, node)
         moved = prices.inside.get(node.name)
-        yield Event(True, "communicates", node.name, (moved.seconds if moved else 0.0) - inside_s)
-        yield Event(True, "computes", node.name, prices.computes_s[node.name] - computing_s)
+        yield "computes", node.name, computing_s, prices.computes_s[node.name] - computing_s
+        yield "communicates", node.name, inside_s, (moved.seconds if moved else 0.0) - inside_s
     for transfer in coming[""]:
-        yield Event(True, "communicates", "", _transferred(plan, prices, transfer)[1])
+        yield "communicates", "", *_transferred(plan, prices, transfer)
 
 
 def _coming(plan: Plan) -> dict[str, list[Transfer]]:

@@ -37,7 +37,7 @@ class Way:
 
 
 @dataclass(frozen=True)
-class OperatorRow:
+class FoldedOperator:
     """An operator that stands for its equals in equal modules, and what each plan does with it."""
 
     name: str
@@ -49,13 +49,13 @@ class OperatorRow:
 
 
 @dataclass(frozen=True)
-class ModuleRow:
+class FoldedModule:
     """Modules that are equal in all that lies inside; ``operators`` are places in the list of operators."""
 
     name: str
     count: int
     operators: tuple[int, ...]
-    children: tuple[ModuleRow, ...]
+    children: tuple[FoldedModule, ...]
     held_bytes: tuple[int, ...]  # of parameters on each device, of all of them together, under each plan
 
 
@@ -78,7 +78,7 @@ class Tree:
         self._capture = plans[0].capture
         self._moved = [_by_operator(plan, price) for plan, price in zip(plans, prices, strict=True)]
         self._kinds: dict[object, int] = {}
-        self.operators: list[OperatorRow] = []
+        self.operators: list[FoldedOperator] = []
         self.places: dict[str, int] = {}
         """The name of each operator -> the place of the one that stands for it."""
         root = self._scopes()
@@ -123,7 +123,7 @@ class Tree:
     def _held(self, name: str) -> tuple[int, ...]:
         return tuple(plan.bytes_of(self._capture.values[name]) for plan in self._plans)
 
-    def _folded(self, equals: Sequence[_Scope], shown: str) -> ModuleRow:
+    def _folded(self, equals: Sequence[_Scope], shown: str) -> FoldedModule:
         """One row for scopes that are equal."""
         first = equals[0]
         module = joined([scope.name for scope in equals])
@@ -144,14 +144,14 @@ class Tree:
             children.append(self._folded(inside, joined(parts)))
         held = [self._held(name) for scope in equals for name in scope.parameters]
         summed = tuple(map(sum, zip(*held, strict=True))) if held else (0,) * len(self._plans)
-        return ModuleRow(shown, len(equals), operators, tuple(children), summed)
+        return FoldedModule(shown, len(equals), operators, tuple(children), summed)
 
     def _operator(self, nodes: Sequence[Node], module: str) -> int:
         first, place = nodes[0], len(self.operators)
         self.places |= dict.fromkeys((node.name for node in nodes), place)
         ways = tuple(self._way(i, nodes) for i in range(len(self._plans)))
         line = first.source.partition(" in ")[0]
-        self.operators.append(OperatorRow(first.name, first.op, module, line, len(nodes), ways))
+        self.operators.append(FoldedOperator(first.name, first.op, module, line, len(nodes), ways))
         return place
 
     def _way(self, i: int, nodes: Sequence[Node]) -> Way:
