@@ -28,6 +28,7 @@ _PUBLIC: dict[str, str] = {
     "RandomImages": "shardwright.data.random_images",
     "Recorder": "shardwright.training.recorder",
     "RunView": "shardwright.training.hooks",
+    "Tracer": "shardwright.training.tracing",
     "Trainer": "shardwright.training.trainer",
     "World": "shardwright.world.world",
     "checkpoint": "shardwright.checkpoint",

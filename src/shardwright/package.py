@@ -14,6 +14,8 @@ ROOMS = (
     "errors",
     "whole_file",
     "package",
+    "words",
+    "steps",
     "pulse",
     "hosts",
     "launch",

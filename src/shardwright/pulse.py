@@ -10,7 +10,8 @@ Where collectives run beside the program, as on GPUs, to call one is to put it a
 rank then asks the device how far it has come (`shardwright.world.following`), and what is written is the collective at
 the front of the queue. Asked by its supervisor, it also leaves here what torch has recorded of its collectives.
 
-Without ``--stall-timeout`` nobody reads, and a rank writes into memory of its own.
+Without ``--stall-timeout`` nobody reads, and a rank writes into memory of its own. What a rank tells of its steps for
+people, loss and seconds, goes another way (`steps`).
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ import mmap
 import os
 import signal
 import struct
+import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
+
+from shardwright.steps import Steps, own_steps
 
 PULSE_VARIABLE = "SHARDWRIGHT_PULSE"
 # Ignored unless somebody handles it, and hardly anybody does: it tells of out-of-band data on sockets.
@@ -75,10 +80,17 @@ class Pulse:
     collective; `at` says for what the next ones are.
     """
 
-    __slots__ = ("_beats", "_collectives", "_mark", "_memory", "_numbered", "_queue", "_site", "_steps", "watched")
+    __slots__ = (
+        "_beats", "_collectives", "_entered_s", "_inside", "_mark", "_memory", "_numbered", "_queue", "_site", "_steps",
+        "around", "steps", "watched",
+    )  # fmt: skip
 
-    def __init__(self, memory: bytearray | mmap.mmap, watched: bool) -> None:
-        self.watched = watched
+    def __init__(self, memory: bytearray | mmap.mmap, watched: bool, steps: Steps) -> None:
+        self.watched, self.steps = watched, steps
+        self._entered_s = 0.0  # when the collective was begun or waited for that the program is in
+        self.around: Callable[[str], AbstractContextManager[object]] | None = None
+        """What surrounds each collective, by its name and what it is for: a traced step."""
+        self._inside: AbstractContextManager[object] | None = None
         self._memory = memory
         self._numbered = False
         self._beats, self._steps, self._collectives = _COUNTS.unpack_from(memory, _COUNTS_AT)
@@ -95,8 +107,10 @@ class Pulse:
         """Without a number the next one, unless somebody else has given steps their numbers."""
         if number is not None:
             self._numbered, self._steps = True, number
+            self.steps.begin(number)
         elif not self._numbered:
             self._steps += 1
+            self.steps.begin(self._steps)
         self.beat()
 
     def set_steps(self, steps: int) -> None:
@@ -117,6 +131,10 @@ class Pulse:
     def again(self, operation: bytes) -> Pulse:
         """The same around the wait for a collective that has begun before."""
         self._beats += 1
+        self._entered_s = time.perf_counter()
+        if self.around is not None:
+            self._inside = self.around(self._named(operation))
+            self._inside.__enter__()
         if self._mark is not None:
             self._queue.append(_Queued(operation, self._site, self._steps, self._mark()))
             _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
@@ -127,8 +145,17 @@ class Pulse:
     def __enter__(self) -> None:
         pass
 
+    def _named(self, operation: bytes) -> str:
+        words = _text(_SITE.unpack(self._site)[1])
+        return f"{operation.decode()} for {words}" if words else operation.decode()
+
     def __exit__(self, *_: object) -> None:
         self._beats += 1
+        if self._inside is not None:
+            self._inside.__exit__(None, None, None)
+            self._inside = None
+        if self.steps.communicating_s is not None:
+            self.steps.communicating_s += time.perf_counter() - self._entered_s
         if self._mark is not None:
             self._queue[-1].end = self._mark()
             return
@@ -202,17 +229,17 @@ def open_pulse(path: str | None) -> Pulse:
     except OSError:
         fd = -1
     if path is None or fd < 0:
-        return Pulse(bytearray(_USED_BYTES), watched=False)
+        return Pulse(bytearray(_USED_BYTES), watched=False, steps=own_steps())
     try:
         memory = mmap.mmap(fd, _STACKS_AT)
     finally:
         os.close(fd)
     layout, listener = _LISTENER.unpack_from(memory)
     if layout != _LAYOUT:  # another version's supervisor
-        return Pulse(bytearray(_USED_BYTES), watched=False)
+        return Pulse(bytearray(_USED_BYTES), watched=False, steps=own_steps())
     if listener != os.getpid():
         answer_with_stacks(path)
-    return Pulse(memory, watched=True)
+    return Pulse(memory, watched=True, steps=own_steps())
 
 
 def answer_with_stacks(path: str) -> None:

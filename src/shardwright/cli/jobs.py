@@ -1,4 +1,4 @@
-"""The commands for jobs that run: `logs`, `ps` and `stop`."""
+"""The commands for jobs that run: `watch`, `report`, `logs`, `ps` and `stop`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,56 @@ def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
     from shardwright.launch.kept.follow import show_logs
 
     sys.exit(show_logs(Path(log_dir), job, ranks, follow))
+
+
+@cli.command()
+@click.option(
+    "--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where ended jobs' folders are."
+)
+@HOST
+@HOSTFILE
+@PYTHON
+@TIMEOUT
+@click.argument("job", required=False)
+def watch(
+    job: str | None, log_dir: str, hosts: str | None, hostfile: str | None, python: tuple[str, ...],
+    connect_timeout_s: float,
+) -> None:  # fmt: skip
+    """Show what all ranks of a job do, until it ends: step, loss, times, memory, who is slow or stopped, what they say.
+
+    JOB is its name, as `shardwright ps` shows it, or the folder of its logs; without it the one that runs here. With -H
+    one that was launched on another host. Exits with the job's code; Ctrl-C ends the watching alone. Where the output
+    is no terminal it is lines.
+    """
+    from pathlib import Path
+
+    from shardwright.launch.asked.host_options import HostRequest, PerHost
+
+    named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
+    from shardwright.cluster.watch import command
+
+    if named is None:
+        sys.exit(command.watch(job, Path(log_dir)))
+    sys.exit(command.watch_on(job, named, PerHost.read("--python", python, named), connect_timeout_s))
+
+
+@cli.command()
+@click.option("--html", metavar="run.html", help="Write a page for a browser, with curves.")
+@click.option("--log-dir", default="log_output", show_default=True, metavar="DIR", help="Where the jobs' folders are.")
+@click.argument("job", required=False)
+def report(job: str | None, html: str | None, log_dir: str) -> None:
+    """Show what a job has done: its steps, loss, times and memory beside what its plan expected, and what happened.
+
+    JOB is its name, or the folder of its logs; without it the one started last.
+    """
+    from pathlib import Path
+
+    from shardwright.cluster.watch.command import folder_of
+    from shardwright.cluster.watch.report import report as write
+    from shardwright.launch.kept.job import find_job
+
+    folder = find_job(Path(log_dir), None).path if job is None else folder_of(job, Path(log_dir))
+    write(folder, None if html is None else Path(html))
 
 
 @cli.command()

@@ -54,10 +54,12 @@ from shardwright.launch.host.protocol import (
     Started,
     Stopped,
     SupervisorGone,
+    Told,
 )
 from shardwright.launch.host.signals import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, woken_by
 from shardwright.launch.kept.failure import RankEnd, describe_ranks, signal_name, torchrun_end
 from shardwright.launch.kept.judge import Judge, rank_end
+from shardwright.launch.kept.live import LiveFiles
 from shardwright.launch.kept.logs import RankLogs
 from shardwright.launch.kept.run_report import RunReport
 from shardwright.launch.supervisor.progress import decode_observations
@@ -98,6 +100,7 @@ class Launcher:
             folder.begin_again()
             folder.make_ranks(options.ranks)
             self.logs = RankLogs(folder, options.ranks, self.say, attempt.first_line, options.logs_stay, self._host)
+            self.live = LiveFiles(folder, len(attempt.past), options.ranks)
             self._note(lambda: folder.write_state(attempt.state))
             self._note(folder.reserve)
             connections = self.carrier.start(attempt.run_id, folder, attempt.first_line, options.shown)
@@ -116,6 +119,7 @@ class Launcher:
 
     def _close(self) -> None:
         self.logs.close()
+        self.live.close()
         self.attempt.console.show_fragments(older_than_s=0.0)
         self.connections.detach()
         self.selector.close()
@@ -204,8 +208,11 @@ class Launcher:
         if isinstance(event, Output | OutputLost | Progressed | Continued | Exited):
             self._moved()
         match event:
-            case Started(rank):
+            case Started(rank, pid):
+                self.live.became(rank, "running", pid=pid, host=connection.name)
                 self._started(rank)
+            case Told(rank, data):
+                self.live.told(rank, data)
             case Output(rank, stream, data):
                 self.logs.write(rank, stream, data)
                 self.attempt.console.output(rank, stream, data)
@@ -215,11 +222,18 @@ class Launcher:
                 self.logs.write(rank, stream, data)
             case LogLost(rank, stream, lost_bytes, why):
                 self.say(f"{self.logs.path(rank, stream)} lacks {lost_bytes} bytes{f' ({why})' if why else ''}")
-            case Stopped() | Continued() | Left():
+            case Stopped(rank, signum, pid):
+                self.live.became(rank, "stopped", signal=signal_name(signum), pid=pid, host=connection.name)
+                self._tell(connection, event)
+            case Continued(rank):
+                self.live.became(rank, "running")
+                self._tell(connection, event)
+            case Left():
                 self._tell(connection, event)
             case Stacks(quiet_s, data):
                 self.stall.answered(connection.name, quiet_s, decode_observations(data))
             case Exited(rank):
+                self.live.became(rank, "ended", code=event.code)
                 tail = self.logs.stderr_tail(rank)
                 end = rank_end(event, connection.clock_ahead_s, tail, self._host(rank))
                 if self.judge.ended(torchrun_end(end) if self.attempt.options.by_torchrun else end):

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from shardwright.graph.ir import Node
 from shardwright.mesh.layout import Layout
 from shardwright.plan.decisions import Decisions
-from shardwright.plan.explain import in_bytes, joined, layers_computed_again, short, table, template
+from shardwright.plan.explain import joined, layers_computed_again, short, table, template
+from shardwright.words import in_bytes
 
 
 def difference(ours: Decisions, theirs: Decisions) -> str:

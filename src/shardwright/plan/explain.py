@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.holding import Held, held_by
 from shardwright.plan.searches import SEARCHES, Search
+from shardwright.words import in_bytes
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
@@ -128,23 +129,6 @@ def in_tuples(strategies: Sequence[tuple[int, ...]]) -> str:
 def _ranks(ranks: Sequence[int], most: int = 8) -> str:
     shown = ", ".join(map(str, ranks[:most]))
     return f"({shown})" if len(ranks) <= most else f"({shown}, ... {len(ranks)} in all)"
-
-
-def in_bytes(number: float) -> str:
-    """``596.1 MB``."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000 or unit == "GB":
-            break
-        number /= 1000
-    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
-
-
-def in_time(seconds: float) -> str:
-    """``1.23 s``, ``12.3 ms`` or ``45.6 µs``."""
-    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
-        if abs(seconds) * factor >= 0.9995 or unit == "µs":
-            break
-    return f"{seconds * factor:.3g} {unit}" if abs(seconds) >= 1e-9 else "0 s"
 
 
 def template(name: str) -> str:

@@ -27,7 +27,7 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.decisions import Decisions
-from shardwright.plan.explain import holds, in_bytes, in_unit
+from shardwright.plan.explain import holds, in_unit
 from shardwright.plan.holding import remade_memory
 from shardwright.plan.plan import Plan
 from shardwright.plan.prices import cheapest_with_hidden, repeated_costs
@@ -46,6 +46,7 @@ from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
 from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.spaces import blocks_for, in_parts, meshes_for, space_of, tensor_space
+from shardwright.words import in_bytes
 
 # A gap of such a share is none. For graphs of more operators, or on more axes, tensor parallelism and the recursive
 # search are asked where it is larger than the second, and propagation, which takes as long as the search, is not.

@@ -17,7 +17,7 @@ from shardwright.errors import PlanError, UsageError
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.plan.decisions import Decisions
-from shardwright.plan.explain import in_bytes, in_time, in_tuples, joined, short, table, template
+from shardwright.plan.explain import in_tuples, joined, short, table, template
 from shardwright.plan.prices import Moved, Prices
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import Hardware
@@ -28,6 +28,7 @@ from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.space import Space
 from shardwright.plan.spaces import choices_of
 from shardwright.rules.notation import OpRule, Strategy
+from shardwright.words import in_bytes, in_time
 
 FOLLOWERS = 40  # as many operators may follow an alternative
 MOST_ROWS = 50  # of operators, before equal ones share a row

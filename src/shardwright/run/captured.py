@@ -23,7 +23,7 @@ from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
-from shardwright.pulse import own_pulse
+from shardwright.report.plans.expected import expected
 from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.freed_memory import keep_freed_memory
 from shardwright.run.graphs.looks import Look, look_at
@@ -93,7 +93,6 @@ class Parallel(ParallelModel):
         self.options, self.world = options, world
         self._reduction = GradientReduction()
         self._closed = False
-        self._pulse = own_pulse()
         self._between_steps = True
         seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
@@ -119,6 +118,8 @@ class Parallel(ParallelModel):
             Compiler(says=world.rank == 0) if options.compile else None,
         )
         self._programs.add_first(sample_batch, rows)
+        if self._pulse.steps.told and planner.request.hardware is not None:
+            self._pulse.steps.tell({"plan": expected(self.plan, planner.request.hardware)})
 
     # Running
 
@@ -138,6 +139,7 @@ class Parallel(ParallelModel):
         prepared, rows, (loss, aux, new_buffers) = self._computed("training" if training else "evaluation", batch)
         assert loss is not None
         if training:
+            self._tell_computed(rows.total, loss)
             self._state.step += 1
             self._state.store_buffers(prepared.plan.capture, new_buffers)
             if self.options.gradients == "sum":

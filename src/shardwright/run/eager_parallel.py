@@ -16,7 +16,6 @@ from shardwright.data.loading.samples import count_samples, map_tensors
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.plan.searches import Mode
-from shardwright.pulse import own_pulse
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import metric_sums_over_ranks
@@ -88,7 +87,7 @@ class EagerParallel(ParallelModel):
         self.plan = None
         self._step = step
         self._splitter = splitter
-        self._pulse = own_pulse()
+        self._pulse.steps.communicating_s = None  # torch reduces the gradients, and does not say for how long
 
     def _called(self, batch: Any) -> Any:
         if self.module.training:
@@ -99,7 +98,10 @@ class EagerParallel(ParallelModel):
         tensors_of(batch)
         part, global_size = self._splitter.split(batch)
         with self._in_step():
-            return self._step(part, global_size)
+            result = self._step(part, global_size)
+        if self.module.training:
+            self._tell_computed(global_size or 0, result[0] if isinstance(result, tuple) else result)
+        return result
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
         if self._predict_fn is None:

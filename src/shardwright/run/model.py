@@ -9,6 +9,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
@@ -18,11 +19,13 @@ from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import LocalProgram
 from shardwright.plan.plan import Plan
+from shardwright.pulse import own_pulse
 from shardwright.run.evaluation import Evaluation, Sums, metric_sums
 from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.structure import Structure
 from shardwright.world.lockstep import Lockstep
+from shardwright.world.on_its_way import OnItsWay
 from shardwright.world.ranks import alone
 
 
@@ -50,6 +53,7 @@ class ParallelModel(LikeModule):
         self._lockstep = lockstep
         self._structure = Structure(module)
         self._failure = ""  # of a step that other ranks may still be in
+        self._pulse = own_pulse()
 
     # Running
 
@@ -140,6 +144,11 @@ class ParallelModel(LikeModule):
             if not alone():
                 self._failure = str(error).partition("\n")[0]
             raise
+
+    def _tell_computed(self, samples: int, loss: Tensor) -> None:
+        """Tell those who watch the job what a batch of a step gave."""
+        if (steps := self._pulse.steps).told:
+            steps.computed(samples, partial(OnItsWay, loss.detach()))
 
     # The state
 

@@ -7,9 +7,9 @@ choosing a checkpoint) all ranks decide alike.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import reduce
+from functools import partial, reduce
 from itertools import islice
 from operator import add
 from typing import Any
@@ -30,6 +30,7 @@ from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback, RunView, Validation
 from shardwright.training.resuming import Begun, Continuation, resume
 from shardwright.training.traffic import TrafficWatch
+from shardwright.world.on_its_way import OnItsWay
 from shardwright.world.precision import Precision, autocast, check_precision, gradient_scaler
 from shardwright.world.world import current_world
 
@@ -88,7 +89,7 @@ class Trainer:
         self.batches = 0
         self._stopping = self._stopped = self._announced = False
         self._begun = Begun()
-        self._validates: Callable[[int], bool] = lambda epoch: True
+        self._validates: Callable[[int], bool] = _every_epoch
         self._pulse = own_pulse()
         self._continues: Continuation | None = None
 
@@ -170,7 +171,7 @@ class Trainer:
         last_epoch = self._begun.epoch + epochs
         last_step = None if steps is None else self._begun.steps + steps
         self._stopping = self._stopped or (last_step is not None and self.steps >= last_step)
-        self.loader, self._validates = loader, validate_when or (lambda epoch: True)
+        self.loader, self._validates = loader, validate_when or _every_epoch
         with ExitStack() as closing:
             for callback in self.callbacks:
                 closing.callback(self._close, callback)
@@ -211,15 +212,24 @@ class Trainer:
         self.parallel.train()
         self._call_all("on_epoch_begin")
         batches = iter(loader) if continues is None else continues.rest(self._view(), loader)
-        while not self._stopping and (group := list(islice(batches, self.accumulate))):
+        while not self._stopping and (group := self._load(batches)):
             self.step += 1
             self.steps += 1
             self.batches += len(group)
             self._pulse.begin_step(self.steps)
             self._train_step(group)
+            if self._pulse.steps.told:
+                self._pulse.steps.computed(0, partial(OnItsWay, self.loss))
             self._call_all("on_step_end")
+            self._pulse.steps.close()
             self._stopping = self._stopping or self.steps == last_step
             self._call_all("at_rest")
+
+    def _load(self, batches: Iterator[Any]) -> list[Any]:
+        """The batches of a step, which begins with that; none at the end of the epoch."""
+        self._pulse.steps.open()
+        with self._pulse.steps.loading():
+            return list(islice(batches, self.accumulate))
 
     def _train_step(self, group: Sequence[Any]) -> None:
         """One optimizer step: the gradient of the mean loss over all samples of the batches in ``group``."""
@@ -314,6 +324,7 @@ class Trainer:
 
     def _validate(self, loader: Validation) -> None:
         self.evaluation, self.evaluated = self.evaluate(loader), self.epoch
+        self._pulse.steps.tell({"step": self.steps, "validation": self.evaluation.state()})
         if self.world.rank == 0:
             print(validation_line(self.epoch, self.evaluation.loss, self.evaluation.metrics), flush=True)
         self._call_all("on_validation_end", self.evaluation)
@@ -349,6 +360,10 @@ class Trainer:
 
     def _close(self, callback: Callback) -> None:
         _call(callback, "close", self._view())
+
+
+def _every_epoch(epoch: int) -> bool:
+    return True
 
 
 def _call(callback: Callback, hook: str, *arguments: Any) -> Any:

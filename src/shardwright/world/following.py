@@ -1,8 +1,9 @@
-"""What a GPU has done of the collectives that it was asked for, told to the pulse of this rank.
+"""What a device does and holds, told to those who watch the job.
 
-NCCL's calls return when the GPU has been asked. So an event stands before and behind each collective, and a thread asks
-which of them the GPU has come to: a rank that hangs says in which collective its GPU is, or that it never came to it.
-Where nobody watches there are neither events nor a thread.
+To the pulse of this rank is told which of the collectives that it was asked for a GPU has done. NCCL's calls return
+when the GPU has been asked. So an event stands before and behind each collective, and a thread asks which of them the
+GPU has come to: a rank that hangs says in which collective its GPU is, or that it never came to it. Where nobody
+watches there are neither events nor a thread.
 """
 
 from __future__ import annotations
@@ -12,11 +13,14 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from shardwright.hosts.wire import Wire
 from shardwright.pulse import Pulse
+from shardwright.steps import Steps
 from shardwright.torch_private import flight_recorder
 
 _PAUSE_S = 0.1
@@ -37,6 +41,28 @@ def follow_device(pulse: Pulse, device: torch.device) -> None:
     if pulse.watched and device.type == "cuda" and not pulse.follows:
         pulse.follow(_event)
         atexit.register(Follower(pulse, lambda: recorded(flight_recorder())).end)
+
+
+def measure_steps(steps: Steps, device: torch.device, first_of_host: bool) -> None:
+    """Have ``steps`` measure what is held on ``device``, and one rank of each host what that has moved."""
+    if not steps.told:
+        return
+    if device.type == "cuda":
+        steps.communicating_s = None
+        steps.measures["held_bytes"] = lambda: torch.cuda.max_memory_allocated(device)
+    else:
+        steps.measures["held_bytes"] = _held_since(_resident_bytes())
+    if first_of_host:
+        steps.measures["wire"] = Wire()
+
+
+def _held_since(before_bytes: int) -> Callable[[], int]:
+    """What a process holds beside what it held when its world began: Python, torch and what they loaded."""
+    return lambda: max(0, _resident_bytes() - before_bytes)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_bytes().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _event() -> torch.cuda.Event:

@@ -37,7 +37,7 @@ from shardwright.pulse import own_pulse
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group, world_group
 from shardwright.world.devices import asked_device, device_type, gpu_index, host_names
-from shardwright.world.following import follow_device, switch_on_recorder
+from shardwright.world.following import follow_device, measure_steps, switch_on_recorder
 from shardwright.world.leave import leave
 from shardwright.world.meeting import (
     Card,
@@ -148,7 +148,7 @@ def _current(device: torch.device | None) -> World:
     group = world_group()
     if group not in _worlds:
         _worlds[group] = _adopt(device)
-        follow_device(own_pulse(), _worlds[group].device)
+        _tell(_worlds[group])
     return _worlds[group]
 
 
@@ -272,5 +272,11 @@ def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: tim
     # A rank that left at once would break the connections that others are still making.
     dist.barrier(control_group())
     _worlds[world_group()] = world
-    follow_device(own_pulse(), world.device)
+    _tell(world)
     atexit.register(leave, store if launched.launcher == "msrun" else None)
+
+
+def _tell(world: World) -> None:
+    """Let those know that watch the job what this rank's device does, and what it holds."""
+    follow_device(own_pulse(), world.device)
+    measure_steps(own_pulse().steps, world.device, first_of_host=world.local_rank == 0)

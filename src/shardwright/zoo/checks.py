@@ -20,7 +20,8 @@ from shardwright.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, make_model,
 def option_problems(config: Config, ranks: int) -> list[str]:
     """Problems of options that contradict each other, or the ``ranks`` that are to run."""
     recorded = [f"log.to: {problem}" for problem in record_problems(config.log.to)]
-    return _batch_problems(config) + _optimizer_problems(config) + _parallel_problems(config, ranks) + recorded
+    traced = [f"trace.steps: expected numbers from 1 on, got {step}" for step in config.trace.steps if step < 1]
+    return _batch_problems(config) + _optimizer_problems(config) + _parallel_problems(config, ranks) + recorded + traced
 
 
 def data_problems(config: Config, data: Data, ranks: int) -> list[str]:

@@ -95,6 +95,16 @@ class Log:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Trace:
+    """The optimizer steps that torch's profiler traces on all ranks, counted from 1.
+
+    ``train.output_dir``/trace.json is for ui.perfetto.dev.
+    """
+
+    steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole configuration; where its file names no loss, the model's row does.
 
@@ -115,3 +125,4 @@ class Config:
     train: Train = field(default_factory=Train)
     eval: Eval = field(default_factory=Eval)
     log: Log = field(default_factory=Log)
+    trace: Trace = field(default_factory=Trace)

@@ -20,6 +20,7 @@ from shardwright.training.callbacks import EMA, EarlyStopping, LossMonitor, NanG
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback
 from shardwright.training.recorder import Recorder
+from shardwright.training.tracing import Tracer
 from shardwright.training.trainer import Trainer
 from shardwright.whole_file import write_whole
 from shardwright.world.precision import autocast
@@ -171,6 +172,8 @@ def _callbacks(config: Config, steps_per_epoch: int, output: Path) -> list[Callb
     callbacks: list[Callback] = [LossMonitor(options.log_every)]
     if config.log.to:
         callbacks.append(Recorder(output, config.log.to, options.log_every, asdict(config)))
+    if config.trace.steps:
+        callbacks.append(Tracer(output, config.trace.steps))
     if options.progress_bar:
         callbacks.append(ProgressBar(steps_per_epoch))
     if options.nan_guard:

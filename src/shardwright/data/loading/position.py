@@ -12,6 +12,7 @@ import torch.distributed as dist
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
+from shardwright.steps import own_steps
 
 Range = tuple[int, int]
 
@@ -113,7 +114,7 @@ class Loader:
         self._check_once()
         self._move_to(self._next())
         self._loaded = False
-        return self._pass(self._passes, self._position)
+        return _timed(self._pass(self._passes, self._position))
 
     def __len__(self) -> int:
         """The number of global batches in a whole epoch; raises `TypeError` where nobody knows it."""
@@ -174,6 +175,17 @@ class Loader:
             else:
                 self._cuts = rows, tuple(chunk_range(rows, self._size, rank) for rank in ranks)
         return self._cuts[1]
+
+
+def _timed(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """The same, with the time that they take told to those who watch the job."""
+    loading = own_steps().loading
+    while True:
+        with loading():
+            batch = next(batches, None)
+        if batch is None:
+            return
+        yield batch
 
 
 def columns_of(collated: Any, count: int) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,7 @@ from shardwright import package
 
 LOWEST_PYTHON = (3, 11)
 # What an agent imports; all of it is standard library.
-_SENT = ("errors", "whole_file", "package", "pulse", "hosts", "launch")
+_SENT = ("errors", "whole_file", "package", "steps", "pulse", "hosts", "launch")
 # Without line ends or exclamation marks, which some shells take apart even inside quotes. Reads no byte too many.
 BOOT = "import io;f=io.BufferedReader(io.FileIO(0,closefd=False),1);exec(f.read(int(f.readline())))"
 

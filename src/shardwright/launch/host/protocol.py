@@ -157,6 +157,13 @@ class LogLost(NamedTuple):
     reason: str | None
 
 
+class Told(NamedTuple):
+    """A rank has told of its steps: ``data`` are lines of JSON (`shardwright.steps`)."""
+
+    rank: int
+    data: bytes = b""
+
+
 class Stopped(NamedTuple):
     """A signal has stopped a rank."""
 
@@ -244,7 +251,7 @@ class Ended(NamedTuple):
 
 
 Event = (
-    Started | Output | OutputLost | OutputTail | LogLost | Stopped | Continued | Exited | Errors | Progressed | Stacks
-    | Left | CarrierSaid | NotStarted | EndAsked | SupervisorGone | Ended
+    Started | Output | OutputLost | OutputTail | LogLost | Told | Stopped | Continued | Exited | Errors | Progressed
+    | Stacks | Left | CarrierSaid | NotStarted | EndAsked | SupervisorGone | Ended
 )  # fmt: skip
 EVENTS: tuple[type[Event], ...] = get_args(Event)

@@ -9,7 +9,7 @@ from pathlib import Path
 from shardwright.errors import UsageError
 from shardwright.launch.asked.options import read_tee
 from shardwright.launch.host.protocol import STREAMS
-from shardwright.launch.kept.job import LOST, RUNNING, JobFolder, find_job
+from shardwright.launch.kept.job import RUNNING, JobFolder, find_job
 
 _POLL_S = 0.1
 
@@ -36,9 +36,8 @@ def show_logs(log_dir: Path, name: str | None, ranks: str, follow: bool) -> int:
         tail.copy(to_the_end=True)
     if not follow:
         return 0
-    how = "its launcher is gone" if state.status == LOST else f"exit code {state.exit_code}"
-    os.write(2, f"shardwright: job {folder.name} {state.status} ({how})\n".encode())
-    return 1 if state.exit_code is None else state.exit_code
+    os.write(2, f"shardwright: job {folder.name} {state.end}\n".encode())
+    return state.code
 
 
 class _Tail:

@@ -50,6 +50,16 @@ class JobState:
         pid = os.getpid()
         return cls(command, ranks, socket.gethostname(), pid, start_ticks(pid), time.time())
 
+    @property
+    def end(self) -> str:
+        """How the job ended, in words."""
+        return f"{self.status} ({'its launcher is gone' if self.status == LOST else f'exit code {self.exit_code}'})"
+
+    @property
+    def code(self) -> int:
+        """What a command ends with that went on to the job's end."""
+        return 1 if self.exit_code is None else self.exit_code
+
     def ended(self, status: str, exit_code: int) -> JobState:
         return replace(self, status=status, exit_code=exit_code, ended_s=time.time())
 

@@ -29,7 +29,7 @@ from shardwright import package
 from shardwright.launch.host.processes import die_with_parent
 from shardwright.launch.host.protocol import STREAMS, CarrierSaid, Continued, Exited, Order, Start, Started, Stopped
 from shardwright.launch.host.stream import Decoder, encode
-from shardwright.launch.supervisor.rank_start import RankProcess, error_file, execute, not_started
+from shardwright.launch.supervisor.rank_start import STEPS, RankProcess, error_file, execute, not_started
 from shardwright.launch.supervisor.supervisor import Ending, Supervisor
 from shardwright.pulse import PulseFile
 
@@ -119,8 +119,9 @@ class Reports:
 
 
 def supervise(
-    start: Start, orders: int, events: int, decoder: Decoder[Start | Order], pulses: Mapping[int, PulseFile]
-) -> NoReturn:
+    start: Start, orders: int, events: int, decoder: Decoder[Start | Order], pulses: Mapping[int, PulseFile],
+    steps: Mapping[int, int],
+) -> NoReturn:  # fmt: skip
     """Start mpirun, wait until all ranks have started, and supervise them until the end."""
     reports = Reports()
     said = os.memfd_create("mpirun")
@@ -148,7 +149,7 @@ def supervise(
     ranks = {
         rank: RankProcess(
             pids.get(rank, NEVER_STARTED),
-            {stream: fds[0] for stream, fds in pipes[rank].items()},
+            {stream: fds[0] for stream, fds in pipes[rank].items()} | ({STEPS: steps[rank]} if rank in steps else {}),
             error_file(variables),
             pulses.get(rank),
         )

@@ -15,6 +15,7 @@ from shardwright.launch.host.stream import Decoder, take_stdio
 from shardwright.launch.supervisor import zygote
 from shardwright.launch.supervisor.binding import bind
 from shardwright.launch.supervisor.rank_start import (
+    STEPS,
     RankProcess,
     become_rank,
     check_open_files,
@@ -23,6 +24,7 @@ from shardwright.launch.supervisor.rank_start import (
     forget_this_package,
     not_started,
     open_pulses,
+    open_steps,
     start_rank,
     why_no_torch,
 )
@@ -55,11 +57,12 @@ def main() -> None:
     orders, events = take_stdio()
     start = _read_start(orders, decoder)
     pulses = open_pulses(start, events)
+    steps, writing = open_steps(start)
     if start.carrier:
         # From a zip file this would be compiled each time, and few jobs need it.
         from shardwright.launch.supervisor.carried import supervise
 
-        supervise(start, orders, events, decoder, pulses)
+        supervise(start, orders, events, decoder, pulses, steps)
     preload = start.preload and zygote.can_preload(start.program)
     if preload:
         try:
@@ -68,7 +71,7 @@ def main() -> None:
             not_started(events, why_no_torch(traceback.format_exc()))
     die_with_parent(0)
     ranks: dict[int, RankProcess] = {}
-    private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values())]
+    private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values()), *steps.values(), *writing]
     supervisor = os.getpid()
     check_open_files(len(start.ranks), events)
     for rank, variables in start.ranks.items():
@@ -92,6 +95,8 @@ def main() -> None:
             os.close(fd)
         process.error_file = error_file(variables)
         process.pulse = pulses.get(rank)
+        if rank in steps:
+            process.pipes[STEPS] = steps[rank]
         ranks[rank] = process
     Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch, start.stall_s).run()
     sys.exit(0)

@@ -17,9 +17,11 @@ from shardwright.launch.host.processes import descendants, die_with_parent, kill
 from shardwright.launch.host.protocol import STREAMS, NotStarted, Start
 from shardwright.launch.host.stream import encode
 from shardwright.pulse import PULSE_VARIABLE, PulseFile
+from shardwright.steps import STEPS_VARIABLE
 
 UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
 _SPARE_FILES = 16  # beside the two pipes of each rank
+STEPS = "steps"  # the pipe in which a rank tells of them
 
 
 @dataclass
@@ -98,6 +100,22 @@ def open_pulses(start: Start, events: int) -> dict[int, PulseFile]:
     except OSError as error:
         not_started(events, f"rank {rank} of {len(start.ranks)} on this host cannot be watched: {error}")
     return pulses
+
+
+def open_steps(start: Start) -> tuple[dict[int, int], list[int]]:
+    """The reading end of the pipe in which each rank tells of its steps, and the writing ends, which stay open here:
+    a rank opens one by its path. Where there are too many open files nothing is told.
+    """
+    reading: dict[int, int] = {}
+    writing: list[int] = []
+    for rank, variables in start.ranks.items():
+        try:
+            reading[rank], theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        except OSError:
+            break
+        writing.append(theirs)
+        variables[STEPS_VARIABLE] = f"/proc/{os.getpid()}/fd/{theirs}"
+    return reading, writing
 
 
 def check_open_files(ranks: int, events: int) -> None:

@@ -39,12 +39,13 @@ from shardwright.launch.host.protocol import (
     Start,
     Started,
     Stopped,
+    Told,
 )
 from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.failure import read_error_file
 from shardwright.launch.supervisor.progress import Progress
-from shardwright.launch.supervisor.rank_start import UNKILLABLE_S, RankProcess
+from shardwright.launch.supervisor.rank_start import STEPS, UNKILLABLE_S, RankProcess
 
 _CHUNK_BYTES = 1 << 16
 _BACKLOG_BYTES = 1 << 21  # events that the launcher has not taken: above, the ranks' pipes are left alone
@@ -193,7 +194,7 @@ class Supervisor:
         if data:
             if self.progress is not None:
                 self.progress.heard()
-            self._tell(Output(rank, stream, data))
+            self._tell(Told(rank, data) if stream == STEPS else Output(rank, stream, data))
             return True
         if self.reading:
             self.selector.unregister(pipes[stream])
@@ -202,7 +203,7 @@ class Supervisor:
 
     def _drain(self, rank: int) -> None:
         """Pass on what a rank left in its pipes: as much as they hold at most, since its children may go on writing."""
-        for stream in STREAMS:
+        for stream in (STEPS, *STREAMS):
             for _ in range(32):
                 if not self._relay(rank, stream):
                     break

@@ -6,12 +6,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import PlanError
-from shardwright.plan.explain import in_bytes, in_time, table
+from shardwright.plan.explain import table
 from shardwright.plan.known_plans import KNOWN_PLANS
 from shardwright.plan.plan import Plan
 from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.request import PlanRequest
+from shardwright.words import in_bytes, in_time
 
 
 def with_known_plans(plan: Plan, request: PlanRequest) -> dict[str, Plan | str]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.plan.explain import certificate, computed_again, holds, in_bytes, in_time, in_tuples, short, table
+from shardwright.plan.explain import certificate, computed_again, holds, in_tuples, short, table
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.report.plans.summary import ModuleRow, OperatorRow, PlanSummary, plan_summary
+from shardwright.words import in_bytes, in_time
 
 MOST_LINES = 57  # what follows the page, such as the seconds of planning, takes three more
 FEWEST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 8, 6, 8, 4

@@ -132,12 +132,20 @@ class Execution:
         linecache.cache[name] = (len(self._source), None, self._source.splitlines(keepends=True), name)
         exec(compile(self._source, name, "exec"), self._names)
         self._step: Callable[..., Outputs] = self._names["step"]
-        if (pulse := own_pulse()).watched:
-            sites = Sites(program, self._source, self._names["step"].__code__, pulse)
-            self._names.update({name: sites.watched(self._names[name]) for name in _STEPS})
-            self._names["kernels"] = sites.watched_members(kernels)
-            self._reduce = sites.watched(reduction)
-            self._names["later"] = sites.watched_later(reduction.later)
+        self._tells_sites = False
+        if own_pulse().watched:
+            self.tell_sites()
+
+    def tell_sites(self) -> None:
+        """From now on tell the pulse for what each collective is."""
+        if self._tells_sites:
+            return
+        self._tells_sites = True
+        sites = Sites(self.program, self._source, self._step.__code__, own_pulse())
+        self._names.update({name: sites.watched(self._names[name]) for name in _STEPS})
+        self._names["kernels"] = sites.watched_members(kernels)
+        self._reduce = sites.watched(self._reduction)
+        self._names["later"] = sites.watched_later(self._reduction.later)
 
     def _compile(self, compiler: Compiler) -> Compiled:
         """Have the program call functions in place of its stretches, which are compiled when they are called."""

@@ -1,0 +1,1 @@
+"""Shows what the ranks of a job do, while it runs."""

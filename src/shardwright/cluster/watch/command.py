@@ -1,0 +1,150 @@
+"""`shardwright watch`: what the ranks of a job do, on a terminal as a screen, elsewhere as lines."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console, ConsoleDimensions
+from rich.live import Live
+
+from shardwright.cluster.doctor.reading import plain
+from shardwright.cluster.programs.connection import Probe, Silent, open_all
+from shardwright.cluster.watch import on_host
+from shardwright.cluster.watch.view import events, progress, screen
+from shardwright.errors import LaunchError, UsageError
+from shardwright.hosts.hosts import Hosts
+from shardwright.launch.asked.host_options import PerHost
+from shardwright.launch.kept.job import find_job as find_in_folder
+from shardwright.launch.kept.jobs import known_jobs, show_jobs
+from shardwright.launch.told.snapshot import Snapshot, Watched
+from shardwright.words import on_a_clock
+
+Look = Callable[[], Snapshot]
+_LOOK_S = 1.0
+_LINE_S = 10.0  # between two lines where there is no terminal
+
+
+def watch(word: str | None, log_dir: Path) -> int:
+    """Watch a job of this host until it ends, and return its exit code.
+
+    Raises `UsageError` where there is no such job, or several may be meant.
+    """
+    return show(Watched(_the_one() if word is None else folder_of(word, log_dir)).snapshot)
+
+
+def watch_on(word: str | None, hosts: Hosts, python: PerHost, timeout_s: float) -> int:
+    """The same for a job that was launched on one of ``hosts``."""
+    with open_all(hosts, on_host.__name__, python, timeout_s, beside=on_host.IMPORTS) as (probes, silent):
+        for name, why in silent.items():
+            click.echo(f"shardwright: {name}: {plain(why)}", err=True)
+        probe, folder = _launched(word, probes)
+        return show(lambda: _asked(probe, folder))
+
+
+def show(look: Look, console: Console | None = None, every_s: float = _LINE_S) -> int:
+    """Show a job until it has ended; who interrupts ends the watching alone."""
+    seen = look()
+    console = console or Console()
+    try:
+        if seen.runs:
+            seen = _on_screen(look, console) if console.is_terminal else _in_lines(look, every_s)
+    except KeyboardInterrupt:
+        click.echo(f"shardwright: job {plain(seen.name)} goes on", err=True)
+        return 130
+    if console.is_terminal:
+        console.print(screen(seen, console.width, len(seen.ranks) + 20))
+    elif last := progress(seen):
+        click.echo(last)
+    click.echo(f"shardwright: job {plain(seen.name)} {seen.state.end}", err=True)
+    return seen.state.code
+
+
+def _on_screen(look: Look, console: Console) -> Snapshot:
+    """Until the job has ended. The terminal itself says how large it is: COLUMNS may be of an earlier moment."""
+    with Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            seen = look()
+            console.size = ConsoleDimensions(*os.get_terminal_size(console.file.fileno()))
+            live.update(screen(seen, console.width, console.height), refresh=True)
+            if not seen.runs:
+                return seen
+            time.sleep(_LOOK_S)
+
+
+def _in_lines(look: Look, every_s: float) -> Snapshot:
+    before, due_s = None, 0.0
+    while True:
+        seen = look()
+        at = on_a_clock(seen.now_s - seen.state.started_s)
+        lines = events(before, seen)
+        if time.monotonic() >= due_s and (line := progress(seen)):
+            lines, due_s = [*lines, line], time.monotonic() + every_s
+        for line in lines:
+            print(f"{at}  {plain(line)}", flush=True)
+        if not seen.runs:
+            return seen
+        before = seen
+        time.sleep(min(_LOOK_S, every_s))
+
+
+def folder_of(word: str, log_dir: Path) -> Path:
+    """The folder of a job that runs here, of one in ``log_dir``, or the one that is named.
+
+    Raises `UsageError` where there is none, or several are named so.
+    """
+    named = [record for record in known_jobs() if record.lives and record.name == word]
+    if len(named) > 1:
+        listed = "\n".join(f"  {record.folder}" for record in named)
+        raise UsageError(f"{len(named)} jobs are named {word}; name one by the folder of its logs:\n{listed}")
+    if named:
+        return Path(named[0].folder)
+    return Path(word) if os.sep in word else find_in_folder(log_dir, word).path
+
+
+def _the_one() -> Path:
+    """The folder of the only job that runs here."""
+    living = [record for record in known_jobs() if record.lives]
+    if len(living) == 1:
+        return Path(living[0].folder)
+    if not living:
+        raise UsageError(f"{show_jobs()}; type `shardwright watch JOB` for one that has ended, or -H for one elsewhere")
+    raise UsageError(f"{len(living)} jobs run here; type `shardwright watch JOB` with one of them:\n{show_jobs()}")
+
+
+def _launched(word: str | None, probes: Mapping[str, Probe]) -> tuple[Probe, str]:
+    """Where the job is read, and its folder there."""
+    found = [
+        (probe, str(record["name"]), str(record["folder"]))
+        for probe in probes.values()
+        for record in _answer(probe, {"order": "jobs"})["records"]
+    ]
+    if word is not None and os.sep in word and len(probes) == 1:
+        return next(iter(probes.values())), word
+    named = [entry for entry in found if word in (None, entry[1], entry[2])]
+    if len(named) == 1:
+        return named[0][0], named[0][2]
+    listed = "\n".join(f"  {plain(folder)} on {probe.host.name}" for probe, _, folder in named or found)
+    what = f"{len(named)} jobs" if named else f"no job {word or ''}".rstrip()
+    raise UsageError(
+        f"{what} launched on these hosts; a job is watched on the host of its launcher, which `shardwright ps -H` names"
+        + (f"; name one by the folder of its logs:\n{listed}" if listed else "")
+    )
+
+
+def _asked(probe: Probe, folder: str) -> Snapshot:
+    try:
+        return Snapshot.from_message(_answer(probe, {"order": "watch", "folder": folder}))
+    except (KeyError, TypeError, ValueError) as error:
+        raise LaunchError(f"{probe.host.name} answered in another form than expected: {error!r}") from None
+
+
+def _answer(probe: Probe, order: Mapping[str, str]) -> dict[str, Any]:
+    try:
+        return probe.ask(order)
+    except Silent as error:
+        raise LaunchError(f"{probe.host.name}: {plain(error)}") from None

@@ -1,0 +1,36 @@
+"""What runs on a host for `shardwright watch -H`: it reads the folder of a job that was launched there. The orders:
+
+{"order": "jobs"}                     the jobs that were launched here
+{"order": "watch", "folder": PATH}    the job with this folder, now (`launch.told.snapshot`)
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from shardwright.cluster.programs.answering import answer_orders
+from shardwright.launch.kept.jobs import known_jobs
+from shardwright.launch.told.snapshot import Watched
+
+IMPORTS = ("steps", "launch/__init__", "launch/host", "launch/kept", "launch/told")
+"""The rooms that are sent to a host with this program."""
+
+
+@cache
+def _watched(folder: str) -> Watched:
+    return Watched(Path(folder))
+
+
+def _jobs() -> dict[str, Any]:
+    return {"records": [asdict(record) for record in known_jobs()]}
+
+
+def main(_packed: int) -> None:
+    """Answer orders until there are no more."""
+    answer_orders({
+        "jobs": lambda _: _jobs(),
+        "watch": lambda order: _watched(order["folder"]).snapshot().to_message(),
+    })  # fmt: skip

@@ -1,0 +1,38 @@
+"""`shardwright report`: what a job has done, as a page of text and as one for a browser."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from shardwright.cluster.watch.view import screen
+from shardwright.launch.kept.job import JobFolder
+from shardwright.launch.told.snapshot import Watched
+from shardwright.report.runs.document import document_of, history, whole_run
+from shardwright.report.runs.html import save_html
+
+_WIDTH = 120  # where the output is no terminal
+_MOST_RANKS = 64
+
+
+def report(folder: Path, html: Path | None) -> None:
+    """Print what the job in ``folder`` has done, or write its page.
+
+    Raises `UsageError` where the folder is no job's, or the page cannot be written.
+    """
+    now, job = Watched(folder).snapshot(), JobFolder(folder)
+    histories = [history(job, seen.rank) for seen in now.ranks]
+    whole = whole_run(now, histories)
+    document = document_of(job, whole, histories)
+    if html is not None:
+        save_html(document, html)
+        click.echo(f"shardwright: {html}", err=True)
+        return
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDTH
+    Console(width=width).print(screen(whole, width, _MOST_RANKS))
+    for event in document["events"]:
+        click.echo(event["text"])

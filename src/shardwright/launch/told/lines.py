@@ -1,0 +1,126 @@
+"""The lines that ranks tell of their steps, as values, and what several of them say together."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+_HEAD_BYTES, _TAIL_BYTES = 1 << 12, 1 << 16  # what is read of a long file that nobody has looked at yet
+
+
+@dataclass(frozen=True)
+class StepLine:
+    """Some steps of one rank: the last of them is ``step``; ``seconds`` are those of ``steps`` steps.
+
+    ``communicating_s`` and ``data_s`` are parts of them. None where a rank does not know.
+    """
+
+    time_s: float
+    step: int
+    steps: int
+    seconds: float
+    data_s: float
+    samples: int
+    communicating_s: float | None = None
+    loss: float | None = None
+    held_bytes: int | None = None
+    wire: Mapping[str, int] | None = None
+
+    @classmethod
+    def of(cls, line: Mapping[str, Any]) -> StepLine | None:
+        """None for a line that is about something else, or of another version."""
+        known = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
+        try:
+            return cls(**known)
+        except TypeError:
+            return None
+
+    @property
+    def step_s(self) -> float | None:
+        """The seconds of one step."""
+        return self.seconds / self.steps if self.steps else None
+
+    @property
+    def own_s(self) -> float | None:
+        """The seconds of one step in which the rank does not wait for others: it computes, or loads data."""
+        if self.step_s is None or self.communicating_s is None:
+            return None
+        return max(0.0, self.step_s - self.communicating_s / self.steps)
+
+    @property
+    def loading_s(self) -> float | None:
+        """The seconds of one step in which the rank loads data."""
+        return self.data_s / self.steps if self.steps else None
+
+    @property
+    def waiting_s(self) -> float | None:
+        """The seconds of one step in which the rank communicates, or waits for that."""
+        return None if self.communicating_s is None or not self.steps else self.communicating_s / self.steps
+
+    @property
+    def computing_s(self) -> float | None:
+        """The seconds of one step that are neither."""
+        if self.step_s is None or self.loading_s is None:
+            return None
+        return max(0.0, self.step_s - self.loading_s - (self.waiting_s or 0.0))
+
+
+def together(lines: Sequence[StepLine]) -> StepLine:
+    """One line for several, in order, at least one."""
+    last, known = lines[-1], [line.communicating_s for line in lines if line.communicating_s is not None]
+    return StepLine(
+        last.time_s,
+        last.step,
+        sum(line.steps for line in lines),
+        sum(line.seconds for line in lines),
+        sum(line.data_s for line in lines),
+        sum(line.samples for line in lines),
+        sum(known) if len(known) == len(lines) else None,
+        next((line.loss for line in reversed(lines) if line.loss is not None), None),
+        max((line.held_bytes for line in lines if line.held_bytes is not None), default=None),
+    )
+
+
+class GrowingFile:
+    """A file of lines that somebody else goes on writing. ``all``: also what is neither its beginning nor its end."""
+
+    def __init__(self, path: Path, all: bool = False) -> None:
+        self.path = path
+        self._all = all
+        self._at: int | None = None
+        self.changed_s = 0.0  # since the epoch
+        self._rest = b""
+
+    def new(self) -> list[bytes]:
+        """The whole lines that have come since the last time; none where the file cannot be read."""
+        head: list[bytes] = []
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                size, self.changed_s = status.st_size, status.st_mtime
+                if self._at is None or size < self._at:  # another file of that name
+                    self._at, self._rest = 0, b""
+                    if not self._all and size > _HEAD_BYTES + _TAIL_BYTES:
+                        head, self._at = file.read(_HEAD_BYTES).split(b"\n")[:-1], size - _TAIL_BYTES
+                file.seek(self._at)
+                data = file.read()
+        except OSError:
+            return []
+        self._at += len(data)
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        return head + lines
+
+
+def objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
+    """The objects that lines of JSON are; of others, such as half of one, nothing."""
+    for line in lines:
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            yield value

@@ -1,0 +1,1 @@
+"""Pages for a browser: their style, and how one file is made of what they are told."""

@@ -1,0 +1,23 @@
+"""The page of a run: one file for a browser, which needs nothing else."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from shardwright.errors import UsageError
+from shardwright.report.pages.page import page_of
+from shardwright.whole_file import write_whole
+
+
+def save_html(document: dict[str, Any], path: Path) -> None:
+    """Write the page of what `document_of` gave, whole or not at all.
+
+    Raises:
+        UsageError: where it cannot be written.
+    """
+    text = page_of("shardwright.report.runs", str(document["job"]), document)
+    try:
+        write_whole(path, lambda draft: draft.write_text(text))
+    except OSError as error:
+        raise UsageError(f"cannot write the page {path}: {error.strerror}") from error

@@ -1,0 +1,182 @@
+"""What a rank tells of its steps: lines of JSON, which the supervisor of its host passes on to the job's folder.
+
+    {"time_s": 1700000000.1, "step": 12, "steps": 3, "seconds": 1.21, "data_s": 0.01, "communicating_s": 0.4,
+     "samples": 96, "loss": 2.3}
+
+They go into a pipe, which the rank finds as ``/proc/<supervisor>/fd/<number>`` by `STEPS_VARIABLE`. A line is written
+at the end of a step, about every second and in a long run less often, so that it costs the training next to nothing.
+Nobody ever waits: what the pipe does not take is left out. Without the variable nothing is told.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, Protocol
+
+STEPS_VARIABLE = "SHARDWRIGHT_STEPS"
+_OFTEN_S, _SELDOM_S = 1.0, 10.0  # between two lines, at the beginning of a run and in a long one
+_LINES_OF_A_RUN = 600  # after so many seconds they become fewer
+_LONGEST_LINE_BYTES = 4096  # what a pipe takes in one piece
+
+
+class Late(Protocol):
+    """A number that comes from a device which works on."""
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has come."""
+
+    def value(self) -> float:
+        """The number, which is waited for."""
+
+
+class Steps:
+    """Written by the thread of one rank that trains; ``write`` takes a line, and is None where nobody listens.
+
+    A step lasts from `open` to `close`, the loading of its data included. Who knows but the beginning of steps calls
+    `begin` alone, which ends the step before.
+    """
+
+    def __init__(self, write: Callable[[bytes], None] | None) -> None:
+        self._write = write
+        self.measures: dict[str, Callable[[], Any]] = {}
+        """What a line tells beside the seconds, by its name: measured between a forward and its backward."""
+        self.communicating_s: float | None = 0.0
+        """Seconds that the program spent in collectives; None where they run on a device, beside it."""
+        self._begun_s: float | None = None  # of the step that is open
+        self._numbered = self._loading = False
+        self._number = self._steps = self._samples = 0
+        self._seconds = self._data_s = self._told_communicating_s = 0.0
+        self._measured: dict[str, Any] = {}
+        self._loss: Callable[[], Late] | None = None
+        self._waiting: tuple[dict[str, Any], Late] | None = None  # a line whose loss has not come
+        self._started_s = self._due_s = time.perf_counter()
+
+    @property
+    def told(self) -> bool:
+        """Whether anybody listens."""
+        return self._write is not None
+
+    def open(self) -> None:
+        """A step begins with the loading of its data, if there are any more."""
+        if self._write is not None:
+            self._begun_s, self._numbered = time.perf_counter(), False
+
+    def begin(self, number: int) -> None:
+        """A step computes from now on."""
+        if self._write is None:
+            return
+        if self._begun_s is None or self._numbered:
+            self.close()
+            self.open()
+        self._number, self._numbered = number, True
+
+    def close(self) -> None:
+        """The step that is open has ended."""
+        if self._write is None or self._begun_s is None:
+            return
+        now_s, begun_s = time.perf_counter(), self._begun_s
+        self._begun_s = None
+        if self._numbered:
+            self._steps += 1
+            self._seconds += now_s - begun_s
+            self._tell_due(now_s)
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Inside, data of the step that is open are loaded."""
+        if self._begun_s is None or self._loading:
+            yield
+            return
+        self._loading, begun_s = True, time.perf_counter()
+        try:
+            yield
+        finally:
+            self._loading = False
+            self._data_s += time.perf_counter() - begun_s
+
+    def computed(self, samples: int, loss: Callable[[], Late]) -> None:
+        """Note a batch of the step after its forward; ``loss`` is called where the loss is to be told."""
+        if self._write is None:
+            return
+        self._samples += samples
+        self._loss = loss
+        if not self._measured and time.perf_counter() >= self._due_s:
+            self._measured = {name: measure() for name, measure in self.measures.items()}
+
+    def tell(self, line: Mapping[str, Any]) -> None:
+        """Write a line now."""
+        if self._write is not None:
+            data = json.dumps({"time_s": round(time.time(), 3), **line}, separators=(",", ":")).encode() + b"\n"
+            if len(data) <= _LONGEST_LINE_BYTES:
+                self._write(data)
+
+    def finish(self) -> None:
+        """Tell what has not been told, at the end of the process; how long its last step took nobody knows."""
+        self._tell_waiting(wait=True)
+        if self._steps or self._loss is not None:
+            self._tell_step()
+            self._tell_waiting(wait=True)
+
+    def _tell_due(self, now_s: float) -> None:
+        self._tell_waiting(wait=False)
+        if now_s >= self._due_s and self._waiting is None:
+            run_s = now_s - self._started_s
+            self._due_s = now_s + min(max(_OFTEN_S, run_s / _LINES_OF_A_RUN), _SELDOM_S)
+            self._tell_step()
+
+    def _tell_step(self) -> None:
+        line: dict[str, Any] = {"step": self._number, "steps": self._steps, "seconds": round(self._seconds, 6)}
+        line |= {"data_s": round(self._data_s, 6), "samples": self._samples}
+        if self.communicating_s is not None:
+            line["communicating_s"] = round(self.communicating_s - self._told_communicating_s, 6)
+            self._told_communicating_s = self.communicating_s
+        line |= {name: value for name, value in self._measured.items() if value is not None}
+        self._measured = {}
+        self._steps = self._samples = 0
+        self._seconds = self._data_s = 0.0
+        loss, self._loss = self._loss, None
+        if loss is None:
+            self.tell(line)
+            return
+        self._waiting = line, loss()
+        self._tell_waiting(wait=False)
+
+    def _tell_waiting(self, wait: bool) -> None:
+        """Tell the line whose loss is there by now."""
+        if self._waiting is not None and (wait or self._waiting[1].is_there):
+            (line, loss), self._waiting = self._waiting, None
+            self.tell(line | {"loss": loss.value()})
+
+
+@cache
+def own_steps() -> Steps:
+    """Of this process."""
+    steps = Steps(_writer(os.environ.get(STEPS_VARIABLE)))
+    if steps.told:
+        atexit.register(steps.finish)
+    return steps
+
+
+def _writer(path: str | None) -> Callable[[bytes], None] | None:
+    """What writes into the pipe; None where there is none, as in a container of its own."""
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC) if path else -1
+    except OSError:
+        fd = -1
+    if fd < 0:
+        return None
+
+    def write(data: bytes) -> None:
+        try:
+            os.write(fd, data)
+        except OSError:  # the pipe is full, or its reader has gone
+            return
+
+    return write

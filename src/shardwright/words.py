@@ -1,0 +1,30 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+
+def in_bytes(number: float) -> str:
+    """``596.1 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000 or unit == "GB":
+            break
+        number /= 1000
+    return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
+
+
+def in_time(seconds: float) -> str:
+    """``1.23 s``, ``12.3 ms`` or ``45.6 µs``."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if abs(seconds) * factor >= 0.9995 or unit == "µs":
+            break
+    return f"{seconds * factor:.3g} {unit}" if abs(seconds) >= 1e-9 else "0 s"
+
+
+def on_a_clock(seconds: float) -> str:
+    """How long something takes that people wait for.
+
+    >>> on_a_clock(151), on_a_clock(90061)
+    ('0:02:31', '25:01:01')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"

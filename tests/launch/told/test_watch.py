@@ -1,0 +1,149 @@
+"""`shardwright watch` and `report` on jobs that run: in a terminal, which tmux is, and where there is none."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+import uuid
+
+import pytest
+
+from launching import COMMAND, wait_until
+
+# What a rank of shardwright does, without the seconds that torch takes.
+TRAIN = """
+    import os, sys, time
+    from shardwright.pulse import own_pulse
+    pulse, rank = own_pulse(), int(os.environ["RANK"])
+    class Loss:
+        is_there = True
+        def value(self): return 2.5
+    if rank == 0:
+        pulse.steps.tell({"plan": {"seconds": 0.05, "computing_s": 0.04, "communicating_s": 0.01}})
+    print("rank", rank, "trains", flush=True)
+    until = time.monotonic() + float(sys.argv[1])
+    while time.monotonic() < until:
+        pulse.begin_step()
+        time.sleep(0.03)
+        with pulse(b"all_reduce"):
+            time.sleep(0.02)
+        pulse.steps.computed(32, Loss)
+    sys.exit(int(sys.argv[2]) if rank == 1 else 0)
+"""
+
+
+def folder_of(launching):
+    return launching.folder / "log_output" / "1"
+
+
+def steps_of(launching, rank):
+    path = folder_of(launching) / f"rank.{rank}" / "steps.jsonl"
+    values = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return [value for value in values if "step" in value]
+
+
+def test_a_job_is_watched_to_its_end_and_reported(launching):
+    script = launching.write("train.py", TRAIN)
+    launcher = launching.start("-n", "2", "--", os.sys.executable, script, "3", "3")
+    wait_until(lambda: steps_of(launching, 1), 20, "rank 1 has told of a step")
+    watching = launching.start("log_output/1", command="watch")
+    assert launching.finish(launcher).code == 3
+    watched = launching.finish(watching)
+    assert watched.code == 3
+    assert re.search(
+        r"^0:00:0\d  step \d+, loss 2.5, \d+(\.\d+)? samples/s, \d+(\.\d)? ms a step", watched.stdout, re.M
+    )
+    assert "job 1 failed (exit code 3)" in watched.stderr
+    last = steps_of(launching, 0)[-1]
+    assert sum(line["steps"] for line in steps_of(launching, 0)) >= last["step"] - 1  # of the last nobody knows the end
+    assert 0.3 < sum(line["communicating_s"] / line["seconds"] for line in [steps_of(launching, 0)[0]]) < 0.5
+    report = launching.run("log_output/1", command="report")
+    assert report.code == 0, report.stderr
+    assert "job 1  failed (exit code 3)" in report.stdout
+    assert "rank 1 ended with code 3" in report.stdout
+    again = launching.run("log_output/1", command="watch")
+    assert (again.code, "job 1 failed (exit code 3)" in again.stderr) == (3, True)
+
+
+def test_jobs_that_are_not_there_are_said_so(launching):
+    ended = launching.run("none", command="watch")
+    assert (ended.code, "no job" in ended.stderr) == (2, True)
+    (launching.folder / "empty").mkdir()
+    ended = launching.run("./empty", command="watch")
+    assert (ended.code, "empty has no job.json that can be read" in ended.stderr) == (2, True)
+
+
+class Terminal:
+    """A terminal of its own, in a server of tmux that nobody else uses."""
+
+    def __init__(self, columns, rows, folder, command):
+        self.socket = f"shardwright-{uuid.uuid4().hex[:8]}"
+        self.tmux(
+            "-f", os.devnull, "new-session", "-d", "-x", str(columns), "-y", str(rows), "-c", str(folder), command
+        )
+
+    def tmux(self, *words):
+        done = subprocess.run(
+            ["tmux", "-L", self.socket, *words], capture_output=True, text=True, timeout=20, check=True
+        )
+        return done.stdout
+
+    def lines(self):
+        return self.tmux("capture-pane", "-p").splitlines()
+
+    def resize(self, columns, rows):
+        self.tmux("resize-window", "-x", str(columns), "-y", str(rows))
+
+    def close(self):
+        subprocess.run(["tmux", "-L", self.socket, "kill-server"], capture_output=True, timeout=20, check=False)
+
+
+def row(terminal, rank):
+    return next((line for line in terminal.lines() if re.match(rf" +{rank} ", line)), "")
+
+
+def is_whole(lines):
+    """Whether a screen has all that there is to see; a terminal may be asked while it is drawn anew."""
+    begins = ("job 1  running 0:0", "step ", "rank ", "plan ", "   0 ", "   1 ", "[1] rank 1 trains")
+    found = {begin: next((line for line in lines if line.startswith(begin)), "") for begin in begins}
+    return (
+        "2 ranks" in found[begins[0]]
+        and "loss 2.5" in found["step "]
+        and "stopped" in found["   1 "]
+        and all(found.values())
+    )
+
+
+@pytest.mark.slow
+def test_in_a_terminal_ranks_appear_a_stopped_one_is_marked_and_it_can_be_resized(launching):
+    if shutil.which("tmux") is None:
+        pytest.skip("tmux is not installed: apt-get install tmux")
+    script = launching.write("train.py", TRAIN)
+    launcher = launching.start("-n", "2", "--", os.sys.executable, script, "40", "0")
+    wait_until(lambda: steps_of(launching, 1), 20, "rank 1 has told of a step")
+    watch = f"COLUMNS=80 LINES=24 {COMMAND} watch log_output/1"  # which a shell may have left there
+    terminal = Terminal(100, 30, launching.folder, f"{watch}; sleep 60")
+    try:
+        wait_until(lambda: " ms " in row(terminal, 0) and " ms " in row(terminal, 1), 20, "both ranks are shown")
+        states = [json.loads(line) for line in (folder_of(launching) / "ranks.jsonl").read_text().splitlines()]
+        [pid] = [state["pid"] for state in states if state.get("rank") == 1]
+        os.kill(pid, signal.SIGSTOP)
+        stopped_s = time.monotonic()
+        wait_until(
+            lambda: any("stopped (SIGSTOP)" in line for line in terminal.lines()), 10, "the stopped one is marked"
+        )
+        assert time.monotonic() - stopped_s < 10
+        for columns, rows in ((60, 20), (140, 40)):
+            terminal.resize(columns, rows)
+            time.sleep(1.5)  # what was shown before is gone
+            wait_until(lambda: is_whole(terminal.lines()), 10, f"all is shown on {columns} columns")
+        os.kill(pid, signal.SIGCONT)
+        wait_until(lambda: not any("stopped" in line for line in terminal.lines()), 10, "it is no longer marked")
+        launcher.send_signal(signal.SIGTERM)
+        assert launching.finish(launcher).code == 143
+        wait_until(lambda: any("job 1 interrupted" in line for line in terminal.lines()), 10, "the end is told")
+    finally:
+        terminal.close()
