@@ -14,12 +14,25 @@ from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.report.plans.document import document_of
 from shardwright.report.plans.html import in_html, save_html
 from shardwright.report.plans.step_line import events_of
-from shardwright.zoo import GPT
+from shardwright.zoo import GPT, resnet50
 
 H100 = read_hardware("h100")
 
 
-def plans_of(layers=3):
+def gpt(layers):
+    with torch.device("meta"):
+        model = GPT(8192, width=512, heads=8, layers=layers, sequence_length=128, dropout=0.0)
+        batch = torch.zeros(64, 128, dtype=torch.long), torch.zeros(64, 128, dtype=torch.long)
+    return model, lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()), batch
+
+
+def resnet():
+    with torch.device("meta"):
+        batch = torch.zeros(64, 3, 224, 224), torch.zeros(64, dtype=torch.long)
+        return resnet50(1000, "imagenet"), lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch
+
+
+def plans_of(model, loss_fn, batch):
     from shardwright.graph.step import captured_step
     from shardwright.mesh.mesh import Mesh
     from shardwright.plan.known_plans import KNOWN_PLANS
@@ -27,12 +40,7 @@ def plans_of(layers=3):
     from shardwright.plan.pricing.ruled import RuledGraph
     from shardwright.plan.request import PlanRequest
 
-    with torch.device("meta"):
-        model = GPT(8192, width=512, heads=8, layers=layers, sequence_length=128, dropout=0.0)
-        batch = torch.zeros(64, 128, dtype=torch.long), torch.zeros(64, 128, dtype=torch.long)
-    graph = RuledGraph.of(
-        captured_step(model, lambda m, b: F.cross_entropy(m(b[0]).flatten(0, 1), b[1].flatten()), batch, {})
-    )
+    graph = RuledGraph.of(captured_step(model, loss_fn, batch, {}))
     request = PlanRequest(Mesh.of(dp=2, tp=4), "auto", hardware=H100)
     return {
         "this plan": make_plan(graph.capture, request),
@@ -42,7 +50,7 @@ def plans_of(layers=3):
 
 @pytest.fixture(scope="module")
 def plans():
-    return plans_of()
+    return plans_of(*gpt(layers=3))
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +166,7 @@ def test_in_a_browser_it_folds_sorts_finds_and_compares(document, tmp_path):
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_a_plan_of_5000_operators_does_not_stall(tmp_path):
-    plan = plans_of(layers=400)["this plan"]
+    plan = plans_of(*gpt(layers=400))["this plan"]
     assert len(plan.capture.nodes) > 5000
     save_html(document_of("net", {"this plan": plan}, H100), tmp_path / "plan.html")
     assert (tmp_path / "plan.html").stat().st_size < 5_000_000
@@ -167,3 +175,22 @@ def test_a_plan_of_5000_operators_does_not_stall(tmp_path):
         started = "const start = performance.now();"
         unfolded_ms = shown.evaluate(f"{started} document.getElementById('unfold').click(); performance.now() - start")
     assert max(loaded_ms, unfolded_ms) < 20_000  # no measure of speed: a page that stalls takes minutes
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("network", "folded"), [(resnet, "× 2"), (lambda: gpt(layers=48), "0-47 × 48")])
+def test_pages_of_whole_networks_are_small_and_work(network, folded, tmp_path):
+    plans = plans_of(*network())
+    save_html(document_of("net", plans, H100), tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").stat().st_size < 5_000_000
+    with opened(tmp_path / "plan.html") as shown:
+        shown.click("#unfold")
+        assert shown.locator("tr.module", has_text=folded).count() >= 1
+        shown.select_option("#beside", label="tensor parallel")
+        shown.click("th:has-text('sends') button")
+        shown.fill("#find", "all_reduce")
+        shown.locator("#rows tr.operator").first.click()
+        assert "next best strategy" in shown.inner_text("#detail")
+        shown.hover("#line", position={"x": 400, "y": 40})
+        assert shown.inner_text("#line-said")

@@ -29,6 +29,7 @@ def test_ranks_differ_in_their_rank_alone(launching):
         "LOCAL_RANK",
         "ROLE_RANK",
         "TORCHELASTIC_ERROR_FILE",
+        "SHARDWRIGHT_STEPS",
     }
     assert (one["RANK"], one["LOCAL_RANK"], one["ROLE_RANK"]) == ("1", "1", "1")
     assert (one["WORLD_SIZE"], one["LOCAL_WORLD_SIZE"], one["ROLE_WORLD_SIZE"]) == ("2", "2", "2")

@@ -88,7 +88,7 @@ function showHeld() {
     if (!heads.some((head) => head.held_bytes[kind])) return;
     const key = element("i");
     key.style.background = colour(i);
-    legend.append(key, ` ${KINDS[kind] ?? kind} ${inBytes(heads[0].held_bytes[kind] ?? 0)} `);
+    legend.append(element("span", {}, key, ` ${KINDS[kind] ?? kind} ${inBytes(heads[0].held_bytes[kind] ?? 0)}`), " ");
   });
   const alive = `At most ${inBytes(heads[0].peak_bytes)} are alive at once, in the ${heads[0].peak_at}.`;
   $("held").replaceChildren(...rows, legend, element("p", { className: "said" },

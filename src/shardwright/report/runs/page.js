@@ -102,7 +102,7 @@ function chart(id, series, say, fromZero) {
   series.slice(0, 12).forEach((one, i) => {
     const key = element("i");
     key.style.background = one.colour ?? `var(${COLOURS[i % COLOURS.length]})`;
-    legend.append(key, ` ${one.name} `);
+    legend.append(element("span", {}, key, ` ${one.name}`), " ");
   });
   if (series.length > 12) legend.append(`and ${series.length - 12} more`);
   $(id).replaceChildren(picture, legend, said);
