@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Four tests at a time keep two cores busy, since tests wait too; who is done first takes over what others have left.
 TOGETHER := -n 4 --dist worksteal
 
-.PHONY: help setup demo test test-fast test-all lint clean
+.PHONY: help setup demo test test-fast test-all lint docs clean
 
 help:
 	@echo "make demo      set up, then train on 8 processes on real handwritten digits"
@@ -12,6 +12,7 @@ help:
 	@echo "make test-fast what starts no processes: under two minutes, for while you edit"
 	@echo "make test-all  the same with the long tests"
 	@echo "make lint      ruff and mypy alone"
+	@echo "make docs      the pages for a browser, in site/"
 
 setup: .venv/installed
 
@@ -35,5 +36,8 @@ lint: setup
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 
+docs: setup
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 clean:
-	rm -rf .venv log_output demo_output
+	rm -rf .venv log_output demo_output site

@@ -16,9 +16,9 @@ _SHELLS = ("bash", "zsh", "fish")
 @cli.command()
 @click.argument("folder", metavar="[DIR]", default=".", type=click.Path(file_okay=False))
 def init(folder: str) -> None:
-    """Write a small project to begin with, into DIR or here: a model, its configuration and what trains it.
+    """Write a small project to begin with: a model, its configuration and what trains it.
 
-    Nothing that is there already is written over.
+    It is written into DIR, or here; nothing that is there already is written over.
     """
     target = Path(folder)
     for path in write_starter(target):
@@ -48,7 +48,7 @@ def write_starter(target: Path) -> list[Path]:
 @cli.command()
 @click.argument("shell", type=click.Choice(_SHELLS))
 def completion(shell: str) -> None:
-    """Print what has a shell complete our commands and options, and the files that they take.
+    """Print what has a shell complete commands, options and the files that they take.
 
     \b
     bash  eval "$(shardwright completion bash)"      in ~/.bashrc
