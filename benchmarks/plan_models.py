@@ -1,6 +1,6 @@
 """Models of transformers at their published sizes, captured and planned on the meta device, on this machine alone.
 
-    python benchmarks/plan_models.py [--models gpt2-xl ...] [--mesh 8 8,8 6] [--search exact] [--memory 80GiB]
+    python benchmarks/plan_models.py [--models gpt2-xl ...] [--layers 2] [--mesh 8 8,8] [--search exact] [--memory 8GiB]
 
 The global batch has 192 rows, which 8, 64 and 6 devices divide, at the prices of H100s; AdamW holds its states, and
 ``--memory`` is what each device may hold. *Holds* is what it does. Each case runs in a process of
@@ -91,8 +91,12 @@ def _loss(model: Any, batch: Batch) -> Any:
     return model(**batch).loss
 
 
-def captured(name: str) -> Any:
-    """The graph of a step of the model, without memory for any of its numbers."""
+# What configurations call the number of layers.
+DEPTHS = ("n_layer", "num_hidden_layers", "num_layers")
+
+
+def captured(name: str, layers: int | None = None) -> Any:
+    """The graph of a step of the model, without memory for any of its numbers; of so many layers, or all of them."""
     import torch
     import transformers
 
@@ -100,13 +104,16 @@ def captured(name: str) -> Any:
 
     kind, given, batch = MODELS[name]
     cls = getattr(transformers, kind)
+    if layers is not None:
+        given = {**given, **{key: layers for key in DEPTHS if key in given}}
+        given |= {"depths": [layers] * len(given["depths"])} if "depths" in given else {}
     config = cls.config_class(**given)
     config.use_cache = False
     with torch.device("meta"):
         return captured_step(cls(config), _loss, batch(), {})
 
 
-def one_case(name: str, mesh: str, search: str, memory: str | None) -> dict[str, float]:
+def one_case(name: str, layers: int | None, mesh: str, search: str, memory: str | None) -> dict[str, float]:
     """What one case takes, in this process."""
     from shardwright.mesh.mesh import Mesh
     from shardwright.plan.make import make_plan
@@ -115,7 +122,7 @@ def one_case(name: str, mesh: str, search: str, memory: str | None) -> dict[str,
     from shardwright.plan.request import PlanRequest, read_memory
 
     start = time.perf_counter()
-    capture = captured(name)
+    capture = captured(name, layers)
     capture_s = time.perf_counter() - start
     axes = Mesh.of(**{f"a{i}": int(size) for i, size in enumerate(mesh.split(","))})
     hardware = read_hardware("h100")
@@ -147,6 +154,7 @@ def one_case(name: str, mesh: str, search: str, memory: str | None) -> dict[str,
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", default=list(MODELS), choices=list(MODELS))
+    parser.add_argument("--layers", type=int, help="So many of each model, in place of all.")
     parser.add_argument("--mesh", nargs="+", default=["8", "8,8", "6"])
     parser.add_argument("--search", default="exact")
     parser.add_argument("--memory")
@@ -154,7 +162,7 @@ def main() -> None:
     given = parser.parse_args()
     if given.case:
         warnings.simplefilter("ignore")
-        print(json.dumps(one_case(given.models[0], given.mesh[0], given.search, given.memory)))
+        print(json.dumps(one_case(given.models[0], given.layers, given.mesh[0], given.search, given.memory)))
         return
     columns = [
         "model",
@@ -174,6 +182,7 @@ def main() -> None:
         for mesh in given.mesh:
             command = [sys.executable, __file__, "--case", "--models", name, "--mesh", mesh, "--search", given.search]
             command += ["--memory", given.memory] if given.memory else []
+            command += ["--layers", str(given.layers)] if given.layers else []
             done = subprocess.run(
                 command, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT / "src")}
             )
