@@ -86,7 +86,7 @@ def on_ranks(init, options):
     """The values at first and the losses; the most bytes that were held while the model was placed, and its bytes."""
     torch.set_default_dtype(torch.float64)
     torch.set_num_threads(1)
-    sw.init()
+    sw.init("gloo")
     held = counting_place()
     with torch.device("meta"):
         model = Tied()

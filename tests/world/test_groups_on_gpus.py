@@ -55,7 +55,7 @@ def test_a_gpu_has_done_what_it_was_asked_before_groups_are_made(monkeypatch):
 def beside_data_on_gpus():
     """The world believes that its own backend moves nothing of the CPU, as NCCL does not."""
     table.BACKENDS = {**table.BACKENDS, "gloo": table.Backend(name="gloo", moves=("cuda",))}
-    sw.init()
+    sw.init("gloo")
     world, used = dist.group.WORLD, set()
     beside = control.control_group()
     assert beside is not world

@@ -170,7 +170,7 @@ def test_a_world_without_a_meeting_point_says_what_to_set(monkeypatch):
 
 
 def another_world():
-    sw.init(timeout=30)
+    sw.init(timeout=30, backend="gloo")
     return error_of_init(backend="mpi"), error_of_init(rank=7, world_size=8), sw.init(backend="gloo").backend
 
 
