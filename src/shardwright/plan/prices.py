@@ -15,7 +15,7 @@ from shardwright.plan.pricing.cost import Objective, Seconds, operator_collectiv
 from shardwright.plan.pricing.hardware import Hardware
 
 MOST_SHARES = 4  # of what is hidden, for each of which a search is made
-CLOSE_SHARES = 1e-3
+CLOSE_SHARES, ROUNDING = 1e-3, 1e-9
 P = TypeVar("P", bound=Decisions)
 
 
@@ -127,7 +127,8 @@ class Prices:
         for bucket in self._buckets():
             reached_s = self._reached_s[bucket[0][0].consumers[0][0]]
             done_s = max(done_s, reached_s) + sum(moved.seconds for _, moved in bucket)
-        return self.hardware.hides_gradients * (self.reducing_s - max(0.0, done_s - self.backward_s))
+        together_s = self.reducing_s - max(0.0, done_s - self.backward_s)
+        return self.hardware.hides_gradients * together_s if together_s > ROUNDING * self.reducing_s else 0.0
 
     @property
     def reducing_s(self) -> float:
