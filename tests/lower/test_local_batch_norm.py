@@ -49,9 +49,11 @@ def on_one(x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), *running, *gradients]
 
 
+@pytest.mark.parametrize("many", [0, 1 << 17], ids=["by differences", "by torch"])
 @pytest.mark.parametrize("parts", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("mean", "tolerance"), [(0.0, 2e-6), (100.0, 2e-5), (1000.0, 2e-4)])
-def test_merged_statistics_are_exact(parts, mean, tolerance):
+def test_merged_statistics_are_exact(parts, mean, tolerance, many, monkeypatch):
+    monkeypatch.setattr(kernels, "_MANY", many)
     x = data(mean)
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     for found, wanted in zip(on_ranks(x, parts, upstream), on_one(x, upstream), strict=True):

@@ -18,6 +18,7 @@ from shardwright.lower.guard import Guard
 from shardwright.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
+_MANY = 1 << 17  # values, from which statistics are worth several calls
 
 
 class _AddedElsewhere(torch.autograd.Function):
@@ -196,15 +197,29 @@ def _statistics(x: Tensor) -> Tensor:
     values = x.to(torch.promote_types(x.dtype, torch.float32))
     if not x.numel():
         return values.new_zeros(2, x.shape[1])
-    if x.device.type == "cpu":  # where it takes a fraction of the other's time
+    if x.device.type != "cpu":
+        variance, mean = torch.var_mean(values, [dim for dim in range(x.ndim) if dim != 1], correction=0)
+    elif x.numel() < _MANY:
         mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
     else:
-        variance, mean = torch.var_mean(values, [dim for dim in range(x.ndim) if dim != 1], correction=0)
+        mean, variance = _statistics_by_differences(values)
     return torch.stack([mean, variance])
 
 
+def _statistics_by_differences(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The mean and the variance from sums of differences from about the mean.
+
+    Of many values on a CPU they take less than half of the time of torch's own kernel.
+    """
+    count = x.numel() // x.shape[1]
+    about = x.sum([dim for dim in range(x.ndim) if dim != 1]) / count
+    apart = x - about.view(_along_channels(x))
+    squares, rest = _gradient_sums(apart, apart, torch.zeros_like(about), torch.ones_like(about)) / count
+    return about + rest, squares - rest.square()
+
+
 def _gradient_sums(x: Tensor, gradient: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Σ(dy · x̂) and Σdy of the values here, for every channel."""
+    """Σ(dy · x̂) and Σdy of the values here, for every channel, where x̂ is x centred by ``mean`` and scaled."""
     if not x.numel():
         return mean.new_zeros(2, len(mean))
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
@@ -220,17 +235,14 @@ def _merged(local: Tensor, comm: Communicator, axes: Axes, counts: Sizes) -> tup
     x and x² would lose everything in float32 when the mean is large.
     """
     means, variances = comm.all_gather(local, axes).unbind(1)
-    weights = _shares(counts, local)
+    if len(set(counts)) == 1:
+        between, mean = torch.var_mean(means, 0, correction=0)
+        return mean, variances.mean(0) + between
+    # Made on the device: what is copied there is waited for.
+    weights = torch.cat([local.new_full((1, 1), count / sum(counts)) for count in counts])
     base = means[next(i for i, count in enumerate(counts) if count)]  # differences from it stay small
     mean = base + (weights * (means - base)).sum(0)
     return mean, (weights * (variances + (means - mean).square())).sum(0)
-
-
-def _shares(counts: Sizes, like: Tensor) -> Tensor | float:
-    """Of all values those of each rank, as a column made on the device: what is copied there is waited for."""
-    if len(set(counts)) == 1:
-        return 1 / len(counts)
-    return torch.cat([like.new_full((1, 1), count / sum(counts)) for count in counts])
 
 
 def batch_norm(
