@@ -176,6 +176,15 @@ def test_the_screen_is_readable_at_any_width(tmp_path, width):
     assert "\x1b" not in text
 
 
+def test_a_job_of_which_nothing_was_told_says_why(tmp_path):
+    made, _ = job(tmp_path, ranks=2)
+    assert "no step has been told yet" in lines_of(Watched(made.path).snapshot(), 100)[1]
+    (made.path / "ranks.jsonl").unlink()
+    lines = lines_of(Watched(made.path).snapshot(), 100)
+    assert lines[0].endswith("  2 ranks")
+    assert lines[1].startswith("ranks.jsonl is missing in its folder")
+
+
 def test_of_many_ranks_those_with_a_mark_are_shown(tmp_path):
     made, live = job(tmp_path, ranks=200)
     live.became(150, "stopped", signal="SIGSTOP", pid=1)

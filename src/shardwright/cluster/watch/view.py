@@ -52,7 +52,8 @@ def _chosen(seen: Snapshot, marks: dict[int, str], room: int) -> list[RankSeen]:
 def _head(seen: Snapshot) -> list[Text]:
     hosts = list(dict.fromkeys(rank.state.host for rank in seen.ranks if rank.state.host))
     until_s = seen.now_s if seen.runs or seen.state.ended_s is None else seen.state.ended_s
-    ranks = f"{len(seen.ranks)} rank{'s' * (len(seen.ranks) != 1)}"
+    count = len(seen.ranks) or seen.state.ranks
+    ranks = f"{count} rank{'s' * (count != 1)}"
     where = f" on {len(hosts)} hosts" if len(hosts) > 1 else ""
     restarts = f"  restarts {seen.state.restarts}" if seen.state.restarts else ""
     status = seen.state.status if seen.runs else seen.state.end
@@ -60,7 +61,13 @@ def _head(seen: Snapshot) -> list[Text]:
         ("job ", ""), (plain(seen.name), "bold"), f"  {status} {on_a_clock(until_s - seen.state.started_s)}  ", ranks,
         where, (restarts, "yellow"),
     )  # fmt: skip
-    return [first, Text(progress(seen) or "no step has been told yet", style="" if seen.first else "dim")]
+    return [first, Text(progress(seen) or _why_nothing(seen), style="" if seen.first else "dim")]
+
+
+def _why_nothing(seen: Snapshot) -> str:
+    if not seen.ranks:
+        return "ranks.jsonl is missing in its folder: an older version launched it, or the disk was full"
+    return "no step has been told yet" if seen.runs else "no step was told"
 
 
 def progress(seen: Snapshot) -> str:
