@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.exchange.pretrained import save_pretrained
 from shardwright.errors import UsageError
-from shardwright.run.parallel import parallelize
+from shardwright.run.parallel import parallelize as split
 from shardwright.world.world import init
 
 try:
@@ -50,7 +50,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         loss_fn: ``loss_fn(model, batch) -> loss``; by default that of the model, for batches with labels.
         parallelize: more arguments for `sw.parallelize`, as ``{"mode": "data"}``; by default the mode is "auto".
 
-    ``parallel`` is what `sw.parallelize` returned. Start the ranks by ``shardwright launch``.
+    ``parallel`` is what `sw.parallelize` returned, for so many ``ranks``. Start the ranks by ``shardwright launch``.
 
     Raises:
         UsageError: for arguments that would give other numbers, or that this class does not serve.
@@ -67,13 +67,13 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         parallelize: Mapping[str, Any] | None = None,
         **named: Any,
     ) -> None:
-        world = init()
+        self.ranks = init().size
         super().__init__(model, args, *more, **named)
         self._refuse_arguments()
-        self._refuse_uneven("train", self.train_dataset, self.args.per_device_train_batch_size * world.size)
+        self._refuse_uneven("train", self.train_dataset, self.args.per_device_train_batch_size * self.ranks)
         options = {"mode": "auto", "batch": "local", **(parallelize or {})}
         with self.accelerator.autocast():
-            self.parallel = _parallelize(self.model, loss_fn, self._sample(), options)
+            self.parallel = split(self.model, loss_fn, self._sample(), **options)
         self.model = self.model_wrapped = self.parallel.module
         self.is_distributed_loading_by_transformers = True  # who made it split reduces its gradients, too
 
@@ -90,21 +90,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
                 "alone; type save_only_model=True, and sw.checkpoint.save(...) in a callback for runs that go on"
             )
         if not hasattr(transformers.Trainer, "_sync_replicated_trainable_parameters"):
-            raise UsageError(f"transformers {transformers.__version__}: expected 5.20 or newer; type pip install -U")
+            raise UsageError(
+                f"transformers {transformers.__version__} is too old for this class; type pip install -U transformers"
+            )
 
     def _refuse_uneven(self, what: str, dataset: Any, together: int) -> None:
         """Where samples are missing for a last batch, accelerate repeats some, so that others count twice."""
         whole = self.args.dataloader_drop_last or not hasattr(dataset, "__len__")
-        if not whole and len(dataset) % together and self.parallel_ranks > 1:
+        if not whole and len(dataset) % together and self.ranks > 1:
             raise UsageError(
                 f"the {what} dataset has {len(dataset)} samples, which do not fill batches of {together}, and some "
                 "would be counted twice; type dataloader_drop_last=True, or another batch size"
             )
-
-    @property
-    def parallel_ranks(self) -> int:
-        """How many ranks train together."""
-        return init().size
 
     def _sample(self) -> Any:
         loader = self.get_train_dataloader()
@@ -132,7 +129,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
 
     def evaluate(self, eval_dataset: Any = None, **named: Any) -> Any:
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        self._refuse_uneven("evaluation", dataset, self.args.per_device_eval_batch_size * self.parallel_ranks)
+        self._refuse_uneven("evaluation", dataset, self.args.per_device_eval_batch_size * self.ranks)
         return super().evaluate(eval_dataset, **named)
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:
@@ -146,7 +143,3 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
             if self.processing_class is not None:
                 self.processing_class.save_pretrained(target)
             torch.save(self.args, os.path.join(target, "training_args.bin"))
-
-
-def _parallelize(model: Any, loss_fn: Any, sample: Any, options: Mapping[str, Any]) -> Any:
-    return parallelize(model, loss_fn, sample, **options)
