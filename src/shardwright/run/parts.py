@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -18,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import ShardwrightError, UsageError
+from shardwright.pulse import own_pulse
 from shardwright.run.programs.inputs import Rows, global_shapes, height_of, in_turn, shown
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group
@@ -123,8 +125,11 @@ class Asked:
         Raises:
             NotAsExpected: where it is not, or there is an error.
         """
+        pulse = own_pulse()
         try:
-            if self.rows(added) == self.expected:
+            with nullcontext() if pulse.follows else pulse.again(b"all_gather"):
+                rows = self.rows(added)
+            if rows == self.expected:
                 come()
                 return self._gathered(added)
         except ShardwrightError as error:

@@ -55,7 +55,7 @@ def with_other_sizes(meanwhile):
     plain = copy.deepcopy(model)
     batches = [(torch.randn(sum(sizes), 6), torch.randint(3, (sum(sizes),))) for sizes in SIZES]
     parallel = sw.parallelize(model, loss_fn, part_of(batches[0], rank, SIZES[0]), "data", batch="local")
-    told, confirm, apart = [], Asked.confirm, 0.0
+    told, confirm, rows_of, apart = [], Asked.confirm, Asked.rows, 0.0
 
     def confirming(self, come, added):
         told[-1].append("asked")
@@ -63,7 +63,12 @@ def with_other_sizes(meanwhile):
         told[-1].append("as expected" if rows is None else "gathered, too")
         return rows
 
-    Asked.confirm = confirming
+    def waiting(self, added=None):
+        if self._answer is None and self.expected is not None:
+            assert b"all_gather" in bytes(own_pulse()._memory), "a report of a hang says what a rank waits for"
+        return rows_of(self, added)
+
+    Asked.confirm, Asked.rows = confirming, waiting
     for batch, sizes in zip(batches, SIZES, strict=True):
         told.append([])
         with Products(told[-1]):
