@@ -8,9 +8,10 @@ import torch
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
+from shardwright.errors import UsageError
+from shardwright.run.compiled.compiler import Compiler
 from shardwright.torch_private import code_from_cache
 
-pytestmark = pytest.mark.slow
 STEPS = 20
 
 
@@ -43,6 +44,7 @@ def losses(name, mode, options):
 TENSOR = {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "tp=2"}
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("name", "mode", "options"),
@@ -67,9 +69,39 @@ def parts_made(name, mode):
     return code_from_cache()[1]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_later_run_finds_the_code_where_the_first_one_has_left_it(tmp_path):
     kept = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     first, later = (run_ranks(2, parts_made, "perceptron", "data", timeout=150, env=kept) for _ in range(2))
     assert max(first) > 0
     assert later == [0, 0]
+
+
+def compiling_on_one_rank():
+    torch.set_num_threads(1)
+    world = sw.init()
+
+    def compiled(function):
+        if world.rank == 1:
+            raise OSError("No space left on device")
+        return function
+
+    Compiler.compile = lambda self, function: lambda *given: compiled(function)(*given)
+    make, loss_fn, batch_of = NETWORKS["perceptron"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parallel = sw.parallelize(make(), loss_fn, batch_of(6), "data", batch="global", compile=True)
+        parallel(batch_of(6))[0].backward()
+        try:
+            parallel(batch_of(6))
+        except UsageError as error:
+            return str(error)
+    return "went on"
+
+
+def test_ranks_of_which_one_cannot_compile_do_not_go_on():
+    """They would round values that all of them have differently."""
+    for said in run_ranks(2, compiling_on_one_rank):
+        assert said.startswith("ranks do not come to call 2 of the model alike: rank 0 passes a batch of ")
+        assert ", which it computes with the stretches 1 uncompiled" in said

@@ -73,6 +73,12 @@ class Compiled:
         self._before = code_from_cache()
         self.functions = {s.function: _Tried(_made(s, scope), compiler, self._note) for s in stretches}
 
+    @property
+    def left_out(self) -> str:
+        """Which stretches run uncompiled, by number: the same on ranks that compute alike."""
+        tried = enumerate(self.functions.values(), start=1)
+        return ", ".join(f"{number}{how}" for number, one in tried for how in one.plain_ways)
+
     def tell(self) -> None:
         """Say what was compiled since this was last called, if anything was."""
         if not self._took_s:
@@ -108,6 +114,12 @@ class _Tried:
         if how not in self._chosen:
             self._chosen[how] = self._choose(given)
         return self._chosen[how](*given)
+
+    @property
+    def plain_ways(self) -> list[str]:
+        """How it was called where it runs uncompiled: " without gradients", or not."""
+        plain = {with_gradients for (with_gradients, _), chosen in self._chosen.items() if chosen is self._plain}
+        return ["" if with_gradients else " without gradients" for with_gradients in sorted(plain)]
 
     def _choose(self, given: Sequence[Tensor]) -> Function:
         start_s = time.perf_counter()

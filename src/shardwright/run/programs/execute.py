@@ -156,6 +156,11 @@ class Execution:
         self._names |= compiled.functions
         return compiled
 
+    @property
+    def left_out(self) -> str:
+        """What the compiler has left out so far: ranks on which that differs would round values differently."""
+        return "" if self._compiled is None else self._compiled.left_out
+
     def __call__(self, arguments: StepArguments) -> Outputs:
         """Run the forward, and count how it was run.
 

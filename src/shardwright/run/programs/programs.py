@@ -157,7 +157,8 @@ class Programs:
         known = self._by_key.pop(step.key, [])
         self._by_key[step.key] = known  # at the end: the first one is the one that was not used for longest
         if kept is not None:
-            self._lockstep.same(kept.number, partial(_said, step, known))
+            left_out = kept.prepared.execution.left_out
+            self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
             return kept.prepared
         self._lockstep.same("another" if step.rows.agreed else str(step.key), partial(_said, step, known))
         unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
@@ -217,9 +218,10 @@ class Programs:
             )
 
 
-def _said(step: Step, known: Sequence[_Kept]) -> str:
-    """What a rank passes, for the others; ``known`` are the programs for such batches."""
+def _said(step: Step, known: Sequence[_Kept], left_out: str = "") -> str:
+    """What a rank passes, for the others; ``known`` are the programs for such batches, of which one is used here."""
     values = {place: value for kept in known for place, value in kept.remembered.changed().items()}
     words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(step.batch)[0] if isinstance(leaf, Tensor)])}"
     words += {"training": "", "evaluation": " in evaluation mode", "predict": " to predict"}[step.kind]
-    return words + "".join(f" with {place} = {value!r}" for place, value in values.items())
+    words += "".join(f" with {place} = {value!r}" for place, value in values.items())
+    return words + (f", which it computes with the stretches {left_out} uncompiled" if left_out else "")
