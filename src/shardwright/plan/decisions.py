@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
-from functools import cached_property
-from typing import Self
+from functools import cache, cached_property
+from typing import ClassVar, Self
 
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.mesh.layout import Layout, Split
@@ -22,7 +22,7 @@ from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.pricing.memory import Kept, local_bytes, repeatable
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
-from shardwright.plan.pricing.targets import Target, target_of
+from shardwright.plan.pricing.targets import Target, made_by, target_of
 from shardwright.rules.notation import Strategy
 
 
@@ -93,8 +93,7 @@ class Decisions:
         if value in self.leaves:
             return self.leaves[value]
         node, index = self.graph.producers[value]
-        layout = self.graph.rules[node.name].result_layout(index, self.strategies[node.name], self.mesh)
-        return layout.normalised(self.capture.values[value].shape, self.mesh)
+        return made_by(self.graph, node, index, self.strategies[node.name], self.mesh)
 
     def batch_rows(self, rank: int, rows: int) -> tuple[int, int]:
         """The rows [start, stop) of a global batch of ``rows`` that ``rank`` is to be given."""
@@ -118,8 +117,15 @@ class Decisions:
                 found.setdefault((value, self.target(node, index)), []).append((node.name, index))
         for i, (value, layout) in enumerate(self.outputs.items()):
             found.setdefault((value, Target(layout)), []).append(("", i))
+        steps = cache(self._steps)  # equal layers have equal ones
         return tuple(
-            Transfer(value, target, self._steps(value, target), tuple(uses), self._gradient(value, uses))
+            Transfer(
+                value,
+                target,
+                steps(self.capture.values[value].shape, self.layout(value), target),
+                tuple(uses),
+                self._gradient(value, uses),
+            )
             for (value, target), uses in found.items()
         )
 
@@ -132,9 +138,8 @@ class Decisions:
         differentiated = value == self.capture.loss or any(node for node, _ in uses)
         return differentiated and self.capture.values[value].needs_gradient
 
-    def _steps(self, value: str, target: Target) -> tuple[Step, ...]:
-        shape = self.capture.values[value].shape
-        return redistribute(self.layout(value), target.layout, target.gradient_partial, shape, self.mesh)
+    def _steps(self, shape: tuple[int, ...], layout: Layout, target: Target) -> tuple[Step, ...]:
+        return redistribute(layout, target.layout, target.gradient_partial, shape, self.mesh)
 
     def collectives(self) -> Iterator[Priced]:
         """Every collective of one step, before the gradients of replicated parameters are joined into buckets."""
@@ -165,7 +170,7 @@ class Decisions:
     @cached_property
     def kept(self) -> Kept:
         """What operators keep for the backward."""
-        return Kept(self.graph)
+        return Kept.of(self.graph)
 
     @cached_property
     def _nodes(self) -> Mapping[str, Node]:
@@ -174,15 +179,23 @@ class Decisions:
     def computing_again(self, names: Set[str]) -> Self:
         """The same with other modules computed again; what does not depend on these is not worked out anew."""
         found = replace(self, recomputed=frozenset(names))
-        for kept in ("kept", "_nodes", "transfers", "way"):
-            found.__dict__[kept] = getattr(self, kept)
+        for known in self._of_any_recomputed:
+            found.__dict__[known] = getattr(self, known)
         return found
+
+    def costing(self, cost: float | None, bound: float | None) -> Self:
+        """The same decisions at another cost; nothing is worked out anew."""
+        found = replace(self, cost=cost, bound=bound)
+        found.__dict__.update({name: of for name, of in self.__dict__.items() if name not in found.__dict__})
+        return found
+
+    _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "transfers", "way")
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks whose inside the backward computes again."""
-        known = Blocks(self.graph, self.kept)
-        found = (known.of(name) for name in sorted(self.recomputed))
+        known = Blocks.of(self.graph)
+        found = (known.named(name) for name in sorted(self.recomputed))
         return tuple(block for block in found if block is not None)
 
     @cached_property

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from functools import cached_property
 
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.redistribute import copies
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.pricing.blocks import Block
 from shardwright.plan.pricing.cost import reduced_in_buckets
-from shardwright.plan.pricing.memory import Kept, local_bytes
+from shardwright.plan.pricing.memory import local_bytes
 from shardwright.plan.pricing.optimizers import OptimizerStates
 from shardwright.world.gradients import BUCKET_BYTES
 
@@ -47,96 +46,126 @@ class Held:
 
 def held_by(plan: Decisions, optimizer: OptimizerStates, rank: int = 0) -> Held:
     """What ``rank`` holds; none holds more than rank 0."""
-    sizes = {
-        value.name: local_bytes(value, plan.leaves[value.name], plan.mesh, rank)
-        for value in plan.capture.values.values()
-        if value.kind != "result"
-    }
-    trained = [sizes[value.name] for value in plan.capture.of_kind("parameter") if value.needs_gradient]
-    of_kind: Counter[str] = Counter()
-    for value in plan.capture.values.values():
-        of_kind[value.kind] += sizes.get(value.name, 0)
-    memory = _Memory(plan, rank)
-    return Held(
-        parameters=of_kind["parameter"],
-        gradients=sum(trained),
-        optimizer=sum(map(optimizer.bytes_for, trained)),
-        activations=sum(memory.saved.values()),
-        buffers=of_kind["buffer"] + of_kind["constant"],
-        inputs=of_kind["input"],
-        communication=_largest_buffer(plan),
-        recomputed=max(memory.remade().values(), default=0),
-    )
+    return Memory(plan, rank).held(plan, optimizer)
 
 
 Storage = tuple[object, ...]
 """What tells apart where tensors lie: a value where it is made, on its way to a target, or beside an operator."""
 
 
-def saved_memory(plan: Decisions, rank: int = 0) -> dict[Storage, int]:
-    """What is kept for the backward, each storage once; leaves are held all the same, and left out.
+class Memory:
+    """What a rank holds under the decisions of a plan, whichever blocks are computed again.
 
-    Of a block that the backward computes again it is what the block is given.
+    Most of it does not depend on these, and is worked out once for all plans that differ in nothing else.
     """
-    return _Memory(plan, rank).saved
 
+    def __init__(self, plan: Decisions, rank: int = 0) -> None:
+        self._rank, values = rank, plan.capture.values.values()
+        leaves = {v.name: local_bytes(v, plan.leaves[v.name], plan.mesh, rank) for v in values if v.kind != "result"}
+        self._leaves: Counter[str] = Counter()
+        for name, size in leaves.items():
+            self._leaves[plan.capture.values[name].kind] += size
+        self._trained = [leaves[value.name] for value in plan.capture.of_kind("parameter") if value.needs_gradient]
+        self._communication = _largest_buffer(plan)
+        self._moved = dict(_moved(plan))
+        self._sizes = dict(_sizes(plan, self._moved, rank))
+        self._last: tuple[frozenset[tuple[str, int]], _Lying] | None = None
 
-def remade_memory(plan: Decisions, rank: int = 0) -> dict[str, int]:
-    """What the backward makes again and then holds of each block, by its name, beside what the block is given."""
-    return _Memory(plan, rank).remade()
+    def held(self, plan: Decisions, optimizer: OptimizerStates) -> Held:
+        """What is held under a plan of these decisions."""
+        return Held(
+            parameters=self._leaves["parameter"],
+            gradients=sum(self._trained),
+            optimizer=sum(map(optimizer.bytes_for, self._trained)),
+            activations=sum(self._saved(plan).values()),
+            buffers=self._leaves["buffer"] + self._leaves["constant"],
+            inputs=self._leaves["input"],
+            communication=self._communication,
+            recomputed=max(self.remade(plan).values(), default=0),
+        )
 
-
-class _Memory:
-    """What the operators of a plan keep on a rank."""
-
-    def __init__(self, plan: Decisions, rank: int) -> None:
-        self._plan, self._rank = plan, rank
-        self._read, self._sizes = _storages(plan, plan.kept, rank)
-
-    @cached_property
-    def saved(self) -> dict[Storage, int]:
-        plan = self._plan
-        found: dict[Storage, int] = {}
-        for node in plan.capture.nodes:
-            if node.name not in plan.block_of:
-                found |= self._kept_by(node)
+    def remade(self, plan: Decisions) -> dict[str, int]:
+        """What the backward makes again and then holds of each block, by its name, beside what the block is given."""
+        lying, made = self._lying(plan), {}
         for block in plan.blocks:
-            found |= self._given_to(block)
-        return found
-
-    def remade(self) -> dict[str, int]:
-        made = {}
-        for block in self._plan.blocks:
             inside: dict[Storage, int] = {}
             for node in block.nodes:
-                inside |= self._kept_by(node)
-            given = self._given_to(block)
+                inside |= lying.kept_by[node.name]
+            given = lying.given_to(block, plan)
             made[block.name] = sum(size for storage, size in inside.items() if storage not in given)
         return made
 
-    def _kept_by(self, node: Node) -> dict[Storage, int]:
-        """What an operator keeps for its backward."""
-        plan, saved = self._plan, self._plan.kept.saved[node.name]
-        lying = [self._read[node.name, i] for i in saved.operands or ()]
-        lying += [self._read["", node.results[i]] for i in saved.results or ()]
-        layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)} if saved.beside else {}
-        layouts |= {name: plan.layout(name) for name in node.results} if saved.beside else {}
-        beside = plan.kept.beside(node, layouts.__getitem__, plan.mesh, self._rank)
-        return {storage: self._sizes[storage] for storage in lying if storage in self._sizes} | {
-            ("beside", node.name): beside
-        }
+    def _saved(self, plan: Decisions) -> dict[Storage, int]:
+        """What is kept for the backward, each storage once; leaves are held all the same, and left out.
 
-    def _given_to(self, block: Block) -> dict[Storage, int]:
-        """What a block is computed again from: what it reads and does not make, and buffers before they change."""
-        plan = self._plan
+        Of a block that the backward computes again it is what the block is given.
+        """
+        lying, found = self._lying(plan), {}
+        for node in plan.capture.nodes:
+            if node.name not in plan.block_of:
+                found.update(lying.kept_by[node.name])
+        for block in plan.blocks:
+            found.update(lying.given_to(block, plan))
+        return found
+
+    def _lying(self, plan: Decisions) -> _Lying:
+        """Where everything lies: that depends on the blocks by what is gathered again for them."""
+        again = (use for use in self._moved if plan.again and plan.gathers_again(plan.way[use]))
+        gathered = frozenset(again)
+        if self._last is None or self._last[0] != gathered:
+            moved = {use: storage for use, storage in self._moved.items() if use not in gathered}
+            self._last = gathered, _Lying(plan, moved, self._sizes, self._rank)
+        return self._last[1]
+
+
+class _Lying:
+    """Where each operand and each value lies; what operators keep there, and what blocks are given.
+
+    Where leaves lie has no size. Of what the backward moves again, its source is kept.
+    """
+
+    def __init__(
+        self, plan: Decisions, moved: Mapping[tuple[str, int], Storage], sizes: Mapping[Storage, int], rank: int
+    ) -> None:
+        self._sizes, self._rank = sizes, rank
+        self._made: dict[str, Storage] = {name: ("made", name) for name in plan.capture.values}
+        self._read: dict[tuple[str, int], Storage] = {}
+        for node in plan.capture.nodes:
+            for i, name in enumerate(node.operands):
+                self._read[node.name, i] = moved.get((node.name, i)) or self._made[name]
+            if node.name in plan.kept.views:
+                self._made.update(dict.fromkeys(node.results, self._read[node.name, 0]))
+        self.kept_by = {node.name: self._kept_by(node, plan) for node in plan.capture.nodes}
+        """What each operator keeps for its backward."""
+        self._given: dict[str, dict[Storage, int]] = {}
+
+    def _kept_by(self, node: Node, plan: Decisions) -> dict[Storage, int]:
+        saved = plan.kept.saved[node.name]
+        lying = [self._read[node.name, i] for i in saved.operands or ()]
+        lying += [self._made[node.results[i]] for i in saved.results or ()]
+        found = {storage: self._sizes[storage] for storage in lying if storage in self._sizes}
+        if saved.beside:
+            layouts = {name: plan.target(node, i).layout for i, name in enumerate(node.operands)}
+            layouts |= {name: plan.layout(name) for name in node.results}
+            found["beside", node.name] = plan.kept.beside(node, layouts.__getitem__, plan.mesh, self._rank)
+        return found
+
+    def given_to(self, block: Block, plan: Decisions) -> dict[Storage, int]:
+        """What a block is computed again from: what it reads and does not make, and buffers before they change.
+
+        Of the blocks that are computed again it depends on this one alone.
+        """
+        if block.name not in self._given:
+            self._given[block.name] = self._given_to(block, plan)
+        return self._given[block.name]
+
+    def _given_to(self, block: Block, plan: Decisions) -> dict[Storage, int]:
         made = {name for node in block.nodes for name in node.results}
         found: dict[Storage, int] = {}
-        reads = [(node, i, name) for node in block.nodes for i, name in enumerate(node.operands)]
+        reads = [(node, i, name) for node in block.nodes for i, name in enumerate(node.operands) if name not in made]
         for node, i, name in reads:
             inside = plan.block_of_transfer(plan.way[node.name, i]) == block.name
-            storage = self._read["", name] if inside else self._read[node.name, i]
-            if name in made:
-                continue
+            storage = self._made[name] if inside else self._read[node.name, i]
             if storage in self._sizes:
                 found[storage] = self._sizes[storage]
             elif name in plan.capture.mutations:
@@ -145,40 +174,36 @@ class _Memory:
         return found
 
 
-def _storages(plan: Decisions, kept: Kept, rank: int) -> tuple[dict[tuple[str, object], Storage], dict[Storage, int]]:
-    """Where each operand lies, by operator and index, and each value, by "" and its name; and how large that is.
+def _moved(plan: Decisions) -> Iterator[tuple[tuple[str, int], Storage]]:
+    """Where an operand lies that is moved first, by operator and index."""
+    for at, transfer in enumerate(plan.transfers):
+        if copies(transfer.steps):
+            yield from ((use, ("moved", at)) for use in transfer.consumers if use[0])
 
-    Where leaves lie has no size. Of what the backward moves again, its source is kept.
-    """
-    capture = plan.capture
-    lies: dict[tuple[str, object], Storage] = {}
-    sizes: dict[Storage, int] = {}
-    for value in capture.values.values():
-        lies["", value.name] = ("made", value.name)
-    for node in capture.nodes:
-        for i, name in enumerate(node.operands):
-            transfer = plan.way[node.name, i]
-            lies[node.name, i] = lies["", name]
-            if copies(transfer.steps) and not plan.gathers_again(transfer):
-                lies[node.name, i] = storage = ("moved", name, transfer.target)
-                sizes[storage] = local_bytes(capture.values[name], transfer.target.layout, plan.mesh, rank)
-        for name in node.results:
-            if node.name in kept.views:
-                lies["", name] = lies[node.name, 0]
-            else:
-                sizes["made", name] = local_bytes(capture.values[name], plan.layout(name), plan.mesh, rank)
-    return lies, sizes
+
+def _sizes(plan: Decisions, moved: Mapping[tuple[str, int], Storage], rank: int) -> Iterator[tuple[Storage, int]]:
+    """How large it is where something is made, and where something is moved."""
+    for node in plan.capture.nodes:
+        if node.name not in plan.kept.views:
+            for name in node.results:
+                yield ("made", name), local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh, rank)
+    for (name, index), storage in moved.items():
+        transfer = plan.way[name, index]
+        yield storage, local_bytes(plan.capture.values[transfer.value], transfer.target.layout, plan.mesh, rank)
 
 
 def _largest_buffer(plan: Decisions) -> int:
     """The bytes of the largest buffer that a collective works on; replicated parameters' gradients are joined."""
     joined: Counter[tuple[object, ...]] = Counter()
     largest = 0
+    seen: set[Hashable] = set()
     for transfer in plan.transfers:
         value: Value = plan.capture.values[transfer.value]
+        alike = value.shape, value.dtype, transfer.gradient, transfer.steps
         if reduced_in_buckets(value, transfer.steps):
             joined[transfer.steps[0].axes, value.dtype] += plan.bytes_of(value)
-        else:
+        elif transfer.steps and alike not in seen:
+            seen.add(alike)
             found = (priced.collective.bytes for priced in plan.transfer_collectives(transfer))
             largest = max(largest, *found, 0)
     for node in plan.capture.nodes:

@@ -28,7 +28,6 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import holds, in_unit
-from shardwright.plan.holding import remade_memory
 from shardwright.plan.plan import Plan
 from shardwright.plan.prices import cheapest_with_hidden, repeated_costs
 from shardwright.plan.pricing.cost import Objective, Seconds
@@ -51,6 +50,7 @@ from shardwright.words import in_bytes
 # A gap of such a share is none. For graphs of more operators, or on more axes, tensor parallelism and the recursive
 # search are asked where it is larger than the second, and propagation, which takes as long as the search, is not.
 EQUAL, CLOSE, FEW_OPERATORS = 1e-9, 1e-4, 400
+LAST = 3  # plans whose decisions may be asked about again
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:
@@ -225,6 +225,7 @@ class Weighing:
 
     def __init__(self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective) -> None:
         self.mesh, self._request, self._space, self._objective = mesh, request, space, objective
+        self._last: list[Plan] = []
 
     @cached_property
     def least(self) -> float:
@@ -261,8 +262,14 @@ class Weighing:
         return or_known(self.first(row, below), self._space, row, self._request, self)
 
     def plan(self, choice: Choice) -> Plan:
-        """The plan of a choice."""
-        return _plan(self._space.graph, self.mesh, self._request, choice, self._space.outputs)
+        """The plan of a choice; what follows from decisions is worked out once for those that were asked for last."""
+        for plan in self._last:
+            if plan.strategies is choice.strategies and plan.leaves is choice.leaves and plan.again == choice.again:
+                found = plan if plan.recomputed == choice.recomputed else plan.computing_again(choice.recomputed)
+                return found.costing(choice.cost, choice.bound)
+        found = _plan(self._space.graph, self.mesh, self._request, choice, self._space.outputs)
+        self._last = [found, *self._last[: LAST - 1]]
+        return found
 
     def settle(self, choice: Choice) -> Choice:
         """The same with the blocks that the request names computed again, and with what that costs."""
@@ -282,7 +289,7 @@ class Weighing:
         """The same with the fewest blocks computed again with which it fits; those that save most come first."""
         limit, demanded = self._request.memory or 0, self._space.demanded
         everything = self.plan(choice).computing_again({block.name for block in self._space.blocks})
-        costs, sizes = repeated_costs(everything, self._objective), remade_memory(everything)
+        costs, sizes = repeated_costs(everything, self._objective), everything.holding.remade(everything)
         names = [name for name in costs if name not in demanded and sizes[name]]
         names.sort(key=lambda name: costs[name] / sizes[name])
 

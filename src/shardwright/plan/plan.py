@@ -19,7 +19,7 @@ from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.plan.decisions import Decisions
 from shardwright.plan.difference import difference
 from shardwright.plan.explain import explain
-from shardwright.plan.holding import Held, held_by
+from shardwright.plan.holding import Held, Memory
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
@@ -40,7 +40,14 @@ class Plan(Decisions):
     @cached_property
     def held(self) -> Held:
         """The bytes that each device holds, by kind."""
-        return held_by(self, self.optimizer)
+        return self.holding.held(self, self.optimizer)
+
+    @cached_property
+    def holding(self) -> Memory:
+        """What each device holds under these decisions, whichever modules are computed again."""
+        return Memory(self)
+
+    _of_any_recomputed = (*Decisions._of_any_recomputed, "holding")
 
     def explain(self, name: str, hardware: Hardware | str | None = None) -> str:
         """What the plan does with a module, an operator or a parameter, what that costs, and why it is so.

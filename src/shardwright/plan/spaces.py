@@ -11,7 +11,6 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.pins import pinned_strategies
 from shardwright.plan.pricing.blocks import Block, Blocks
-from shardwright.plan.pricing.memory import Kept
 from shardwright.plan.pricing.meshes import cuts
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import target_of
@@ -47,7 +46,7 @@ def blocks_for(graph: RuledGraph, request: PlanRequest) -> tuple[tuple[Block, ..
     """
     if request.memory is None and not request.recompute:
         return (), frozenset()
-    known = Blocks(graph, Kept(graph))
+    known = Blocks.of(graph)
     demanded = known.matching(request.recompute, demanded=request.axes is None)
     taken = frozenset().union(*(block.names for block in demanded))
     free = known.repeated() if request.memory is not None else ()

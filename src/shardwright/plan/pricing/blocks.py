@@ -41,11 +41,25 @@ class Block:
 class Blocks:
     """The blocks of a graph, by the path of the module."""
 
-    def __init__(self, graph: RuledGraph, kept: Kept) -> None:
-        self._graph, self._kept = graph, kept
+    def __init__(self, graph: RuledGraph) -> None:
+        self._graph, self._kept = graph, Kept.of(graph)
+        self._known: dict[str, Block | None] = {}
 
-    def of(self, name: str) -> Block | None:
+    @staticmethod
+    def of(graph: RuledGraph) -> Blocks:
+        """Those of a graph."""
+        if "blocks" not in graph.known:
+            graph.known["blocks"] = Blocks(graph)
+        blocks: Blocks = graph.known["blocks"]
+        return blocks
+
+    def named(self, name: str) -> Block | None:
         """The block of a module; None where there is none, or nothing of it is kept."""
+        if name not in self._known:
+            self._known[name] = self._made(name)
+        return self._known[name]
+
+    def _made(self, name: str) -> Block | None:
         nodes = self._graph.capture.nodes
         keeps = [at for at in self._spans.get(name, range(0)) if self._kept.saved[nodes[at].name] != Saved()]
         return Block(name, nodes[self._spans[name].start : keeps[-1] + 1]) if keeps else None
@@ -60,7 +74,7 @@ class Blocks:
         for name, span in self._spans.items():
             operators = tuple(id(rules[node.name]) for node in nodes[span.start : span.stop])
             alike[name.rpartition(".")[0], operators].append(name)
-        found = (self.of(name) for names in alike.values() if len(names) > 1 for name in names)
+        found = (self.named(name) for names in alike.values() if len(names) > 1 for name in names)
         return _outermost([block for block in found if block is not None and self._saves(block)])
 
     def matching(self, patterns: Sequence[str], *, demanded: bool) -> tuple[Block, ...]:
@@ -77,7 +91,7 @@ class Blocks:
                 raise UsageError(
                     f"recompute names {pattern!r}, which no module matches that is run at once; there are {shown}"
                 )
-            found += [block for block in map(self.of, names) if block is not None]
+            found += [block for block in map(self.named, names) if block is not None]
         return _outermost(list(dict.fromkeys(found)))
 
     def _saves(self, block: Block) -> bool:

@@ -65,6 +65,14 @@ class Kept:
         self.graph = graph
         self.saved = {node.name: self._saved(node) for node in graph.capture.nodes}
 
+    @staticmethod
+    def of(graph: RuledGraph) -> Kept:
+        """The one of a graph."""
+        if "kept" not in graph.known:
+            graph.known["kept"] = Kept(graph)
+        kept: Kept = graph.known["kept"]
+        return kept
+
     def _saved(self, node: Node) -> Saved:
         kept = saved(node, self.graph.capture)
         locally = KEPT_LOCALLY.of(node.op)

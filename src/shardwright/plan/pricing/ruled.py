@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 from shardwright.graph.ir import Capture, Node
 from shardwright.mesh.mesh import Mesh
@@ -42,12 +43,19 @@ class RuledGraph:
             rules[node.name] = alike[key]
         return RuledGraph(capture, rules)
 
+    @cached_property
+    def known(self) -> dict[Hashable, Any]:
+        """What others have worked out of the graph alone, for all who ask again."""
+        return {}
+
     def needs_gradient(self, node: Node) -> bool:
         """Whether a node has a backward."""
         return any(self.capture.values[name].needs_gradient for name in node.results)
 
     def collectives_inside(self, node: Node, strategy: Strategy, mesh: Mesh) -> Directions:
         """What a node communicates inside itself under a strategy: forward and, where it has one, backward."""
+        if not self.rules[node.name].merged_axes(strategy, mesh):
+            return (), ()
         values = [self.capture.values[name] for name in node.operands]
         itemsize = values[0].dtype.itemsize if values else 1
         shapes = [value.shape for value in values]

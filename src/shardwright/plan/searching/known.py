@@ -14,7 +14,7 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.pricing.cost import Objective, operator_collectives
 from shardwright.plan.pricing.ruled import RuledGraph, Use
-from shardwright.plan.pricing.targets import Target, target_of
+from shardwright.plan.pricing.targets import Target, made_by, target_of
 from shardwright.plan.searching.exact import Costs
 from shardwright.plan.searching.pairs import pairs_on
 from shardwright.rules.notation import Strategy
@@ -72,8 +72,7 @@ class Known:
         rule, shape = self.graph.rules[node.name], self.graph.capture.values[node.results[index]].shape
         key = self._identity(rule), self._identity(strategies), index, shape
         if key not in self._layouts:
-            made = (rule.result_layout(index, s, self.mesh).normalised(shape, self.mesh) for s in strategies)
-            self._layouts[key] = tuple(made)
+            self._layouts[key] = tuple(made_by(self.graph, node, index, s, self.mesh) for s in strategies)
         return self._layouts[key]
 
     def targets(self, use: Use, strategies: Sequence[Strategy]) -> tuple[Target, ...]:

@@ -25,11 +25,15 @@ def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Tab
     """The same costs over the variables that have a choice; what is one array stays one array."""
     reshaped: dict[tuple[int, tuple[int, ...]], Costs] = {}
     found = []
+    singles = {variable for variable, size in enumerate(domains) if size == 1}
     for table in tables:
+        if singles.isdisjoint(table.scope):
+            found.append(table)
+            continue
         scope = tuple(v for v in table.scope if domains[v] != 1)
         shape = tuple(domains[v] for v in scope)
-        same = table.costs if len(scope) == len(table.scope) else table.costs.reshape(shape)
-        found.append(Table(scope, reshaped.setdefault((id(table.costs), shape), same)))
+        same = reshaped.setdefault((id(table.costs), shape), table.costs.reshape(shape))
+        found.append(Table(scope, same))
     return found
 
 

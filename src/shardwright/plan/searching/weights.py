@@ -67,7 +67,7 @@ class Weights:
     def __init__(self, problem: Problem, optimizer: OptimizerStates) -> None:
         self._problem, self._optimizer = problem, optimizer
         self._graph = problem.space.graph
-        self._kept = Kept(self._graph)
+        self._kept = Kept.of(self._graph)
         self._known: dict[Hashable, Costs] = {}
         self._gatherings: dict[Hashable, Gathering] = {}
         self._held: list[object] = []  # so that no identity is given to another object
