@@ -11,7 +11,8 @@ Kolmogorov, *A new look at reweighted message passing*, PAMI 2015).
 Let L be the bound of all. Of every variable only the values are looked at whose own bound is at most L + e, with as
 large an e as elimination allows. Every other assignment costs more than L + e: where the least of these costs no more
 than that, it is the minimum. Where not, what costs more than it is left out for good, and messages are sent once more:
-tables become smaller as the bounds come nearer. What is found at last comes with its bound.
+tables become smaller as the bounds come nearer. What is found at last comes with its bound. Where too many values are
+as good as each other for any e, what ties most together is settled at what looks best, for a first assignment.
 
 Messages are rounded to a grid, which makes them no less true: along equal layers they are soon the very same, and what
 follows from them is worked out once.
@@ -22,8 +23,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, replace
 
@@ -34,8 +35,9 @@ from shardwright.plan.searching.exact import LIMIT, TooWide, minimise, widest
 from shardwright.plan.searching.tables import Costs, Indices, Table, aligned
 
 ROUNDS = 10
-WIDER, MOST = 4, 16  # the limit of a round, times that of the one before; at most so many times that of the first
-ENOUGH = 1e-6  # a gap, as a share of the cost, that is worth no further round
+WIDER, MOST = 4, 16  # the limit of a round, times that of the one before; at most so many times that of the first.
+# Where nothing is left out, tables may be that much wider from the start: a round takes longer than these.
+ENOUGH = 1e-6  # a gap, as a share of the cost, that is worth no further round where nothing else is said
 WORTH = 0.8  # nor is one that the rounds before made no smaller than so much of what it was
 NEAR = 1e-9  # what bounds may be off by rounding, as a share of the cost
 FINE = 2.0**-28  # of the grid of messages, as a share of the bound
@@ -69,30 +71,39 @@ def beside(more: float) -> Iterator[None]:
         raise NothingBelow(nothing.bound + more) from None
 
 
-def least(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT, *, below: float = math.inf) -> Minimum:
+def least(
+    domains: Sequence[int],
+    tables: Sequence[Table],
+    limit: int = LIMIT,
+    *,
+    below: float = math.inf,
+    enough: float = ENOUGH,
+) -> Minimum:
     """The minimum; or, where elimination is too wide and what can be left out is too little, a choice near it.
 
     Args:
         domains: the number of values of every variable.
-        limit: the largest table, in entries, that is built at first.
+        limit: the largest table, in entries, that is built at first where values are left out.
         below: what an assignment must be below to be of use: where elimination is too wide, values that are in none
             such are left out from the start.
+        enough: a gap, as a share of the cost, that is worth no further round; a larger one than usual says, too, that
+            wider tables are not worth their time where bounds rise slowly.
 
     Raises:
         NothingBelow: where none is below that.
         PlanError: where every assignment has infinite cost.
         TooWide: where nothing possible was found.
     """
-    try:
-        cost, picked = minimise(domains, tables, limit)
-    except TooWide:
-        return _narrowed(_Bounds(domains, tables), limit, below)
-    return Minimum(cost, cost, picked)
+    if widest(domains, [table.scope for table in tables])[0] <= limit * WIDER:
+        with suppress(TooWide):
+            cost, picked = minimise(domains, tables, limit * WIDER)
+            return Minimum(cost, cost, picked)
+    return _narrowed(_Bounds(domains, tables), limit, below, enough)
 
 
-def _narrowed(bounds: _Bounds, limit: int, below: float) -> Minimum:
+def _narrowed(bounds: _Bounds, limit: int, below: float, enough: float) -> Minimum:
     try:
-        best = _nearer(bounds, limit, below)
+        best = _nearer(bounds, limit, below, enough)
     except PlanError:
         if math.isfinite(below):
             raise NothingBelow(below) from None
@@ -104,20 +115,22 @@ def _narrowed(bounds: _Bounds, limit: int, below: float) -> Minimum:
     return replace(_possible(bounds, limit * MOST), bound=best.bound)
 
 
-def _nearer(bounds: _Bounds, limit: int, below: float) -> Minimum:
+def _nearer(bounds: _Bounds, limit: int, below: float, enough: float) -> Minimum:
     """The best assignment that was found; without one, that which is to be beaten, which nothing picks."""
     best, gap = Minimum(below, -math.inf, []), math.inf
     bounds.leave_out_above(below)
     for at in range(ROUNDS):
         bounds.sweep()
         found, proven = bounds.least_near(limit * min(WIDER**at, MOST))
+        if found is None and not math.isfinite(best.cost):
+            found = bounds.least_settled(limit)
         if found is not None and found.cost < best.cost:
             best = replace(found, bound=best.bound)
         best = replace(best, bound=min(max(best.bound, bounds.bound, proven), best.cost))
         if not math.isfinite(best.cost):
             continue
         before, gap = gap, best.cost - best.bound
-        if gap <= ENOUGH * abs(best.cost) or (WIDER**at > MOST and gap > WORTH * before):
+        if gap <= enough * abs(best.cost) or ((WIDER**at > MOST or enough > ENOUGH) and gap > WORTH * before):
             break
         bounds.leave_out_above(best.cost)
     return best
@@ -217,6 +230,38 @@ class _Bounds:
                     raise
                 return None, proven
         return None, -math.inf
+
+    def least_settled(self, limit: int) -> Minimum | None:
+        """The least assignment where what ties most together has the values that look best; None where there is none.
+
+        A variable of the largest table that is in most tables is settled, and then the next, until the rest is narrow:
+        each at the value that is the best by its messages, given those that were settled before it.
+        """
+        values = [np.arange(len(left)) for left in self._left]
+        scopes, settled = [table.scope for table in self._tables], dict[int, int]()
+        while True:
+            size, scope = widest([len(of) for of in values], scopes)
+            if size <= limit:
+                break
+            v = max((v for v in scope if v not in settled), key=lambda v: len(self._touching[v]))
+            settled[v] = int(
+                sum((self._told(at, dim, settled) for at, dim in self._touching[v]), self._alone[v]).argmin()
+            )
+            values[v] = values[v][settled[v]][None]
+        with suppress(PlanError):
+            return self._least_of(values, limit)
+        return None
+
+    def _told(self, at: int, dim: int, settled: Mapping[int, int]) -> Costs:
+        """What a table says of one of its variables where others are settled, with the messages of the rest."""
+        table = self._tables[at]
+        told = table.costs
+        for i, v in enumerate(table.scope):
+            if i != dim and v in settled:
+                told = told.take([settled[v]], axis=i)
+            elif i != dim:
+                told = told + self._messages[at][i].reshape([-1 if j == i else 1 for j in range(told.ndim)])
+        return np.asarray(told.min(axis=tuple(i for i in range(told.ndim) if i != dim)))
 
     def least(self, limit: int) -> Minimum:
         """The least assignment of all that is left; its bound says nothing of what was left out."""

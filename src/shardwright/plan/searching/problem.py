@@ -27,9 +27,11 @@ from shardwright.mesh.redistribute import possible
 from shardwright.plan.pricing.targets import Target
 from shardwright.plan.searching.exact import Table
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.narrow import Minimum, least
+from shardwright.plan.searching.narrow import ENOUGH, Minimum, least
 from shardwright.plan.searching.space import Space
 from shardwright.rules.notation import Strategy
+
+ENOUGH_AMONG = 1e-3  # a gap that is worth no further round to a minimum that is one of several
 
 Solution = tuple[float, dict[str, Strategy], dict[str, Layout]]
 """A cost, strategies by operator, layouts by leaf."""
@@ -84,10 +86,13 @@ class Problem:
     def minimum(self, more: Sequence[Table] = (), *, below: float = math.inf) -> Minimum:
         """The least cost with ``more`` tables over the same variables, and what attains it, by variable.
 
+        With more tables, as at a price of a byte, it is one of several that are looked at: a gap is worth less.
+
         Raises:
             NothingBelow: where no choice was found that costs less than ``below``.
         """
-        return least(self.domains, [*self.tables, *more], below=below)
+        enough = ENOUGH_AMONG if more else ENOUGH
+        return least(self.domains, [*self.tables, *more], below=below, enough=enough)
 
     def cost_of(self, picked: Sequence[int]) -> float:
         """What a choice for every variable costs."""
