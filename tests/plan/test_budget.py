@@ -124,10 +124,21 @@ def test_an_optimizer_that_keeps_less_leaves_room():
 def test_a_budget_that_nothing_keeps_says_what_the_floor_is():
     model, loss_fn, batch = wide()
     with pytest.raises(PlanError) as raised:
-        plan_of(model, loss_fn, batch, Mesh.of(d=2), "auto", memory=20_000)
-    assert str(raised.value).startswith("no plan was found under which a device holds 20.0 kB or less: on the mesh ")
+        plan_of(model, loss_fn, batch, Mesh.of(d=2), "auto", memory=104_000)
+    assert str(raised.value).startswith("no plan was found under which a device holds 104.0 kB or less: on the mesh ")
     assert "kB of parameters" in str(raised.value)
-    assert "kB in all, of 20.0 kB that it may hold" in str(raised.value)
+    assert "kB in all, of 104.0 kB that it may hold" in str(raised.value)
+
+
+def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch):
+    """By parameters, gradients and states alone: 12,876 parameters of sixteen bytes."""
+    monkeypatch.setattr(make, "search", None)
+    match = (
+        r"^no plan was found under which a device holds 20.0 kB or less, and there is none: however they are split, .* "
+        r"the states of adamw take 51.5 kB on each of 4 devices; type a larger memory=, at least 11 devices, "
+    )
+    with pytest.raises(PlanError, match=match):
+        plan_of(*wide(), Mesh.of(d=4), "auto", memory=20_000)
 
 
 @pytest.mark.networks

@@ -47,9 +47,9 @@ from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.spaces import blocks_for, in_parts, meshes_for, space_of, tensor_space
 from shardwright.words import in_bytes
 
-# A gap of such a share is none. For graphs of more operators, or on more axes, tensor parallelism and the recursive
-# search are asked where it is larger than the second, and propagation, which takes as long as the search, is not.
-EQUAL, CLOSE, FEW_OPERATORS = 1e-9, 1e-4, 400
+# A gap of such a share is none. On more than few axes propagation, which takes as long as the search there, is not asked:
+# what it may choose is searched by itself, and for seconds.
+EQUAL = 1e-9
 LAST = 3  # plans whose decisions may be asked about again
 
 
@@ -65,6 +65,7 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
     if request.searched is None:
         return _following_the_batch(graph, request)
     row = SEARCHES[request.searched]
+    _refuse_what_cannot_fit(graph, request)
     objective = row.objective(request.hardware, request.optimizer)
     if isinstance(objective, Seconds) and request.hardware.hides_gradients:
         return cheapest_with_hidden(
@@ -304,6 +305,20 @@ class Weighing:
         return replace(choice, recomputed=recomputed, cost=kept + sum(costs[name] for name in recomputed))
 
 
+def _refuse_what_cannot_fit(graph: RuledGraph, request: PlanRequest) -> None:
+    """Refuse, before a search, what no plan can hold: parameters cut over all devices, their gradients and states."""
+    devices, parameters = request.mesh.size, graph.capture.of_kind("parameter")
+    trained = sum(value.bytes for value in parameters if value.needs_gradient)
+    floor = sum(value.bytes for value in parameters) + trained + request.optimizer.bytes_for(trained)
+    if request.memory is not None and floor > devices * request.memory:
+        raise OverBudget(
+            f"no plan was found under which a device holds {in_bytes(request.memory)} or less, and there is none: "
+            f"however they are split, the parameters, their gradients and the states of {request.optimizer.name} take "
+            f"{in_bytes(floor / devices)} on each of {devices} devices; type a larger memory=, at least "
+            f"{-(-floor // request.memory)} devices, a smaller dtype, or an optimizer that keeps less"
+        )
+
+
 def _too_much(plan: Plan) -> str:
     """What is said of a plan that holds more than it may, none that was found holding less."""
     return (
@@ -342,9 +357,7 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, we
         return choice
     best, objective = choice, row.objective(request.hardware, request.optimizer)
     known = Known(space.graph, objective, space.mesh)
-    few = len(space.graph.capture.nodes) <= FEW_OPERATORS and len(space.mesh.axes) <= FEW_AXES
-    asked = few or choice.cost - choice.bound > CLOSE * choice.cost
-    searched = _of_searches(space, row, request, weighing.budget(), few) if asked else ()
+    searched = _of_searches(space, row, request, weighing.budget())
     for other in itertools.chain(_known_by_name(space, request), searched):
         if not _allowed(other, space, request):
             continue
@@ -367,7 +380,7 @@ def _known_by_name(space: Space, request: PlanRequest) -> Iterator[Choice]:
     yield replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
 
 
-def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget | None, few: bool) -> Iterator[Choice]:
+def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget | None) -> Iterator[Choice]:
     """Tensor parallel, and what other searches find."""
     graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware, request.optimizer)
     free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
@@ -377,7 +390,7 @@ def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget
     searches: list[Callable[[], Choice]] = [partial(search, tensor, objective, budget)]
     if not row.by_axes:
         searches.append(partial(recursive, space, objective, budget))
-    if few and (other := SEARCHES["propagation"]) is not row:
+    if len(mesh.axes) <= FEW_AXES and (other := SEARCHES["propagation"]) is not row:
         searches.append(
             lambda: search(
                 space_of(graph, mesh, request, other), other.objective(request.hardware, request.optimizer), budget

@@ -282,6 +282,19 @@ def test_where_a_gap_is_left_the_best_of_what_is_known_is_taken():
     assert exact.cost <= found.cost
 
 
+def test_however_small_the_gap_is_the_others_are_looked_at():
+    """On three axes, too: a choice that costs a little more than what the recursive search finds."""
+    capture, mesh = graph_of(3), Mesh.of(a=2, b=2, c=2)
+    request = PlanRequest(mesh, "auto", "exact", hardware=HARDWARE, axes=mesh)
+    row, graph = SEARCHES["exact"], RuledGraph.of(capture)
+    space = space_of(graph, mesh, request, row)
+    other = planned(capture, mesh, "recursive")
+    near = Choice(other.strategies, other.leaves, other.cost * (1 + 1e-6), other.cost * (1 - 1e-6))
+    assert or_known(near, space, row, request, Weighing(mesh, request, space, OBJECTIVE)).cost <= other.cost * (
+        1 + 1e-12
+    )
+
+
 def test_recursive_decides_axis_by_axis(monkeypatch):
     """Each search is over one axis more, and what was decided stays."""
     seen = []
