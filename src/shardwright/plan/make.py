@@ -47,8 +47,8 @@ from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.spaces import blocks_for, in_parts, meshes_for, space_of, tensor_space
 from shardwright.words import in_bytes
 
-# A gap of such a share is none. On more than few axes propagation, which takes as long as the search there, is not asked:
-# what it may choose is searched by itself, and for seconds.
+# A gap of such a share is none. On more than few axes propagation, which takes as long as the search, is not asked:
+# what it may choose is searched by itself there, and for seconds.
 EQUAL = 1e-9
 LAST = 3  # plans whose decisions may be asked about again
 

@@ -38,7 +38,7 @@ def cost_of(picked, tables):
 def test_the_bound_is_below_the_least_and_the_choice_costs_what_it_says(seed, length, size, common):
     domains, tables = chain_with_common(seed, length, size, common)
     exact, _ = minimise(domains, tables)
-    found = least(domains, tables, limit=size**2)
+    found = least(domains, tables, limit=size)
     assert found.bound <= exact + 1e-9
     assert found.cost >= exact - 1e-9
     assert found.cost == pytest.approx(cost_of(found.picked, tables))
@@ -75,7 +75,7 @@ def test_what_is_left_out_is_in_no_least_assignment(seed, forbidden):
     assert kept.min() == every.min()
     for v in range(5):
         assert (bounds._of_value[v] <= kept.min(axis=tuple(i for i in range(5) if i != v)) + 1e-9).all()
-    found = least(domains, tables, limit=100)
+    found = least(domains, tables, limit=50)
     assert (found.cost, cost_of(found.picked, tables)) == (pytest.approx(every.min()), pytest.approx(every.min()))
 
 
@@ -86,7 +86,7 @@ def test_where_little_is_near_the_least_it_is_the_minimum():
     tables += [Table((v,), 3.0 * np.arange(20.0)) for v in range(7)]
     with pytest.raises(TooWide, match="a table of"):
         minimise([20] * 7, tables, limit=20**4)
-    found = least([20] * 7, tables, limit=20**4)
+    found = least([20] * 7, tables, limit=20**4 // narrow.WIDER)
     few = [Table(t.scope, t.costs[(slice(4),) * len(t.scope)]) for t in tables]
     assert found.cost == found.bound == pytest.approx(minimise([4] * 7, few)[0])
 
@@ -95,9 +95,9 @@ def test_where_little_is_near_the_least_it_is_the_minimum():
 def test_what_is_to_be_beaten_is_beaten_or_nothing_is_below_it(seed):
     domains, tables = problem(seed)
     best, _ = minimise(domains, tables)
-    assert least(domains, tables, limit=100, below=best + 0.5).cost == pytest.approx(best)
+    assert least(domains, tables, limit=50, below=best + 0.5).cost == pytest.approx(best)
     with pytest.raises(NothingBelow) as nothing:
-        least(domains, tables, limit=100, below=best - 0.5)
+        least(domains, tables, limit=50, below=best - 0.5)
     assert best - 1 < nothing.value.bound <= best
 
 
