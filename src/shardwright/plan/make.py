@@ -93,12 +93,15 @@ class _Meshes:
         self._bounds: list[float] = []  # of each mesh, where the search has one
         self._errors: list[tuple[Mesh, PlanError]] = []
         self._said: list[str] = []
+        self._price = 0.0  # of a byte, at which the plan was found
 
     def weighing(self, mesh: Mesh, row: Search | None = None) -> Weighing:
         """What may be chosen on a mesh, and what that costs."""
         request, row = self._request, row or self._row
         space = space_of(self._graph, mesh, request, row)
-        return Weighing(mesh, request, space, row.objective(request.hardware, request.optimizer))
+        found = Weighing(mesh, request, space, row.objective(request.hardware, request.optimizer))
+        found.price = self._price
+        return found
 
     def look(self) -> None:
         """Look at meshes of few axes, then at finer ones; where all tables would be too large, at coarser ones."""
@@ -131,7 +134,7 @@ class _Meshes:
         """What the best plan costs that leaves no device idle, which may take the place of the one that is there."""
         weighing = self.weighing(mesh, replace(self._row, keeps=SEARCHES["propagation"].keeps))
         try:
-            choice = weighing.first(self._row)
+            choice = weighing.first(self._row, self._least())
         except PlanError:
             return math.inf
         self._take(choice, weighing)
@@ -179,7 +182,7 @@ class _Meshes:
 
     def _take(self, choice: Choice, weighing: Weighing) -> None:
         if (choice.cost or 0.0) < self._least():
-            self._best = weighing.plan(choice)
+            self._best, self._price = weighing.plan(choice), choice.price
 
     def _is_too_wide(self) -> bool:
         return self._best is None and all(isinstance(error, TooWide) for _, error in self._errors)
@@ -227,6 +230,8 @@ class Weighing:
     def __init__(self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective) -> None:
         self.mesh, self._request, self._space, self._objective = mesh, request, space, objective
         self._last: list[Plan] = []
+        self.price = 0.0
+        """Of a byte, at which the plan was found that is to be beaten; 0 where there is none."""
 
     @cached_property
     def least(self) -> float:
@@ -245,6 +250,7 @@ class Weighing:
             lambda choice: _too_much(self.plan(choice)),
             self.settle,
             self.fewest,
+            self.price,
         )
 
     def first(self, row: Search, below: float = math.inf) -> Choice:

@@ -93,6 +93,16 @@ def test_a_finer_mesh_is_searched_where_it_cuts_what_coarser_ones_do_not():
     assert plan.strategies["linear"].used == {"d.0", "d.1", "d.2"}
 
 
+def test_within_a_budget_finer_meshes_are_to_beat_the_plan_that_is_there():
+    [two], [three] = (cuts(Mesh.of(d=8), 4, most) for most in (2, 3))
+    tall = graph(rows=1 << 16, inner=4096, columns=4096)
+    memory = planned(8, tall, per_host=4).held.total - 10**6
+    plan, coarse = (planned(8, tall, per_host=4, memory=memory, axes=axes) for axes in (None, two))
+    assert plan.held.total <= memory
+    assert plan.bound <= plan.cost <= coarse.cost
+    assert [line.startswith(f"{mesh} ") for line, mesh in zip(plan.considered, (two, three), strict=True)] == [True] * 2
+
+
 def test_fewer_axes_are_told(monkeypatch):
     """And a mesh that was too wide beside another that was not."""
     searched = make.search

@@ -53,6 +53,8 @@ class Budget:
     """A choice with what it costs to compute its blocks again."""
     fewest: Callable[[Choice], Choice | None] = _none
     """The same with the fewest blocks computed again with which it fits; None where it never does."""
+    price: float = 0.0
+    """Of a byte, at which a plan was found that is to be beaten; 0 where there is none."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +92,19 @@ def fitting(
     over = Priced.of(free, free.bound or 0.0, budget)
     if over.bytes <= budget.limit_bytes:
         return free
+    if budget.price:
+        return _beating(below, free, solve, budget)
     dear = _DEAR * max(over.cost, 1e-9) / budget.limit_bytes
     fits = min(_priced(solve, dear, budget), key=lambda found: found.bytes)
     if fits.bytes > budget.limit_bytes:
         raise OverBudget(budget.refuse(fits.choice))
     cheapest = fits
-    bound = over.total
+    bound, last = over.total, dear
     for _ in range(MOST_PRICES):
         price = (fits.cost - over.cost) / max(over.bytes - fits.bytes, 1)
         if price <= 0 or fits.cost - bound <= CLOSE * fits.cost:
             break
+        last = price
         found, *others = _priced(solve, price, budget)
         fitting_ones = (one for one in (found, *others) if one.bytes <= budget.limit_bytes)
         cheapest = min([cheapest, *fitting_ones], key=lambda one: one.cost)
@@ -114,7 +119,25 @@ def fitting(
             fits = found
         else:
             break
-    return _with_fewest([cheapest.choice, over.choice, free], bound, budget)
+    best = _with_fewest([cheapest.choice, over.choice, free], bound, budget)
+    return replace(best, price=last)
+
+
+def _beating(
+    below: float, free: Choice, solve: Callable[[float], tuple[Sequence[Choice], float]], budget: Budget
+) -> Choice:
+    """The cheapest that fits and costs less than ``below``, at the price of the plan which costs that.
+
+    Raises:
+        NothingBelow: where none was found.
+    """
+    choices, total = solve(budget.price)
+    bound = max(free.bound or 0.0, total)
+    found = [choice for choice in map(budget.fewest, [*choices, free]) if choice is not None]
+    best = min(found, key=lambda choice: choice.cost or 0.0, default=None)
+    if best is None or (best.cost or 0.0) >= below:
+        raise NothingBelow(bound)
+    return replace(best, bound=min(bound, best.cost or 0.0), price=budget.price)
 
 
 def _priced(solve: Callable[[float], tuple[Sequence[Choice], float]], price: float, budget: Budget) -> list[Priced]:

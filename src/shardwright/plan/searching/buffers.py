@@ -18,6 +18,7 @@ import numpy as np
 from shardwright.errors import PlanError
 from shardwright.plan.pricing.targets import Target
 from shardwright.plan.searching.exact import Costs, Table, TooWide
+from shardwright.plan.searching.narrow import NothingBelow
 from shardwright.plan.searching.problem import Problem
 
 WORTH = 1e-4
@@ -105,6 +106,9 @@ def by_buffers(
         bound = min(bound, total + price * limit)
         try:
             one, total, picked = solve(buffers.within(limit))
+        except NothingBelow as nothing:
+            total = max(total, nothing.bound)
+            break
         except TooWide:
             break
         except PlanError:  # there are none

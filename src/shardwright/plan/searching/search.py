@@ -63,9 +63,7 @@ def search(space: Space, objective: Objective, budget: Budget | None = None, bel
         tables = weights.at(price)
 
         def chosen(more: Sequence[Table]) -> tuple[Choice, float, list[int]]:
-            # With a limit for buffers it is a part of the choices, of which nothing may be below.
-            least = math.inf if more else below - price * above_bytes
-            choice, total, picked = both.at([*tables, *more], below=least)
+            choice, total, picked = both.at([*tables, *more], below=below - price * above_bytes)
             again, again_cost = weights.again(price, picked)
             recomputed = weights.recomputing.chosen(picked)
             choice = replace(choice, cost=(choice.cost or 0.0) + again_cost, again=again, recomputed=recomputed)

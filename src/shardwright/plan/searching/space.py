@@ -37,7 +37,7 @@ class Choice:
     """What was chosen and, where it was searched, the objective there and a bound that no choice is below.
 
     ``again`` names the values that the backward gathers again, so that no gathered copy of them is kept, and
-    ``recomputed`` the blocks that it computes again.
+    ``recomputed`` the blocks that it computes again. ``price`` is that of a byte at which it was found, where one was.
     """
 
     strategies: Mapping[str, Strategy]
@@ -46,3 +46,4 @@ class Choice:
     bound: float | None = None
     again: frozenset[str] = frozenset()
     recomputed: frozenset[str] = frozenset()
+    price: float = 0.0
