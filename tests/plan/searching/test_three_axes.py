@@ -1,6 +1,7 @@
-"""Published models have plans on three axes by every search, and the mesh of a large cluster is found."""
+"""Published models fit their devices, have plans on three axes by every search, and clusters their mesh."""
 
 import importlib.util
+import itertools
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.request import PlanRequest
+from shardwright.plan.searching.budget import OverBudget
 from shardwright.zoo import GPT
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "plan_models.py"
@@ -49,6 +51,30 @@ def test_every_search_plans_published_models_on_three_axes(name):
             assert len({axis for strategy in plan.strategies.values() for axis in strategy.used}) == 3
             costs[search] = plan.cost
         assert costs["exact"] <= costs["recursive"] * (1 + 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("name", "mesh"),
+    [
+        *itertools.product(["gpt2-xl", "bert-large", "vit-large", "resnet-152"], ["8", "8,8", "6"]),
+        *itertools.product(["llama-3-8b"], ["8", "8,8"]),
+    ],
+)
+def test_published_models_fit_their_devices_and_share_out_their_work(name, mesh):
+    """At all layers, with AdamW in 80 GiB."""
+    found = MODELS.one_case(name, None, mesh, "exact", "80GiB")
+    assert found["holds_gib"] <= 80
+    assert found["gap"] < 0.03
+    assert found["whole"] < 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_mixtral_is_refused_where_its_parameters_alone_are_too_much():
+    with pytest.raises(OverBudget, match=r"there is none: however they are split, .* 93.4 GB on each of 8 devices"):
+        MODELS.one_case("mixtral-8x7b", None, "8", "exact", "80GiB")
 
 
 @pytest.mark.slow
