@@ -30,7 +30,7 @@ import shardwright as sw
 from shardwright.zoo import GPT, Perceptron, resnet18
 
 name, way, compiled, answer = sys.argv[1:]
-world = sw.init()
+world = sw.init(backend="gloo") if way == "ddp" else sw.init()  # what torchrun's users have, and what ours have
 sw.set_seed(0)
 if name == "perceptron":
     model, steps = Perceptron(), 150
