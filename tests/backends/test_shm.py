@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import backend_ranks
 import pytest
@@ -19,6 +20,7 @@ import torch.distributed as dist
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.backends import shm_meeting
+from shardwright.backends.segment import native
 from shardwright.backends.segment.direct import Direct, can_read
 from shardwright.backends.segment.memory import Layout
 from shardwright.errors import WorldError
@@ -286,6 +288,21 @@ def test_who_shares_no_memory_is_told_why():
     )
     made = shm_meeting._make([card(), card(processes=8)], Layout(2), (0, 1))
     assert made == {"problem": "the ranks are in several containers, which do not see each other's processes"}
+
+
+def test_whatever_is_in_the_way_of_the_memory_is_told_to_all(monkeypatch):
+    files = os.listdir("/proc/self/fd")
+    for name, error in (("make_file", AttributeError), ("make_semaphores", MemoryError)):
+        with monkeypatch.context() as patch:
+            patch.setattr(shm_meeting, name, Mock(side_effect=error))
+            assert error.__name__ in shm_meeting._make([card(), card()], Layout(2), (0, 1))["problem"]
+    assert len(os.listdir("/proc/self/fd")) == len(files)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])
+def test_without_a_folder_of_caches_there_is_no_native_code(monkeypatch, error):
+    monkeypatch.setattr(native, "_folder", Mock(side_effect=error))
+    assert native.built() is None
 
 
 def test_memory_is_read_where_the_kernel_allows_it():

@@ -140,14 +140,24 @@ def _make(cards: Sequence[Mapping[str, Any]], layout: Layout, names: Sequence[in
         return {"problem": error, "error": error}
     if len({card["processes"] for card in cards}) > 1:
         return {"problem": "the ranks are in several containers, which do not see each other's processes"}
-    token = secrets.token_bytes(TOKEN_BYTES)
     try:
-        file = make_file(layout.total_bytes, token, layout.wide_at)
+        return _made(layout)
     except OSError as error:
         mib = layout.wide_at / 2**20
-        return {"problem": f"there are no {mib:.0f} MiB of memory for {len(cards)} ranks: {error.strerror}"}
-    make_semaphores(Memory(file, layout, 0))
-    built = native.built()
+        return {"problem": f"there are no {mib:.0f} MiB of memory for {len(cards)} ranks: {error.strerror or error}"}
+    except Exception as error:  # whatever it is, the others wait for an answer
+        return {"problem": f"making it failed with {type(error).__name__}: {error}"}
+
+
+def _made(layout: Layout) -> dict[str, Any]:
+    token = secrets.token_bytes(TOKEN_BYTES)
+    file = make_file(layout.total_bytes, token, layout.wide_at)
+    try:
+        make_semaphores(Memory(file, layout, 0))
+        built = native.built()
+    except BaseException:
+        os.close(file)
+        raise
     return {"file": file, "token": token.hex(), "native": None if built is None else str(built)}
 
 
@@ -158,8 +168,10 @@ def _join(
     token = bytes.fromhex(made["token"])
     try:
         file = open_file(cards[0]["pid"], made["file"], meeting.layout.total_bytes, token)
-        memory = Memory(file, meeting.layout, meeting.rank)
-        os.close(file)
+        try:
+            memory = Memory(file, meeting.layout, meeting.rank)
+        finally:
+            os.close(file)
     except OSError as error:
         here, maker = meeting.names[meeting.rank], meeting.names[0]
         return None, None, f"rank {here} cannot open the memory that rank {maker} has made: {error}"

@@ -81,10 +81,10 @@ class Native:
 
 def built() -> Path | None:
     """The compiled code, which is made where it is not there yet; None where that cannot be done here."""
-    path = _folder() / f"{_key()}.so"
-    if path.exists():
-        return path
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # the latter where nobody knows the home of this user
+        path = _folder() / f"{_key()}.so"
+        if path.exists():
+            return path
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         for compiler in _compilers():
             if _compile(compiler, path):
