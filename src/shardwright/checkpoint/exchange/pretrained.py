@@ -73,7 +73,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_siz
         from_rank_zero(ranks, lambda: _name(target, token, files, module))
     finally:
         if ranks.rank == 0:
-            for name in files.layouts:
+            for name in (*files.layouts, _INDEX):
                 _part(target, name, token).unlink(missing_ok=True)
 
 
@@ -181,23 +181,32 @@ def _open(path: Path) -> int:
 
 
 def _name(target: Path, token: str, files: _Files, module: Any) -> None:
-    """Give the files their names, the index last: until then what is there is not taken for a whole model."""
-    for path in target.iterdir():
-        if _WRITTEN.fullmatch(path.name):
-            path.unlink()
+    """Give the files their names, when all that can fail is done, so that a model that is there is never lost to it.
+
+    No index is there meanwhile, by which parts of the new model would be read together with some of the old one.
+    """
     _write_config(target, module)
-    for name in files.layouts:
+    names = list(files.layouts)
+    if len(names) > 1:
+        write_whole(_part(target, _INDEX, token), lambda draft: draft.write_text(_index(files, module)))
+        names.append(_INDEX)
+    (target / _INDEX).unlink(missing_ok=True)
+    for name in names:
         os.replace(_part(target, name, token), target / name)
-    if len(files.layouts) > 1:
-        index = {
-            "metadata": {
-                "total_parameters": module.num_parameters(),
-                "total_size": sum(layout.size_bytes - len(layout.begin) for layout in files.layouts.values()),
-            },
-            "weight_map": dict(files.file_of),
-        }
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_whole(target / _INDEX, lambda draft: draft.write_text(text))
+    for path in target.iterdir():
+        if _WRITTEN.fullmatch(path.name) and path.name not in names:
+            path.unlink()
+
+
+def _index(files: _Files, module: Any) -> str:
+    index = {
+        "metadata": {
+            "total_parameters": module.num_parameters(),
+            "total_size": sum(layout.size_bytes - len(layout.begin) for layout in files.layouts.values()),
+        },
+        "weight_map": dict(files.file_of),
+    }
+    return json.dumps(index, indent=2, sort_keys=True) + "\n"
 
 
 def _write_config(target: Path, module: Any) -> None:
