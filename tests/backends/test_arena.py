@@ -34,6 +34,25 @@ def test_memory_serves_the_next_tensor_and_goes_where_another_size_is_wanted(mon
     assert half.sum() == 0
 
 
+def forked():
+    dist.init_process_group("shm")
+    group = dist.group.WORLD
+    tensor = group.empty(MIB, torch.float32).fill_(1)
+    child = os.fork()
+    if child == 0:
+        del tensor
+        group.shutdown()  # as at its exit
+        os._exit(0)
+    os.waitpid(child, 0)
+    dist.all_reduce(tensor)
+    dist.destroy_process_group()
+    return tensor.unique().tolist()
+
+
+def test_a_forked_child_that_ends_leaves_tensors_and_group_to_its_parent():
+    assert run_ranks(2, forked) == [[2.0]] * 2
+
+
 def too_much():
     arena._MOST_BYTES, said = 3 * 2**20, io.StringIO()
     dist.init_process_group("shm")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -72,10 +73,14 @@ class ShmGroup(CpuGroup):
         self.collectives: Collectives = collectives
         self._gloo: Any = add_gloo_inside(self, store, timeout)
         self._closed = self._said = False
+        self._process = os.getpid()
 
     def shutdown(self) -> None:
-        """After what has been asked for; who waits for this rank then, learns that it has left."""
-        if not self._closed:
+        """After what has been asked for; who waits for this rank then, learns that it has left.
+
+        A forked child that ends leaves alone what its parent goes on with.
+        """
+        if not self._closed and os.getpid() == self._process:
             self._closed = True
             self.lane.close()
             if self.arenas is not None:
