@@ -78,6 +78,8 @@ def test_a_run_without_a_step_and_a_page_that_cannot_be_written(tmp_path):
     assert [rank["mean"] for rank in told["ranks"]] == [None] * 4
     with pytest.raises(UsageError, match=r"cannot write the page .*/none/run.html: No such file"):
         save_html(told, tmp_path / "none" / "run.html")
+    save_html(told | {"job": "n\udcffcht ü"}, tmp_path / "run.html")  # a folder's name that is no UTF-8
+    assert "<title>Job n?cht ü</title>" in (tmp_path / "run.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow

@@ -54,7 +54,7 @@ def launched(tmp_path, monkeypatch):
 
 
 def test_a_job_on_hosts_is_printed_for_kubernetes(launched):
-    words = ["-H", "a:8,b:8", "-x", "A=it's $(x): ü", "--wdir", "/work", "--port", "2222", "--grace", "30"]
+    words = ["-H", "a:8,b:8", "-x", "A=it's $(x): $$ü", "--wdir", "/work", "--port", "2222", "--grace", "30"]
     tried = ["--max-restarts", "3", "--job", "night-1", "--image", "registry/train:1", "--tee", "all"]
     text, said = launched(*words, *tried, "--print", "k8s", "train.py", "--lr", "0.1", "a b")
     assert said == "shardwright: left out, as this launcher alone has it: --tee\n"
@@ -71,7 +71,7 @@ def test_a_job_on_hosts_is_printed_for_kubernetes(launched):
     assert container["command"] == [
         "python", "-m", "torch.distributed.run", "train.py", "--lr", "0.1", "a b"
     ]  # fmt: skip
-    assert container["env"] == [{"name": "A", "value": "it's $$(x): ü"}]
+    assert container["env"] == [{"name": "A", "value": "it's $$(x): $$$$ü"}]
     assert (container["image"], container["workingDir"]) == ("registry/train:1", "/work")
     assert container["resources"] == {"limits": {"nvidia.com/gpu": 8}}
     assert not Path("log_output").exists()

@@ -7,6 +7,10 @@ import sys
 import pytest
 
 from many_hosts import jobs_on_hosts
+from shardwright.launch.asked.options import LaunchOptions
+from shardwright.launch.carriers.torchrun import one_per_host
+from shardwright.launch.host.program import Program
+from shardwright.steps import STEPS_VARIABLE
 
 SUM = """
     import os, sys
@@ -70,6 +74,12 @@ def test_what_is_printed_for_this_host_is_run_by_a_shell_or_by_us(launching):
     ended = launching.run(*words, "--run", script, "x y", timeout_s=60)
     assert ended.code == 0, ended.stderr
     assert seen(launching, 2) == by_shell
+
+
+def test_ranks_of_torchrun_tell_nothing_as_if_they_were_one():
+    options = LaunchOptions(Program("script", ("train.py",)), ranks=2)
+    _, _, text, *_ = one_per_host(options).program.arguments
+    assert STEPS_VARIABLE in text.partition("exec")[0].partition("unset ")[2]
 
 
 @pytest.mark.slow

@@ -3,13 +3,17 @@
 import json
 import os
 import time
+from contextlib import nullcontext
 from io import StringIO
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
+from shardwright.cluster.watch import command
 from shardwright.cluster.watch.view import events, screen
 from shardwright.errors import UsageError
+from shardwright.hosts.hosts import Host
 from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.kept.live import LiveFiles
 from shardwright.launch.told.snapshot import Snapshot, Watched
@@ -133,6 +137,26 @@ def test_marks_name_who_is_stopped_who_is_slow_and_who_is_quiet(tmp_path):
 def test_what_is_no_folder_of_a_job_is_said_so(tmp_path):
     with pytest.raises(UsageError, match=r"nothing has no job.json that can be read"):
         Watched(tmp_path / "nothing").snapshot()
+
+
+class Answering:
+    """A host that answers as `shardwright.cluster.watch.on_host` does there."""
+
+    def __init__(self, name, folder, state):
+        self.host, self.record = Host(name), {"name": "digits", "folder": str(folder), "state": state}
+
+    def ask(self, order):
+        if order["order"] == "jobs":
+            return {"records": [self.record]}
+        return Watched(Path(order["folder"])).snapshot().to_message()
+
+
+def test_a_job_that_was_lost_is_not_meant_where_another_of_its_name_is(tmp_path, monkeypatch, capsys):
+    made, _ = job(tmp_path, status="succeeded", exit_code=0)
+    probes = {"a": Answering("a", tmp_path / "gone", "lost"), "b": Answering("b", made.path, "running")}
+    monkeypatch.setattr(command, "open_all", lambda *_, **__: nullcontext((probes, {})))
+    assert command.watch_on("digits", None, None, 1.0) == 0
+    assert "job digits succeeded" in capsys.readouterr().err
 
 
 def test_files_that_cannot_be_written_stop_nobody(tmp_path):

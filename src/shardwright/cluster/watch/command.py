@@ -20,7 +20,7 @@ from shardwright.errors import LaunchError, UsageError
 from shardwright.hosts.hosts import Hosts
 from shardwright.launch.asked.host_options import PerHost
 from shardwright.launch.kept.job import find_job as find_in_folder
-from shardwright.launch.kept.jobs import known_jobs, show_jobs
+from shardwright.launch.kept.jobs import LOST, known_jobs, show_jobs
 from shardwright.launch.told.snapshot import Snapshot, Watched
 from shardwright.words import on_a_clock
 
@@ -117,18 +117,19 @@ def _the_one() -> Path:
 
 
 def _launched(word: str | None, probes: Mapping[str, Probe]) -> tuple[Probe, str]:
-    """Where the job is read, and its folder there."""
+    """Where the job is read, and its folder there. One that was lost is meant where no other can be."""
     found = [
-        (probe, str(record["name"]), str(record["folder"]))
+        (probe, str(record["name"]), str(record["folder"]), record["state"] == LOST)
         for probe in probes.values()
         for record in _answer(probe, {"order": "jobs"})["records"]
     ]
     if word is not None and os.sep in word and len(probes) == 1:
         return next(iter(probes.values())), word
     named = [entry for entry in found if word in (None, entry[1], entry[2])]
+    named = [entry for entry in named if not entry[3]] or named
     if len(named) == 1:
         return named[0][0], named[0][2]
-    listed = "\n".join(f"  {plain(folder)} on {probe.host.name}" for probe, _, folder in named or found)
+    listed = "\n".join(f"  {plain(folder)} on {probe.host.name}" for probe, _, folder, _ in named or found)
     what = f"{len(named)} jobs" if named else f"no job {word or ''}".rstrip()
     raise UsageError(
         f"{what} launched on these hosts; a job is watched on the host of its launcher, which `shardwright ps -H` names"

@@ -130,8 +130,8 @@ def _command(request: LaunchRequest) -> list[str]:
 
 
 def _literal(word: str) -> str:
-    """Kubernetes puts variables in place of ``$(NAME)``, unless there are two ``$``."""
-    return word.replace("$(", "$$(")
+    """Kubernetes puts variables in place of ``$(NAME)``, and one ``$`` in place of two."""
+    return word.replace("$", "$$")
 
 
 def _variables(request: LaunchRequest) -> dict[str, str]:

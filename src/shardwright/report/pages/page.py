@@ -11,8 +11,8 @@ from typing import Any
 def page_of(package: str, title: str, told: Any) -> str:
     """The ``page.html`` of ``package`` with its script, the style of all pages, and what it is told inside of it."""
     folder = files(package)
-    page, script = ((folder / name).read_text() for name in ("page.html", "page.js"))
-    style = (files("shardwright.report.pages") / "style.css").read_text()
+    page, script = ((folder / name).read_text(encoding="utf-8") for name in ("page.html", "page.js"))
+    style = (files("shardwright.report.pages") / "style.css").read_text(encoding="utf-8")
     # A name of the user's that ends the script, or begins a comment in it, must not be read by the browser.
     text = json.dumps(told, separators=(",", ":")).replace("<", "\\u003c")
     parts = {"TITLE": html.escape(title), "STYLE": style, "SCRIPT": script, "TOLD": text}

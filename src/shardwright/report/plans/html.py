@@ -23,6 +23,6 @@ def save_html(document: PlanDocument, path: str | Path) -> None:
     """
     text = in_html(document)
     try:
-        write_whole(Path(path), lambda draft: draft.write_text(text))
+        write_whole(Path(path), lambda draft: draft.write_text(text, encoding="utf-8", errors="replace"))
     except OSError as error:
         raise PlanError(f"cannot write the page {path}: {error.strerror}") from error

@@ -18,6 +18,6 @@ def save_html(document: dict[str, Any], path: Path) -> None:
     """
     text = page_of("shardwright.report.runs", str(document["job"]), document)
     try:
-        write_whole(path, lambda draft: draft.write_text(text))
+        write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8", errors="replace"))
     except OSError as error:
         raise UsageError(f"cannot write the page {path}: {error.strerror}") from error

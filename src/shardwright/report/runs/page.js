@@ -60,13 +60,15 @@ function ticks(low, high, most) {
   for (let at = Math.ceil(low / step) * step; at <= high + step * 1e-9; at += step) found.push(Number(at.toPrecision(12)));
   return found;
 }
+// The least and the largest; Math.min(...values) takes no more arguments than the stack has room for.
+const ends = (values) => values.reduce(([low, high], value) => [Math.min(low, value), Math.max(high, value)], [Infinity, -Infinity]);
 // Each series: {name, points: [[step, value]], colour, dots, dashed}.
 function chart(id, series, say, fromZero) {
   const all = series.flatMap((one) => one.points);
   if (all.length === 0) { $(id).replaceChildren(element("p", { className: "said" }, "Nothing was told.")); return; }
   const width = 1000, height = 260, left = 76, bottom = 34, top = 10, right = 12;
   const steps = all.map(([step]) => step), values = all.map(([, value]) => value);
-  const x0 = Math.min(...steps), x1 = Math.max(...steps), y0 = fromZero ? 0 : Math.min(...values), y1 = Math.max(...values);
+  const [x0, x1] = ends(steps), [least, y1] = ends(values), y0 = fromZero ? 0 : least;
   const pad = (y1 - y0) * 0.05 || Math.abs(y1) * 0.05 || 1, low = fromZero ? 0 : y0 - pad, high = y1 + pad;
   const x = (step) => left + ((step - x0) / (x1 - x0 || 1)) * (width - left - right);
   const y = (value) => top + (1 - (value - low) / (high - low)) * (height - top - bottom);
@@ -127,7 +129,7 @@ function showCurves() {
   const times = telling.map((rank) => ({ name: `rank ${rank.rank}`, points: points(rank, "seconds") }));
   if (plan && plan.seconds && times.length) {
     const steps = times[0].points.map(([step]) => step);
-    if (steps.length) times.push({ name: "plan", colour: "var(--ink)", dashed: true, points: [[Math.min(...steps), plan.seconds], [Math.max(...steps), plan.seconds]] });
+    if (steps.length) times.push({ name: "plan", colour: "var(--ink)", dashed: true, points: ends(steps).map((step) => [step, plan.seconds]) });
   }
   chart("seconds", times, inTime, true);
 }
