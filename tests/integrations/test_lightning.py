@@ -26,6 +26,9 @@ def module(step=None):
             self.net = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
             self.seen = []
 
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            return batch[0].double(), batch[1]
+
         def training_step(self, batch, batch_idx):
             if step is not None:
                 return step(self, batch, batch_idx)
@@ -53,7 +56,7 @@ def data(shuffle):
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    x = torch.randn(40, 16, dtype=torch.double, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, (x[:, :4]).argmax(1)), batch_size=8, shuffle=shuffle)
 
 

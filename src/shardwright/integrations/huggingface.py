@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from shardwright.checkpoint.exchange.pretrained import save_pretrained
 from shardwright.errors import UsageError
+from shardwright.integrations.first_batch import first_batch
 from shardwright.run.parallel import parallelize as split
 from shardwright.world.world import init
 
@@ -105,8 +106,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
 
     def _sample(self) -> Any:
         loader = self.get_train_dataloader()
-        with torch.random.fork_rng(devices=[]):  # the order of the first epoch stays what it is
-            return dict(next(iter(getattr(loader, "base_dataloader", loader))))
+        with first_batch(getattr(loader, "base_dataloader", loader)) as batch:
+            return dict(batch)
 
     # What transformers asks its subclasses
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from shardwright.errors import CaptureError, UsageError
+from shardwright.integrations.first_batch import first_batch
 from shardwright.run.model import ParallelModel
 from shardwright.run.parallel import parallelize
 from shardwright.world.agreement import from_all_ranks
@@ -101,8 +102,9 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
         loader = trainer.train_dataloader
         if isinstance(loader, Mapping | list | tuple):
             raise UsageError("train_dataloader() gives several loaders; give one whose batches have all that is needed")
-        with torch.random.fork_rng(devices=[]):
-            return self.batch_to_device(next(iter(loader)))
+        with first_batch(loader) as batch:  # what a loop of Lightning does with it
+            batch = self.precision_plugin.convert_input(batch)
+            return self.batch_to_device(self.lightning_module._on_before_batch_transfer(batch, dataloader_idx=0))
 
     def _loss_of(self, module: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss function that is captured: the training step, with what it logs."""
