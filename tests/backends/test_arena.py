@@ -2,8 +2,12 @@
 
 import contextlib
 import io
+import mmap
 import os
+from pathlib import Path
+from unittest.mock import Mock
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -32,6 +36,30 @@ def test_memory_serves_the_next_tensor_and_goes_where_another_size_is_wanted(mon
     own.close()
     assert own.empty(MIB, torch.float32) is None
     assert half.sum() == 0
+
+
+def test_what_the_kernel_does_not_take_back_serves_again(monkeypatch):
+    monkeypatch.setattr(mmap, "MADV_REMOVE", 9999)  # refused, as by gVisor
+    own = Arena(b"0" * 16)
+    start = own.empty(MIB, torch.float32).data_ptr()
+    assert own.empty(2 * MIB, torch.float32).sum() == 0
+    assert own.empty(MIB, torch.float32).fill_(1).data_ptr() == start
+    own.close()
+
+
+def test_an_arena_that_cannot_be_mapped_leaves_no_file(monkeypatch):
+    files = os.listdir("/proc/self/fd")
+    monkeypatch.setattr(mmap, "mmap", Mock(side_effect=OSError))
+    with pytest.raises(OSError):
+        Arena(b"0" * 16)
+    assert len(os.listdir("/proc/self/fd")) == len(files)
+
+
+def test_core_dumps_leave_it_out():
+    own = Arena(b"0" * 16)
+    parts = Path("/proc/self/smaps").read_text().split("/memfd:shardwright")
+    assert " dd" in parts[-1].partition("VmFlags:")[2].partition("\n")[0]
+    own.close()
 
 
 def forked():

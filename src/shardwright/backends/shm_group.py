@@ -66,7 +66,7 @@ class ShmGroup(CpuGroup):
     def __init__(self, members: Members, store: Store, timeout: timedelta) -> None:
         native = members.native()
         collectives = members.collectives(native)
-        self._reduces = None if native is None else NativeAllReduces(collectives, *native)
+        self._reduces = None if native is None else NativeAllReduces(collectives, *native, members.arenas)
         self.arenas = members.arenas
         super().__init__(table.SHM, collectives)
         self.lane = Lane(collectives, members.processes, timeout.total_seconds())

@@ -6,6 +6,7 @@ as that of the slots. It takes memory when a tensor needs it, and that of a tens
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import mmap
 import os
@@ -17,7 +18,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from shardwright.backends.segment.memory import make_file, open_file
+from shardwright.backends.segment.memory import make_file, open_file, take
 
 _MOST_BYTES = 1 << 34  # of addresses, not of memory
 _DIGITS = 3  # binary ones, to which sizes are rounded up, so that blocks serve again
@@ -33,7 +34,11 @@ class Arena:
 
     def __init__(self, token: bytes) -> None:
         self.file = make_file(arena_bytes(), token, mmap.PAGESIZE)
-        self.memory = mmap.mmap(self.file, arena_bytes())
+        try:
+            self.memory = _mapped(self.file)
+        except BaseException:
+            os.close(self.file)
+            raise
         self._end = mmap.PAGESIZE  # of what was ever given away; the file begins with its token
         self._free: dict[int, list[int]] = {}  # by size, where blocks begin
         self._backed: set[int] = set()  # those of them that have memory
@@ -76,17 +81,25 @@ class Arena:
         if start + size > len(self.memory):
             return False
         try:
-            os.posix_fallocate(self.file, start, size)
+            take(self.file, start, size)
         except OSError:
+            self._give_back(start, size)  # the part that there was
             return False
         return True
 
     def give_back(self) -> None:
-        """The memory of all blocks that nobody uses."""
+        """The memory of all blocks that nobody uses; they keep what the kernel does not take back."""
         for size, starts in self._free.items():
             for start in self._backed.intersection(starts):
-                self.memory.madvise(mmap.MADV_REMOVE, start, size)
-        self._backed.clear()
+                if self._give_back(start, size):
+                    self._backed.discard(start)
+
+    def _give_back(self, start: int, size: int) -> bool:
+        """Whether the kernel takes it."""
+        with contextlib.suppress(OSError):
+            self.memory.madvise(mmap.MADV_REMOVE, start, size)
+            return True
+        return False
 
     def close(self) -> None:
         """No more tensors are made; those that there are keep their memory."""
@@ -105,19 +118,27 @@ class Arenas:
 
     def __init__(self, own: Arena, rank: int, files: Sequence[tuple[int, int]], token: bytes) -> None:
         self.own = own
-        memories = [own.memory if r == rank else _mapped(*files[r], token) for r in range(len(files))]
+        memories = [own.memory if r == rank else _opened(*files[r], token) for r in range(len(files))]
         self._starts = [ctypes.c_char.from_buffer(memory) for memory in memories]  # which keep them
 
     def addresses(self) -> list[int]:
         return [ctypes.addressof(start) for start in self._starts]
 
 
-def _mapped(pid: int, number: int, token: bytes) -> mmap.mmap:
+def _opened(pid: int, number: int, token: bytes) -> mmap.mmap:
     file = open_file(pid, number, arena_bytes(), token)
     try:
-        return mmap.mmap(file, arena_bytes())
+        return _mapped(file)
     finally:
         os.close(file)
+
+
+def _mapped(file: int) -> mmap.mmap:
+    """All of an arena; a core dump of this process leaves it out, since it may be as large as the host's memory."""
+    memory = mmap.mmap(file, arena_bytes())
+    with contextlib.suppress(OSError):
+        memory.madvise(mmap.MADV_DONTDUMP)
+    return memory
 
 
 def _rounded(nbytes: int) -> int:

@@ -26,6 +26,7 @@ WIDE_BYTES = 3 << 20  # of a wide slot; with smaller ones ranks would meet more 
 SMALL_BYTES = 1 << 17
 _PAGE_BYTES = mmap.ALLOCATIONGRANULARITY
 _PLACE_BYTES = 1024
+_PIECE_BYTES = 1 << 23  # of memory that is taken at once
 _SEMAPHORE_BYTES = 64  # at least a `sem_t`, and a line of the cache
 _MARK = struct.Struct("<I")
 _REASON = struct.Struct("<I")
@@ -148,12 +149,22 @@ def make_file(nbytes: int, token: bytes, taken_bytes: int) -> int:
     file = os.memfd_create("shardwright", os.MFD_CLOEXEC)
     try:
         os.ftruncate(file, nbytes)
-        os.posix_fallocate(file, 0, taken_bytes)
+        take(file, 0, taken_bytes)
         os.pwrite(file, token, 0)
     except OSError:
         os.close(file)
         raise
     return file
+
+
+def take(file: int, start: int, nbytes: int) -> None:
+    """Memory for a part of a file; raises `OSError` where there is not as much, and may have taken some of it then.
+
+    Piece by piece: a signal makes the kernel begin a piece again, and one that takes longer than signals are apart
+    would never end.
+    """
+    for at in range(start, start + nbytes, _PIECE_BYTES):
+        os.posix_fallocate(file, at, min(_PIECE_BYTES, start + nbytes - at))
 
 
 def open_file(pid: int, number: int, nbytes: int, token: bytes) -> int:

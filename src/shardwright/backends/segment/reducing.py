@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.backends.segment.arena import Arenas
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.native import OPERATIONS, TYPES, AllReduce, Group, Native
 from shardwright.backends.segment.notes import Note
@@ -28,10 +29,13 @@ class _Kind(NamedTuple):
 
 
 class NativeAllReduces:
-    """Those of one group. Ranks that call something else meanwhile meet them at their first stage."""
+    """Those of one group. Ranks that call something else meanwhile meet them at their first stage.
 
-    def __init__(self, collectives: Collectives, native: Native, group: Group) -> None:
-        self.collectives, self.native, self.group = collectives, native, group
+    ``arenas``, of which ``group`` has the addresses, live as long as these may be under way.
+    """
+
+    def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
+        self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
         self.told = AllReduce()  # of the one that is under way: there is one at a time
         self._kinds: dict[tuple[torch.dtype, int, Any], _Kind | None] = {}
 
