@@ -76,6 +76,7 @@ __all__ = [
     "is_fake",
     "is_in_place",
     "is_operator",
+    "is_pointwise",
     "is_unknown",
     "job_store",
     "local_part",
@@ -95,7 +96,6 @@ __all__ = [
     "returns_list",
     "schema_parameters",
     "shared_operands",
-    "shares_operands",
     "sizes_written_as_numbers",
     "steps_call",
     "storage_key",
@@ -884,10 +884,10 @@ def overloads_of(op: str) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=4096)
-def shares_operands(op: str) -> bool:
-    """Whether results of ``"aten.view.default"`` look into the memory of operands; what torch does not know may."""
-    found = _operator(op)
-    return found is None or bool(shared_operands(found))
+def is_pointwise(op: str) -> bool:
+    """Whether ``"aten.add.Tensor"`` makes a new tensor, each number from those at the same place: the tags of an
+    operator are not documented."""
+    return torch.Tag.pointwise in getattr(_operator(op), "tags", ())
 
 
 def tensors_taken(op: str) -> int | None:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from shardwright.lower import kernels
 from shardwright.mesh.collectives import Communicator
@@ -65,3 +66,17 @@ def test_sums_of_squares_would_not_be():
     naive = (x.square().mean((0, 2)) - x.mean((0, 2)).square()).rsqrt()
     wanted = x.double().var((0, 2), correction=0).rsqrt()
     assert (naive - wanted).abs().max() > 1e-3
+
+
+def test_sums_of_gradients_are_made_with_a_weight():
+    """Torch's kernel for GPUs makes them like the weight, which it takes to be there."""
+    given = []
+
+    class Noted(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            given.extend([args[2]] if function is torch.ops.aten.native_batch_norm_backward.default else [])
+            return function(*args, **(kwargs or {}))
+
+    with Noted():
+        kernels._gradient_sums(data(0.0), data(1.0), torch.zeros(3), torch.ones(3))
+    assert [weight.shape for weight in given] == [(3,)]

@@ -222,8 +222,9 @@ def _gradient_sums(x: Tensor, gradient: Tensor, mean: Tensor, scale: Tensor) -> 
     """Σ(dy · x̂) and Σdy of the values here, for every channel, where x̂ is x centred by ``mean`` and scaled."""
     if not x.numel():
         return mean.new_zeros(2, len(mean))
+    some_weight = scale  # neither sum has it as a factor, but on a GPU both are made like it
     _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-        gradient, x, None, None, None, mean, scale, True, 0.0, [False, True, True]
+        gradient, x, some_weight, None, None, mean, scale, True, 0.0, [False, True, True]
     )
     return torch.stack([of_weight, of_bias])
 

@@ -58,20 +58,29 @@ def layouts_by_name(plan: Plan) -> dict[str, Layout]:
     return {name: storage[first] for name, first in names.items() if first in storage}
 
 
-# Operands that the backward of an operator makes nothing of.
+# Operands of whose values a backward makes nothing, be it the operator's own or one that a compiler writes.
 _FORGOTTEN: Column[tuple[int, ...]] = column(
     ("_native_batch_norm_legit_functional shardwright.batch_norm_per_replica", (3, 4)),
+    ("copy", (0,)),
 )
 
 
 def read_later(capture: Capture) -> frozenset[str]:
-    """The values of a step that may be read when its forward is over: by the backward, or as what it returns."""
-    found = {*capture.aux, *capture.mutations.values()}
+    """The values of a step that may be read when its forward is over: as what it returns, or by the backward.
+
+    A result may look into an operand whatever the schemas of operators say, and a compiler may keep any operand and
+    compute from it in the backward. So all operands may be read but those that nothing is made of, or their own
+    successors alone, as by ``buffer.add_(1)``.
+    """
+    found = {capture.loss, *capture.aux, *capture.mutations.values()}
+    used = {capture.loss, *capture.aux, *(name for node in capture.nodes for name in node.operands)}
     for node in capture.nodes:
-        trained = any(capture.values[name].needs_gradient for name in node.operands)
-        if trained or torch_private.shares_operands(node.op):
-            forgotten = _FORGOTTEN.of(node.op) or ()
-            found |= {name for i, name in enumerate(node.operands) if i not in forgotten}
+        alone = torch_private.is_pointwise(node.op) and not used.intersection(node.results)
+        successor = node.results if alone and not capture.values[node.results[0]].needs_gradient else ()
+        forgotten = _FORGOTTEN.of(node.op) or ()
+        for i, name in enumerate(node.operands):
+            if i not in forgotten and capture.mutations.get(name) not in successor:
+                found.add(name)
     return frozenset(found)
 
 
