@@ -16,6 +16,7 @@ import backend_ranks
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shardwright as sw
 from ranks import run_ranks
@@ -122,6 +123,20 @@ def in_shared_memory(sharing):
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=slow)])
 def test_sums_go_in_the_order_of_the_ranks(ranks, direct):
     assert len(set(map(tuple, run_ranks(ranks, large, direct)))) == 1
+
+
+def wrapped():
+    sw.init("shm", timeout=60)
+    sums = []
+    for numel in (5, 2**17):
+        inner = torch.ones(numel)
+        dist.all_reduce(AsyncCollectiveTensor(inner) if dist.get_rank() else inner)
+        sums.append(inner.unique().tolist())
+    return sums
+
+
+def test_a_tensor_that_wraps_another_meets_plain_ones():
+    assert run_ranks(2, wrapped) == [[[2.0], [2.0]]] * 2
 
 
 def stressed(seconds, direct):

@@ -16,6 +16,7 @@ from shardwright.backends.segment.notes import Note
 
 _WAITING, _DONE, _DIFFER = 0, 1, 2  # what native code answers
 _NUMBER = struct.Struct("<I")  # with which a head begins
+_WITH_ADDRESSES = (Tensor, torch.nn.Parameter)  # of their numbers; a subclass may keep its numbers in other tensors
 _OPERATIONS = {kind: kind.name for kind in dist.ReduceOp.RedOpType.__members__.values()}
 
 
@@ -80,8 +81,9 @@ class NativeAllReduce:
 
     def _begin(self, told: AllReduce, stage: int) -> None:
         tensor, kind, collectives = self._tensor, self._kind, self._all.collectives
-        plain = tensor.is_contiguous() and not tensor.is_neg()
-        self._flat = tensor if plain else tensor.data.resolve_neg().clone(memory_format=torch.contiguous_format)
+        plain = type(tensor) in _WITH_ADDRESSES and tensor.is_contiguous() and not tensor.is_neg()
+        # Steps in Python would not meet the native code of ranks whose tensors are plain.
+        self._flat = tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
         collectives.number += 1
         self._head = _NUMBER.pack(collectives.number % (1 << 32)) + kind.head
         told.head, told.data, told.count = self._head, self._flat.data_ptr(), kind.numel
