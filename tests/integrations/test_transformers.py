@@ -183,22 +183,104 @@ def refused_arguments(output):
     found = []
     for changed in (
         {"gradient_accumulation_steps": 2}, {"label_smoothing_factor": 0.1}, {"save_strategy": "steps"},
-        {"per_device_train_batch_size": 3},
+        {"fsdp": True}, {"per_device_train_batch_size": 3}, {"max_steps": 2},
     ):  # fmt: skip
         arguments = {"report_to": [], "use_cpu": True, "save_strategy": "no", **changed}
+        data = streamed(rows()) if "max_steps" in changed else rows()
         try:
-            Trainer(family("llama").model(), transformers.TrainingArguments(output, **arguments), train_dataset=rows())
+            Trainer(family("llama").model(), transformers.TrainingArguments(output, **arguments), train_dataset=data)
         except UsageError as error:
             found.append(str(error))
     return found
+
+
+def streamed(samples):
+    from torch.utils.data import IterableDataset
+
+    class Streamed(IterableDataset):
+        """Samples of which nobody knows how many there are."""
+
+        def __iter__(self):
+            yield from samples
+
+    return Streamed()
+
+
+def by_streams(ours, output, ranks):
+    """The losses of the steps and of two evaluations, of streams that do not fill their last batch."""
+    import torch
+    import transformers
+
+    from shardwright.integrations.huggingface import Trainer
+
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    sw.init()
+    data = rows()
+    arguments = transformers.TrainingArguments(
+        output, per_device_train_batch_size=ROWS // ranks, per_device_eval_batch_size=ROWS // ranks, max_steps=4,
+        logging_steps=1, report_to=[], use_cpu=True, save_strategy="no", save_only_model=True, disable_tqdm=True,
+        dataloader_drop_last=True,
+    )  # fmt: skip
+    with contextlib.redirect_stdout(io.StringIO()):
+        trainer = (Trainer if ours else transformers.Trainer)(
+            family("llama").model(), arguments, train_dataset=streamed(data[: 3 * ROWS + ours]),
+            eval_dataset={"a": data[:ROWS], "b": data[ROWS : 2 * ROWS]},
+            data_collator=Collator(Tokenizer()),
+        )  # fmt: skip
+        trainer.train()
+        evaluated = trainer.evaluate()
+        some = trainer.evaluate(data[:ROWS])
+    refused = ""
+    if ours:
+        trainer.save_model(f"{output}/saved")
+        try:
+            trainer.predict(data)
+        except UsageError as error:
+            refused = str(error)
+    losses = [line["loss"] for line in trainer.state.log_history if "loss" in line]
+    return [*losses, evaluated["eval_a_loss"], evaluated["eval_b_loss"], some["eval_loss"]], refused
+
+
+class Tokenizer:
+    """As much of a tokenizer as saving asks for."""
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "tokenizer.json").write_text("{}")
+
+
+class Collator:
+    """A collator that alone has the tokenizer."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    def __call__(self, samples):
+        import transformers
+
+        return transformers.default_data_collator(samples)
+
+
+@needs_accelerate
+@pytest.mark.slow
+def test_streams_and_several_evaluations_lose_what_they_lose_on_one_device(tmp_path):
+    [(expected, _)] = run_ranks(1, by_streams, False, str(tmp_path / "alone"), 1, timeout=200)
+    assert len(expected) == 7
+    for losses, refused in run_ranks(2, by_streams, True, str(tmp_path / "ranks"), 2, timeout=200):
+        assert losses == pytest.approx(expected, rel=0, abs=5e-6)
+        assert refused.startswith("Trainer.predict(...) is not served here")
+    assert (tmp_path / "ranks" / "saved" / "tokenizer.json").exists()
 
 
 @needs_accelerate
 @pytest.mark.slow
 def test_arguments_that_would_change_the_numbers_are_refused(tmp_path):
     found, _ = run_ranks(2, refused_arguments, str(tmp_path), timeout=100)
-    accumulation, smoothing, saving, uneven = found
+    accumulation, smoothing, saving, fsdp, uneven, unknown = found
     assert accumulation.startswith("TrainingArguments(gradient_accumulation_steps=2) is not served here; take a larger")
     assert smoothing.startswith("TrainingArguments(label_smoothing_factor=0.1) is not served here; smooth in")
     assert "type save_only_model=True" in saving
-    assert uneven.startswith("the train dataset has 40 samples, which do not fill batches of 6")
+    assert fsdp.startswith("TrainingArguments(fsdp=True) is not served here; leave it out")
+    assert unknown.startswith("the training dataset has no length, and may not fill batches of 16")
+    assert "type dataloader_drop_last=True" in unknown
+    assert uneven.startswith("the training dataset has 40 samples, which do not fill batches of 6")

@@ -8,11 +8,12 @@ It is made as theirs, loads, logs and schedules as theirs, and saves what ``from
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from shardwright.checkpoint.exchange.pretrained import save_pretrained
 from shardwright.errors import UsageError
@@ -34,6 +35,7 @@ _REFUSED = {
     "auto_find_batch_size": (False, "leave it out"),
     "load_best_model_at_end": (False, "leave it out, and load the folder of the best one"),
     "deepspeed": (None, "leave it out: sw.parallelize splits what DeepSpeed would"),
+    "fsdp": (None, "leave it out: sw.parallelize splits what FSDP would"),
 }
 
 
@@ -71,7 +73,6 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         self.ranks = init().size
         super().__init__(model, args, *more, **named)
         self._refuse_arguments()
-        self._refuse_uneven("train", self.train_dataset, self.args.per_device_train_batch_size * self.ranks)
         options = {"mode": "auto", "batch": "local", **(parallelize or {})}
         with self.accelerator.autocast():
             self.parallel = split(self.model, loss_fn, self._sample(), **options)
@@ -97,11 +98,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
 
     def _refuse_uneven(self, what: str, dataset: Any, together: int) -> None:
         """Where samples are missing for a last batch, accelerate repeats some, so that others count twice."""
-        whole = self.args.dataloader_drop_last or not hasattr(dataset, "__len__")
-        if not whole and len(dataset) % together and self.ranks > 1:
+        if self.args.dataloader_drop_last or self.ranks == 1:
+            return
+        size = len(dataset) if hasattr(dataset, "__len__") else None
+        if size is None or size % together:
+            samples = "has no length, and may" if size is None else f"has {size} samples, which do"
             raise UsageError(
-                f"the {what} dataset has {len(dataset)} samples, which do not fill batches of {together}, and some "
-                "would be counted twice; type dataloader_drop_last=True, or another batch size"
+                f"the {what} dataset {samples} not fill batches of {together}, and some samples would be counted "
+                "twice; type dataloader_drop_last=True, or take a dataset of such a length"
             )
 
     def _sample(self) -> Any:
@@ -128,10 +132,18 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
             )
         return super().train(**named)
 
-    def evaluate(self, eval_dataset: Any = None, **named: Any) -> Any:
-        dataset = self.eval_dataset if eval_dataset is None else eval_dataset
-        self._refuse_uneven("evaluation", dataset, self.args.per_device_eval_batch_size * self.ranks)
-        return super().evaluate(eval_dataset, **named)
+    def predict(self, *_: Any, **__: Any) -> NoReturn:
+        raise UsageError(
+            "Trainer.predict(...) is not served here: what is captured computes losses; type "
+            "trainer.save_model(FOLDER), and predict on one device with the model of from_pretrained(FOLDER)"
+        )
+
+    def _get_dataloader(self, dataset: Any, description: str, batch_size: int, *more: Any, **named: Any) -> Any:
+        """The loader for training, or of each dataset that is evaluated."""
+        self._refuse_uneven(description.lower(), dataset, batch_size * self.ranks)
+        if isinstance(dataset, IterableDataset) and self.args.dataloader_drop_last:
+            dataset = _WholeBatches(dataset, batch_size * self.ranks)
+        return super()._get_dataloader(dataset, description, batch_size, *more, **named)
 
     def _sync_replicated_trainable_parameters(self, model: Any) -> None:
         """Nothing: the backward leaves the gradients of the global batch."""
@@ -141,6 +153,29 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         target = self.args.output_dir if output_dir is None else output_dir
         save_pretrained(self.parallel, target)
         if self.args.should_save:
-            if self.processing_class is not None:
-                self.processing_class.save_pretrained(target)
+            for processing in (self.processing_class, getattr(self.data_collator, "tokenizer", None)):
+                if processing is not None:
+                    processing.save_pretrained(target)
+                    break
             torch.save(self.args, os.path.join(target, "training_args.bin"))
+
+
+class _WholeBatches(IterableDataset[Any]):
+    """An iterable dataset without the samples that do not fill a last batch, which transformers would not drop."""
+
+    def __init__(self, dataset: Any, size: int) -> None:
+        self.dataset, self._size = dataset, size
+        for name in ("generator", "set_epoch"):  # by which accelerate has all ranks draw alike
+            if hasattr(dataset, name):
+                setattr(self, name, getattr(dataset, name))
+
+    def __len__(self) -> int:
+        return len(self.dataset) // self._size * self._size
+
+    def __iter__(self) -> Iterator[Any]:
+        batch = []
+        for sample in self.dataset:
+            batch.append(sample)
+            if len(batch) == self._size:
+                yield from batch
+                batch = []
