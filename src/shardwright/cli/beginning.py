@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 
 import click
@@ -23,24 +24,28 @@ def init(folder: str) -> None:
     target = Path(folder)
     for path in write_starter(target):
         click.echo(path)
-    enter = "" if target == Path() else f"cd {target} && "
+    enter = "" if target == Path() else f"cd {shlex.quote(folder)} && "
     click.echo(f"\nTrain it on two ranks: {enter}shardwright launch -n 2 train.py")
 
 
 def write_starter(target: Path) -> list[Path]:
-    """Write the project and return its files. Raises `UsageError`, before any is written, where one is there."""
+    """Write the project and return its files; all or none. Raises `UsageError` where one is there or cannot be."""
     sources = {target / path.name.removesuffix(".txt"): path for path in sorted(_STARTER.iterdir())}
     if there := [path.name for path in sources if path.exists()]:
         raise UsageError(
             f"{target.resolve()} has {', '.join(there)} already, and nothing was written; name another folder: "
             "shardwright init DIR"
         )
+    begun: list[Path] = []
     try:
         target.mkdir(parents=True, exist_ok=True)
         for path, source in sources.items():
             with path.open("x") as file:
+                begun.append(path)
                 file.write(source.read_text())
     except OSError as error:
+        for path in begun:
+            path.unlink(missing_ok=True)
         raise UsageError(f"the project cannot be written to {target}: {error.strerror}") from error
     return list(sources)
 
