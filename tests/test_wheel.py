@@ -15,7 +15,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = Path(torch.__file__).parents[1]
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.timeout(400)
 
 
 def run(*command, folder, **variables):
