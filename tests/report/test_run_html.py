@@ -94,7 +94,7 @@ def test_in_a_browser(run, tmp_path):
         assert shown.locator("#loss circle").count() == 1
         assert shown.locator("#seconds path").count() == 5  # four ranks and the plan
         assert shown.locator("#steps .held-row").count() == 5
-        assert "1.1111 times what the plan expects on h100" in shown.inner_text("#steps-said")
+        assert "1.11 times what the plan expects on h100" in shown.inner_text("#steps-said")
         assert shown.locator("#held .held-row").count() == 5
         shown.hover("#loss svg", position={"x": 500, "y": 60})
         assert "loss " in shown.inner_text("#loss [role=status]")

@@ -162,7 +162,7 @@ function showBars() {
   const mean = shown.length ? shown.reduce((sum, rank) => sum + (rank.mean.seconds ?? 0), 0) / shown.length : 0;
   const more = telling.length > MOST_BARS ? ` Shown are ${MOST_BARS} of ${telling.length} ranks.` : "";
   $("steps-said").textContent = (expected && mean
-    ? `A step took ${inTime(mean)} in the mean, ${number(mean / expected.seconds)} times what the plan expects on ${plan.hardware}.` : "") + more;
+    ? `A step took ${inTime(mean)} in the mean, ${(mean / expected.seconds).toPrecision(3)} times what the plan expects on ${plan.hardware}.` : "") + more;
   const holding = shown.filter((rank) => rank.mean.held !== undefined);
   const largest = Math.max(plan?.held_bytes ?? 0, ...holding.map((rank) => rank.mean.held)) * 1.02 || 1;
   const held = holding.map((rank) => bar(`rank ${rank.rank}`, [["held", rank.mean.held, "var(--one)", inBytes]], largest, inBytes(rank.mean.held)));
