@@ -119,7 +119,6 @@ class Launcher:
 
     def _close(self) -> None:
         self.logs.close()
-        self.live.close()
         self.attempt.console.show_fragments(older_than_s=0.0)
         self.connections.detach()
         self.selector.close()

@@ -1,9 +1,10 @@
 """What ranks tell of their steps, what is read of it again, and how it is shown."""
 
+import contextlib
 import json
 import os
+import resource
 import time
-from contextlib import nullcontext
 from io import StringIO
 from pathlib import Path
 
@@ -14,8 +15,11 @@ from shardwright.cluster.watch import command
 from shardwright.cluster.watch.view import events, screen
 from shardwright.errors import UsageError
 from shardwright.hosts.hosts import Host
+from shardwright.launch.host.program import Program
+from shardwright.launch.host.protocol import Start
 from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.kept.live import LiveFiles
+from shardwright.launch.supervisor.rank_start import check_open_files, open_steps
 from shardwright.launch.told.snapshot import Snapshot, Watched
 from shardwright.steps import Steps
 from told_jobs import PLAN, job, tell
@@ -154,7 +158,7 @@ class Answering:
 def test_a_job_that_was_lost_is_not_meant_where_another_of_its_name_is(tmp_path, monkeypatch, capsys):
     made, _ = job(tmp_path, status="succeeded", exit_code=0)
     probes = {"a": Answering("a", tmp_path / "gone", "lost"), "b": Answering("b", made.path, "running")}
-    monkeypatch.setattr(command, "open_all", lambda *_, **__: nullcontext((probes, {})))
+    monkeypatch.setattr(command, "open_all", lambda *_, **__: contextlib.nullcontext((probes, {})))
     assert command.watch_on("digits", None, None, 1.0) == 0
     assert "job digits succeeded" in capsys.readouterr().err
 
@@ -166,7 +170,47 @@ def test_files_that_cannot_be_written_stop_nobody(tmp_path):
     live = LiveFiles(made, 0, 1)
     live.became(0, "running")
     live.told(0, b"{}\n")  # its folder is not there
-    live.close()
+
+
+def open_files():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def test_a_launcher_has_no_open_file_for_each_rank(tmp_path):
+    before = open_files()
+    made, live = job(tmp_path, ranks=20)
+    for _ in range(2):
+        for rank in range(20):
+            tell(live, rank)
+    assert open_files() == before
+    assert len((made.rank(19) / "steps.jsonl").read_text().splitlines()) == 3  # one names the attempt
+
+
+def test_jobs_that_may_open_few_files_start_and_tell_of_no_steps():
+    start = Start(Program("program", ("true",)), False, {rank: {} for rank in range(3)})
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held, needed = [], 2 * 3 + 16
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + 100, limits[1]))
+    try:
+        with contextlib.suppress(OSError):
+            while True:
+                held.append(os.dup(0))
+        for _ in range(needed + 5):  # one too few
+            os.close(held.pop())
+        before = open_files()
+        check_open_files(start, -1)
+        assert open_steps(start) == ({}, [])
+        assert open_files() == before
+        assert start.ranks == {rank: {} for rank in range(3)}
+        os.close(held.pop())
+        reading, writing = open_steps(start)
+        held += [*reading.values(), *writing]
+        assert [len(reading), len(writing)] == [3, 3]
+        assert all(variables["SHARDWRIGHT_STEPS"] for variables in start.ranks.values())
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+        for fd in held:
+            os.close(fd)
 
 
 def lines_of(seen, width, height=24):

@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import time
@@ -26,36 +27,29 @@ class LiveFiles:
     def __init__(self, folder: JobFolder, attempt: int, ranks: int) -> None:
         self._folder = folder
         self._attempt = attempt
-        self._steps: dict[int, LogFile | None] = {}
-        self._ranks = self._opened(folder.path / RANKS_FILE, {"attempt": attempt, "ranks": ranks})
+        self._first = {"attempt": attempt, "ranks": ranks}
+        self._begun: set[Path] = set()
+        self._write(folder.path / RANKS_FILE, self._first, b"")
 
     def told(self, rank: int, data: bytes) -> None:
         """A rank has told of its steps."""
-        if rank not in self._steps:
-            self._steps[rank] = self._opened(self._folder.rank(rank) / STEPS_FILE, {"attempt": self._attempt})
-        _write(self._steps[rank], data)
+        self._write(self._folder.rank(rank) / STEPS_FILE, {"attempt": self._attempt}, data)
 
     def became(self, rank: int, state: str, **facts: Any) -> None:
         """A rank is from now on ``state``: "running", "stopped" or "ended"."""
-        _write(self._ranks, _line({"rank": rank, "state": state, **facts}))
+        self._write(self._folder.path / RANKS_FILE, self._first, _line({"rank": rank, "state": state, **facts}))
 
-    def close(self) -> None:
-        for file in (self._ranks, *self._steps.values()):
-            if file is not None:
-                file.close()
+    def _write(self, path: Path, first: Mapping[str, Any], data: bytes) -> None:
+        """Append to a file that begins with ``first``; where it cannot be written the job goes on unwatched.
 
-    @staticmethod
-    def _opened(path: Path, first: Mapping[str, Any]) -> LogFile | None:
-        """None where it cannot be written: the job goes on unwatched."""
-        try:
-            return LogFile(os.fspath(path), _line(first))
-        except OSError:
-            return None
-
-
-def _write(file: LogFile | None, data: bytes) -> None:
-    if file is not None:
-        file.write(data)
+        It is open for no longer: of many ranks' files not all may be open at once.
+        """
+        with contextlib.suppress(OSError):
+            if path not in self._begun:
+                LogFile(os.fspath(path), _line(first)).close()
+                self._begun.add(path)
+            with path.open("ab") as file:
+                file.write(data)
 
 
 def _line(facts: Mapping[str, Any]) -> bytes:

@@ -29,7 +29,15 @@ from shardwright import package
 from shardwright.launch.host.processes import die_with_parent
 from shardwright.launch.host.protocol import STREAMS, CarrierSaid, Continued, Exited, Order, Start, Started, Stopped
 from shardwright.launch.host.stream import Decoder, encode
-from shardwright.launch.supervisor.rank_start import STEPS, RankProcess, error_file, execute, not_started
+from shardwright.launch.supervisor.rank_start import (
+    STEPS,
+    RankProcess,
+    check_open_files,
+    error_file,
+    execute,
+    not_started,
+    open_steps,
+)
 from shardwright.launch.supervisor.supervisor import Ending, Supervisor
 from shardwright.pulse import PulseFile
 
@@ -119,10 +127,11 @@ class Reports:
 
 
 def supervise(
-    start: Start, orders: int, events: int, decoder: Decoder[Start | Order], pulses: Mapping[int, PulseFile],
-    steps: Mapping[int, int],
-) -> NoReturn:  # fmt: skip
+    start: Start, orders: int, events: int, decoder: Decoder[Start | Order], pulses: Mapping[int, PulseFile]
+) -> NoReturn:
     """Start mpirun, wait until all ranks have started, and supervise them until the end."""
+    check_open_files(start, events)
+    steps, _ = open_steps(start)
     reports = Reports()
     said = os.memfd_create("mpirun")
     pipes = {rank: {stream: os.pipe2(os.O_CLOEXEC) for stream in STREAMS} for rank in start.ranks}

@@ -57,12 +57,11 @@ def main() -> None:
     orders, events = take_stdio()
     start = _read_start(orders, decoder)
     pulses = open_pulses(start, events)
-    steps, writing = open_steps(start)
     if start.carrier:
         # From a zip file this would be compiled each time, and few jobs need it.
         from shardwright.launch.supervisor.carried import supervise
 
-        supervise(start, orders, events, decoder, pulses, steps)
+        supervise(start, orders, events, decoder, pulses)
     preload = start.preload and zygote.can_preload(start.program)
     if preload:
         try:
@@ -71,9 +70,10 @@ def main() -> None:
             not_started(events, why_no_torch(traceback.format_exc()))
     die_with_parent(0)
     ranks: dict[int, RankProcess] = {}
+    check_open_files(start, events)
+    steps, writing = open_steps(start)
     private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values()), *steps.values(), *writing]
     supervisor = os.getpid()
-    check_open_files(len(start.ranks), events)
     for rank, variables in start.ranks.items():
         try:
             process, pipes = start_rank(private)

@@ -8,7 +8,7 @@ import resource
 import signal
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
@@ -20,7 +20,7 @@ from shardwright.pulse import PULSE_VARIABLE, PulseFile
 from shardwright.steps import STEPS_VARIABLE
 
 UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
-_SPARE_FILES = 16  # beside the two pipes of each rank
+_SPARE_FILES = 16  # beside the pipes of each rank
 STEPS = "steps"  # the pipe in which a rank tells of them
 
 
@@ -104,40 +104,57 @@ def open_pulses(start: Start, events: int) -> dict[int, PulseFile]:
 
 def open_steps(start: Start) -> tuple[dict[int, int], list[int]]:
     """The reading end of the pipe in which each rank tells of its steps, and the writing ends, which stay open here:
-    a rank opens one by its path. Where there are too many open files nothing is told.
+    a rank opens one by its path. Where not as many files as the ranks take may be open beside them nothing is told.
     """
     reading: dict[int, int] = {}
     writing: list[int] = []
-    for rank, variables in start.ranks.items():
-        try:
-            reading[rank], theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError:
-            break
-        writing.append(theirs)
+    try:
+        with _held_open(_taken(start)):
+            for rank in start.ranks:
+                reading[rank], theirs = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+                writing.append(theirs)
+    except OSError:
+        for fd in (*reading.values(), *writing):
+            os.close(fd)
+        return {}, []
+    for variables, theirs in zip(start.ranks.values(), writing, strict=True):
         variables[STEPS_VARIABLE] = f"/proc/{os.getpid()}/fd/{theirs}"
     return reading, writing
 
 
-def check_open_files(ranks: int, events: int) -> None:
+def check_open_files(start: Start, events: int) -> None:
     """Refuse to start where not as many may be open as it takes: then not even the end of ranks that have started could
     be watched.
     """
-    taken = 2 * ranks + _SPARE_FILES
-    held: list[int] = []
+    taken = _taken(start)
     try:
-        for _ in range(taken):
-            held.append(os.dup(0))
+        with _held_open(taken):
+            pass
     except OSError as error:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-        for fd in held:  # telling takes some, too
-            os.close(fd)
         not_started(
             events,
-            f"{ranks} ranks on this host take {taken} more open files, and it may have {limit}: {error.strerror}; type "
-            "`ulimit -n 4096` in the shell's start file there",
+            f"{len(start.ranks)} ranks on this host take {taken} more open files, and it may have {limit}: "
+            f"{error.strerror}; type `ulimit -n 4096` in the shell's start file there",
         )
-    for fd in held:
-        os.close(fd)
+
+
+def _taken(start: Start) -> int:
+    """How many files are open for the ranks; those of a carrier find theirs by path, for which both ends stay open."""
+    return len(start.ranks) * len(STREAMS) * (2 if start.carrier else 1) + _SPARE_FILES
+
+
+@contextlib.contextmanager
+def _held_open(files: int) -> Iterator[None]:
+    """So many files are open inside. Raises `OSError` where they cannot be."""
+    held: list[int] = []
+    try:
+        for _ in range(files):
+            held.append(os.dup(0))
+        yield
+    finally:
+        for fd in held:
+            os.close(fd)
 
 
 def start_rank(private: list[int]) -> tuple[RankProcess, dict[str, int]]:
