@@ -20,6 +20,7 @@ from shardwright.launch.host.protocol import Start
 from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.kept.live import LiveFiles
 from shardwright.launch.supervisor.rank_start import check_open_files, open_steps
+from shardwright.launch.told.lines import GrowingFile
 from shardwright.launch.told.snapshot import Snapshot, Watched
 from shardwright.steps import Steps
 from told_jobs import PLAN, job, tell
@@ -211,6 +212,20 @@ def test_jobs_that_may_open_few_files_start_and_tell_of_no_steps():
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
         for fd in held:
             os.close(fd)
+
+
+@pytest.mark.parametrize("all", [False, True])
+def test_a_file_without_lines_is_read_in_pieces(tmp_path, all):
+    path, piece = tmp_path / "stdout", 1 << 16
+    path.write_bytes(b"begin\n" + 5 * piece * b".")
+    file = GrowingFile(path, all=all)
+    assert file.new()[0] == b"begin"
+    with path.open("ab") as more:
+        more.write(b"-" * 9 * piece + b"\nend\n")
+    found = file.new()
+    assert found[-1] == b"end"
+    assert max(map(len, found)) < 2 * piece
+    assert (len(found) <= 3) is (not all)  # who looks seldom is shown the end
 
 
 def lines_of(seen, width, height=24):

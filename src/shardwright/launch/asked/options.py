@@ -85,7 +85,7 @@ def read_options(request: LaunchRequest) -> LaunchOptions:
     if remote is None and (wrong := wrong_on_this_host(whole, among_hosts=False)):
         raise UsageError("\n".join(wrong))
     request.restarts.check(None if remote is not None else ranks, by_table=table is not None, carrier=chosen)
-    _check_numbers(request)
+    check_numbers(request)
     start_command = None if chosen.start_command is None else chosen.start_command(ranks, request.mca, whole)
     return LaunchOptions(
         program=program, ranks=ranks, preload=request.preload and start_command is None,
@@ -169,7 +169,8 @@ def _ranks_here(
     return place.ranks or read_ranks(request.ranks, environment)
 
 
-def _check_numbers(request: LaunchRequest) -> None:
+def check_numbers(request: LaunchRequest) -> None:
+    """Raise `UsageError` for a port or a time that is none."""
     port, grace_s, stall_timeout_s = request.port, request.grace_s, request.stall_timeout_s
     if port is not None and not 0 < port < 65_536:
         raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")

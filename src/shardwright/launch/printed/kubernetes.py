@@ -6,16 +6,19 @@ that torchrun reads.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from typing import Any
 
 from shardwright.errors import UsageError
 from shardwright.hosts.placement import Placement
+from shardwright.launch.asked.carrier_facts import TORCHRUN
 from shardwright.launch.asked.host_options import read_count
+from shardwright.launch.asked.options import check_numbers
 from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.asked.save_graphs import VARIABLE, SaveGraphs
-from shardwright.launch.asked.variables import BACKEND_VARIABLE, NCCL, read_variables, split_variables
+from shardwright.launch.asked.variables import NCCL, read_backend, read_variables, split_variables
 from shardwright.launch.carriers.torchrun import MODULE, program_words
 from shardwright.launch.host.program import unchecked_program
 from shardwright.launch.printed.unserved import for_all_hosts, left_out
@@ -37,6 +40,9 @@ def manifest(request: LaunchRequest, image: str | None) -> tuple[str, list[str]]
     Raises `UsageError` where a PyTorchJob cannot be what is asked for.
     """
     notes = [left_out(request, _STARTER, _SERVED)]
+    check_numbers(request)
+    if request.grace_s == math.inf:
+        raise UsageError(f"--grace inf: the pods of {_STARTER} end at some time; type seconds")
     if request.restarts.elastic:
         raise UsageError(f"--elastic: {_STARTER} of --print has as many pods from start to end; leave it out")
     pods, ranks = _pods(request)
@@ -139,8 +145,7 @@ def _variables(request: LaunchRequest) -> dict[str, str]:
     if by_host:
         raise UsageError(f"-x {next(iter(by_host))}:...: the pods of {_STARTER} are alike; type it without a host")
     read = read_variables(words, os.environ)
-    if request.backend is not None:
-        read[BACKEND_VARIABLE] = request.backend
+    read |= read_backend(request.backend, TORCHRUN)
     if request.save_graphs is not None:
         read[VARIABLE] = str(SaveGraphs.parse(request.save_graphs))
     return read

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_HEAD_BYTES, _TAIL_BYTES = 1 << 12, 1 << 16  # what is read of a long file that nobody has looked at yet
+_HEAD_BYTES, _TAIL_BYTES = 1 << 12, 1 << 16  # what is read of a long file that nobody has looked at for long
+_PIECE_BYTES = 1 << 16  # what is read at once, and how long a line may be before it is cut
 
 
 @dataclass(frozen=True)
@@ -97,22 +98,31 @@ class GrowingFile:
 
     def new(self) -> list[bytes]:
         """The whole lines that have come since the last time; none where the file cannot be read."""
-        head: list[bytes] = []
+        found: list[bytes] = []
         try:
             with self.path.open("rb") as file:
                 status = os.fstat(file.fileno())
                 size, self.changed_s = status.st_size, status.st_mtime
-                if self._at is None or size < self._at:  # another file of that name
+                is_new = self._at is None or size < self._at  # another file of that name
+                if self._at is None or is_new:
                     self._at, self._rest = 0, b""
-                    if not self._all and size > _HEAD_BYTES + _TAIL_BYTES:
-                        head, self._at = file.read(_HEAD_BYTES).split(b"\n")[:-1], size - _TAIL_BYTES
+                if not self._all and size - self._at > _HEAD_BYTES + _TAIL_BYTES:
+                    found += file.read(_HEAD_BYTES).split(b"\n")[:-1] if is_new else []
+                    self._at, self._rest = size - _TAIL_BYTES, b""
                 file.seek(self._at)
-                data = file.read()
+                while data := file.read(min(_PIECE_BYTES, size - self._at)):
+                    self._at += len(data)
+                    found += self._lines(data)
         except OSError:
-            return []
-        self._at += len(data)
+            pass  # what was read of it is no less true
+        return found
+
+    def _lines(self, data: bytes) -> list[bytes]:
+        """The lines that end in ``data``; one without an end is cut, so that it takes no memory without bounds."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        return head + lines
+        if len(self._rest) >= _PIECE_BYTES:
+            lines, self._rest = [*lines, self._rest], b""
+        return lines
 
 
 def objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
