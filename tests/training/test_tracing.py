@@ -1,6 +1,7 @@
 """Traces of chosen steps."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.report.traces import merged
+from shardwright.training import tracing
 
 
 def trace(rank, base_ns):
@@ -33,6 +35,27 @@ def test_traces_of_ranks_become_processes_of_one_on_one_clock():
 def test_numbers_that_are_no_steps_are_refused(tmp_path):
     with pytest.raises(UsageError, match=r"numbers of steps from 1 on, got \[0, 2\]"):
         sw.Tracer(tmp_path, [0, 2])
+
+
+def steps_of(tracer, numbers):
+    """The tracer in a run of these steps without a model."""
+    world = SimpleNamespace(rank=0, device=torch.device("cpu"))
+    run = SimpleNamespace(world=world, steps=0, parallel=SimpleNamespace(executions=list))
+    tracer.on_fit_begin(run)
+    for run.steps in numbers:
+        tracer.on_step_end(run)
+    tracer.on_fit_end(run)
+
+
+def test_a_trace_that_cannot_be_written_is_told_once_and_ends_no_training(tmp_path, capsys, monkeypatch):
+    (tmp_path / "taken").touch()
+    steps_of(sw.Tracer(tmp_path / "taken", [1, 3]), range(1, 5))
+    said = capsys.readouterr().out
+    assert said.startswith(f"no trace in {tmp_path / 'taken'}: File exists ")
+    assert said.count("\n") == 1
+    monkeypatch.setattr(tracing, "from_all_ranks", lambda mine: [mine, ("No space left on device", None)])
+    steps_of(sw.Tracer(tmp_path / "traces", [1]), range(1, 3))
+    assert "rank 1: No space left on device; the training goes on" in capsys.readouterr().out
 
 
 class Net(nn.Module):

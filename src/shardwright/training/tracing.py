@@ -15,7 +15,7 @@ from shardwright.pulse import own_pulse
 from shardwright.report.traces import merged
 from shardwright.training.hooks import Callback, RunView
 from shardwright.whole_file import write_whole
-from shardwright.world.agreement import from_all_ranks
+from shardwright.world.agreement import attempt, from_all_ranks
 
 
 class Tracer(Callback):
@@ -39,10 +39,9 @@ class Tracer(Callback):
         self.folder, self.steps = Path(folder), frozenset(steps)
         self._profile: profile | None = None
         self._first = 0
+        self._told = False  # whether a person knows why there are none
 
     def on_fit_begin(self, run: RunView) -> None:
-        if run.world.rank == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
         self._begin_if_due(run)
 
     def on_step_end(self, run: RunView) -> None:
@@ -70,28 +69,38 @@ class Tracer(Callback):
         """The trace that is under way, which ends."""
         ended, self._profile = self._profile, None
         if ended is not None:
-            ended.stop()
             own_pulse().around = None
+            ended.stop()
         return ended
 
     def _write(self, run: RunView) -> None:
-        """All ranks come by together."""
-        if (ended := self._end()) is None:
+        """All ranks come by together. Where one of them cannot, or the file cannot be written, the training goes on."""
+        if self._profile is None:
             return
-        everyone = from_all_ranks(zlib.compress(_exported(ended)))
-        if run.world.rank == 0:
-            together = merged([json.loads(zlib.decompress(data)) for data in everyone])
-            path = self.folder / self._name()
-            write_whole(path, lambda draft: draft.write_text(json.dumps(together)))
-            print(f"trace: {path} (for ui.perfetto.dev)", flush=True)
+        everyone = from_all_ranks(attempt(self._exported))
+        if run.world.rank != 0:
+            return
+        problem = next((f"rank {rank}: {why}" for rank, (why, _) in enumerate(everyone) if why), None)
+        problem = problem or attempt(lambda: self._save([data for _, data in everyone]))[0]
+        if problem and not self._told:
+            self._told = True
+            print(f"no trace in {self.folder}: {problem}; the training goes on", flush=True)
+
+    def _exported(self) -> bytes:
+        ended = self._end()
+        assert ended is not None
+        with tempfile.TemporaryDirectory(prefix="shardwright-trace-") as folder:
+            path = Path(folder, "trace.json")
+            ended.export_chrome_trace(str(path))
+            return zlib.compress(path.read_bytes())
+
+    def _save(self, everyone: Sequence[bytes]) -> None:
+        text = json.dumps(merged([json.loads(zlib.decompress(data)) for data in everyone]))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / self._name()
+        write_whole(path, lambda draft: draft.write_text(text))
+        print(f"trace: {path} (for ui.perfetto.dev)", flush=True)
 
     def _name(self) -> str:
         several = sum(step - 1 not in self.steps for step in self.steps) > 1
         return f"trace.{self._first}.json" if several else "trace.json"
-
-
-def _exported(ended: profile) -> bytes:
-    with tempfile.TemporaryDirectory(prefix="shardwright-trace-") as folder:
-        path = Path(folder, "trace.json")
-        ended.export_chrome_trace(str(path))
-        return path.read_bytes()
