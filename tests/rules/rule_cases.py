@@ -178,7 +178,7 @@ def bitwise_not(d, op):
     return Invocation(op, (d.mask(*d.shape()),))
 
 
-@case("type_as.default to.other")
+@case("to.other")
 def cast_like(d, op):
     shape = d.shape()
     other = d.pick([shape, d.broadcast(shape), d.shape(0, 3), (2, *shape)])

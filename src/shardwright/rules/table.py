@@ -136,7 +136,8 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("contiguous", Row("~ * -> ~ *", NOTHING)),
     ("to", Row(views.cast, NOTHING)),
     ("_to_copy", Row(views.cast, NOTHING, identity="same dtype", casts=True)),
-    ("to.other type_as", Row(views.cast_like, NOTHING)),
+    # Not type_as, which may be its operand without its schema saying so: what then changes it would be lost.
+    ("to.other", Row(views.cast_like, NOTHING)),
     # made from nothing
     ("full zeros ones", Row("-> *", NOTHING)),
     ("arange", Row(_arange, NOTHING)),

@@ -228,7 +228,7 @@ def cast(op: Operator) -> OpRule:
 
 
 def cast_like(op: Operator) -> OpRule:
-    """type_as(x, other), to(x, other): a copy in the dtype of another tensor, whose values are not read.
+    """to(x, other): a copy in the dtype of another tensor, whose values are not read.
 
     Partial sums do not pass, as the dtype may be one of integers.
     """

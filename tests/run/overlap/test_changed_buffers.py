@@ -19,7 +19,7 @@ class Changing(nn.Module):
         self.linear, self.norm = nn.Linear(6, 8), nn.BatchNorm1d(8)
         self.register_buffer("scale", torch.ones(8))
         self.register_buffer("before", torch.ones(8))
-        for name in ("current", "previous", "variance"):
+        for name in ("current", "previous", "variance", "latest", "last"):
             self.register_buffer(name, torch.ones(8))
 
     def forward(self, x):
@@ -33,6 +33,8 @@ class Changing(nn.Module):
         self.previous.add_(1)
         self.current.mul_(1.5)
         self.variance.mul_(1.5)
+        self.last.copy_(self.latest.type_as(x))
+        self.latest.copy_(y.detach().mean(0))
         return y, before
 
 
@@ -69,4 +71,4 @@ def trained(compiled=False):
 def test_buffers_are_copied_where_what_they_were_is_read_later(ranks, compiled):
     for apart, copied in run_ranks(ranks, trained, compiled):
         assert apart < 1e-12
-        assert copied == ["before", "current", "scale", "variance"]
+        assert copied == ["before", "current", "latest", "scale", "variance"]
