@@ -1,5 +1,6 @@
 """Programs whose operators between collectives are compiled give what they give without."""
 
+import itertools
 import warnings
 
 import pytest
@@ -8,10 +9,11 @@ from torch import nn
 
 from models import NETWORKS
 from shardwright.lower.lower import lower
+from shardwright.lower.program import Instruction
 from shardwright.mesh.mesh import Mesh
 from shardwright.run.compiled.compiler import Compiler, NotCompiled
 from shardwright.run.compiled.needs import compile_problem
-from shardwright.run.compiled.stretches import in_stretches
+from shardwright.run.compiled.stretches import Stretch, in_stretches
 from whole import plan_of, run, same
 
 # What torch does before it writes code: it takes no compiler of C++.
@@ -97,3 +99,39 @@ def test_what_is_missing_is_told_before_anything_is_captured(monkeypatch):
     assert "there is no no-such-compiler here; type `apt-get install g++`" in compile_problem(True, "cpu")
     assert compile_problem(False, "cpu") is None
     assert compile_problem("yes", "cpu") == "compile='yes' is unknown; choose one of True, False"
+
+
+OPERATORS = [
+    Instruction("operator", (made,), (read,), f"{read} + 1") for read, made in ("ab", "bc", "cd", "de", "ef", "fg")
+]
+
+
+def left_out(cuts, failing):
+    """What is said of a program whose stretches end at ``cuts``, where those that make ``failing`` are not compiled."""
+
+    def compiled(plain):
+        def run(x):
+            found = plain(x)
+            if failing in names[plain.__name__]:
+                raise OSError("No space left on device")
+            return found
+
+        return run
+
+    compiler = Compiler(says=False)
+    compiler.compile = compiled
+    parts = [OPERATORS[start:stop] for start, stop in itertools.pairwise(cuts)]
+    stretches = [Stretch(f"compiled_{i}", tuple(part), part[-1].outputs) for i, part in enumerate(parts)]
+    names = {s.function: {"any", *(name for one in s.instructions for name in one.outputs)} for s in stretches}
+    made = compiler.compiled(stretches, len(OPERATORS), "x", {})
+    x = torch.zeros(2)
+    for function in made.functions.values():
+        x = function(x)
+    return made.left_out
+
+
+def test_programs_that_leave_out_the_same_say_so_alike():
+    """Those of two ranks may have other stretches."""
+    assert left_out([0, 6], "any") == left_out([0, 2, 6], "any") == "all stretches"
+    assert left_out([0, 4, 6], "g") == left_out([0, 2, 4, 6], "g") == "f to g"
+    assert left_out([0, 6], "none") == ""

@@ -72,12 +72,15 @@ class Compiled:
         self._took_s, self._reasons = 0.0, list[str]()
         self._before = code_from_cache()
         self.functions = {s.function: _Tried(_made(s, scope), compiler, self._note) for s in stretches}
+        self._spans = [s.span for s in stretches]
 
     @property
     def left_out(self) -> str:
-        """Which stretches run uncompiled, by number: the same on ranks that compute alike."""
-        tried = enumerate(self.functions.values(), start=1)
-        return ", ".join(f"{number}{how}" for number, one in tried for how in one.plain_ways)
+        """Which stretches run uncompiled: in the same words on ranks whose programs have others."""
+        ways = [tried.plain_ways for tried in self.functions.values()]
+        if ways and all(each == ways[0] for each in ways):
+            return ", ".join(f"all stretches{how}" for how in ways[0])
+        return ", ".join(f"{span}{how}" for span, each in zip(self._spans, ways, strict=True) for how in each)
 
     def tell(self) -> None:
         """Say what was compiled since this was last called, if anything was."""

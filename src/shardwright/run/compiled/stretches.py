@@ -28,6 +28,11 @@ class Stretch:
     results: tuple[str, ...]
 
     @property
+    def span(self) -> str:
+        """The first and the last of the values that it makes, as the programs of all ranks call them."""
+        return f"{self.instructions[0].outputs[0]} to {self.instructions[-1].outputs[-1]}"
+
+    @property
     def call(self) -> Instruction:
         """What stands in the program in their place."""
         given = given_to(self.instructions)

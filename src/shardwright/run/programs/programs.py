@@ -224,4 +224,4 @@ def _said(step: Step, known: Sequence[_Kept], left_out: str = "") -> str:
     words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(step.batch)[0] if isinstance(leaf, Tensor)])}"
     words += {"training": "", "evaluation": " in evaluation mode", "predict": " to predict"}[step.kind]
     words += "".join(f" with {place} = {value!r}" for place, value in values.items())
-    return words + (f", which it computes with the stretches {left_out} uncompiled" if left_out else "")
+    return words + (f", which it computes with {left_out} uncompiled" if left_out else "")
