@@ -11,11 +11,13 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 
 from shardwright import torch_private
 from shardwright.graph.functional import parts
+from shardwright.graph.functional.hidden import refuse_hidden_changes
 from shardwright.graph.functional.rewriting import Uncertain, rewrite
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
     """The functional program: ``program`` itself, rewritten, or where that is not certain what a second trace gives."""
+    refuse_hidden_changes(program.graph)
     try:
         _rewrite(program)
     except Uncertain:
