@@ -43,6 +43,7 @@ def failing():
         raise ValueError("of my own")
 
 
+@pytest.mark.slow
 def test_a_rank_that_fails_is_named(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(LaunchError, match=r"(?s)a rank failed \(exit code 1\).*rank 1 failed.*ValueError: of my own"):

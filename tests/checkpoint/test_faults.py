@@ -67,7 +67,9 @@ def test_a_machine_that_fails_at_any_operation_leaves_a_good_checkpoint(first, r
 
 
 @pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("replaced", [False, True], ids=["another name", "the same name"])
+@pytest.mark.parametrize(
+    "replaced", [pytest.param(False, marks=pytest.mark.slow), True], ids=["another name", "the same name"]
+)
 def test_a_process_that_dies_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, replaced, every):
     name = "same" if replaced else None
     for at in points(LocalFiles(), str(tmp_path / "counted"), replaced, every):
@@ -84,7 +86,7 @@ def test_a_process_that_dies_at_any_file_operation_leaves_a_good_checkpoint(tmp_
 
 
 @pytest.mark.parametrize("every", EVERY)
-@pytest.mark.parametrize("stays", [False, True], ids=["once", "from then on"])
+@pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "from then on"])
 @pytest.mark.filterwarnings("ignore:.*is saved, but an older checkpoint could not be removed")
 def test_an_operation_that_fails_is_an_error_and_the_last_good_one_stays(tmp_path, stays, every):
     failures = points(LocalFiles(), str(tmp_path / "counted"), False, every)

@@ -253,6 +253,7 @@ def test_what_is_sent_reduces_without_rounding(dtype, reduction, ranks):
     reduces_without_rounding(dtype, reduction, ranks)
 
 
+@pytest.mark.slow
 def test_more_ranks_than_a_dtype_counts():
     reduces_without_rounding(torch.int8, "sum", 130)
 
@@ -497,6 +498,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_corrupting_backend_ends_the_command_with_1(tmp_path):
     """Under a launcher, where -n is the iterations, as in nccl-tests."""
     (tmp_path / "corrupt.py").write_text(CORRUPT)

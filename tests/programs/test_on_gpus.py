@@ -42,11 +42,10 @@ def steps_on_gpus(name):
 
 # Whose shapes without values torch does not know: what a CTC loss keeps depends on lengths.
 UNKNOWN = {"lstm_ctc"}
-NAMES = [
-    name if name == "lora" else pytest.param(name, marks=pytest.mark.slow) for name in sorted({*PROGRAMS} - UNKNOWN)
-]
+NAMES = sorted({*PROGRAMS} - UNKNOWN)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_the_steps_of_a_program_run_on_gpus(name):
     assert run_ranks(1, steps_on_gpus, name, timeout=110) == [[]]

@@ -34,6 +34,7 @@ def test_collectives_under_way_at_the_end_do_not_abort_the_rank(tmp_path, attemp
     assert errors == [""] * 2
 
 
+@pytest.mark.slow
 def test_the_exit_code_of_the_script_stays(tmp_path):
     done = launch(tmp_path, "7 if world.rank == 1 else 0")
     assert done.returncode == 7

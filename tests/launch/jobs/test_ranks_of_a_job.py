@@ -115,6 +115,7 @@ def test_an_uncaught_exception_is_reported_as_by_the_interpreter(launching):
     assert launching.log(0, "stderr") == plain.stderr
 
 
+@pytest.mark.slow
 def test_an_interrupted_rank_dies_as_by_the_interpreter(launching):
     script = launching.write("train.py", "import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     ended = launching.run("-n", "1", script)
