@@ -1,9 +1,9 @@
 """What a step costs more when it is watched, recorded, or kept in checkpoints, in percent.
 
-    python benchmarks/overhead.py [--ranks 2] [--rounds 7] [--steps 60]
+    python benchmarks/overhead.py [--ranks 2] [--rounds 11] [--steps 40]
 
-One job trains one model; blocks of steps with and without each companion take turns in it, so that all see the same
-machine. A block's figure is the mean of its steps, slowest rank, so that what is done now and then is in it too; the
+One job trains one model; blocks of steps with and without each companion take turns in it, the one and the other first,
+so that all see the same machine. A block's figure is the mean of its steps, slowest rank, so that what is done now and then is in it too; the
 table gives medians over the rounds. ``watched`` is what the ranks tell for `shardwright watch`, with no watcher;
 ``checkpoints`` are saved every 20 steps. The last line is what a watcher takes itself, which runs beside the ranks.
 """
@@ -33,7 +33,7 @@ from shardwright.zoo import GPT
 steps, rounds = int(sys.argv[1]), int(sys.argv[2])
 world = sw.init()
 sw.set_seed(0)
-model = GPT(256, width=192, heads=6, layers=6, sequence_length=64, dropout=0.0)
+model = GPT(256, width=96, heads=6, layers=3, sequence_length=64, dropout=0.0)
 data = torch.utils.data.TensorDataset(torch.randint(256, (16 * steps, 64)), torch.randint(256, (16 * steps, 64)))
 loader = sw.loader(data, 16)
 loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
@@ -63,7 +63,8 @@ block("bare", "warm")
 for way in sys.argv[4].split(","):
     pairs = []
     for number in range(rounds):
-        pairs.append((block("bare", number), block(way, number)))
+        of = {kind: block(kind, number) for kind in (("bare", way) if number % 2 else (way, "bare"))}
+        pairs.append((of["bare"], of[way]))
     if world.rank == 0:
         import json
         with open(sys.argv[3], "a") as file:
@@ -76,8 +77,8 @@ WAYS = ("bare again", "watched", "LossMonitor", "NanGuard", "csv", "jsonl", "ten
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--rounds", type=int, default=11)
+    parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ways", default=",".join(WAYS))
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
