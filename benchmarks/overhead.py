@@ -3,9 +3,10 @@
     python benchmarks/overhead.py [--ranks 2] [--rounds 11] [--steps 40]
 
 One job trains one model; blocks of steps with and without each companion take turns in it, the one and the other first,
-so that all see the same machine. A block's figure is the mean of its steps, slowest rank, so that what is done now and then is in it too; the
-table gives medians over the rounds. ``watched`` is what the ranks tell for `shardwright watch`, with no watcher;
-``checkpoints`` are saved every 20 steps. The last line is what a watcher takes itself, which runs beside the ranks.
+so that all see the same machine. A block's figure is the mean of its steps, slowest rank, so that what is done now and
+then is in it too; the table gives medians over the rounds. ``watched`` is what the ranks tell for `shardwright watch`,
+with no watcher; ``checkpoints`` are saved every 20 steps. The last line is what a watcher takes itself, which runs
+beside the ranks.
 """
 
 from __future__ import annotations
