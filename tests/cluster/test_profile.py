@@ -15,7 +15,8 @@ from shardwright.cluster.bench import profile
 from shardwright.cluster.bench.profile import KINDS, SIZES, measure_hardware, measure_links, report
 from shardwright.cluster.bench.profile_fit import fit, monotone
 from shardwright.errors import UsageError
-from shardwright.plan.pricing.hardware import Curve, Hardware, Segment
+from shardwright.plan.pricing.hardware import Hardware
+from shardwright.plan.pricing.links import Curve, Segment
 
 GRID = [round(2 ** (i / 2)) for i in range(16, 53)]  # 256 bytes to 64 MiB, two to an octave
 # Latency 20 us and 1 GB/s, from 16 KiB on 4 GB/s, from 1 MiB on 2 GB/s.

@@ -16,17 +16,8 @@ from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.mesh.redistribute import Collective
 from shardwright.plan.pricing.cost import Seconds
-from shardwright.plan.pricing.hardware import (
-    Curve,
-    Hardware,
-    LinkCost,
-    Segment,
-    for_device,
-    link_along,
-    read_hardware,
-    shipped,
-    shipped_names,
-)
+from shardwright.plan.pricing.hardware import Hardware, for_device, read_hardware, shipped, shipped_names
+from shardwright.plan.pricing.links import Curve, LinkCost, Segment, link_along
 from shardwright.world.gradients import BUCKET_BYTES
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

@@ -31,7 +31,7 @@ from shardwright.plan.explain import holds, in_unit
 from shardwright.plan.plan import Plan
 from shardwright.plan.prices import cheapest_with_hidden, repeated_costs
 from shardwright.plan.pricing.cost import Objective, Seconds
-from shardwright.plan.pricing.hardware import link_along
+from shardwright.plan.pricing.links import link_along
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MODES, SEARCHES, Search

@@ -35,7 +35,8 @@ from shardwright.mesh.collectives import Axes, Communicator, all_gather, all_red
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
 from shardwright.mesh.redistribute import CollectiveKind
-from shardwright.plan.pricing.hardware import Hardware, LinkCost, LinkKind
+from shardwright.plan.pricing.hardware import Hardware
+from shardwright.plan.pricing.links import LinkCost, LinkKind
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import World
 

@@ -28,7 +28,8 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Link, Mesh
 from shardwright.mesh.redistribute import Collective, Step
 from shardwright.plan.pricing.buckets import travels_alone
-from shardwright.plan.pricing.hardware import Hardware, LinkKind, link_along, per_host_along
+from shardwright.plan.pricing.hardware import Hardware
+from shardwright.plan.pricing.links import LinkKind, link_along, per_host_along
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph

@@ -1,14 +1,7 @@
 """What the planner believes of the machines: a device's speeds, and what collectives take over its links.
 
 A `Hardware` is read from a profile: one JSON file, measured by ``shardwright bench --save-profile`` or shipped here
-under ``profiles/`` with its sources named. A collective's time is a `Curve` over the bytes of its whole buffer
-(`mesh.redistribute.Collective.bytes`), in segments of latency plus bytes over bandwidth, one curve for every kind of
-collective, number of ranks, and kind of link: "inside" a host or "between" hosts.
-
-An axis of a mesh picks its link by where its ranks stand. Ranks are numbered host by host, in row-major order over the
-mesh, so that a group along some axes spans blocks of (stride x size of its major axis) ranks: it is inside a host where
-such blocks divide ``ranks_per_host``, else it is between hosts. `Axis.link`, where given, counts instead. Groups that
-have more ranks on each host use more of its network, as all groups along the same axes communicate at once.
+under ``profiles/`` with its sources named.
 """
 
 from __future__ import annotations
@@ -17,98 +10,27 @@ import json
 import math
 import os
 import warnings
-from bisect import bisect_right
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, TypeVar, get_args
 
 import torch
 
 from shardwright.backends.table import BACKENDS
 from shardwright.errors import UsageError
-from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.plan.pricing.known_gpus import profile_of
+from shardwright.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
 from shardwright.whole_file import write_whole
 from shardwright.world.gradients import BUCKET_BYTES
 
-LinkKind = Literal["inside", "between"]
 FORMAT = "shardwright hardware profile"
 VERSION = 1
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Segment:
-    """From ``from_bytes`` on, a buffer of b bytes takes ``latency_s + b / bandwidth`` seconds.
-
-    ``latency_s`` is below zero where larger buffers are slower by the byte.
-    """
-
-    from_bytes: int
-    latency_s: float
-    bandwidth: float
-
-    def seconds(self, size_bytes: float) -> float:
-        return self.latency_s + size_bytes / self.bandwidth
-
-
-@dataclass(frozen=True)
-class Curve:
-    """Seconds over bytes, in segments that begin at 0 and never fall.
-
-    >>> curve = Curve((Segment(0, 1e-3, 1e9), Segment(1_000_000, 0.0, 5e8)))
-    >>> round(curve.seconds(500_000), 6), round(curve.seconds(4_000_000), 6)
-    (0.0015, 0.008)
-
-    Raises:
-        UsageError: where the segments do not begin at 0, are out of order, or fall.
-    """
-
-    segments: tuple[Segment, ...]
-
-    def __post_init__(self) -> None:
-        if not self.segments or self.segments[0].from_bytes != 0:
-            raise UsageError("the segments of a curve begin with from_bytes 0")
-        for segment in self.segments:
-            if not (segment.bandwidth > 0 and segment.seconds(segment.from_bytes) > 0):
-                raise UsageError(f"{segment} takes no time; latency and bandwidth must give more than 0 seconds")
-        for left, right in zip(self.segments, self.segments[1:], strict=False):
-            if right.from_bytes <= left.from_bytes:
-                raise UsageError(f"the segments of a curve rise: {right.from_bytes} follows {left.from_bytes}")
-            if right.seconds(right.from_bytes) < left.seconds(right.from_bytes) * (1 - 1e-6):
-                raise UsageError(f"more bytes would take less time at {right.from_bytes} bytes: {left}, then {right}")
-
-    @cached_property
-    def _starts(self) -> list[int]:
-        return [segment.from_bytes for segment in self.segments]
-
-    def seconds(self, size_bytes: float) -> float:
-        """The time of a collective on a buffer of so many bytes."""
-        return self.segments[bisect_right(self._starts, size_bytes) - 1].seconds(size_bytes)
-
-
-@dataclass(frozen=True)
-class LinkCost:
-    """What one kind of collective takes among ``ranks`` ranks; ``points`` are the (bytes, seconds) it was fitted to.
-
-    Between hosts, ``per_host`` of the ranks stand on each host, and groups of the other ranks communicate beside them.
-    """
-
-    where: LinkKind
-    collective: CollectiveKind
-    ranks: int
-    curve: Curve
-    points: tuple[tuple[int, float], ...] = ()
-    per_host: int = 1
-
-    def residuals(self) -> list[float]:
-        """How far each fitted point is from the curve, as a part of the point: 0.1 is predicted 10 % too slow."""
-        return [self.curve.seconds(size) / seconds - 1 for size, seconds in self.points]
 
 
 @dataclass(frozen=True)
@@ -163,8 +85,13 @@ class Hardware:
         self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind, per_host: int = 1
     ) -> float:
         """The seconds of a collective on a buffer of ``size_bytes``; ``per_host`` as in `LinkCost`."""
-        curve, scale, extra_s = self._choose(kind, ranks, where, per_host)
-        return curve.seconds(size_bytes * scale) + extra_s
+        key = kind, ranks, where, per_host
+        if key not in self._times:
+            found = link_time(self.links, *key)
+            if found is None:
+                raise UsageError(self._no_link(where))
+            self._times[key] = found
+        return self._times[key].seconds(size_bytes)
 
     def shared_s(
         self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind, per_host: int = 1
@@ -173,31 +100,8 @@ class Hardware:
         return self.collective_s(kind, self.bucket_bytes, ranks, where, per_host) * size_bytes / self.bucket_bytes
 
     @cached_property
-    def _chosen(self) -> dict[tuple[CollectiveKind, int, LinkKind, int], tuple[Curve, float, float]]:
+    def _times(self) -> dict[tuple[CollectiveKind, int, LinkKind, int], LinkTime]:
         return {}
-
-    def _choose(self, kind: CollectiveKind, ranks: int, where: LinkKind, per_host: int) -> tuple[Curve, float, float]:
-        """The curve that fits best, what to scale the bytes by, and the seconds to add.
-
-        A number of ranks that was not measured takes the next smaller one, or the smallest: as many bytes sent per
-        rank take as long, and the latency grows with the steps of a tree, log2(ranks). Of the curves between hosts
-        those count whose groups have as many ranks on each host, or the next smaller number.
-        """
-        if where == "inside":
-            per_host = 1  # all ranks are on one host, whose network they do not share
-        key = kind, ranks, where, per_host
-        if key not in self._chosen:
-            links = [c for c in self.links if c.collective == kind and c.where == where]
-            if not links:
-                raise UsageError(self._no_link(where))
-            side_by_side = _nearest({c.per_host for c in links}, per_host)
-            curves = {c.ranks: c.curve for c in links if c.per_host == side_by_side}
-            nearest = _nearest(curves, ranks)
-            curve = curves[nearest]
-            scale = _on_the_way(kind, ranks, per_host) / _on_the_way(kind, nearest, side_by_side)
-            extra_s = curve.seconds(0) * (math.log2(ranks) / math.log2(nearest) - 1)
-            self._chosen[key] = curve, scale, extra_s
-        return self._chosen[key]
 
     def _no_link(self, where: LinkKind) -> str:
         known = ", ".join(sorted({link.where for link in self.links})) or "no links"
@@ -257,20 +161,6 @@ class Hardware:
             reason = getattr(error, "strerror", None) or "it is no text"
             raise UsageError(f"cannot read the hardware profile {path}: {reason}") from None
         return Hardware.from_json(text, str(path))
-
-
-def _on_the_way(kind: CollectiveKind, ranks: int, per_host: int) -> float:
-    """The part of a buffer that each rank sends over its share of a host's network, or of the links inside a host.
-
-    Around a ring one rank of each host sends to the next host, with the shares of all ``per_host`` of them; in an
-    all-to-all every rank sends by itself what is for the ranks of other hosts.
-    """
-    return 1 - per_host / ranks if kind == "all_to_all" else (1 - 1 / ranks) / per_host
-
-
-def _nearest(known: Collection[int], asked: int) -> int:
-    """The largest known number up to the one asked for, or the smallest."""
-    return max((number for number in known if number <= asked), default=min(known))
 
 
 def _link_to_json(link: LinkCost) -> dict[str, Any]:
@@ -352,40 +242,6 @@ def _positive(found: Any, name: str) -> float:
         raise UsageError(f"{name} is {value}; expected a number above 0")
     return value
 
-
-def link_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int | None) -> LinkKind:
-    """Whether the groups along ``axes`` stay inside a host; see the top of this file.
-
-    >>> mesh = Mesh.of(dp=2, tp=8)
-    >>> link_along(mesh, ["tp"], 8), link_along(mesh, ["dp"], 8), link_along(mesh, ["dp"], 16)
-    ('inside', 'between', 'inside')
-    """
-    if ranks_per_host is None:
-        return "inside"
-    stride = block = 1
-    for axis in reversed(mesh.axes):
-        stride *= axis.size
-        if axis.name in axes and axis.size > 1:
-            block = stride
-    return "inside" if ranks_per_host % block == 0 else "between"
-
-
-def per_host_along(mesh: Mesh, axes: Sequence[str], ranks_per_host: int) -> int:
-    """How many ranks of each group along ``axes`` stand on one host.
-
-    >>> mesh = Mesh.of(dp=8, tp=4)
-    >>> per_host_along(mesh, ["dp"], 8), per_host_along(mesh, ["tp"], 8), per_host_along(mesh, ["dp", "tp"], 8)
-    (2, 4, 8)
-    """
-    stride = found = 1
-    for axis in reversed(mesh.axes):
-        if axis.name in axes:
-            found *= max(1, min(axis.size, ranks_per_host // stride))
-        stride *= axis.size
-    return found
-
-
-# The shipped profiles
 
 ALIASES = {"cpu": "cpu_host"}
 _FOLDER = resources.files("shardwright.plan.pricing") / "profiles"
