@@ -4,6 +4,7 @@ import contextlib
 import io
 import mmap
 import os
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 from shardwright.backends.segment import arena
 from shardwright.backends.segment.arena import Arena
+from shardwright.errors import WorldError
 
 MIB = 2**18  # elements of float32
 
@@ -68,16 +70,28 @@ def forked():
     tensor = group.empty(MIB, torch.float32).fill_(1)
     child = os.fork()
     if child == 0:
+        refused = sum(map(refuses, [
+            partial(group.empty, MIB, torch.float32), partial(dist.all_reduce, tensor), dist.barrier,
+            partial(dist.send, tensor, 1 - dist.get_rank()), partial(dist.recv, tensor, 1 - dist.get_rank()),
+        ]))  # fmt: skip
         del tensor
         group.shutdown()  # as at its exit
-        os._exit(0)
-    os.waitpid(child, 0)
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 5
     dist.all_reduce(tensor)
     dist.destroy_process_group()
     return tensor.unique().tolist()
 
 
-def test_a_forked_child_that_ends_leaves_tensors_and_group_to_its_parent():
+def refuses(call):
+    try:
+        call()
+    except WorldError as error:
+        return f"process {os.getpid()} was forked from rank {dist.get_rank()}, " in str(error)
+    return False
+
+
+def test_a_forked_child_leaves_tensors_and_group_to_its_parent():
     assert run_ranks(2, forked) == [[2.0]] * 2
 
 

@@ -23,7 +23,6 @@ from ranks import run_ranks
 from shardwright.backends import shm_meeting
 from shardwright.backends.segment import native
 from shardwright.backends.segment.direct import Direct, can_read
-from shardwright.backends.segment.memory import Layout
 from shardwright.errors import WorldError
 
 slow = pytest.mark.slow
@@ -295,23 +294,47 @@ def card(**changes):
 
 
 def test_who_shares_no_memory_is_told_why():
-    made = shm_meeting._make([card(), card(host="b", machine="2"), card()], Layout(3), (4, 5, 9))
-    assert (
-        made["error"]
-        == made["problem"]
-        == ("backend='shm' is for ranks of one host, and these are on 2 (a has 4, 9; b has 5); choose backend='gloo'")
+    with pytest.raises(WorldError) as error:
+        shm_meeting._check_places([card(), card(host="b", machine="2"), card()], (4, 5, 9))
+    assert str(error.value) == (
+        "backend='shm' is for ranks of one host, and these are on 2 (a has 4, 9; b has 5); choose backend='gloo'"
     )
-    made = shm_meeting._make([card(), card(processes=8)], Layout(2), (0, 1))
-    assert made == {"problem": "the ranks are in several containers, which do not see each other's processes"}
+    with pytest.raises(shm_meeting._NoMemory) as problem:
+        shm_meeting._check_places([card(), card(processes=8)], (0, 1))
+    assert str(problem.value) == "the ranks are in several containers, which do not see each other's processes"
 
 
-def test_whatever_is_in_the_way_of_the_memory_is_told_to_all(monkeypatch):
-    files = os.listdir("/proc/self/fd")
-    for name, error in (("make_file", AttributeError), ("make_semaphores", MemoryError)):
-        with monkeypatch.context() as patch:
-            patch.setattr(shm_meeting, name, Mock(side_effect=error))
-            assert error.__name__ in shm_meeting._make([card(), card()], Layout(2), (0, 1))["problem"]
-    assert len(os.listdir("/proc/self/fd")) == len(files)
+FAILS = [
+    ("_card", RuntimeError, 1), ("make_file", AttributeError, 0), ("make_semaphores", MemoryError, 0),
+    ("Memory", RuntimeError, 1), ("Arena", RuntimeError, 1), ("can_read", RuntimeError, 1),
+]  # fmt: skip
+
+
+def one_fails():
+    """What is said, and who sums, where one rank fails at one step of making a group."""
+    dist.init_process_group("gloo")
+    found = []
+    for name, error, rank in FAILS:
+        right, said, total = getattr(shm_meeting, name), io.StringIO(), torch.ones(2)
+        if dist.get_rank() == rank:
+            setattr(shm_meeting, name, Mock(side_effect=error))
+        with contextlib.redirect_stderr(said):
+            group = dist.new_group(backend="shm")
+        setattr(shm_meeting, name, right)
+        dist.all_reduce(total, group=group)
+        files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        found.append((total.tolist(), said.getvalue(), sum("memfd:shardwright" in file for file in files)))
+    dist.destroy_process_group()
+    return found
+
+
+def test_where_one_rank_cannot_share_memory_gloo_takes_its_place_on_all():
+    first, second = run_ranks(2, one_fails, timeout=100)
+    for (name, error, rank), (sums, said, files), other in zip(FAILS, first, second, strict=True):
+        assert f"gloo takes its place: rank {rank} failed with {error.__name__}" in said, name
+        assert sums == [2.0, 2.0], name
+        assert files == 0, name
+        assert other == (sums, "", 0), name
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -73,14 +72,13 @@ class ShmGroup(CpuGroup):
         self.collectives: Collectives = collectives
         self._gloo: Any = add_gloo_inside(self, store, timeout)
         self._closed = self._said = False
-        self._process = os.getpid()
 
     def shutdown(self) -> None:
         """After what has been asked for; who waits for this rank then, learns that it has left.
 
         A forked child that ends leaves alone what its parent goes on with.
         """
-        if not self._closed and os.getpid() == self._process:
+        if not self._closed and not self.lane.forked:
             self._closed = True
             self.lane.close()
             if self.arenas is not None:
@@ -89,6 +87,7 @@ class ShmGroup(CpuGroup):
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
         """A flat tensor that the ranks reduce where it lies, if all of theirs were made so; a usual one if it is small,
         or where there is no more memory for that, which is said once."""
+        self.lane.check_process()
         if self.arenas is None or numel * dtype.itemsize * self.size() <= SMALL_BYTES:
             return torch.empty(numel, dtype=dtype)
         made = self.arenas.own.empty(numel, dtype)
@@ -119,6 +118,7 @@ class ShmGroup(CpuGroup):
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> dist.Work:
         (tensor,) = tensors
+        self.lane.check_process()
         self.check_memory("send", tensor)
         work: dist.Work = self._gloo.send([tensor.detach().contiguous()], peer, tag)
         return work
@@ -131,6 +131,7 @@ class ShmGroup(CpuGroup):
 
     def _receive(self, tensors: Sequence[Tensor], begin: Callable[[Tensor], dist.Work]) -> dist.Work:
         (tensor,) = tensors
+        self.lane.check_process()
         self.check_memory("recv", tensor)
         target = tensor.data
         if target.is_contiguous():

@@ -8,8 +8,10 @@ import os
 import secrets
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,50 +30,48 @@ _log = logging.getLogger("shardwright.shm")
 _said: set[str] = set()  # what this process has logged
 
 
+class _NoMemory(Exception):
+    """What keeps the members of a group from sharing memory; all of them come to know it."""
+
+
 def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
     """The group of the ranks that torch's ``options`` name: each of them calls this.
 
     Raises `WorldError`, on all ranks alike, where they are not on one host.
     """
     meeting = _Meeting(options)
-    cards = meeting.exchange("card", _card())
-    made = meeting.told(lambda: _make(cards, meeting.layout, meeting.names))
-    memory, library, problem = None, None, made.get("problem", "")
-    if not problem:
-        memory, library, problem = _join(made, meeting, cards)
-    arena = None if library is None else _own_arena(made)
-    found = meeting.exchange("joined", {
-        "problem": problem, "native": library is not None, "address": 0 if memory is None else memory.address,
-        "arena": None if arena is None else arena.file,
-    })  # fmt: skip
-    if meeting.rank == 0 and "file" in made:
-        os.close(made["file"])
-    problem = next((joined["problem"] for joined in found if joined["problem"]), "")
-    if made.get("error"):
-        raise WorldError(made["error"])
-    if memory is None or problem:
+    try:
+        members = _members(meeting)
+    except _NoMemory as problem:
         if meeting.rank == 0:
             sys.stderr.write(f"shardwright: backend='shm' cannot share memory, gloo takes its place: {problem}\n")
-        if arena is not None:
-            arena.close()
         return dist.ProcessGroupGloo(meeting.store, meeting.rank, len(meeting.names), options.timeout)
-    if not all(joined["native"] for joined in found):
-        library = None
-    token = bytes.fromhex(made["token"])
-    reads = all(can_read(card["pid"], joined["address"], token) for card, joined in zip(cards, found, strict=True))
-    files = [(card["pid"], joined["arena"]) for card, joined in zip(cards, found, strict=True)]
-    arenas = None if arena is None else _all_arenas(arena, meeting.rank, files, token)
-    answers = meeting.exchange("reaches", {"reads": reads, "writes": arenas is not None})
-    if arena is not None and not all(answer["writes"] for answer in answers):
-        arena.close()
-        arenas = None
     if meeting.rank == 0:
-        _say(library is not None, arenas is not None)
-    members = Members(
-        meeting.names, [Process(card["pid"], card["started"]) for card in cards], memory, library, arenas,
-        all(answer["reads"] for answer in answers), _crowded(cards),
-    )  # fmt: skip
+        _say(members.library is not None, members.arenas is not None)
     return ShmGroup(members, meeting.store, options.timeout)
+
+
+def _members(meeting: _Meeting) -> Members:
+    """Raises `_NoMemory` and `WorldError` on all members alike."""
+    cards = meeting.exchange("card", _card)
+    _check_places(cards, meeting.names)
+    made = meeting.told(partial(_make, meeting.layout))
+    part = _Part(meeting, cards, made)
+    try:
+        found = meeting.exchange("joined", part.join)
+        answers = meeting.exchange("reaches", partial(part.reach, found))
+    except BaseException:
+        part.close_arena()
+        raise
+    finally:
+        if meeting.rank == 0:
+            os.close(made["file"])
+    if not all(answer["writes"] for answer in answers):
+        part.close_arena()
+    return Members(
+        meeting.names, [Process(card["pid"], card["started"]) for card in cards], part.memory, part.library,
+        part.arenas, all(answer["reads"] for answer in answers), _crowded(cards),
+    )  # fmt: skip
 
 
 class _Meeting:
@@ -86,16 +86,27 @@ class _Meeting:
         number = options.store.add(f"made by {self.rank}", 1)
         self.store: Store = PrefixStore(str(number), options.store)
 
-    def exchange(self, what: str, mine: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """What every member says, in their order."""
-        self.store.set(f"{what}/{self.rank}", json.dumps(mine))
-        return [self._get(f"{what}/{rank}", name) for rank, name in enumerate(self.names)]
+    def exchange(self, what: str, make: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What every member makes, in their order; raises `_NoMemory` on all of them where it fails on one."""
+        self._tell(f"{what}/{self.rank}", make)
+        said = [self._get(f"{what}/{rank}", name) for rank, name in enumerate(self.names)]
+        return [_checked(answer) for answer in said]
 
-    def told(self, made: Any) -> dict[str, Any]:
-        """What the first member makes, for all."""
+    def told(self, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """What the first member makes, for all; raises as `exchange`."""
         if self.rank == 0:
-            self.store.set("made", json.dumps(made()))
-        return self._get("made", self.names[0])
+            self._tell("made", make)
+        return _checked(self._get("made", self.names[0]))
+
+    def _tell(self, key: str, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Whatever goes wrong is told, too: the others wait for an answer."""
+        try:
+            mine = make()
+        except _NoMemory as problem:
+            mine = {"problem": str(problem)}
+        except Exception as error:
+            mine = {"problem": f"rank {self.names[self.rank]} failed with {type(error).__name__}: {error}"}
+        self.store.set(key, json.dumps(mine))
 
     def _get(self, key: str, name: int) -> dict[str, Any]:
         try:
@@ -107,6 +118,12 @@ class _Meeting:
                 f"{self.timeout.total_seconds():g} s; see its log"
             ) from error
         return found
+
+
+def _checked(answer: dict[str, Any]) -> dict[str, Any]:
+    if "problem" in answer:
+        raise _NoMemory(answer["problem"])
+    return answer
 
 
 def _card() -> dict[str, Any]:
@@ -127,8 +144,8 @@ def _crowded(cards: Sequence[Mapping[str, Any]]) -> bool:
     return len({core for card in cards for core in card["cores"]}) < max(world, len(cards))
 
 
-def _make(cards: Sequence[Mapping[str, Any]], layout: Layout, names: Sequence[int]) -> dict[str, Any]:
-    """By the first member: where the others find the memory, or why there is none."""
+def _check_places(cards: Sequence[Mapping[str, Any]], names: Sequence[int]) -> None:
+    """Raise what every member finds in the cards of all."""
     hosts = {card["machine"]: card["host"] for card in cards}
     if len(hosts) > 1:
         places = list(zip(names, (card["machine"] for card in cards), strict=True))
@@ -136,22 +153,23 @@ def _make(cards: Sequence[Mapping[str, Any]], layout: Layout, names: Sequence[in
             f"{host} has {', '.join(str(name) for name, machine in places if machine == here)}"
             for here, host in hosts.items()
         )
-        error = f"backend='shm' is for ranks of one host, and these are on {len(hosts)} ({text}); choose backend='gloo'"
-        return {"problem": error, "error": error}
+        raise WorldError(
+            f"backend='shm' is for ranks of one host, and these are on {len(hosts)} ({text}); choose backend='gloo'"
+        )
     if len({card["processes"] for card in cards}) > 1:
-        return {"problem": "the ranks are in several containers, which do not see each other's processes"}
+        raise _NoMemory("the ranks are in several containers, which do not see each other's processes")
+
+
+def _make(layout: Layout) -> dict[str, Any]:
+    """By the first member: where the others find the memory, and native code if there is any."""
+    token = secrets.token_bytes(TOKEN_BYTES)
     try:
-        return _made(layout)
+        file = make_file(layout.total_bytes, token, layout.wide_at)
     except OSError as error:
         mib = layout.wide_at / 2**20
-        return {"problem": f"there are no {mib:.0f} MiB of memory for {len(cards)} ranks: {error.strerror or error}"}
-    except Exception as error:  # whatever it is, the others wait for an answer
-        return {"problem": f"making it failed with {type(error).__name__}: {error}"}
-
-
-def _made(layout: Layout) -> dict[str, Any]:
-    token = secrets.token_bytes(TOKEN_BYTES)
-    file = make_file(layout.total_bytes, token, layout.wide_at)
+        raise _NoMemory(
+            f"there are no {mib:.0f} MiB of memory for {layout.size} ranks: {error.strerror or error}"
+        ) from error
     try:
         make_semaphores(Memory(file, layout, 0))
         built = native.built()
@@ -161,39 +179,61 @@ def _made(layout: Layout) -> dict[str, Any]:
     return {"file": file, "token": token.hex(), "native": None if built is None else str(built)}
 
 
-def _join(
-    made: Mapping[str, Any], meeting: _Meeting, cards: Sequence[Mapping[str, Any]]
-) -> tuple[Memory | None, native.Native | None, str]:
-    """The memory and the native code, which may be missing; and what is in the way."""
-    token = bytes.fromhex(made["token"])
-    try:
-        file = open_file(cards[0]["pid"], made["file"], meeting.layout.total_bytes, token)
+class _Part:
+    """What one member has of what all share."""
+
+    memory: Memory
+    library: native.Native | None = None
+    arena: Arena | None = None
+    arenas: Arenas | None = None
+
+    def __init__(self, meeting: _Meeting, cards: Sequence[Mapping[str, Any]], made: Mapping[str, Any]) -> None:
+        self._meeting, self._made = meeting, made
+        self._pids = [card["pid"] for card in cards]
+        self._token = bytes.fromhex(made["token"])
+
+    def join(self) -> dict[str, Any]:
+        """Come to the memory, and make what only some hosts allow."""
+        self.memory = self._opened()
+        with suppress(OSError, AttributeError):  # a folder whose files may not be run
+            self.library = native.Native(Path(self._made["native"])) if self._made["native"] else None
+        if self.library is not None:
+            with suppress(OSError, ValueError):  # files, or addresses, are limited: tensors are copied in and out
+                self.arena = Arena(self._token)
+        return {
+            "native": self.library is not None, "address": self.memory.address,
+            "arena": None if self.arena is None else self.arena.file,
+        }  # fmt: skip
+
+    def _opened(self) -> Memory:
+        meeting = self._meeting
         try:
-            memory = Memory(file, meeting.layout, meeting.rank)
-        finally:
-            os.close(file)
-    except OSError as error:
-        here, maker = meeting.names[meeting.rank], meeting.names[0]
-        return None, None, f"rank {here} cannot open the memory that rank {maker} has made: {error}"
-    try:
-        return memory, native.Native(Path(made["native"])) if made["native"] else None, ""
-    except (OSError, AttributeError):  # a folder whose files may not be run
-        return memory, None, ""
+            file = open_file(self._pids[0], self._made["file"], meeting.layout.total_bytes, self._token)
+            try:
+                return Memory(file, meeting.layout, meeting.rank)
+            finally:
+                os.close(file)
+        except OSError as error:
+            here, maker = meeting.names[meeting.rank], meeting.names[0]
+            raise _NoMemory(f"rank {here} cannot open the memory that rank {maker} has made: {error}") from error
 
+    def reach(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Try what all have joined with."""
+        if not all(joined["native"] for joined in found):
+            self.library = None
+        files = [(pid, joined["arena"]) for pid, joined in zip(self._pids, found, strict=True)]
+        if self.arena is not None and all(number is not None for _, number in files):
+            with suppress(OSError, ValueError):
+                self.arenas = Arenas(self.arena, self._meeting.rank, files, self._token)
+        addresses = [joined["address"] for joined in found]
+        reads = all(can_read(pid, address, self._token) for pid, address in zip(self._pids, addresses, strict=True))
+        return {"reads": reads, "writes": self.arenas is not None}
 
-def _own_arena(made: Mapping[str, Any]) -> Arena | None:
-    try:
-        return Arena(bytes.fromhex(made["token"]))
-    except (OSError, ValueError):  # files, or addresses, are limited: tensors are then copied in and out
-        return None
-
-
-def _all_arenas(own: Arena, rank: int, files: Sequence[tuple[int, int | None]], token: bytes) -> Arenas | None:
-    numbers = [(pid, number) for pid, number in files if number is not None]
-    try:
-        return Arenas(own, rank, numbers, token) if len(numbers) == len(files) else None
-    except (OSError, ValueError):
-        return None
+    def close_arena(self) -> None:
+        """Where not all members reach those of all."""
+        if self.arena is not None:
+            self.arena.close()
+        self.arena = self.arenas = None
 
 
 def _say(by_native: bool, in_arenas: bool) -> None:

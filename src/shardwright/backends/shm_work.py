@@ -7,6 +7,7 @@ asked for, runs on a thread of the group.
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import time
@@ -93,12 +94,21 @@ class Lane:
         self._thread: threading.Thread | None = None
 
     @property
-    def idle(self) -> bool:
-        """Whether nothing is asked for."""
-        return not self._asked
+    def forked(self) -> bool:
+        """Whether this process is a child of that of the rank, which goes on in the memory that both have."""
+        return os.getpid() != self._processes[self.collectives.rank].pid
+
+    def check_process(self) -> None:
+        """Raise `WorldError` in a forked child: it would write where its parent does, or wait without its threads."""
+        if self.forked:
+            raise WorldError(
+                f"process {os.getpid()} was forked from rank {self.name}, whose groups serve that process alone; call "
+                "collectives there, or start this process by the method 'spawn' and let it join a group of its own"
+            )
 
     def begin(self, what: str, outputs: Sequence[Tensor], course: Course, nbytes: int, asynchronous: bool) -> ShmWork:
         """Of ``nbytes`` in all; unless ``asynchronous`` it has ended when this returns, or has raised."""
+        self.check_process()
         work = ShmWork(what, outputs, course, self)
         self._asked.append(work)
         if not asynchronous:
