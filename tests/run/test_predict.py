@@ -21,8 +21,10 @@ class Trained(nn.Module):
     def __init__(self, inner):
         super().__init__()
         self.inner, self.drop, self.temperature = inner, nn.Dropout(0.5), nn.Parameter(torch.tensor([2.0, 3.0]))
+        self.register_buffer("calls", torch.zeros(()))
 
     def forward(self, x):
+        self.calls += 1
         return self.drop(self.inner(x)) / self.temperature.sum()
 
 
@@ -51,6 +53,9 @@ def predictions(plan, rows):
         with torch.no_grad():
             whole = best(plain, {"x": x})
         expected += [whole, whole["logits"][at]]
+    if plan != "eager":  # each value was predicted with twice
+        found.append(model.calls / 2)
+        expected.append(plain.calls)
     bad = said(lambda: parallel.predict(x[at]))
     return found, expected, model.training, bad
 

@@ -124,7 +124,7 @@ class Parallel(ParallelModel):
     # Running
 
     def _called(self, batch: Any) -> Any:
-        """The loss of the global batch; in training mode it also updates buffers and advances the random numbers."""
+        """The loss of the global batch; in training mode it also advances the random numbers."""
         return self._called_on(batch)[0]
 
     def _counted(self, batch: Any) -> tuple[Any, int]:
@@ -138,10 +138,10 @@ class Parallel(ParallelModel):
         self._tell_pulse(training)
         prepared, rows, (loss, aux, new_buffers) = self._computed("training" if training else "evaluation", batch)
         assert loss is not None
+        self._state.store_buffers(prepared.plan.capture, new_buffers)
         if training:
             self._tell_computed(rows.total, loss)
             self._state.step += 1
-            self._state.store_buffers(prepared.plan.capture, new_buffers)
             if self.options.gradients == "sum":
                 loss = _scaled_gradient(loss, self.world.size)
         if self._split and loss.requires_grad:
@@ -158,7 +158,8 @@ class Parallel(ParallelModel):
         self._between_steps = not training or not self._reduction.deferring
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
-        prepared, rows, (_, aux, _) = self._computed("predict", batch)
+        prepared, rows, (_, aux, new_buffers) = self._computed("predict", batch)
+        self._state.store_buffers(prepared.plan.capture, new_buffers)
         return prepared.outputs(aux, rows, self._communicator, whole=gather)
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -220,7 +220,7 @@ class ModelState:
         return known[1]
 
     def store_buffers(self, capture: Capture, new: Sequence[Tensor]) -> None:
-        """Keep the buffers that a training step has made."""
+        """Keep the buffers that a step has made."""
         if new:
             with torch.no_grad():
                 torch_private.copy_each(self._leaves_of(capture).mutated.now(), new)
