@@ -11,7 +11,7 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 
 from shardwright import torch_private
 from shardwright.graph.functional import parts
-from shardwright.graph.functional.hidden import refuse_hidden_changes
+from shardwright.graph.functional.hidden_aliases import refuse_hidden_changes
 from shardwright.graph.functional.rewriting import Uncertain, rewrite
 
 
