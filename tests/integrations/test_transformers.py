@@ -116,8 +116,8 @@ def rows():
     return [{key: value[row] for key, value in batch.items()} for batch in batches for row in range(4)]
 
 
-def by_trainer(ours, output, ranks, options):
-    """The losses that the Trainer logs."""
+def by_trainer(ours, output, ranks, options, changed=(), stop=None, resume=None):
+    """The losses that the Trainer logs; of those before it goes on, too. After step ``stop`` it saves and ends."""
     import torch
     import transformers
 
@@ -135,18 +135,35 @@ def by_trainer(ours, output, ranks, options):
             self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
             return self.optimizer
 
+    class Stop(transformers.TrainerCallback):
+        """As a job that is ended after a save."""
+
+        def on_step_end(self, args, state, control, **_):
+            control.should_training_stop = control.should_save = state.global_step == stop
+
     sw.init()
     data = rows()
-    arguments = transformers.TrainingArguments(
-        output, per_device_train_batch_size=ROWS // ranks, per_device_eval_batch_size=ROWS // ranks, num_train_epochs=2,
-        logging_steps=1, report_to=[], use_cpu=True, save_strategy="epoch", save_only_model=True, seed=3,
-        disable_tqdm=True, eval_strategy="epoch", max_grad_norm=0.5,
-    )  # fmt: skip
+    arguments = {
+        "per_device_train_batch_size": ROWS // ranks, "per_device_eval_batch_size": ROWS // ranks, "logging_steps": 1,
+        "num_train_epochs": 2, "report_to": [], "use_cpu": True, "save_strategy": "epoch", "save_only_model": True,
+        "seed": 3, "disable_tqdm": True, "eval_strategy": "epoch", "max_grad_norm": 0.5, **dict(changed),
+    }  # fmt: skip
     more = {"parallelize": options} if ours else {}
+    if stop:
+        more["callbacks"] = [Stop()]
     with contextlib.redirect_stdout(io.StringIO()):
-        trainer = Own(family("llama").model(), arguments, train_dataset=data, eval_dataset=data[:ROWS], **more)
-        trainer.train()
-    return [line.get("loss", line.get("eval_loss")) for line in trainer.state.log_history if "train_loss" not in line]
+        trainer = Own(
+            family("llama").model(), transformers.TrainingArguments(output, **arguments), train_dataset=data,
+            eval_dataset=data[:ROWS], **more,
+        )  # fmt: skip
+        try:
+            trainer.train(resume_from_checkpoint=resume)
+        except UsageError as error:
+            return str(error)
+    lines = trainer.state.log_history
+    if arguments.get("load_best_model_at_end"):
+        lines = [*lines, trainer.evaluate()]
+    return [line.get("loss", line.get("eval_loss")) for line in lines if "train_loss" not in line]
 
 
 def check_trainer(tmp_path, ranks, options):
@@ -174,6 +191,25 @@ def test_the_trainer_logs_the_losses_of_one_device(tmp_path, ranks, options):
     check_trainer(tmp_path, ranks, options)
 
 
+@needs_accelerate
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_accumulated_batches_and_a_run_that_goes_on_on_other_ranks_lose_what_one_device_does(tmp_path):
+    changed = {"gradient_accumulation_steps": 2, "save_only_model": False, "load_best_model_at_end": True}
+    output = str(tmp_path / "ranks")
+    [expected] = run_ranks(1, by_trainer, False, str(tmp_path / "alone"), 1, {}, changed, timeout=200)
+    assert len(expected) == 2 * (3 + 1) + 1  # the third step of an epoch has one batch
+    run_ranks(2, by_trainer, True, output, 2, SPLIT, changed, 4, timeout=200)
+    [refused, _] = run_ranks(2, by_trainer, True, output, 4, SPLIT, changed, None, True, timeout=200)
+    assert "checkpoint-4 was saved with 16 samples in a step, and 2 ranks now take 8" in refused
+    mesh = {"mesh": "dp=2,tp=2", "search": "propagation"}
+    for losses in run_ranks(4, by_trainer, True, output, 4, mesh, changed, None, True, timeout=200):
+        del losses[5]  # the evaluation with which the Trainer that was stopped has ended its epoch
+        assert losses == pytest.approx(expected, rel=0, abs=5e-6)
+    [refused] = run_ranks(1, by_trainer, True, output, 1, {}, (), None, str(tmp_path / "alone/checkpoint-6"))
+    assert "what was saved has no optimizer, or another Trainer saved it; begin from it by from_pretrained" in refused
+
+
 def refused_arguments(output):
     import transformers
 
@@ -182,7 +218,7 @@ def refused_arguments(output):
     sw.init()
     found = []
     for changed in (
-        {"gradient_accumulation_steps": 2}, {"label_smoothing_factor": 0.1}, {"save_strategy": "steps"},
+        {"average_tokens_across_devices": False}, {"label_smoothing_factor": 0.1},
         {"fsdp": True}, {"per_device_train_batch_size": 3}, {"max_steps": 2},
     ):  # fmt: skip
         arguments = {"report_to": [], "use_cpu": True, "save_strategy": "no", **changed}
@@ -276,10 +312,11 @@ def test_streams_and_several_evaluations_lose_what_they_lose_on_one_device(tmp_p
 @pytest.mark.slow
 def test_arguments_that_would_change_the_numbers_are_refused(tmp_path):
     found, _ = run_ranks(2, refused_arguments, str(tmp_path), timeout=100)
-    accumulation, smoothing, saving, fsdp, uneven, unknown = found
-    assert accumulation.startswith("TrainingArguments(gradient_accumulation_steps=2) is not served here; take a larger")
+    counting, smoothing, fsdp, uneven, unknown = found
+    assert counting.startswith(
+        "TrainingArguments(average_tokens_across_devices=False) is not served here; leave it out"
+    )
     assert smoothing.startswith("TrainingArguments(label_smoothing_factor=0.1) is not served here; smooth in")
-    assert "type save_only_model=True" in saving
     assert fsdp.startswith("TrainingArguments(fsdp=True) is not served here; leave it out")
     assert unknown.startswith("the training dataset has no length, and may not fill batches of 16")
     assert "type dataloader_drop_last=True" in unknown

@@ -9,16 +9,21 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
+from shardwright.checkpoint.api import load, save
+from shardwright.checkpoint.exchange.exchange import load_state
 from shardwright.checkpoint.exchange.pretrained import save_pretrained
+from shardwright.checkpoint.whole_run.state import put_random_state, random_state
 from shardwright.errors import UsageError
 from shardwright.integrations.first_batch import first_batch
 from shardwright.run.parallel import parallelize as split
+from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import init
 
 try:
@@ -28,15 +33,16 @@ except ImportError as error:
 
 # What would change the numbers without this class being asked, and what to do instead.
 _REFUSED = {
-    "gradient_accumulation_steps": (1, "take a larger batch: what it needs is on all ranks together"),
     "label_smoothing_factor": (0.0, "smooth in the loss function, loss_fn="),
     "neftune_noise_alpha": (None, "leave it out"),
     "torch_compile": (False, "leave it out"),
     "auto_find_batch_size": (False, "leave it out"),
-    "load_best_model_at_end": (False, "leave it out, and load the folder of the best one"),
     "deepspeed": (None, "leave it out: sw.parallelize splits what DeepSpeed would"),
     "fsdp": (None, "leave it out: sw.parallelize splits what FSDP would"),
 }
+
+
+_RUN = "run"  # in the folder of a checkpoint: the whole run, in parts that any number of ranks reads
 
 
 def language_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
@@ -50,7 +56,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
 
     Args:
         model, args, ...: as for transformers' own, whose ``per_device_train_batch_size`` is that of a rank.
-        loss_fn: ``loss_fn(model, batch) -> loss``; by default that of the model, for batches with labels.
+        loss_fn: ``loss_fn(model, batch) -> loss``, of which batches that are accumulated give the mean; by default that
+            of the model, for batches with labels.
         parallelize: more arguments for `sw.parallelize`, as ``{"mode": "data"}``; by default the mode is "auto".
 
     ``parallel`` is what `sw.parallelize` returned, for so many ``ranks``. Start the ranks by ``shardwright launch``.
@@ -73,6 +80,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         self.ranks = init().size
         super().__init__(model, args, *more, **named)
         self._refuse_arguments()
+        if loss_fn is not language_loss:
+            self.model_accepts_loss_kwargs = False  # how many labels a step has is for the model's own loss
         options = {"mode": "auto", "batch": "local", **(parallelize or {})}
         with self.accelerator.autocast():
             self.parallel = split(self.model, loss_fn, self._sample(), **options)
@@ -86,10 +95,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         for name in ("compute_loss_func", "compute_metrics", "model_init"):
             if getattr(self, name) is not None:
                 raise UsageError(f"Trainer({name}=...) is not served here; pass loss_fn=, or evaluate the saved model")
-        if self.args.save_strategy != "no" and not self.args.save_only_model:
+        if self.ranks > 1 and not self.args.average_tokens_across_devices:
             raise UsageError(
-                "TrainingArguments(save_only_model=False): transformers would write the optimizer's part of rank 0 "
-                "alone; type save_only_model=True, and sw.checkpoint.save(...) in a callback for runs that go on"
+                "TrainingArguments(average_tokens_across_devices=False) is not served here; leave it out: the loss is "
+                "the mean over the labels of all ranks"
             )
         if not hasattr(transformers.Trainer, "_sync_replicated_trainable_parameters"):
             raise UsageError(
@@ -111,7 +120,8 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
     def _sample(self) -> Any:
         loader = self.get_train_dataloader()
         with first_batch(getattr(loader, "base_dataloader", loader)) as batch:
-            return dict(batch)
+            [batch], labels = self.get_batch_samples(iter([batch]), 1, self.args.device)
+            return _with_labels(batch, labels)
 
     # What transformers asks its subclasses
 
@@ -120,17 +130,14 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
     ) -> Any:
         """The loss of the global batch, of which ``inputs`` are this rank's part."""
         with self.accelerator.autocast():
-            found = self.parallel(dict(inputs))
+            found = self.parallel(_with_labels(inputs, num_items_in_batch))
         loss = found[0] if isinstance(found, tuple) else found
         return (loss, {"loss": loss}) if return_outputs else loss
 
-    def train(self, resume_from_checkpoint: Any = None, **named: Any) -> Any:
-        if resume_from_checkpoint:
-            raise UsageError(
-                "train(resume_from_checkpoint=...): what was saved has no optimizer; load a checkpoint of "
-                "sw.checkpoint.save into trainer.parallel before, or begin from the folder by from_pretrained"
-            )
-        return super().train(**named)
+    def training_step(self, *args: Any, **named: Any) -> Any:
+        """Forward and backward of one batch; gradients are reduced with the last one of a step."""
+        with nullcontext() if self.accelerator.sync_gradients else self.parallel.accumulate():
+            return super().training_step(*args, **named)
 
     def predict(self, *_: Any, **__: Any) -> NoReturn:
         raise UsageError(
@@ -158,6 +165,60 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
                     processing.save_pretrained(target)
                     break
             torch.save(self.args, os.path.join(target, "training_args.bin"))
+
+    # A run that goes on
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """All ranks write their parts of the run."""
+        save(
+            os.path.join(output_dir, _RUN), self.parallel, self._own_optimizer(), step=self.state.global_step,
+            scheduler=self.lr_scheduler, extra={"samples": self._samples_of_a_step()},
+        )  # fmt: skip
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        """Nothing: they are saved with the run."""
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Nothing yet: the model is loaded with the optimizer. Raises `UsageError` where that will not do."""
+        if not all(from_all_ranks(os.path.isdir(os.path.join(resume_from_checkpoint, _RUN)))):
+            raise UsageError(
+                f"train(resume_from_checkpoint={str(resume_from_checkpoint)!r}): what was saved has no optimizer, or "
+                "another Trainer saved it; begin from it by from_pretrained, and leave out save_only_model=True for "
+                "runs that are to go on"
+            )
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        loaded = load(os.path.join(checkpoint, _RUN), self.parallel, self._own_optimizer(), scheduler=self.lr_scheduler)
+        self._random = random_state()
+        before, now = loaded.extra["samples"], self._samples_of_a_step()
+        if before != now and not self.args.ignore_data_skip:
+            raise UsageError(
+                f"{checkpoint} was saved with {before} samples in a step, and {self.ranks} ranks now take {now}, by "
+                "which other samples would come next; choose per_device_train_batch_size and "
+                f"gradient_accumulation_steps so that they are {before}, or begin anew with ignore_data_skip=True"
+            )
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """As they were saved; since then loaders have drawn."""
+        if checkpoint is not None:
+            put_random_state(self._random)
+
+    def _load_best_model(self) -> None:
+        load_state(self.state.best_model_checkpoint, self.parallel)
+
+    def _own_optimizer(self) -> Any:
+        return getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate has wrapped it
+
+    def _samples_of_a_step(self) -> int:
+        size: int = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
+        return size * self.ranks
+
+
+def _with_labels(batch: Mapping[str, Any], labels: Any) -> dict[str, Any]:
+    """A batch for a model that divides its loss by the number of labels, of all batches of a step; if it does."""
+    return dict(batch) if labels is None else {**batch, "num_items_in_batch": labels}
 
 
 class _WholeBatches(IterableDataset[Any]):
