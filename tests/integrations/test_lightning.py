@@ -41,6 +41,18 @@ def module(step=None):
             x, y = batch
             self.log("val_loss", nn.functional.cross_entropy(self.net(x), y))
 
+        def test_step(self, batch):
+            x, y = batch
+            wrong = (self.net(x).argmax(1) != y).double()
+            self.log_dict({"wrong": wrong.mean(), "most": wrong.sum()}, reduce_fx="max")
+            return wrong
+
+        def on_test_batch_end(self, outputs, batch, batch_idx):
+            self.seen.append(outputs.sum().item())
+
+        def predict_step(self, batch, batch_idx):
+            return self.net(batch[0])
+
         def on_train_batch_end(self, outputs, batch, batch_idx):
             self.seen.append(outputs["loss"].item())
 
@@ -52,11 +64,11 @@ def module(step=None):
     return Module().double()
 
 
-def data(shuffle):
+def data(shuffle, samples=40):
     import torch
     from torch.utils.data import DataLoader, TensorDataset
 
-    x = torch.randn(40, 16, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(samples, 16, generator=torch.Generator().manual_seed(1))
     return DataLoader(TensorDataset(x, (x[:, :4]).argmax(1)), batch_size=8, shuffle=shuffle)
 
 
@@ -65,13 +77,14 @@ def as_launched():
     warnings.simplefilter("ignore")  # its advice about loaders and devices
 
 
-def fitted(folder, strategy, validate=True, **options):
-    """The losses of all steps, what was logged, and a checkpoint."""
+def fitted(folder, strategy):
+    """The losses of all steps, what validation, test and prediction gave, and how training goes on elsewhere."""
     import lightning.pytorch as pl
     import torch
 
     torch.set_num_threads(1)
     as_launched()
+    options = {}
     if strategy is not None:
         from shardwright.integrations.lightning import ShardwrightStrategy
 
@@ -83,11 +96,14 @@ def fitted(folder, strategy, validate=True, **options):
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_progress_bar=False, default_root_dir=folder,
         enable_model_summary=False, gradient_clip_val=1.0, enable_checkpointing=False, accumulate_grad_batches=2,
-        limit_val_batches=1.0 if validate else 0, num_sanity_val_steps=0, **options,
+        **options,
     )  # fmt: skip
-    trainer.fit(own, data(shuffle=True), data(shuffle=False))
+    some = data(False, 36)  # whose last batch is smaller
+    trainer.fit(own, data(shuffle=True), some)
     trainer.save_checkpoint(f"{folder}/last.ckpt")
     metrics = {name: value.item() for name, value in trainer.callback_metrics.items()}
+    [validated], [tested] = trainer.validate(own, some, verbose=False), trainer.test(own, some, verbose=False)
+    predicted = torch.cat(trainer.predict(own, some)).flatten().tolist()
     again = module()
     further = pl.Trainer(
         accelerator="cpu", devices=1, max_epochs=3, logger=False, enable_progress_bar=False, default_root_dir=folder,
@@ -96,24 +112,24 @@ def fitted(folder, strategy, validate=True, **options):
     )  # fmt: skip
     torch.manual_seed(9)
     further.fit(again, data(shuffle=True), ckpt_path=f"{folder}/last.ckpt")
-    return own.seen + again.seen, metrics
+    return own.seen + again.seen + predicted, metrics | {"validated": validated["val_loss"]} | tested
 
 
 @pytest.mark.parametrize(
-    ("ranks", "options", "validate"),
+    ("ranks", "options"),
     [
-        (2, {"mode": "data"}, True),
-        (2, {"mode": "auto", "mesh": "tp=2", "search": "propagation", "inputs": "whole"}, False),
-        (4, {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}, False),
+        (2, {"mode": "data"}),
+        (2, {"mode": "auto", "mesh": "tp=2", "search": "propagation", "inputs": "whole"}),
+        (4, {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}),
     ],
     ids=["data", "split", "4"],
 )
-def test_the_losses_are_those_of_one_device(tmp_path, ranks, options, validate):
+def test_the_losses_are_those_of_one_device(tmp_path, ranks, options):
     for name in ("alone", "ranks"):
         (tmp_path / name).mkdir()
-    [(expected, logged)] = run_ranks(1, fitted, str(tmp_path / "alone"), None, validate, timeout=180)
-    assert len(expected) == 15
-    for losses, metrics in run_ranks(ranks, fitted, str(tmp_path / "ranks"), options, validate, timeout=180):
+    [(expected, logged)] = run_ranks(1, fitted, str(tmp_path / "alone"), None, timeout=180)
+    assert len(expected) == 10 + 5 + 5 + 36 * 4
+    for losses, metrics in run_ranks(ranks, fitted, str(tmp_path / "ranks"), options, timeout=180):
         assert losses == pytest.approx(expected, rel=0, abs=1e-9)
         assert metrics == pytest.approx(logged, rel=0, abs=1e-9)
 
@@ -129,6 +145,46 @@ def by_epoch(own, batch, batch_idx):
 def a_number(own, batch, batch_idx):
     own.log("rate", 0.1)
     return own.net(batch[0]).sum()
+
+
+def counting(own, batch, batch_idx):
+    own.count = own.count + own.net(batch[0]).sum()
+
+
+def printing(own, batch, batch_idx):
+    own.log("rate", own.net(batch[0]).sum() * batch_idx)
+
+
+def refused_split(folder):
+    import lightning.pytorch as pl
+    import torch
+
+    from shardwright.integrations.lightning import ShardwrightStrategy
+
+    as_launched()
+    strategy = ShardwrightStrategy(mode="auto", mesh="tp=2", search="propagation", inputs="whole")
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False, default_root_dir=folder,
+        enable_model_summary=False, enable_checkpointing=False, limit_val_batches=0, strategy=strategy,
+    )  # fmt: skip
+    own = module()
+    trainer.fit(own, data(shuffle=False))
+    own.count = torch.zeros(())
+    found = []
+    for step in (counting, printing):
+        type(own).test_step = step
+        try:
+            trainer.test(own, data(shuffle=False), verbose=False)
+        except ShardwrightError as error:
+            found.append(str(error))
+    return found
+
+
+def test_a_step_that_cannot_be_captured_is_refused_where_parameters_are_split(tmp_path):
+    for counted, printed in run_ranks(2, refused_split, str(tmp_path), timeout=100):
+        assert "test_step changes count, which a captured step would not do again; log what is to be" in counted
+        assert "test_step is captured because parameters are split over the ranks: leave it out" in counted
+        assert "test_step asks for batch_idx" in printed
 
 
 def refused(folder):

@@ -3,13 +3,14 @@
     Trainer(strategy=ShardwrightStrategy(mode="auto"), devices=1)
 
 ``training_step`` is captured once as the loss function, and what it logs comes out of the graph beside the loss. Every
-rank reads the whole of each batch, which is the global one, and computes its part of it.
+rank reads the whole of each batch, which is the global one, and computes its part of it. The steps for validation, test
+and prediction are captured where parameters are split; where none is, each rank runs them as they are.
 """
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -22,6 +23,7 @@ from shardwright.errors import CaptureError, UsageError
 from shardwright.integrations.first_batch import first_batch
 from shardwright.run.model import ParallelModel
 from shardwright.run.parallel import parallelize
+from shardwright.torch_private import tree_map
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import init
 
@@ -36,6 +38,10 @@ except ImportError:
         raise UsageError("Lightning is not installed; type pip install 'shardwright[lightning]'") from error
 
 _OURS = ("batch", "predict_fn")
+_INSTEAD = (
+    "{0} is captured because parameters are split over the ranks: leave it out (limit_val_batches=0) and try the saved "
+    "checkpoint on one device, or type mode='data', which splits none and runs it as it is"
+)
 
 
 class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not read by the type checker
@@ -60,7 +66,7 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
         super().__init__()
         self._world = init()
         self._options = {"mode": mode, **options}
-        self._logged: dict[str, dict[str, Any]] = {}
+        self._noted = _Noted()
         self.parallel: ParallelModel | None = None
         self.global_rank, self.local_rank = self._world.rank, self._world.local_rank
         self.node_rank, self.world_size = 0, self._world.size
@@ -94,8 +100,14 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
         if self.parallel is not None:
             self.parallel.close()
         with self.precision_plugin.train_step_context():
-            self.parallel = parallelize(module, self._loss_of, self._sample(trainer), batch="global", **self._options)
-        self._logged = from_all_ranks(self._logged)[0]  # who captured knows how each value is to be logged
+            self.parallel = parallelize(
+                module,
+                self._loss_of,
+                self._sample(trainer),
+                batch="global",
+                predict_fn=self._outputs_of,
+                **self._options,
+            )
 
     def _sample(self, trainer: Any) -> Any:
         trainer.fit_loop.setup_data()
@@ -108,58 +120,85 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
 
     def _loss_of(self, module: Any, batch: Any) -> tuple[Tensor, dict[str, Tensor]]:
         """The loss function that is captured: the training step, with what it logs."""
-        logged: dict[str, Tensor] = {}
-
-        def log(name: str, value: Any, **how: Any) -> None:
-            if not isinstance(value, Tensor):
-                raise CaptureError(
-                    f"training_step logs {name}={value!r}, which is no tensor: a captured step would log this number "
-                    "for ever; log it in on_train_batch_end, or as a tensor that is computed from the batch"
-                )
-            logged[name], self._logged[name] = value.detach(), how
-
-        with _in_place_of(module, "log", log), _in_place_of(module, "_trainer", _Unknown("trainer")):
-            result = module.training_step(batch, *self._more(module))
+        result, logged = self._ran(module, "training_step", batch)
         loss = result["loss"] if isinstance(result, Mapping) else result
         if not isinstance(loss, Tensor):
             raise CaptureError(f"training_step returned {loss!r} for a loss; expected a tensor, or a dict with 'loss'")
         return loss, logged
 
-    @staticmethod
-    def _more(module: Any) -> list[Any]:
-        """What Lightning passes beside the batch, where the training step takes it."""
-        names = list(inspect.signature(module.training_step).parameters)[1:]
-        return [_Unknown(name) for name in names[:1]]
+    def _outputs_of(self, module: Any, asked: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
+        """What is captured of another step: what it returns, in a tuple that is empty for None, and what it logs."""
+        before = _attributes(module)
+        result, logged = self._ran(module, asked["step"], asked["batch"], *asked["more"])
+        for name, value in _attributes(module).items():
+            if name not in before or before[name][0] is not value[0] or len(before[name]) != len(value):
+                raise CaptureError(
+                    f"{asked['step']} changes {name}, which a captured step would not do again; log what is to be "
+                    "counted as a tensor, or return it, and count it in a hook (on_validation_batch_end)"
+                )
+        return () if result is None else (result,), logged
+
+    def _ran(self, module: Any, step: str, batch: Any, *more: Any) -> tuple[Any, dict[str, Tensor]]:
+        """What a step of the module returns and logs; ``more`` is what it takes behind the number of the batch."""
+        logged: dict[str, Tensor] = {}
+
+        def log(name: str, value: Any, **how: Any) -> None:
+            if not isinstance(value, Tensor):
+                raise CaptureError(
+                    f"{step} logs {name}={value!r}, which is no tensor: a captured step would log this number for "
+                    "ever; log it in a hook, as on_train_batch_end, or as a tensor that is computed from the batch"
+                )
+            logged[name] = value.detach()
+            self._noted.note(step, name, how)
+
+        method = getattr(module, step)
+        index = [_Unknown(step, "batch_idx")] if len(inspect.signature(method).parameters) > 1 else []
+        with _in_place_of(module, "log", log), _in_place_of(module, "_trainer", _Unknown(step, "trainer")):
+            return method(batch, *index, *more), logged
+
+    def _log(self, step: str, logged: Mapping[str, Tensor]) -> None:
+        for name, how in self._noted.of(step, logged).items():
+            self.lightning_module.log(name, logged[name], **how)
 
     def training_step(self, *args: Any, **named: Any) -> Any:
         assert self.parallel is not None
         batch = named["batch"] if "batch" in named else args[0]
         with self.precision_plugin.train_step_context():
             loss, logged = self.parallel(batch)
-        for name, value in logged.items():
-            self.lightning_module.log(name, value, **self._logged.get(name, {}))
+        self._log("training_step", logged)
         return loss
 
     def validation_step(self, *args: Any, **named: Any) -> Any:
-        self._refuse_split("validation_step")
-        return super().validation_step(*args, **named)
+        return self._other_step("validation_step", self.precision_plugin.val_step_context(), args, named)
 
     def test_step(self, *args: Any, **named: Any) -> Any:
-        self._refuse_split("test_step")
-        return super().test_step(*args, **named)
+        return self._other_step("test_step", self.precision_plugin.test_step_context(), args, named)
 
     def predict_step(self, *args: Any, **named: Any) -> Any:
-        self._refuse_split("predict_step")
-        return super().predict_step(*args, **named)
+        return self._other_step("predict_step", self.precision_plugin.predict_step_context(), args, named)
 
-    def _refuse_split(self, step: str) -> None:
-        """These run by hand, which split parameters do not allow."""
-        split = next((name for name, p in self.lightning_module.named_parameters() if isinstance(p, DTensor)), None)
-        if split is not None:
-            raise UsageError(
-                f"{step} is not captured, and {split} is split over the ranks; train without it "
-                "(limit_val_batches=0) and try the saved checkpoint on one device, or type mode='data'"
-            )
+    def _other_step(self, step: str, context: Any, args: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+        """A step other than that of the training: as it is where every rank has the whole module."""
+        if not self._is_split():
+            return getattr(super(), step)(*args, **named)
+        with context:
+            return self._outputs(step, *args, *named.values())
+
+    def _is_split(self) -> bool:
+        return self.parallel is not None and any(isinstance(p, DTensor) for p in self.lightning_module.parameters())
+
+    def _outputs(self, step: str, batch: Any, index: Any = None, *more: Any) -> Any:
+        """What a step that is captured returns, whole on every rank."""
+        assert self.parallel is not None
+        # A program that is made here serves the training, too, where tensors of the inference mode are refused.
+        with torch.inference_mode(False):
+            asked = {"step": step, "batch": tree_map(_ordinary, batch), "more": list(more)}
+            try:
+                result, logged = self.parallel.predict(asked)
+            except CaptureError as error:
+                raise CaptureError(f"{error}\n{_INSTEAD.format(step)}") from error
+        self._log(step, logged)
+        return result[0] if result else None
 
     # Checkpoints have whole tensors, as those of one device
 
@@ -225,16 +264,36 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
         return torch.stack([theirs.to(tensor.device) for theirs in from_all_ranks(tensor.detach().cpu())])
 
 
+class _Noted:
+    """How values are to be logged, which the rank that captures a step finds out, by step and name."""
+
+    def __init__(self) -> None:
+        self._mine: dict[tuple[str, str], dict[str, Any]] = {}
+        self._everyones: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def note(self, step: str, name: str, how: dict[str, Any]) -> None:
+        """Note what the module said while it was captured, on this rank or on another one."""
+        self._mine[step, name] = how
+
+    def of(self, step: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """How a step logs each name; every rank asks for the same."""
+        wanted = {name: (step, name) for name in names}
+        if any(key not in self._everyones for key in wanted.values()):
+            self._everyones = from_all_ranks(self._mine)[0]  # it is rank 0 that captures
+        return {name: self._everyones[key] for name, key in wanted.items()}
+
+
 class _Unknown:
     """Something that differs from step to step, and that a captured step would keep as it was when it was captured."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, step: str, name: str) -> None:
+        object.__setattr__(self, "_step", step)
         object.__setattr__(self, "_name", name)
 
     def _refuse(self, *_: Any, **__: Any) -> NoReturn:
         raise CaptureError(
-            f"training_step asks for {self._name}, which changes from step to step: it is captured once, and would go "
-            "on with the first answer; do in a hook what depends on it (on_train_batch_start, on_train_epoch_start)"
+            f"{self._step} asks for {self._name}, which changes from step to step: it is captured once, and would go "
+            "on with the first answer; do in a hook what depends on it (on_train_batch_start, on_validation_batch_end)"
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -257,6 +316,19 @@ def _in_place_of(module: Any, name: str, value: Any) -> Iterator[None]:
             vars(module)[name] = before
         else:
             del vars(module)[name]
+
+
+def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
+    """The attributes of a module and of those in it, but for buffers: each value, and of a list what is in it."""
+    return {
+        f"{path}.{name}".lstrip("."): (value, *(value if isinstance(value, list) else ()))
+        for path, inner in module.named_modules()
+        for name, value in vars(inner).items()
+    }
+
+
+def _ordinary(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) and value.is_inference() else value
 
 
 def _whole(value: Any) -> Any:
