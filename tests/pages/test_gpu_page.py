@@ -1,4 +1,4 @@
-"""The page about GPUs names the steps that there are, and those of its commands that start nothing are understood."""
+"""The page about GPUs names the steps that there are, of a script that runs them one by one."""
 
 import importlib.util
 import re
