@@ -5,24 +5,11 @@ import signal
 
 import pytest
 
-from hosts import host_network
 from launching import COMMAND, wait_until
-from many_hosts import BOTH, PYTHON, SLEEP, STUBBORN, jobs_on
+from many_hosts import BOTH, PYTHON, SLEEP, STUBBORN
 
 pytestmark = pytest.mark.slow
 ON = ["-H", "host1,host2"]
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
-        yield network
-
-
-@pytest.fixture
-def job(network, tmp_path):
-    with jobs_on(network, tmp_path) as job:
-        yield job
 
 
 def row(job, name):

@@ -5,9 +5,8 @@ import re
 
 import pytest
 
-from hosts import host_network
 from launching import wait_until
-from many_hosts import BOTH, PYTHON, jobs_on
+from many_hosts import BOTH, PYTHON
 
 pytestmark = pytest.mark.slow
 TRAIN = """
@@ -18,18 +17,6 @@ TRAIN = """
         pulse.begin_step()
         time.sleep(0.1)
 """
-
-
-@pytest.fixture(scope="module")
-def network(tmp_path_factory):
-    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
-        yield network
-
-
-@pytest.fixture
-def job(network, tmp_path):
-    with jobs_on(network, tmp_path) as job:
-        yield job
 
 
 def test_ranks_on_other_hosts_are_told_of_here_and_read_by_ssh(job):

@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from shardwright.errors import PlanError
-from shardwright.report.pages.page import page_of
+from shardwright.report.pages.page import page_of, save_page
 from shardwright.report.plans.document import PlanDocument
-from shardwright.whole_file import write_whole
 
 
 def in_html(document: PlanDocument) -> str:
@@ -21,8 +20,4 @@ def save_html(document: PlanDocument, path: str | Path) -> None:
     Raises:
         PlanError: where it cannot be written.
     """
-    text = in_html(document)
-    try:
-        write_whole(Path(path), lambda draft: draft.write_text(text, encoding="utf-8", errors="replace"))
-    except OSError as error:
-        raise PlanError(f"cannot write the page {path}: {error.strerror}") from error
+    save_page(in_html(document), Path(path), PlanError)

@@ -1,18 +1,10 @@
-"use strict";
 // One page about the plans of one graph. `told` is what document.py wrote; the first plan is what the page is about.
-const told = JSON.parse(document.getElementById("told").textContent);
 const names = Object.keys(told.plans), heads = Object.values(told.plans);
-const $ = (id) => document.getElementById(id);
 const MOST_FOUND = 400; // rows that a search shows
 
 // ---- words
 
-const unit = (number, steps) => {
-  const [name, factor] = steps.find(([, factor]) => number >= 0.9995 * factor) ?? steps[steps.length - 1];
-  return `${(number / factor).toPrecision(3)} ${name}`.replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ");
-};
 const inTime = (s) => (s < 1e-12 ? "0" : unit(s, [["s", 1], ["ms", 1e-3], ["µs", 1e-6], ["ns", 1e-9]]));
-const inBytes = (n) => (n === 0 ? "0" : unit(n, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]));
 const short = (op) => op.split(".")[1] ?? op;
 const meshText = (mesh) => Object.entries(mesh).map(([name, size]) => `${name}=${size}`).join(" ");
 const sizeOf = (plan, axes) => axes.reduce((product, axis) => product * heads[plan].atoms[axis], 1);
@@ -21,22 +13,6 @@ const strategy = (plan, way) => {
   const side = (tensors) => tensors.map((tensor) => slices(plan, tensor)).join(" ") || "-";
   return `${side(way.operands)} → ${side(way.results)}`;
 };
-
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key in made && key !== "list") made[key] = value; else made.setAttribute(key, value);
-  }
-  made.append(...children);
-  return made;
-}
-
-function drawn(name, attributes, text = "") {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.textContent = text;
-  return made;
-}
 
 // ---- the head
 
@@ -58,8 +34,6 @@ const KINDS = {
   parameters: "parameters", gradients: "gradients", optimizer: "states of the optimizer",
   activations: "kept for the backward", buffers: "buffers", recomputed: "computed again",
 };
-const COLOURS = ["--one", "--two", "--three", "--four", "--five", "--six", "--seven"];
-const colour = (i) => `var(${COLOURS[i % COLOURS.length]})`;
 
 function showHeld() {
   const kinds = [...new Set(heads.flatMap((head) => Object.keys(head.held_bytes)))].filter((kind) => kind !== "total");

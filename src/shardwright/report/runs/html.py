@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import UsageError
-from shardwright.report.pages.page import page_of
-from shardwright.whole_file import write_whole
+from shardwright.report.pages.page import page_of, save_page
 
 
 def save_html(document: dict[str, Any], path: Path) -> None:
@@ -17,7 +16,4 @@ def save_html(document: dict[str, Any], path: Path) -> None:
         UsageError: where it cannot be written.
     """
     text = page_of("shardwright.report.runs", str(document["job"]), document)
-    try:
-        write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8", errors="replace"))
-    except OSError as error:
-        raise UsageError(f"cannot write the page {path}: {error.strerror}") from error
+    save_page(text, path, UsageError)

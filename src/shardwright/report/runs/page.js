@@ -1,36 +1,13 @@
-"use strict";
 // One page about one run. `told` is what document.py wrote.
-const told = JSON.parse(document.getElementById("told").textContent);
-const $ = (id) => document.getElementById(id);
 const plan = told.plan, ranks = told.ranks;
 const telling = ranks.filter((rank) => rank.mean);
 
 // ---- words
 
-const unit = (number, steps) => {
-  const [name, factor] = steps.find(([, factor]) => number >= 0.9995 * factor) ?? steps[steps.length - 1];
-  return `${(number / factor).toPrecision(3)} ${name}`.replace(/(\.\d*?)0+ /, "$1 ").replace(". ", " ");
-};
 const inTime = (s) => (s === undefined || s === null ? "-" : s < 1e-12 ? "0" : unit(s, [["s", 1], ["ms", 1e-3], ["µs", 1e-6]]));
-const inBytes = (n) => (n === undefined || n === null ? "-" : n < 1 ? "0" : unit(n, [["TB", 1e12], ["GB", 1e9], ["MB", 1e6], ["kB", 1e3], ["B", 1]]));
 const number = (n) => (n === undefined || n === null ? "-" : Number(n.toPrecision(5)).toString());
 const clock = (s) => `${Math.floor(s / 3600)}:${String(Math.floor(s / 60) % 60).padStart(2, "0")}:${String(Math.floor(s) % 60).padStart(2, "0")}`;
 const plural = (n, word) => `${n} ${word}${n === 1 ? "" : "s"}`;
-
-function element(name, attributes = {}, ...children) {
-  const made = document.createElement(name);
-  for (const [key, value] of Object.entries(attributes)) {
-    if (key in made) made[key] = value; else made.setAttribute(key, value);
-  }
-  made.append(...children);
-  return made;
-}
-function drawn(name, attributes, text = "") {
-  const made = document.createElementNS("http://www.w3.org/2000/svg", name);
-  for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
-  made.textContent = text;
-  return made;
-}
 
 // ---- the head
 
@@ -52,7 +29,6 @@ function showHead() {
 
 // ---- curves
 
-const COLOURS = ["--one", "--two", "--three", "--four", "--five", "--six", "--seven"];
 // Round numbers between which the values lie.
 function ticks(low, high, most) {
   const span = high - low || Math.abs(high) || 1, raw = span / most, power = 10 ** Math.floor(Math.log10(raw));
@@ -82,7 +58,7 @@ function chart(id, series, say, fromZero) {
   }
   picture.append(drawn("text", { x: width - right, y: height - 2, "text-anchor": "end" }, "step"));
   series.forEach((one, i) => {
-    const stroke = one.colour ?? `var(${COLOURS[i % COLOURS.length]})`;
+    const stroke = one.colour ?? colour(i);
     if (one.dots || one.points.length === 1) {
       for (const [step, value] of one.points) picture.append(drawn("circle", { cx: x(step), cy: y(value), r: 3.5, fill: stroke }));
     } else {
@@ -103,7 +79,7 @@ function chart(id, series, say, fromZero) {
   const legend = element("p", { className: "legend" });
   series.slice(0, 12).forEach((one, i) => {
     const key = element("i");
-    key.style.background = one.colour ?? `var(${COLOURS[i % COLOURS.length]})`;
+    key.style.background = one.colour ?? colour(i);
     legend.append(element("span", {}, key, ` ${one.name}`), " ");
   });
   if (series.length > 12) legend.append(`and ${series.length - 12} more`);
