@@ -103,6 +103,8 @@ REFUSED = [
     (["--print", "mpirun", "-H", "me@a:1,b:1", "train.py"], "me@: mpirun logs in as ~/.ssh/config says"),
     (["--print", "mpirun", "-n", "2", "--elastic", "--max-restarts", "1", "no.py"], "the script no.py does not exist"),
     (["--print", "slurm", "--image", "x", "train.py"], "--image x is for --print k8s; leave it out"),
+    (["--print", "slurm", "-n", "2", "--grace", "nan", "train.py"], "--grace nan is no time; type the seconds"),
+    (["--print", "slurm", "-n", "2", "--grace", "inf", "train.py"], "--grace inf: Slurm tells a job at most 65535 s"),
     (["--image", "x", "train.py"], "--image is for --print k8s"),
 ]
 

@@ -20,6 +20,7 @@ from shardwright.hosts.hosts import Host, Hosts
 from shardwright.hosts.rank_table import read_rank_table
 from shardwright.launch.asked.carrier_facts import SRUN
 from shardwright.launch.asked.host_options import read_count
+from shardwright.launch.asked.options import check_numbers
 from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.carriers.agent_connection import AgentConnection
 from shardwright.launch.carriers.packed import BOOT
@@ -35,6 +36,7 @@ _SRUN = (
 _KEPT = frozenset({"SLURM_CONF", "SLURM_JOB_ID", "SLURM_CLUSTERS", "SLURM_WORKING_CLUSTER", "SLURM_JWT"})
 # What Slurm says to each node by itself.
 _OF_A_NODE = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK", "GPU_DEVICE_ORDINAL"})
+_EARLIEST_S = 65_535  # that --signal takes
 _NO_SUCH_NODE = ("node configuration is not available", "Invalid node name", "not in this job", "nodes are not in")
 
 
@@ -93,6 +95,12 @@ def batch_script(words: Sequence[str], request: LaunchRequest) -> str:
     """
     if not request.arguments:
         raise UsageError("nothing to launch; type --print slurm -n 8 train.py ARGS")
+    check_numbers(request)
+    if 2 * request.grace_s > _EARLIEST_S:
+        raise UsageError(
+            f"--grace {request.grace_s:g}: Slurm tells a job at most {_EARLIEST_S} s before its time is over; type "
+            f"at most {_EARLIEST_S // 2}"
+        )
     table = None if request.rank_table is None else read_rank_table(Path(request.rank_table))
     hosts, _ = request.where.named(table)
     count = table.size if table is not None else read_count(request.ranks)
