@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Protocol
 
-from shardwright.steps import Steps, own_steps
+from shardwright.steps import Steps, own_steps, told_to_us
 
 PULSE_VARIABLE = "SHARDWRIGHT_PULSE"
 # Ignored unless somebody handles it, and hardly anybody does: it tells of out-of-band data on sockets.
@@ -215,7 +215,7 @@ NOWHERE = site("", 0)
 
 def own_pulse() -> Pulse:
     """Of this process; from now on it answers `STACK_SIGNAL` with its stacks."""
-    return open_pulse(os.environ.get(PULSE_VARIABLE))
+    return open_pulse(told_to_us(PULSE_VARIABLE))
 
 
 @cache

@@ -20,6 +20,8 @@ from functools import cache
 from typing import Any, Protocol
 
 STEPS_VARIABLE = "SHARDWRIGHT_STEPS"
+TELLS_VARIABLE = "SHARDWRIGHT_TELLS"
+"""The LOCAL_RANK of the process that tells for all on its host, where torchrun has started several in place of one."""
 _OFTEN_S, _SELDOM_S = 1.0, 10.0  # between two lines, at the beginning of a run and in a long one
 _LINES_OF_A_RUN = 600  # after so many seconds they become fewer
 _LONGEST_LINE_BYTES = 4096  # what a pipe takes in one piece
@@ -155,10 +157,16 @@ class Steps:
             self.tell(line | {"loss": loss.value()})
 
 
+def told_to_us(variable: str) -> str | None:
+    """The value of a variable that the supervisor has set, unless another process is to answer to it."""
+    tells = os.environ.get(TELLS_VARIABLE)
+    return os.environ.get(variable) if tells in (None, os.environ.get("LOCAL_RANK")) else None
+
+
 @cache
 def own_steps() -> Steps:
     """Of this process."""
-    steps = Steps(_writer(os.environ.get(STEPS_VARIABLE)))
+    steps = Steps(_writer(told_to_us(STEPS_VARIABLE)))
     if steps.told:
         atexit.register(steps.finish)
     return steps

@@ -10,7 +10,7 @@ from many_hosts import jobs_on_hosts
 from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.carriers.torchrun import one_per_host
 from shardwright.launch.host.program import Program
-from shardwright.steps import STEPS_VARIABLE
+from shardwright.steps import STEPS_VARIABLE, TELLS_VARIABLE, told_to_us
 
 SUM = """
     import os, sys
@@ -76,10 +76,18 @@ def test_what_is_printed_for_this_host_is_run_by_a_shell_or_by_us(launching):
     assert seen(launching, 2) == by_shell
 
 
-def test_ranks_of_torchrun_tell_nothing_as_if_they_were_one():
+def test_of_the_ranks_of_a_torchrun_the_first_tells(monkeypatch):
     options = LaunchOptions(Program("script", ("train.py",)), ranks=2)
     _, _, text, *_ = one_per_host(options).program.arguments
-    assert STEPS_VARIABLE in text.partition("exec")[0].partition("unset ")[2]
+    name, _, value = text.partition(";")[0].removeprefix("export ").partition("=")
+    assert name == TELLS_VARIABLE
+    monkeypatch.setenv(STEPS_VARIABLE, "pipe")
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert told_to_us(STEPS_VARIABLE) == "pipe"
+    monkeypatch.setenv(TELLS_VARIABLE, value)
+    assert told_to_us(STEPS_VARIABLE) is None
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    assert told_to_us(STEPS_VARIABLE) == "pipe"
 
 
 @pytest.mark.slow
@@ -107,3 +115,28 @@ def test_what_is_printed_for_two_hosts_is_run_there_by_hand_or_by_us(tmp_path):
         ended = job.run(*words, "--run", killed, timeout_s=60)
         assert ended.code == 137, ended.stderr
         assert "failed first: rank 2 of the ranks that torchrun has started was killed by SIGKILL" in ended.stderr
+
+
+HANG = """
+    import os, time
+    from shardwright.pulse import own_pulse
+    pulse = own_pulse()
+    def stands_still():
+        time.sleep(100)
+    def goes_on():
+        while True:
+            pulse.begin_step()
+            time.sleep(0.1)
+    pulse.begin_step()
+    stands_still() if os.environ["LOCAL_RANK"] == "0" else goes_on()
+"""
+
+
+@pytest.mark.slow
+def test_the_first_rank_of_a_torchrun_answers_where_it_is(launching):
+    words = ["-n", "2", "--via", "torchrun", "--run", "--stall-timeout", "5", "--grace", "1"]
+    ended = launching.run(*words, launching.write("train.py", HANG), timeout_s=100)
+    assert ended.code == 124, ended.stderr
+    stacks = (launching.folder / "log_output/1/stall-1.txt").read_text()
+    assert "stands_still" in stacks
+    assert "goes_on" not in stacks

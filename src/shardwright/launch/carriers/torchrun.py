@@ -15,13 +15,14 @@ from shardwright.hosts.hosts import Hosts
 from shardwright.hosts.placement import Placement
 from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.host.program import Program
-from shardwright.steps import STEPS_VARIABLE
+from shardwright.steps import TELLS_VARIABLE
 
 PORT = 29500  # torchrun's own habit
 MODULE = "torch.distributed.run"
-# The launcher's variables say where the torchruns meet. The steps that it listens to are those of one rank.
+# The launcher's variables say where the torchruns meet. It listens to one rank of each, the first.
 _RUN = (
-    'unset {steps}; {unset}exec "$TORCHRUN_PYTHON" -m torch.distributed.run --nnodes="$WORLD_SIZE" --node-rank="$RANK" '
+    'export {tells}=0; {unset}exec "$TORCHRUN_PYTHON" -m torch.distributed.run '
+    '--nnodes="$WORLD_SIZE" --node-rank="$RANK" '
     '--nproc-per-node="$TORCHRUN_RANKS" --master-addr="$MASTER_ADDR" --master-port="$MASTER_PORT" "$@"'
 )
 
@@ -51,7 +52,7 @@ def command_lines(options: LaunchOptions) -> str:
 def one_per_host(options: LaunchOptions) -> LaunchOptions:
     """The job whose ranks are torchruns, one for each host."""
     set_by_user = "OMP_NUM_THREADS" in os.environ | options.environment
-    text = _RUN.format(steps=STEPS_VARIABLE, unset="" if set_by_user else "unset OMP_NUM_THREADS; ")
+    text = _RUN.format(tells=TELLS_VARIABLE, unset="" if set_by_user else "unset OMP_NUM_THREADS; ")
     program = Program("program", ("sh", "-c", text, "torchrun", *program_words(options.program)))
     job = replace(options, program=program, preload=False, bind=False, by_torchrun=True)
     remote = options.remote
