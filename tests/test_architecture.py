@@ -27,7 +27,7 @@ INSIDE = {
     "cluster": ("programs", "bench", "doctor", "jobs", "watch", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),
 }
-STANDARD_LIBRARY_ONLY = {"errors", "whole_file", "package", "words", "steps", "pulse", "hosts", "launch"}
+STANDARD_LIBRARY_ONLY = {"errors", "whole_file", "package", "words", "steps", "pulse", "hosts", "waiting", "launch"}
 MOST_FILES = 15
 FILES = [p for p in sorted(ROOT.rglob("*.py")) if p.name != "__main__.py" and p != ROOT / "__init__.py"]
 

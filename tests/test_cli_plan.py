@@ -1,18 +1,15 @@
 """`shardwright plan` and `shardwright verify` as people call them: what they print, and their exit codes."""
 
-import io
 import json
 import subprocess
 import sys
 import textwrap
-import time
 from pathlib import Path
 
 import pytest
 
 from shardwright.cli import main
 from shardwright.errors import UsageError
-from shardwright.report.progress import Progress
 from shardwright.verification.build import BuildFunction, as_batches
 
 PAGE = Path(__file__).parents[1] / "docs" / "measuring" / "verify.md"
@@ -94,7 +91,7 @@ def test_a_plan_is_explained_compared_and_printed_as_json(monkeypatch, capsys):
     code, shown, _ = shardwright(monkeypatch, capsys, *command, "--explain", "0.weight")
     assert code == 0
     assert shown.startswith("0.weight: a parameter of shape [32, 8], stored ")
-    assert "\nfully sharded " in shardwright(monkeypatch, capsys, *command, "--compare")[1]
+    assert "\nfully sharded " in shardwright(monkeypatch, capsys, "plan", "--compare", *command[1:])[1]
     code, _, error = shardwright(monkeypatch, capsys, *command, "--json", "--full")
     assert code == 2
     assert "--full, --explain and --json each print something else" in error
@@ -103,21 +100,16 @@ def test_a_plan_is_explained_compared_and_printed_as_json(monkeypatch, capsys):
 def test_a_plan_is_a_page_for_a_browser_beside_another(monkeypatch, capsys):
     command = ["plan", "net.py:build", "--mesh", "dp=2,tp=2", "--hardware", "h100"]
     assert shardwright(monkeypatch, capsys, *command, "--mode", "data", "--save", "other.json")[0] == 0
-    both = ["--beside", "other.json", "--compare", "--html", "plan.html"]
+    both = ["--compare", "other.json", "--compare", "--html", "plan.html"]
     code, shown, error = shardwright(monkeypatch, capsys, *command, *both)
     assert (code, error) == (0, "")
     assert "beside other.json, the other:\nthis plan: mode auto" in shown
     told = json.loads(Path("plan.html").read_text().split('id="told">')[1].split("</script>")[0])
     assert list(told["plans"]) == ["this plan", "other.json", "data parallel", "tensor parallel", "fully sharded"]
-    code, _, error = shardwright(monkeypatch, capsys, *command, "--json", "--beside", "other.json")
+    code, _, error = shardwright(monkeypatch, capsys, *command, "--json", "--compare=other.json")
     assert (code, "--beside adds to a page: leave out --json" in error) == (2, True)
     code, _, error = shardwright(monkeypatch, capsys, *command, "--html", "none/plan.html")
     assert (code, "cannot write the page none/plan.html: No such file" in error) == (2, True)
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
 
 
 def test_devices_on_several_hosts_pay_for_the_links_between_them(monkeypatch, capsys):
@@ -145,21 +137,6 @@ def test_a_plan_keeps_within_the_memory_of_a_device(monkeypatch, capsys):
     code, _, error = shardwright(monkeypatch, capsys, *command, "--memory", "much")
     assert code == 2
     assert "memory is 'much'; expected how many bytes each device may hold" in error
-
-
-def test_who_waits_at_a_terminal_sees_what_is_under_way():
-    terminal, log = Terminal(), io.StringIO()
-    with Progress(terminal, after_s=0.0) as progress, Progress(log, after_s=0.0):
-        progress.stage("planning")
-        deadline_s = time.monotonic() + 20
-        while "planning: " not in terminal.getvalue() and time.monotonic() < deadline_s:
-            time.sleep(0.01)
-    assert "planning: " in terminal.getvalue()
-    assert terminal.getvalue().endswith("\r\x1b[K")
-    assert log.getvalue() == ""
-    with Progress(terminal := Terminal(), after_s=60.0):
-        pass
-    assert terminal.getvalue() == ""
 
 
 def test_a_model_larger_than_any_memory_is_planned(monkeypatch, capsys):

@@ -18,6 +18,7 @@ ROOMS = (
     "steps",
     "pulse",
     "hosts",
+    "waiting",
     "launch",
     "torch_private",
     "backends",

@@ -28,3 +28,13 @@ def on_a_clock(seconds: float) -> str:
     """
     minutes, rest = divmod(int(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+def drawn(text: str, columns: int) -> str:
+    """What a terminal is sent to show a line in place of the one in which the cursor is, and stays; cut to its width,
+    of which a terminal may say that it is 0.
+
+    >>> drawn("saving: 3 s", 8)
+    '\\r\\x1b[Ksaving:'
+    """
+    return f"\r\x1b[K{''.join(letter if letter.isprintable() else '?' for letter in text)[: (columns or 80) - 1]}"

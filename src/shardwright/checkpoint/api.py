@@ -36,6 +36,7 @@ from shardwright.checkpoint.whole_run.run_state import (
     whole_state,
 )
 from shardwright.errors import UsageError
+from shardwright.waiting import waiting_for
 from shardwright.world.agreement import from_rank_zero, together
 from shardwright.world.ranks import ranks_by_messages
 
@@ -95,8 +96,17 @@ class Checkpoints:
         config: str | Mapping[str, Any] | None = None,
     ) -> str:
         """Save ``run``, as `save` does with its parts; returns the name."""
+        name = name_of(step)
+        with waiting_for(f"saving {name}"):
+            self._save(name, run, step, epoch, metrics, extra, config)
+        return name
+
+    def _save(
+        self, name: str, run: Run, step: int, epoch: int, metrics: Mapping[str, float] | None, extra: Any,
+        config: str | Mapping[str, Any] | None,
+    ) -> None:  # fmt: skip
         self.check()
-        ranks, name = ranks_by_messages(TO_SAVE), name_of(step)
+        ranks = ranks_by_messages(TO_SAVE)
         state = together(ranks, lambda: whole_state(run, extra))
         state["run", "generators"] = generators(ranks)
         about, files = info(run, step, epoch, metrics), run_files(run, config)
@@ -104,7 +114,6 @@ class Checkpoints:
             write(self.store, name, state, about, files, ranks)
         else:
             self._saver.save(name, state, about, files, steady(run, state))
-        return name
 
     def check(self) -> None:
         """Raises `CheckpointError` where a save that has ended failed."""
@@ -114,12 +123,14 @@ class Checkpoints:
     def wait(self) -> None:
         """Wait for the save under way; raises as `check`."""
         if self._saver is not None:
-            self._saver.wait()
+            with waiting_for("saving"):
+                self._saver.wait()
 
     def close(self) -> None:
         """Wait for the save under way and give back its memory; raises as `check`."""
         if self._saver is not None:
-            self._saver.close()
+            with waiting_for("saving"):
+                self._saver.close()
 
 
 # The savers of models that are saved asynchronously by `save`.
@@ -233,10 +244,15 @@ def load(
         UsageError: where ``loader`` has other data, or ``rename`` fits nothing.
     """
     run = Run(parallel, optimizer, loader, scheduler, scaler, ema)
+    with waiting_for(f"loading {os.fspath(directory)}"):
+        if os.fspath(directory).endswith(_PLAIN):
+            return _load_plain(directory, run, strict, rename)
+        wait(parallel)
+        return _load(directory, run, strict, rename)
+
+
+def _load(directory: CheckpointPath, run: Run, strict: bool, rename: Rename | None) -> Loaded:
     ranks = ranks_by_messages(TO_LOAD)
-    if os.fspath(directory).endswith(_PLAIN):
-        return _load_plain(directory, run, strict, rename)
-    wait(parallel)
     where = from_rank_zero(ranks, lambda: open_source(directory).where)
     source = together(ranks, lambda: open_source(where))
     loading = together(ranks, lambda: Loading.of(source, run, strict, rename))

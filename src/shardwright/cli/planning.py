@@ -15,7 +15,19 @@ _MODES = RowOf("shardwright.plan.searches", "MODES")
 _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 
 
-@cli.command()
+class _PlanCommand(click.Command):
+    """Takes ``--compare other.json`` as ``--beside other.json``."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        words = list(args)
+        for at, (word, after) in enumerate(zip(args, [*args[1:], "--"], strict=True)):
+            names_a_file = not after.startswith("-") and ":" not in after
+            if word.startswith("--compare=") or (word == "--compare" and names_a_file):
+                words[at] = word.replace("--compare", "--beside")
+        return super().parse_args(ctx, words)
+
+
+@cli.command(cls=_PlanCommand)
 @click.option("--devices", type=int, metavar="N", help="How many; without it those of the mesh or of the loaded plan.")
 @click.option(
     "--hosts", type=int, metavar="N", help="On how many they stand; without it all on one, or as a profile says."
@@ -39,7 +51,10 @@ _SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
 @click.option("--load", metavar="plan.json", help="Check that this plan fits, and show it, in place of planning.")
 @click.option("--full", is_flag=True, help="Every operator and collective in place of one page.")
 @click.option("--explain", metavar="NAME", help="What it does with this module, operator or parameter, and why.")
-@click.option("--compare", is_flag=True, help="Add the data parallel, tensor parallel and fully sharded plans.")
+@click.option(
+    "--compare", is_flag=True,
+    help="Add the data parallel, tensor parallel and fully sharded plans; followed by a file, the same as --beside.",
+)  # fmt: skip
 @click.option(
     "--html", metavar="plan.html", help="Write a page for a browser: the model as a tree, a step's time line."
 )
@@ -69,14 +84,14 @@ def plan(
     if beside is not None and html is None and (as_json or explain is not None):
         raise UsageError("--beside adds to a page: leave out --json and --explain, or add --html plan.html")
     from shardwright.report.plans.html import save_html
-    from shardwright.report.progress import Progress
     from shardwright.verification.plan_file import plan_file
+    from shardwright.waiting import waiting_for
 
-    with Progress(sys.stderr) as progress:
-        planned = plan_file(target, progress=progress.stage, **options)
+    with waiting_for("planning") as work:
+        planned = plan_file(target, progress=work.stage, **options)
         if save is not None:
             planned.plan.save(save)
-        progress.stage("pricing")
+        work.stage("pricing")
         if html is not None:
             save_html(planned.page(target, compared=compare, beside=beside), html)
         if as_json:

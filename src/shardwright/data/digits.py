@@ -15,6 +15,7 @@ from shardwright.data import cifar, mnist
 from shardwright.data.idx import Bytes, idx_bytes
 from shardwright.data.order import permutation
 from shardwright.errors import DataError, UsageError
+from shardwright.waiting import waiting_for
 
 TEST_SIZE = 360
 SPLIT_SEED = 0
@@ -121,6 +122,7 @@ FORMATS: dict[str, Callable[[bool], dict[str, bytes]]] = {
 }
 
 
+@waiting_for("making the digits")
 def write_digits(out: str | os.PathLike[str], format: str, force: bool = False, full_size: bool = False) -> list[Path]:
     """Write the digits into the folder ``out`` as the files of ``format`` and return their paths; with ``full_size``
     as many images as that data set has, each digit many times.

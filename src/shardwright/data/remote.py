@@ -21,6 +21,7 @@ from typing import Any
 import fsspec
 
 from shardwright.errors import DataError, UsageError
+from shardwright.waiting import waiting_for
 
 # protocol -> the package that speaks it; fsspec has the others on board
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -55,7 +56,7 @@ def local_copy(url: str | os.PathLike[str], cache: Path | None = None) -> Path:
     home = (cache or cache_folder()) / key
     copy = home / source.rstrip("/").rsplit("/")[-1]
     if not home.exists():
-        with _locked(home.with_suffix(".lock")):
+        with waiting_for(f"copying {url}"), _locked(home.with_suffix(".lock")):
             if not home.exists():
                 _copy(files, source, url, listing, copy)
     return copy

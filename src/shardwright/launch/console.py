@@ -6,10 +6,13 @@ stands still the queue is full and what comes next is counted instead. All of it
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
 from collections import deque
+
+from shardwright.words import drawn
 
 _QUEUE_BYTES = 64 << 20
 _PIECE_BYTES = 100  # what a queued piece costs beyond its length
@@ -88,7 +91,12 @@ class Console:
 
     def __init__(self, shown: frozenset[int]) -> None:
         self.shown = shown
-        self._writers = {"stdout": _WriterThread(1), "stderr": _WriterThread(2)}
+        errors = _WriterThread(2)
+        # On one terminal one writes, so that a line that is to be wiped away is gone before what comes next.
+        one = os.isatty(2) and os.path.sameopenfile(1, 2)
+        self._writers = {"stdout": errors if one else _WriterThread(1), "stderr": errors}
+        self._can_draw = os.isatty(2) and (one or not os.isatty(1))
+        self._is_drawn = False
         self._one_screen = os.path.sameopenfile(1, 2) or (os.isatty(1) and os.isatty(2))
         self._inside_line = {"stdout": False, "stderr": False}
         self._lines: dict[tuple[int, str], _UnfinishedLine] = {}
@@ -133,18 +141,34 @@ class Console:
         if start:
             self._inside_line["stdout"] = self._inside_line["stdout"] and not self._one_screen
 
+    def draw(self, text: str) -> None:
+        """Show on a terminal, until something else comes, what a rank is waited for; an empty line is none.
+
+        It stands nowhere where a rank has begun a line, and not in a log.
+        """
+        begun = self._inside_line["stderr"] or (self._one_screen and self._inside_line["stdout"])
+        if self._can_draw and not begun and (text or self._is_drawn):
+            with contextlib.suppress(OSError):  # the terminal is gone
+                self._writers["stderr"].put(drawn(text, os.get_terminal_size(2).columns).encode())
+                self._is_drawn = bool(text)
+
     def _put_line(self, rank: int, stream: str, text: bytes | bytearray) -> None:
         if text:
             self._put(stream, b"[rank %d] " % rank + text + b"\n")
 
     def _put(self, stream: str, data: bytes) -> None:
+        if self._is_drawn and self._writers[stream] is self._writers["stderr"]:
+            data, self._is_drawn = drawn("", 1).encode() + data, False
         self._writers[stream].put(data)
         self._inside_line[stream] = not data.endswith((b"\n", b"\r"))
 
     def close(self, patience_s: float = 2.0) -> None:
         """Write what is queued, as long as somebody reads it, and count what nobody did."""
+        self.draw("")
         self.show_fragments(older_than_s=0.0)
-        self._writers["stdout"].close(patience_s)
-        if dropped := sum(writer.dropped_bytes for writer in self._writers.values()):
+        writers = dict.fromkeys(self._writers.values())
+        if len(writers) > 1:
+            self._writers["stdout"].close(patience_s)
+        if dropped := sum(writer.dropped_bytes for writer in writers):
             self.say(f"{dropped} bytes were not shown, since the console did not take them; the logs hold them")
         self._writers["stderr"].close(patience_s)

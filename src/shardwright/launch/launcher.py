@@ -63,6 +63,7 @@ from shardwright.launch.kept.live import LiveFiles
 from shardwright.launch.kept.logs import RankLogs
 from shardwright.launch.kept.run_report import RunReport
 from shardwright.launch.supervisor.progress import decode_observations
+from shardwright.launch.told.lines import doing_of
 
 
 class Launcher:
@@ -212,6 +213,8 @@ class Launcher:
                 self._started(rank)
             case Told(rank, data):
                 self.live.told(rank, data)
+                if (doing := doing_of(data)) is not None:
+                    self.attempt.console.draw(doing)
             case Output(rank, stream, data):
                 self.logs.write(rank, stream, data)
                 self.attempt.console.output(rank, stream, data)

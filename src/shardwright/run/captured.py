@@ -39,6 +39,7 @@ from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs
 from shardwright.run.programs.splitting import is_split
 from shardwright.run.programs.storage import ModelState, layouts_by_name
+from shardwright.waiting import waiting_for
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.ranks import ranks_by_collectives
@@ -102,7 +103,8 @@ class Parallel(ParallelModel):
         self._communicator = communicator_over(self.plan.mesh, lockstep)
         if world.device.type == "cpu":
             keep_freed_memory()
-        place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
+        with waiting_for(f"placing the parameters of {type(model).__name__}"):
+            place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
         self._state = ModelState(model, self.plan, seed, world.device)
         self._split = is_split(model)
         super().__init__(model, lockstep)

@@ -21,6 +21,7 @@ from shardwright.run.evaluation import Evaluation
 from shardwright.run.programs.splitting import local_part
 from shardwright.training.hooks import Callback, RunView
 from shardwright.training.nonfinite import first_non_finite
+from shardwright.waiting import waiting_for
 from shardwright.world.on_its_way import OnItsWay
 
 
@@ -104,17 +105,19 @@ class ProgressBar(Callback):
     def __init__(self, steps_per_epoch: int) -> None:
         self.steps_per_epoch = steps_per_epoch
         self._progress: Progress | None = None
-        self._task = TaskID(0)
+        self._task, self._name = TaskID(0), ""
 
     def on_fit_begin(self, run: RunView) -> None:
         # OpenMPI's ranks have terminals of their own as stdout, from which it copies; their stderr tells.
         if run.world.rank == 0 and sys.stdout.isatty() and sys.stderr.isatty():
             self._progress = Progress(transient=True)
             self._progress.start()
+            waiting_for.instead = self._say
 
     def on_epoch_begin(self, run: RunView) -> None:
         if self._progress is not None:
-            self._task = self._progress.add_task(f"epoch {run.epoch}", total=self.steps_per_epoch, completed=run.step)
+            self._name = f"epoch {run.epoch}"
+            self._task = self._progress.add_task(self._name, total=self.steps_per_epoch, completed=run.step)
 
     def on_step_end(self, run: RunView) -> None:
         if self._progress is not None:
@@ -126,8 +129,14 @@ class ProgressBar(Callback):
 
     def close(self, run: RunView) -> None:
         if self._progress is not None:
+            waiting_for.instead = None
             self._progress.stop()
             self._progress = None
+
+    def _say(self, text: str) -> None:
+        """Show beside the bar what a person waits for."""
+        if self._progress is not None and self._progress.tasks:
+            self._progress.update(self._task, description=f"{self._name}, {text}" if text else self._name)
 
 
 class EarlyStopping(Callback):

@@ -13,6 +13,31 @@ import pytest
 from launching import COMMAND, wait_until
 
 PYTHON = ["--", sys.executable]
+# What a launcher is told to show, while a rank writes.
+DRAWS = """
+from shardwright.launch.console import Console
+console = Console(frozenset({0}))
+for text in ("saving: 2 s", "saving: 3 s"):
+    console.draw(text)
+console.output(0, "stdout", b"epoch 1\\n")
+console.output(0, "stderr", b"half a ")
+console.draw("not inside of a line")
+console.output(0, "stderr", b"line\\n")
+console.draw("saving: 4 s")
+console.close()
+"""
+
+
+def test_what_is_waited_for_is_drawn_on_a_terminal_and_wiped_away_before_anything_else():
+    ours, theirs = os.openpty()
+    with os.fdopen(ours, "rb", buffering=0) as screen:
+        subprocess.run([sys.executable, "-c", DRAWS], stdout=theirs, stderr=theirs, check=True, timeout=20)
+        os.close(theirs)
+        wipe = "\r\x1b[K"
+        expected = f"{wipe}saving: 2 s{wipe}saving: 3 s{wipe}epoch 1\r\nhalf a line\r\n{wipe}saving: 4 s{wipe}"
+        assert screen.read(1000).decode() == expected
+    piped = subprocess.run([sys.executable, "-c", DRAWS], capture_output=True, check=True, timeout=20)
+    assert (piped.stdout, piped.stderr) == (b"epoch 1\n", b"half a line\n")
 
 
 def test_each_rank_has_its_own_files_and_rank_0_is_shown(launching):

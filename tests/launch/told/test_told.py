@@ -268,6 +268,25 @@ def test_a_job_of_which_nothing_was_told_says_why(tmp_path):
     assert lines[1].startswith("ranks.jsonl is missing in its folder")
 
 
+def test_what_people_wait_for_is_shown_in_place_of_a_quiet_rank(tmp_path):
+    made, live = job(tmp_path, ranks=2)
+    watched = Watched(made.path)
+    live.told(0, b'{"time_s": 1, "doing": "capturing Net: 2 s"}\n')
+    assert lines_of(watched.snapshot(), 60)[1] == "capturing Net: 2 s"
+    for rank in range(2):
+        tell(live, rank)
+    live.told(0, b'{"time_s": 1, "doing": "saving step-12: 40 s"}\n')
+    os.utime(made.rank(1) / "steps.jsonl", (0, time.time() - 60))
+    saving = watched.snapshot()
+    assert lines_of(saving, 60)[1].startswith("saving step-12: 40 s, step 12, loss 2.25, 32 samples/s")
+    assert saving.marks() == {}
+    assert Snapshot.from_message(json.loads(json.dumps(saving.to_message()))).doing == saving.doing
+    live.told(0, b'{"time_s": 1, "doing": ""}\n')
+    after = watched.snapshot()
+    assert lines_of(after, 60)[1].startswith("step 12")
+    assert after.marks() == {1: "quiet 60 s"}
+
+
 def test_of_many_ranks_those_with_a_mark_are_shown(tmp_path):
     made, live = job(tmp_path, ranks=200)
     live.became(150, "stopped", signal="SIGSTOP", pid=1)

@@ -31,6 +31,7 @@ from shardwright.checkpoint.whole_run.state import model_state, module_of, put_m
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.waiting import waiting_for
 
 # Under which keys training scripts keep the model beside other things.
 NESTED = ("model", "state_dict", "model_state_dict")
@@ -85,7 +86,8 @@ def load_state(
     module = module_of(model)
     wanted = model_state(module)
     values: dict[tuple[str, ...], Any] = dict(wanted)
-    found = fill({("model", name): value for name, value in state.items()}, wanted, values, where, strict, rename)
+    with waiting_for(f"loading {where}"):  # what was read is mapped, and comes from the disk now
+        found = fill({("model", name): value for name, value in state.items()}, wanted, values, where, strict, rename)
     put_model_state(module, values)
     return found
 

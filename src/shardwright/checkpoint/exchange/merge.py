@@ -26,6 +26,7 @@ from shardwright.checkpoint.loading.load import memory_of, read_box, read_whole
 from shardwright.checkpoint.loading.source import Source, open_source
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch_private import tree_flatten
+from shardwright.waiting import counted
 
 WHAT = ("model", "ema", "all")
 
@@ -142,7 +143,7 @@ def _write_safetensors(source: Source, chosen: Mapping[str, Entry], file: Binary
     tensors = {name: entry for name, entry in chosen.items() if isinstance(entry, TensorEntry)}
     layout = lay_out({name: (entry.dtype, entry.shape) for name, entry in tensors.items()})
     file.write(layout.begin)
-    for name in layout.starts:
+    for name in counted(f"writing {target}", list(layout.starts)):
         entry = tensors[name]
         for part in cut(Box((0,) * len(entry.shape), entry.shape), entry.dtype.itemsize):
             file.write(memory_of(read_box(source, entry, part)))
@@ -187,7 +188,8 @@ def _with_tensors(tree: Any) -> Any:
 def _fill_holes(source: Source, tree: dict[str, Any], path: str) -> None:
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
         mapped = torch.load(path, mmap=True, weights_only=True)
-    for (_, ours), (_, theirs) in zip(tree_flatten(tree)[0], tree_flatten(mapped)[0], strict=True):
+    pairs = list(zip(tree_flatten(tree)[0], tree_flatten(mapped)[0], strict=True))
+    for (_, ours), (_, theirs) in counted("writing tensors", pairs):
         if isinstance(ours, _Room):
             read_whole(source, ours.entry, theirs)
         elif isinstance(ours, Tensor):

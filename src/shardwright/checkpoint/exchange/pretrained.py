@@ -27,6 +27,7 @@ from shardwright.checkpoint.saving.save import TO_SAVE, Prepared, prepare
 from shardwright.checkpoint.whole_run.state import broadcast_buffers, model_state, module_of
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.plan.request import read_memory
+from shardwright.waiting import waiting_for
 from shardwright.whole_file import write_whole
 from shardwright.world.agreement import from_rank_zero, together
 from shardwright.world.ranks import ranks_by_messages
@@ -69,8 +70,9 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_siz
     prepared, files = together(ranks, begin)
     token = from_rank_zero(ranks, lambda: _make(target, files))
     try:
-        together(ranks, lambda: _write_parts(target, token, files, prepared))
-        from_rank_zero(ranks, lambda: _name(target, token, files, module))
+        with waiting_for(f"saving {target}"):
+            together(ranks, lambda: _write_parts(target, token, files, prepared))
+            from_rank_zero(ranks, lambda: _name(target, token, files, module))
     finally:
         if ranks.rank == 0:
             for name in (*files.layouts, _INDEX):

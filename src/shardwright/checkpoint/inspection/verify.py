@@ -28,6 +28,7 @@ from shardwright.checkpoint.loading.source import (
 from shardwright.checkpoint.storage.folders import Folder, open_folder
 from shardwright.checkpoint.storage.objects import MARK
 from shardwright.errors import CheckpointError
+from shardwright.waiting import waiting_for
 
 _NAMED = 5  # entries that are named where a file lost many
 _DCP = {
@@ -92,6 +93,11 @@ def verify(where: str | os.PathLike[str] | Folder) -> list[Verified]:
 
 def verify_one(folder: Folder) -> Verified:
     """Read all of one checkpoint."""
+    with waiting_for(f"verifying {folder.where}"):
+        return _verified(folder)
+
+
+def _verified(folder: Folder) -> Verified:
     try:
         manifest = read_manifest(folder)
     except CheckpointError as error:

@@ -23,6 +23,7 @@ from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.carriers.ssh import login_command
 from shardwright.launch.carriers.ssh_errors import why_no_answer
 from shardwright.launch.host.agent_protocol import Answer, TooOld
+from shardwright.waiting import waiting_for
 
 _ANSWER_S = 15.0
 _SENT = (
@@ -169,8 +170,9 @@ def open_all(
 
     with ThreadPoolExecutor(max(1, len(hosts)) if batch else 1) as pool:
         try:
-            list(pool.map(connect, hosts))
             names = [host.name for host in hosts]
+            with waiting_for(f"reaching {', '.join(names)}") if batch else contextlib.nullcontext():
+                list(pool.map(connect, hosts))
             yield {n: opened[n] for n in names if n not in silent}, {n: silent[n] for n in names if n in silent}
         finally:
             list(pool.map(lambda one: one.close(), opened.values()))

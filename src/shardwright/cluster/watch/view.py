@@ -61,7 +61,7 @@ def _head(seen: Snapshot) -> list[Text]:
         ("job ", ""), (plain(seen.name), "bold"), f"  {status} {on_a_clock(until_s - seen.state.started_s)}  ", ranks,
         where, (restarts, "yellow"),
     )  # fmt: skip
-    return [first, Text(progress(seen) or _why_nothing(seen), style="" if seen.first else "dim")]
+    return [first, Text(progress(seen) or _why_nothing(seen), style="" if progress(seen) else "dim")]
 
 
 def _why_nothing(seen: Snapshot) -> str:
@@ -72,10 +72,10 @@ def _why_nothing(seen: Snapshot) -> str:
 
 def progress(seen: Snapshot) -> str:
     """Where the training is, in a line; empty where nothing has been told."""
-    line = seen.first
+    line, doing = seen.first, [plain(seen.doing)] if seen.doing else []
     if line is None:
-        return ""
-    parts = [f"step {line.step}"]
+        return "".join(doing)
+    parts = [*doing, f"step {line.step}"]
     if line.loss is not None:
         parts.append(f"loss {line.loss:.6g}")
     if line.samples and line.seconds:

@@ -75,6 +75,7 @@ class AgentConnection(Connection):
         self._gone_code: int | None = None
         self._writer.put(sent[0])
         self._stream: Iterator[bytes] | None = None
+        self.streamed_bytes = 0
         self.stream_error: OSError | None = None
 
     def attach(self, selector: selectors.BaseSelector, on_events: Callable[[], None]) -> None:
@@ -115,10 +116,12 @@ class AgentConnection(Connection):
         if self._stream is None or self.stream_error is not None:
             return b""
         try:
-            return next(self._stream, b"")
+            piece = next(self._stream, b"")
         except OSError as error:
             self.stream_error = error
             return b""
+        self.streamed_bytes += len(piece)
+        return piece
 
     def _take_said(self) -> None:
         with contextlib.suppress(BlockingIOError):

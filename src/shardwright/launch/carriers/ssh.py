@@ -43,6 +43,8 @@ from shardwright.launch.host.processes import JOB_VARIABLE
 from shardwright.launch.host.protocol import KeptAt, Start
 from shardwright.launch.host.stream import encode
 from shardwright.launch.kept.job import JobFolder
+from shardwright.waiting import Work, waiting_for
+from shardwright.words import in_bytes
 
 _ANSWER_S = 15.0  # beyond the time to connect: a Python may be on a slow file system
 _SSH = (
@@ -201,9 +203,16 @@ class SshCarrier(Carrier):
     def _wait(self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float) -> None:
         """Wait until each host that still can has answered, or the time is over; that of a host to which much is sent
         begins anew whenever it is heard."""
+        with waiting_for("reaching hosts") as work:
+            self._wait_shown(selector, answer, timeout_s, work)
+
+    def _wait_shown(
+        self, selector: selectors.BaseSelector, answer: type[Answer], timeout_s: float, work: Work
+    ) -> None:  # fmt: skip
         began_s = time.monotonic()
         asked = [c for c in self.connections if answer is Hello or c.has(Hello)]
         while waiting := [c for c in asked if c.exit_code is None and not c.has(answer)]:
+            work.stage(self._waited_for(waiting))
             until_s = max(c.heard_s if c.streamed and c.heard_s > began_s else began_s for c in waiting) + timeout_s
             left_s = until_s - time.monotonic()
             if any(c.stream_error for c in waiting):
@@ -213,6 +222,14 @@ class SshCarrier(Carrier):
             beats = [c.tick() for c in self._answering(Hello)]
             for key, _ in selector.select(min([left_s, *(beat for beat in beats if beat is not None)])):
                 key.data()
+
+    def _waited_for(self, waiting: Sequence[AgentConnection]) -> str:
+        """What a person is shown meanwhile."""
+        names = ", ".join(c.name for c in waiting)
+        if (stage := self.remote.stage) is None or not any(c.streamed for c in waiting):
+            return f"waiting for {names}"
+        sent_bytes = min(*(c.streamed_bytes for c in waiting), stage.size_bytes)
+        return f"staging to {names}: {in_bytes(sent_bytes)} of {in_bytes(stage.size_bytes)}"
 
     def _order_check(self, connection: AgentConnection, word: str) -> None:
         """Send the order to check, after what is staged, if anything is."""

@@ -134,3 +134,11 @@ def objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
             continue
         if isinstance(value, dict):
             yield value
+
+
+def doing_of(lines: bytes) -> str | None:
+    """What a rank says that people wait for, the last in these lines; None where they are about something else."""
+    if b'"doing"' not in lines:
+        return None
+    said = [value["doing"] for value in objects(lines.splitlines()) if isinstance(value.get("doing"), str)]
+    return said[-1] if said else None

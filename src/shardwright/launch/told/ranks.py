@@ -39,6 +39,7 @@ class RankSeen:
     line: StepLine | None
     changed_s: float
     wire: Mapping[str, float] | None = None  # bytes a second of its host, where this rank measures it
+    doing: str = ""  # what people wait for, where it tells of that
 
 
 class States:
@@ -77,21 +78,26 @@ class Steps:
         self._lines: deque[StepLine] = deque(maxlen=_LINES)
         self._wires: deque[StepLine] = deque(maxlen=2)
         self.plan: Mapping[str, Any] | None = None
+        self._doing = ""
 
     def look(self) -> None:
         for value in objects(self._file.new()):
             if "attempt" in value:
                 self._lines.clear()
                 self._wires.clear()
+                self._doing = ""
             if isinstance(value.get("plan"), dict):
                 self.plan = value["plan"]
+            if isinstance(value.get("doing"), str):
+                self._doing = value["doing"]
             if (line := StepLine.of(value)) is not None:
                 self._lines.append(line)
                 if line.wire is not None:
                     self._wires.append(line)
 
     def seen(self, state: RankState) -> RankSeen:
-        return RankSeen(self._rank, state, self._line(), self._file.changed_s, self._wire())
+        doing = "" if state.state == ENDED else self._doing
+        return RankSeen(self._rank, state, self._line(), self._file.changed_s, self._wire(), doing)
 
     def _line(self) -> StepLine | None:
         if not self._lines:

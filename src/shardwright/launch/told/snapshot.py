@@ -51,17 +51,22 @@ class Snapshot:
         """What the first rank tells that tells of anything: the loss is the same on all."""
         return next((seen.line for seen in self.ranks if seen.line is not None), None)
 
+    @property
+    def doing(self) -> str:
+        """What people wait for, in words; empty where the ranks do their steps."""
+        return next((seen.doing for seen in self.ranks if seen.doing), "") if self.runs else ""
+
     def marks(self) -> dict[int, str]:
         """What is odd about ranks, in words: who is stopped, holds the others up, or is quiet for long."""
         found = {seen.rank: mark for seen in self.ranks if (mark := self._mark(seen))}
-        return {rank: f"{mark}" for rank, mark in sorted(({**self._slow(), **found}).items())}
+        return dict(sorted((self._slow() | found).items()))
 
     def _mark(self, seen: RankSeen) -> str:
         if seen.state.state == STOPPED:
             return f"stopped ({seen.state.detail})"
         if seen.state.state == ENDED:
             return "" if seen.state.detail == "exit code 0" else f"ended ({seen.state.detail})"
-        if seen.line is None or not self.runs:
+        if seen.line is None or not self.runs or self.doing:
             return ""
         quiet_s = self.now_s - seen.changed_s
         return f"quiet {quiet_s:.0f} s" if quiet_s > _QUIET_S + _QUIET_STEPS * (seen.line.step_s or 0.0) else ""

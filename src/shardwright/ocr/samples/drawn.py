@@ -8,7 +8,7 @@ follows from the seed, the number of the image, and the fonts that there are.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from shardwright.ocr.samples.images import encoded
 from shardwright.ocr.samples.labels import detection_line, icdar_line
 from shardwright.ocr.samples.sample import IGNORED, Array, TextBox, generator
 from shardwright.ocr.samples.words import write_words
+from shardwright.waiting import counted
 
 FONTS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts")
 TEST_SHARE = 5  # one image of so many is for testing
@@ -83,11 +84,11 @@ def _font(path: str | None, size: int) -> Any:
     return fonts.load_default(size) if path is None else fonts.truetype(path, size)
 
 
-def _write_scenes(folder: Path, numbers: Iterable[int], drawing: Drawing, fonts: list[str | None]) -> Path:
+def _write_scenes(folder: Path, numbers: range, drawing: Drawing, fonts: list[str | None]) -> Path:
     for name in ("images", "gt"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     lines = []
-    for place, number in enumerate(numbers, 1):
+    for place, number in enumerate(counted(f"drawing {folder}", numbers), 1):
         image, boxes = draw_scene(drawing, number, fonts)
         (folder / "images" / f"img_{place}.jpg").write_bytes(encoded(image, ".jpg"))
         text = "".join(icdar_line(box) + "\r\n" for box in boxes)
@@ -97,10 +98,10 @@ def _write_scenes(folder: Path, numbers: Iterable[int], drawing: Drawing, fonts:
     return folder
 
 
-def _write_words(folder: Path, numbers: Iterable[int], drawing: Drawing, fonts: list[str | None]) -> Path:
+def _write_words(folder: Path, numbers: range, drawing: Drawing, fonts: list[str | None]) -> Path:
     (folder / "words").mkdir(parents=True, exist_ok=True)
     lines, drawn = [], []
-    for place, number in enumerate(numbers, 1):
+    for place, number in enumerate(counted(f"drawing {folder}", numbers), 1):
         image, text = draw_word(drawing, number, fonts)
         drawn.append((encoded(image), text))
         (folder / "words" / f"word_{place}.png").write_bytes(drawn[-1][0])

@@ -25,6 +25,7 @@ from shardwright.run.programs.inputs import Rows, global_shapes, shapes_of
 from shardwright.run.programs.plan_cache import remembered
 from shardwright.run.programs.splitting import Stored, stored_before
 from shardwright.torch_private import tree_flatten, tree_unflatten
+from shardwright.waiting import waiting_for
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_collectives
 from shardwright.world.world import World
@@ -59,7 +60,8 @@ class Planner:
         def make() -> Plan:
             capture = self._capture("training", batch, rows)
             if decided is None:
-                return remembered(RuledGraph.of(capture), self._within(stored, capture))
+                with waiting_for("planning"):
+                    return remembered(RuledGraph.of(capture), self._within(stored, capture))
             given = Plan.load(decided, RuledGraph.of(capture)) if isinstance(decided, str) else decided
             stored.refuse(given)
             return given if isinstance(decided, str) else given.for_capture(capture)
@@ -85,7 +87,8 @@ class Planner:
             if (plan := _unchanged(first, capture, kind)) is not None:
                 return plan
             try:
-                return make_plan(capture, self._alongside(first, storage, capture))
+                with waiting_for("planning"):
+                    return make_plan(capture, self._alongside(first, storage, capture))
             except OverBudget as error:
                 raise OverBudget(f"a batch with {shapes_of(capture)} came: {error}") from None
 
@@ -127,7 +130,8 @@ class Planner:
             torch.empty(next(shapes), dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
             for _, leaf in leaves
         ]
-        return self.captures.of(kind, tree_unflatten(whole, spec))
+        with waiting_for(f"capturing {type(self.module).__name__}"):
+            return self.captures.of(kind, tree_unflatten(whole, spec))
 
 
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
