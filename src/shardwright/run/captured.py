@@ -218,10 +218,11 @@ class Parallel(ParallelModel):
             NotAsExpected: where they have others, or no program for these is there.
         """
         step = self._programs.step(given.kind, given.batch, rows, given.look)
-        prepared = self._programs.known(step)
-        if prepared is None:
+        kept = self._programs.known(step)
+        if kept is None:
             raise NotAsExpected
-        with self._lockstep.after(partial(asked.confirm, lambda: self._programs.of(step))):
+        prepared = kept.prepared
+        with self._lockstep.after(partial(asked.confirm, partial(self._programs.come, step, kept))):
             return prepared, rows, self._run(prepared, prepared.inputs(given.tensors, rows, self._communicator))
 
     def _given(self, kind: StepKind, batch: Any) -> _Given:

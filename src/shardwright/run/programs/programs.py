@@ -83,7 +83,7 @@ class PreparedProgram:
         return capture.aux_spec.unflatten(found)
 
 
-class _Kept(NamedTuple):
+class Kept(NamedTuple):
     """A program with the values of Python that it holds, and its number, which is the same on all ranks."""
 
     remembered: Remembered
@@ -133,7 +133,7 @@ class Programs:
         self._compiler = compiler
         self._made = 0
         self._sample: dict[str, str] = {}
-        self._by_key: dict[Hashable, list[_Kept]] = {}
+        self._by_key: dict[Hashable, list[Kept]] = {}
 
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
@@ -146,20 +146,22 @@ class Programs:
         tensors = look.tensors if look else [leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
         return Step(kind, batch, rows, (self.keys.of(kind, batch, look), global_shapes(tensors, rows)))
 
-    def known(self, step: Step) -> PreparedProgram | None:
+    def known(self, step: Step) -> Kept | None:
         """The program of a step, where it is there. To ask does not use it: ranks ask for others, and forget alike."""
-        kept = self._known(step)
-        return kept.prepared if kept is not None else None
+        return next((kept for kept in self._by_key.get(step.key, ()) if kept.remembered.holds()), None)
+
+    def come(self, step: Step, kept: Kept) -> PreparedProgram:
+        """Use a program that is known for a step to which all ranks come; each says so, where it came to another."""
+        left_out = kept.prepared.execution.left_out
+        self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, self._used(step), left_out))
+        return kept.prepared
 
     def of(self, step: Step) -> PreparedProgram:
         """The program of a step to which all ranks come; each says that it does, where it came to another before."""
-        kept = self._known(step)
-        known = self._by_key.pop(step.key, [])
-        self._by_key[step.key] = known  # at the end: the first one is the one that was not used for longest
+        kept = self.known(step)
         if kept is not None:
-            left_out = kept.prepared.execution.left_out
-            self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
-            return kept.prepared
+            return self.come(step, kept)
+        known = self._used(step)
         self._lockstep.same("another" if step.rows.agreed else str(step.key), partial(_said, step, known))
         unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
         try:
@@ -174,8 +176,10 @@ class Programs:
         """The programs that were made so far, each with a count of its runs."""
         return [kept.prepared.execution for known in self._by_key.values() for kept in known]
 
-    def _known(self, step: Step) -> _Kept | None:
-        return next((kept for kept in self._by_key.get(step.key, ()) if kept.remembered.holds()), None)
+    def _used(self, step: Step) -> list[Kept]:
+        """The programs for such batches, put at the end: the first are those that were not used for longest."""
+        known = self._by_key[step.key] = self._by_key.pop(step.key, [])
+        return known
 
     def _prepare(self, step: Step, plan: Plan, unlike: str) -> PreparedProgram:
         self._made += 1
@@ -198,7 +202,7 @@ class Programs:
         inputs = plan.capture.of_kind("input")
         shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
         prepared = PreparedProgram(plan, execution, function, shapes, layouts, unlike)
-        known.append(_Kept(remembered, prepared, str(self._made)))
+        known.append(Kept(remembered, prepared, str(self._made)))
         return prepared
 
     def _make_room(self) -> None:
@@ -207,7 +211,7 @@ class Programs:
             oldest = next(programs for programs in self._by_key.values() if programs)
             oldest.pop(0)
 
-    def _warn_of_many(self, known: list[_Kept], new: Remembered) -> None:
+    def _warn_of_many(self, known: list[Kept], new: Remembered) -> None:
         """Say which value makes programs that differ in nothing else."""
         if len(known) == MANY_VALUES and self._world.rank == 0:
             changed = ", ".join(map(str, new.differing(known[-1].remembered)))
@@ -218,7 +222,7 @@ class Programs:
             )
 
 
-def _said(step: Step, known: Sequence[_Kept], left_out: str = "") -> str:
+def _said(step: Step, known: Sequence[Kept], left_out: str = "") -> str:
     """What a rank passes, for the others; ``known`` are the programs for such batches, of which one is used here."""
     values = {place: value for kept in known for place, value in kept.remembered.changed().items()}
     words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(step.batch)[0] if isinstance(leaf, Tensor)])}"
