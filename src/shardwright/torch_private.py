@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache, partial, wraps
+from functools import cache, lru_cache, partial, wraps
+from importlib import import_module
+from importlib.util import find_spec
 from threading import get_ident
 from traceback import FrameSummary
 from types import ModuleType
@@ -30,7 +32,6 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # the first: not listed
-from torch.export import _trace as exporting
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
 from torch.utils import _pytree as pytree  # torch has no public pytree
@@ -316,6 +317,42 @@ def decided(size: torch.SymInt) -> Iterator[tuple[Any, FrameSummary | None]]:
         yield from ((each.expr, None) for each in late)
 
 
+class _StandIn(ModuleType):
+    """Stands where a module is imported for annotations alone; what is used of it later is the module's."""
+
+    importing = True
+
+    def __getattr__(self, name: str) -> Any:
+        return Any if self.importing else getattr(import_module(self.__name__), name)
+
+
+@contextmanager
+def _imported_later(name: str) -> Iterator[None]:
+    """Inside, what imports a module gets a stand-in for it."""
+    spec = find_spec(name)
+    if spec is None or name in sys.modules:
+        yield
+        return
+    stand_in = sys.modules[name] = _StandIn(name)
+    stand_in.__spec__ = spec
+    try:
+        yield
+    finally:
+        del sys.modules[name]
+        stand_in.importing = False
+
+
+@cache
+def _exporter() -> ModuleType:
+    """Where the public exporter is written; its import takes a second, and most ranks export nothing.
+
+    With it comes what chooses between keeping and recomputing values in compiled graphs, and with that networkx, 12 MiB
+    of algorithms that an export does not call.
+    """
+    with _imported_later("networkx"):
+        return import_module("torch.export._trace")
+
+
 @contextmanager
 def quiet_exporter() -> Iterator[None]:
     """Without what the exporter tells about errors that are raised anyway: its loggers have private names, and where an
@@ -327,12 +364,13 @@ def quiet_exporter() -> Iterator[None]:
     before = [logger.disabled for logger in loggers]
     for logger in loggers:
         logger.disabled = True
-    vars(exporting)["print"] = lambda *_, **__: None  # hides what is built in
+    hiding = vars(_exporter())
+    hiding["print"] = lambda *_, **__: None  # hides what is built in
     try:
         with replaced(torch.fx.config, {"do_not_emit_stack_traces": True}):
             yield
     finally:
-        vars(exporting).pop("print", None)
+        hiding.pop("print", None)
         for logger, disabled in zip(loggers, before, strict=True):
             logger.disabled = disabled
 

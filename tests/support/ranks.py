@@ -21,7 +21,8 @@ from typing import Any
 # With what a capture imports on its first use, a second for each rank 0.
 PRELOAD = [
     "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.export", "torch._dynamo",
-    "torch._export.passes", "torch._functorch.aot_autograd", "shardwright.run.parallel",
+    "torch._export.passes", "torch._functorch.aot_autograd", "torch.export._trace", "shardwright.run.parallel",
+    "shardwright.checkpoint",
 ]  # fmt: skip
 
 _context = multiprocessing.get_context("forkserver")
