@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -256,7 +257,9 @@ class Watching(TorchDispatchMode):
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         results = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor) and MemoryOf(tensor) not in self.ignored:
+            if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor):
+                continue  # a DTensor has no memory but that of its part
+            if MemoryOf(tensor) not in self.ignored:
                 self.alive[MemoryOf(tensor)] = tensor.untyped_storage().nbytes()
         self.alive = {memory: size for memory, size in self.alive.items() if not memory.is_free}
         self.peak = max(self.peak, sum(self.alive.values()))
