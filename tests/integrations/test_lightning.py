@@ -187,6 +187,12 @@ def test_a_step_that_cannot_be_captured_is_refused_where_parameters_are_split(tm
         assert "test_step asks for batch_idx" in printed
 
 
+def appending(own, batch, batch_idx):
+    loss = own.net(batch[0]).sum()
+    own.seen.append(loss)
+    return loss
+
+
 def refused(folder):
     import lightning.pytorch as pl
 
@@ -194,7 +200,7 @@ def refused(folder):
 
     as_launched()
     found = []
-    for step in (by_index, by_epoch, a_number):
+    for step in (by_index, by_epoch, a_number, appending):
         trainer = pl.Trainer(
             accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_progress_bar=False,
             default_root_dir=folder, enable_model_summary=False, enable_checkpointing=False,
@@ -208,7 +214,8 @@ def refused(folder):
 
 
 def test_what_a_captured_step_would_get_wrong_is_refused(tmp_path):
-    index, epoch, number = run_ranks(1, refused, str(tmp_path), timeout=100)[0]
+    index, epoch, number, appended = run_ranks(1, refused, str(tmp_path), timeout=100)[0]
     assert "training_step asks for batch_idx, which changes from step to step" in index
     assert "training_step asks for trainer, which changes from step to step" in epoch
     assert "training_step logs rate=0.1, which is no tensor" in number
+    assert "training_step changes seen, which a captured step would not do again" in appended

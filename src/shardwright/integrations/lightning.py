@@ -23,7 +23,7 @@ from shardwright.errors import CaptureError, UsageError
 from shardwright.integrations.first_batch import first_batch
 from shardwright.run.model import ParallelModel
 from shardwright.run.parallel import parallelize
-from shardwright.torch_private import tree_map
+from shardwright.torch_private import tree_leaves, tree_map
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import init
 
@@ -128,14 +128,7 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
 
     def _outputs_of(self, module: Any, asked: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
         """What is captured of another step: what it returns, in a tuple that is empty for None, and what it logs."""
-        before = _attributes(module)
         result, logged = self._ran(module, asked["step"], asked["batch"], *asked["more"])
-        for name, value in _attributes(module).items():
-            if name not in before or before[name][0] is not value[0] or len(before[name]) != len(value):
-                raise CaptureError(
-                    f"{asked['step']} changes {name}, which a captured step would not do again; log what is to be "
-                    "counted as a tensor, or return it, and count it in a hook (on_validation_batch_end)"
-                )
         return () if result is None else (result,), logged
 
     def _ran(self, module: Any, step: str, batch: Any, *more: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -153,8 +146,11 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
 
         method = getattr(module, step)
         index = [_Unknown(step, "batch_idx")] if len(inspect.signature(method).parameters) > 1 else []
+        before = _attributes(module)
         with _in_place_of(module, "log", log), _in_place_of(module, "_trainer", _Unknown(step, "trainer")):
-            return method(batch, *index, *more), logged
+            result = method(batch, *index, *more)
+        _refuse_changes(step, before, _attributes(module))
+        return result, logged
 
     def _log(self, step: str, logged: Mapping[str, Tensor]) -> None:
         for name, how in self._noted.of(step, logged).items():
@@ -318,13 +314,24 @@ def _in_place_of(module: Any, name: str, value: Any) -> Iterator[None]:
             del vars(module)[name]
 
 
-def _attributes(module: Any) -> dict[str, tuple[Any, ...]]:
-    """The attributes of a module and of those in it, but for buffers: each value, and of a list what is in it."""
+def _attributes(module: Any) -> dict[str, tuple[Any, int]]:
+    """The attributes of a module and of those in it, but for buffers: each value, and how much is in it."""
     return {
-        f"{path}.{name}".lstrip("."): (value, *(value if isinstance(value, list) else ()))
+        f"{path}.{name}".lstrip("."): (value, len(tree_leaves(value)))
         for path, inner in module.named_modules()
         for name, value in vars(inner).items()
     }
+
+
+def _refuse_changes(step: str, before: Mapping[str, tuple[Any, int]], after: Mapping[str, tuple[Any, int]]) -> None:
+    """Refuse what would be lost in silence; of attributes that are set in training the capture itself warns."""
+    for name, (value, size) in after.items():
+        old, old_size = before.get(name, (None, size))
+        if size != old_size or (step != "training_step" and value is not old):
+            raise CaptureError(
+                f"{step} changes {name}, which a captured step would not do again; log what is to be counted as a "
+                "tensor, or return it, and count it in a hook (on_train_batch_end, on_validation_batch_end)"
+            )
 
 
 def _ordinary(value: Any) -> Any:
