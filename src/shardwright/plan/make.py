@@ -265,8 +265,15 @@ class Weighing:
         return choice if budget else self.settle(choice)
 
     def searched(self, row: Search, below: float) -> Choice:
-        """The same, or what is known beside it where it leaves a gap; raises what that does."""
-        return or_known(self.first(row, below), self._space, row, self._request, self)
+        """The same; what is known beside it, where it leaves a gap or finds nothing that fits; raises what it does."""
+        try:
+            choice = self.first(row, below)
+        except OverBudget:
+            known = in_any_parts(self._space, row, self._request, self)
+            if known is None:
+                raise
+            return known
+        return or_known(choice, self._space, row, self._request, self)
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice; what follows from decisions is worked out once for those that were asked for last."""
@@ -355,6 +362,22 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
             return weighing.plan(replace(within, cost=None))
         raise OverBudget(f"{_too_much(plan)}; or mode='auto', which splits parameters too")
     return plan
+
+
+def in_any_parts(space: Space, row: Search, request: PlanRequest, weighing: Weighing) -> Choice | None:
+    """The best of the plans that are known by name which fits, None where none does.
+
+    They store parameters in parts that need not be even, as those of a search are: where there are 6 devices and few
+    dims divide by 3, nothing that a search may choose holds less than a half of them.
+    """
+    known = Known(space.graph, row.objective(request.hardware, request.optimizer), space.mesh)
+    found = []
+    for other in _known_by_name(space, request):
+        with suppress(PlanError):  # impossible on this mesh
+            if _allowed(other, space, request):
+                within = weighing.within(replace(other, cost=_cost(other, space, known), bound=weighing.least))
+                found += [] if within is None else [within]
+    return min(found, key=lambda choice: choice.cost or 0.0, default=None)
 
 
 def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, weighing: Weighing) -> Choice:
