@@ -14,7 +14,7 @@ from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.report.plans.document import document_of
 from shardwright.report.plans.html import in_html, save_html
 from shardwright.report.plans.step_line import events_of
-from shardwright.zoo import GPT, resnet50
+from shardwright.zoo import GPT, TwoMatmuls, resnet50
 
 H100 = read_hardware("h100")
 
@@ -30,6 +30,12 @@ def resnet():
     with torch.device("meta"):
         batch = torch.zeros(64, 3, 224, 224), torch.zeros(64, dtype=torch.long)
         return resnet50(1000, "imagenet"), lambda m, b: F.cross_entropy(m(b[0]), b[1]), batch
+
+
+def quick_start():
+    with torch.device("meta"):
+        batch = torch.zeros(16, 32), torch.zeros(16, 16)
+        return TwoMatmuls(32, 16), lambda m, b: F.mse_loss(m(b[0]), b[1]), batch
 
 
 def plans_of(model, loss_fn, batch):
@@ -155,12 +161,17 @@ def test_in_a_browser_it_folds_sorts_finds_and_compares(document, tmp_path):
         shown.fill("#find", "")
         shown.select_option("#beside", label="tensor parallel")
         assert "computes, tensor parallel" in shown.inner_text("#columns")
+        assert shown.inner_text("#sentence-beside").startswith("Beside it tensor parallel. Mode ")
         shown.check("#differing")
         marked = shown.locator("#rows tr.differs").count()
         assert marked == shown.locator("#rows tr").count() > 1
         # the time line says what stands under the pointer
         shown.hover("#line", position={"x": 400, "y": 40})
         assert "computes" in shown.inner_text("#line-said")
+        # on paper, across, nothing is cut off
+        shown.emulate_media(media="print")
+        shown.set_viewport_size({"width": 1030, "height": 700})
+        assert shown.evaluate("document.documentElement.scrollWidth") <= 1030
 
 
 @pytest.mark.slow
@@ -179,7 +190,9 @@ def test_a_plan_of_5000_operators_does_not_stall(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("network", "folded"), [(resnet, "× 2"), (lambda: gpt(layers=48), "0-47 × 48")])
+@pytest.mark.parametrize(
+    ("network", "folded"), [(quick_start, "model"), (resnet, "× 2"), (lambda: gpt(layers=48), "0-47 × 48")]
+)
 def test_pages_of_whole_networks_are_small_and_work(network, folded, tmp_path):
     plans = plans_of(*network())
     save_html(document_of("net", plans, H100), tmp_path / "plan.html")
@@ -192,5 +205,5 @@ def test_pages_of_whole_networks_are_small_and_work(network, folded, tmp_path):
         shown.fill("#find", "all_reduce")
         shown.locator("#rows tr.operator").first.click()
         assert "next best strategy" in shown.inner_text("#detail")
-        shown.hover("#line", position={"x": 400, "y": 40})
+        shown.hover("#line", position={"x": 200, "y": 40})
         assert shown.inner_text("#line-said")

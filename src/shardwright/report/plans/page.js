@@ -16,14 +16,16 @@ const strategy = (plan, way) => {
 
 // ---- the head
 
+const sentence = (head) =>
+  `Mode ${head.mode}, search ${head.search}, mesh ${meshText(head.mesh)}: ${head.devices} devices. ` +
+  `On ${head.hardware} a step takes ${inTime(head.step_s)}: ${inTime(head.computing_s)} computing, ` +
+  `${inTime(head.communicating_s)} communicating, ${inTime(head.updating_s)} updating parameters` +
+  `${head.hidden_s ? `; ${inTime(head.hidden_s)} of that at once` : ""}. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
 function showHead() {
   const head = heads[0];
   $("title").textContent = told.title;
-  $("sentence").textContent =
-    `Mode ${head.mode}, search ${head.search}, mesh ${meshText(head.mesh)}: ${head.devices} devices. ` +
-    `On ${head.hardware} a step takes ${inTime(head.step_s)}: ${inTime(head.computing_s)} computing, ` +
-    `${inTime(head.communicating_s)} communicating, ${inTime(head.updating_s)} updating parameters` +
-    `${head.hidden_s ? `; ${inTime(head.hidden_s)} of that at once` : ""}. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
+  $("sentence").textContent = sentence(head);
+  $("sentence-beside").textContent = other ? `Beside it ${names[other]}. ${sentence(heads[other])}` : "";
   const found = head.certificate;
   const lines = found && found.unit === "s"
     ? [`No plan on ${head.considered.length ? "these meshes" : "this mesh"} takes less than ${inTime(found.bound)} by these costs (gap ${(100 * found.gap).toFixed(2)} %).`] : [];
@@ -424,7 +426,7 @@ const others = names.slice(1);
 for (const id of ["beside-label", "differing-label", "line-of-label"]) $(id).hidden = others.length === 0;
 $("beside").append(element("option", { value: 0 }, "nothing"), ...others.map((name, i) => element("option", { value: i + 1 }, name)));
 $("line-of").append(...names.map((name, i) => element("option", { value: i }, name)));
-$("beside").onchange = () => { other = Number($("beside").value); order = null; showRows(); if (chosen) showDetail(find(chosen)); };
+$("beside").onchange = () => { other = Number($("beside").value); order = null; showHead(); showRows(); if (chosen) showDetail(find(chosen)); };
 $("line-of").onchange = () => { shown = Number($("line-of").value); drawLine(); };
 
 window.addEventListener("resize", drawLine);
