@@ -73,15 +73,16 @@ def test_an_interrupted_cell_leaves_no_rank(tmp_path):
 
 
 @pytest.mark.slow
-def test_in_a_notebook(tmp_path):
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_in_a_notebook(ranks, tmp_path):
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed: pip install nbclient ipykernel")
     nbformat = pytest.importorskip("nbformat")
     pytest.importorskip("ipykernel")
     *first, last = SCRIPT.strip().split("\n\n")
-    codes = "\n\n".join(first), last.replace("print(", "results = (") + "; results"
+    codes = "\n\n".join(first), last.replace("print(", "results = (").replace("main, 2", f"main, {ranks}") + "; results"
     cells = [nbformat.v4.new_code_cell(code) for code in codes]
     notebook = nbformat.v4.new_notebook(cells=cells)
     nbclient.NotebookClient(notebook, timeout=100, resources={"metadata": {"path": str(tmp_path)}}).execute()
     outputs = notebook.cells[-1].outputs
     assert "rank 0 begins" in "".join(output.get("text", "") for output in outputs)
-    assert "tensor([6.])" in outputs[-1]["data"]["text/plain"]
+    assert f"({ranks - 1}, tensor([{ranks * (ranks + 1):.0f}.]))" in outputs[-1]["data"]["text/plain"]

@@ -5,6 +5,7 @@ import importlib.util
 import io
 import json
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -228,6 +229,41 @@ def refused_arguments(output):
         except UsageError as error:
             found.append(str(error))
     return found
+
+
+def drawn(output):
+    """What is said of batches that a collator draws, and of those that it does not."""
+    import torch
+    import transformers
+
+    from shardwright.integrations.huggingface import Trainer
+
+    def masked(samples):
+        batch = transformers.default_data_collator(samples)
+        return {**batch, "input_ids": batch["input_ids"] * torch.randint(0, 2, batch["input_ids"].shape)}
+
+    transformers.logging.set_verbosity_error()
+    sw.init()
+    arguments = transformers.TrainingArguments(output, report_to=[], use_cpu=True, per_device_train_batch_size=4)
+    said = []
+    for collator in (masked, None):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Trainer(
+                family("llama").model(), arguments, train_dataset=rows(), data_collator=collator,
+                parallelize={"mode": "data"},
+            )  # fmt: skip
+        said.append([str(one.message) for one in caught if "at random" in str(one.message)])
+    return said
+
+
+@needs_accelerate
+@pytest.mark.slow
+def test_that_ranks_draw_for_their_parts_of_batches_is_said(tmp_path):
+    first, second = run_ranks(2, drawn, str(tmp_path), timeout=100)
+    [[warning], nothing] = first
+    assert warning.startswith("input_ids of a batch is drawn at random by the data collator or the dataset, which each")
+    assert [nothing, *second] == [[], [], []]
 
 
 def streamed(samples):

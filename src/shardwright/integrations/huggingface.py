@@ -7,7 +7,9 @@ It is made as theirs, loads, logs and schedules as theirs, and saves what ``from
 
 from __future__ import annotations
 
+import copy
 import os
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -23,6 +25,7 @@ from shardwright.checkpoint.whole_run.state import put_random_state, random_stat
 from shardwright.errors import UsageError
 from shardwright.integrations.first_batch import first_batch
 from shardwright.run.parallel import parallelize as split
+from shardwright.torch_private import tree_flatten
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.world import init
 
@@ -119,7 +122,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
 
     def _sample(self) -> Any:
         loader = self.get_train_dataloader()
-        with first_batch(getattr(loader, "base_dataloader", loader)) as batch:
+        loader = getattr(loader, "base_dataloader", loader)
+        if self.ranks > 1 and self.args.process_index == 0:
+            _warn_of_random_batches(loader, self.args.per_device_train_batch_size)
+        with first_batch(loader) as batch:
             [batch], labels = self.get_batch_samples(iter([batch]), 1, self.args.device)
             return _with_labels(batch, labels)
 
@@ -219,6 +225,25 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
 def _with_labels(batch: Mapping[str, Any], labels: Any) -> dict[str, Any]:
     """A batch for a model that divides its loss by the number of labels, of all batches of a step; if it does."""
     return dict(batch) if labels is None else {**batch, "num_items_in_batch": labels}
+
+
+def _warn_of_random_batches(loader: Any, size: int) -> None:
+    """Each rank draws for its part of a batch, which is not what one device draws for all of it."""
+    dataset = loader.dataset
+    if isinstance(dataset, IterableDataset):
+        return
+    random = random_state()
+    rows = range(min(len(dataset), size))
+    one, other = (loader.collate_fn([copy.deepcopy(dataset[row]) for row in rows]) for _ in range(2))
+    put_random_state(random)
+    for (name, a), (_, b) in zip(*(tree_flatten(dict(batch))[0] for batch in (one, other)), strict=False):
+        if isinstance(a, Tensor) and not torch.equal(a, b):
+            warnings.warn(
+                f"{name} of a batch is drawn at random by the data collator or the dataset, which each rank does for "
+                "its own part: the losses are not those of one device; draw in the dataset, by number of sample",
+                stacklevel=2,
+            )
+            return
 
 
 class _WholeBatches(IterableDataset[Any]):
