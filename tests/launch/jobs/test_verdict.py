@@ -3,6 +3,8 @@
 import json
 import os
 
+import pytest
+
 from shardwright.launch.kept.failure import RankEnd, describe_ranks, first_failure, read_error_file, torchrun_end
 from shardwright.launch.kept.job import LOST, RUNNING, JobFolder, JobState, create_job_folder
 
@@ -14,8 +16,14 @@ def test_the_earliest_failure_is_the_cause():
     assert first_failure(ends).rank == 1
 
 
-def test_an_echo_is_no_cause_as_long_as_there_is_another():
-    echo, cause = RankEnd(0, 1, 10.0, stderr_tail=RESET), RankEnd(1, -9, 10.01)
+SHM = b"shardwright.errors.WorldError: "
+ENDED = SHM + b"rank 1 (process 7) has ended, while rank 0 waits for it in all_reduce\n"
+LEFT = SHM + b"rank 1 has left the group of the ranks 0, 1\n"
+
+
+@pytest.mark.parametrize("said", [RESET, ENDED, LEFT])
+def test_an_echo_is_no_cause_as_long_as_there_is_another(said):
+    echo, cause = RankEnd(0, 1, 10.0, stderr_tail=said), RankEnd(1, -9, 10.01)
     assert first_failure([echo, cause]) is cause
     assert first_failure([echo]) is echo
 

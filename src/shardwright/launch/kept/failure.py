@@ -20,7 +20,8 @@ _TRACEBACK = b"Traceback (most recent call last):"
 _LOST_PEER = re.compile(
     rb"Connection (reset|closed|refused)|[Cc]onnection was (reset|closed|likely closed)|Broken pipe|"
     rb"DistNetworkError|DistBackendError|remote process exited|[Ss]ocket [Tt]imeout|peer.{0,20}(gone|closed|reset)|"
-    rb"Timed out waiting|recvValue failed|sendBytes failed"
+    rb"Timed out waiting|recvValue failed|sendBytes failed|"
+    rb"rank \d+ (\(process \d+\) has ended, while rank|has left the group of) "  # the shm backend
 )
 _TORCHRUN = re.compile(rb"^Root Cause .*?^ *rank +: (\d+).*?^ *exitcode +: (-?\d+)", re.MULTILINE | re.DOTALL)
 # What people are told beside an error that does not say it itself.
