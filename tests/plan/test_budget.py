@@ -1,6 +1,7 @@
 """Plans within a budget of bytes: what is found fits, and no plan that fits costs less than the bound."""
 
 import contextlib
+import copy
 import itertools
 from dataclasses import replace
 
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+import shardwright as sw
 from models import NETWORKS
+from ranks import run_ranks
 from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
@@ -24,7 +27,7 @@ from shardwright.plan.searching.exact import Table, minimise
 from shardwright.plan.searching.space import Choice
 from shardwright.plan.searching.weights import Weights
 from shardwright.world.gradients import BUCKET_BYTES
-from whole import communicated, plan_of, planned, run, same
+from whole import communicated, losses_of, plan_of, planned, run, same
 
 
 def total(tables, assignment):
@@ -192,3 +195,25 @@ def test_other_searches_keep_a_budget_and_are_exact(search):
     same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
     with pytest.raises(PlanError, match="no plan was found under which a device holds 1 B or less"):
         plan_of(model, loss_fn, batch, Mesh.of(a=2, b=2), "auto", search=search, memory=1)
+
+
+def trained_in_parts():
+    """The losses of three steps of training on ranks that hold little, and those of plain PyTorch."""
+    sw.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(31, 33), torch.nn.ReLU(), torch.nn.Linear(33, 31)).double()
+    plain = copy.deepcopy(model)
+    batch = torch.randn(12, 31, dtype=torch.float64), torch.randn(12, 31, dtype=torch.float64)
+    memory = sum(parameter.nbytes for parameter in model.parameters()) * 4 // 2
+    parallel = sw.parallelize(model, mse, batch, batch="global", memory=memory, optimizer="adamw")
+    found = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2), batch)
+    expected = losses_of(lambda b: mse(plain, b), torch.optim.AdamW(plain.parameters(), lr=1e-2), batch)
+    parameters = parallel.plan.capture.of_kind("parameter")
+    return found, expected, [parallel.plan.bytes_of(value) / value.bytes for value in parameters]
+
+
+@pytest.mark.slow
+def test_ranks_train_with_uneven_parts_as_one_device_does():
+    for found, expected, parts in run_ranks(4, trained_in_parts):
+        assert found == pytest.approx(expected, rel=1e-10)
+        assert max(parts) < 0.3

@@ -11,6 +11,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.pins import pinned_strategies
 from shardwright.plan.pricing.blocks import Block, Blocks
+from shardwright.plan.pricing.memory import local_bytes
 from shardwright.plan.pricing.meshes import cuts
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.pricing.targets import target_of
@@ -128,10 +129,10 @@ def tensor_space(graph: RuledGraph, mesh: Mesh, following: Mapping[str, Strategy
 
 
 def in_parts(value: Value, mesh: Mesh) -> Layout:
-    """Cut the first dim that gives every device as much, else the first that gives every device something."""
-    fits = [dim for dim, size in enumerate(value.shape) if size % mesh.size == 0]
-    fits += [dim for dim, size in enumerate(value.shape) if size >= mesh.size]
-    return Layout.split(len(value.shape), dict.fromkeys(fits[:1], mesh.names))
+    """Cut the dim of whose parts the largest is least, the first of several; whole where all dims are too short."""
+    dims = len(value.shape)
+    cut = [Layout.split(dims, {dim: mesh.names}) for dim, size in enumerate(value.shape) if size >= mesh.size]
+    return min(cut, key=lambda layout: local_bytes(value, layout, mesh), default=Layout.replicated(dims))
 
 
 def _over_weights(node: Node, graph: RuledGraph, following: Strategy, mesh: Mesh) -> Iterator[Strategy]:

@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 from decoder import Decoder, batch_of, loss_fn
 from models import SmallResNet
+from shardwright.graph.ir import Value
 from shardwright.graph.step import captured_step
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -16,6 +17,7 @@ from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
+from shardwright.plan.spaces import in_parts
 from shardwright.report.plans.comparison import comparison, with_known_plans
 from whole import plain, run, same
 
@@ -67,6 +69,14 @@ def test_each_runs_as_one_device_and_none_beats_the_search(name):
     for plan in plans.values():
         found = run(plan, model, batch)
         same(found, {tensor: value for tensor, value in expected.items() if tensor in found})
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((8, 14336, 4096), 1), ((12, 14336), 0), ((7, 5), 0), ((5, 5), None)])
+def test_parameters_are_cut_so_that_the_fullest_device_has_least(shape, dim):
+    """Of 8 experts some of 6 devices would have two, a quarter of all, and others none."""
+    value = Value("w", "parameter", "w", shape, torch.float32, True)
+    cut = {} if dim is None else {dim: ["a", "b"]}
+    assert in_parts(value, Mesh.of(a=2, b=3)) == Layout.split(len(shape), cut)
 
 
 def test_tensor_parallel_is_what_megatron_does():
