@@ -54,7 +54,7 @@ class Steps:
         self._begun_s: float | None = None  # of the step that is open
         self._numbered = self._loading = False
         self._number = self._steps = self._samples = 0
-        self._seconds = self._data_s = self._told_communicating_s = 0.0
+        self._seconds = self._data_s = self._communicating_s = self._communicated_s = 0.0
         self._measured: dict[str, Any] = {}
         self._loss: Callable[[], Late] | None = None
         self._waiting: tuple[dict[str, Any], Late] | None = None  # a line whose loss has not come
@@ -69,6 +69,7 @@ class Steps:
         """A step begins with the loading of its data, if there are any more."""
         if self._write is not None:
             self._begun_s, self._numbered = time.perf_counter(), False
+            self._communicated_s = self.communicating_s or 0.0  # before the step
 
     def begin(self, number: int) -> None:
         """A step computes from now on."""
@@ -88,6 +89,7 @@ class Steps:
         if self._numbered:
             self._steps += 1
             self._seconds += now_s - begun_s
+            self._communicating_s += (self.communicating_s or 0.0) - self._communicated_s
             self._tell_due(now_s)
 
     @contextmanager
@@ -137,12 +139,11 @@ class Steps:
         line: dict[str, Any] = {"step": self._number, "steps": self._steps, "seconds": round(self._seconds, 6)}
         line |= {"data_s": round(self._data_s, 6), "samples": self._samples}
         if self.communicating_s is not None:
-            line["communicating_s"] = round(self.communicating_s - self._told_communicating_s, 6)
-            self._told_communicating_s = self.communicating_s
+            line["communicating_s"] = round(self._communicating_s, 6)
         line |= {name: value for name, value in self._measured.items() if value is not None}
         self._measured = {}
         self._steps = self._samples = 0
-        self._seconds = self._data_s = 0.0
+        self._seconds = self._data_s = self._communicating_s = 0.0
         loss, self._loss = self._loss, None
         if loss is None:
             self.tell(line)

@@ -41,6 +41,7 @@ def run(tmp_path):
     live.told(0, json.dumps({"time_s": time.time(), "step": 5000, "validation": validation}).encode() + b"\n")
     live.became(1, "stopped", signal="SIGSTOP", pid=101)
     live.became(1, "running")
+    live.became(0, "ended", code=-2)
     live.became(3, "ended", code=3)
     made.write_failure({"rank": 3, "cause": "rank 3 failed: </script>", "time_s": time.time()})
     return made
@@ -53,13 +54,19 @@ def test_a_page_is_told_means_and_curves_of_bounded_length(run):
     first = told["ranks"][0]
     assert (first["mean"]["steps"], first["mean"]["seconds"], first["mean"]["communicating"]) == (5000, 1.0, 0.5)
     assert len(first["curve"]) == 500
-    assert [rank["mark"] for rank in told["ranks"]] == ["", "", "slow: 2.0 × others", "ended (exit code 3)"]
+    assert [rank["mark"] for rank in told["ranks"]] == [
+        "ended (signal 2)",
+        "",
+        "slow: 2.0 × others",
+        "ended (exit code 3)",
+    ]
     assert first["wire"] == {"in": 900, "out": 1800, "within": 0}
     assert told["validations"] == [[5000, {"loss": 0.5, "accuracy": 0.875}]]
     texts = [event["text"] for event in told["events"]]
     assert texts == [
         "rank 1 stopped (SIGSTOP)",
         "rank 1 went on",
+        "rank 0 ended by signal 2",
         "rank 3 ended with code 3",
         "rank 3 failed: </script>",
     ]

@@ -62,7 +62,8 @@ def test_a_line_says_what_the_steps_since_the_last_took(monkeypatch):
         clock.passes(0.4)
         steps.computed(32, lambda number=number: There(float(number)))
         steps.close()
-        clock.passes(3.0 if number == 1 else 0.0)  # a checkpoint, which belongs to no step
+        clock.passes(3.0 if number == 1 else 0.0)  # a checkpoint or a validation, which belongs to no step
+        steps.communicating_s += 2.0
     first = {"step": 1, "steps": 1, "seconds": 0.5, "data_s": 0.1, "samples": 32, "communicating_s": 0.05}
     assert told(lines) == [
         first | {"held_bytes": 7, "loss": 1.0},

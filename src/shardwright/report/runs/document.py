@@ -121,7 +121,8 @@ def _events(folder: JobFolder) -> list[dict[str, Any]]:
             stopped.discard(rank)
             found.append({"at": value["time_s"], "text": f"rank {rank} went on"})
         elif state == "ended" and value.get("code"):
-            found.append({"at": value["time_s"], "text": f"rank {rank} ended with code {value['code']}"})
+            how = f"with code {value['code']}" if value["code"] > 0 else f"by signal {-value['code']}"
+            found.append({"at": value["time_s"], "text": f"rank {rank} ended {how}"})
     return [*found, *_cause(folder)]
 
 
