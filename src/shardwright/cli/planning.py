@@ -83,11 +83,12 @@ def plan(
         )
     if beside is not None and html is None and (as_json or explain is not None):
         raise UsageError("--beside adds to a page: leave out --json and --explain, or add --html plan.html")
-    from shardwright.report.plans.html import save_html
-    from shardwright.verification.plan_file import plan_file
     from shardwright.waiting import waiting_for
 
-    with waiting_for("planning") as work:
+    with waiting_for(f"reading {target}") as work:
+        from shardwright.report.plans.html import save_html
+        from shardwright.verification.plan_file import plan_file
+
         planned = plan_file(target, progress=work.stage, **options)
         if save is not None:
             planned.plan.save(save)

@@ -241,6 +241,7 @@ class _ThreadRanks:
         return found
 
 
+@waiting_for("writing a checkpoint")
 def split(
     source: str | os.PathLike[str],
     directory: str | os.PathLike[str],
