@@ -9,6 +9,8 @@ import sys
 import pytest
 
 from launching import COMMAND
+from shardwright.launch.host.program import Program
+from shardwright.launch.supervisor import zygote
 
 REPORT = """
     import json, os
@@ -151,6 +153,24 @@ def test_parallel_operators_and_a_collective_work_after_the_fork(launching):
         ended = launching.finish(launcher, 30)
         assert ended.code == 0, ended.stderr
         assert sorted(ended.stdout.splitlines()) == ["[rank 0] 1024.0", "[rank 1] 1024.0"]
+
+
+def test_what_training_imports_is_there_when_ranks_begin(launching):
+    """Imported once for all ranks, where the script names it; nothing of a rank has been set up by that."""
+    script = launching.write(
+        "train.py",
+        """
+    import sys
+    there = [name in sys.modules for name in ("torch._dynamo", "shardwright.run.parallel")]
+    import shardwright as sw
+    from shardwright.pulse import open_pulse
+    print(there, open_pulse.cache_info().currsize)
+    """,
+    )
+    environment = {"CUDA_VISIBLE_DEVICES": ""}  # with GPUs ranks import by themselves
+    assert launching.run("-n", "1", script, env=environment).stdout == "[True, True] 0\n"
+    plain = launching.write("plain.py", "import torch.distributed as dist")
+    assert not zygote.trains(Program("script", (str(launching.folder / plain),)))
 
 
 def test_data_loader_workers(launching):

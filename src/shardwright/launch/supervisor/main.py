@@ -65,7 +65,7 @@ def main() -> None:
     preload = start.preload and zygote.can_preload(start.program)
     if preload:
         try:
-            zygote.preload()
+            zygote.preload(start.program, packed=start.packed)
         except BaseException:
             not_started(events, why_no_torch(traceback.format_exc()))
     die_with_parent(0)

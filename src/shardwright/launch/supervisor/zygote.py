@@ -7,11 +7,13 @@ them would wait for ever. A rank runs its script as ``python script.py`` would: 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib.util
 import io
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -19,17 +21,50 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, TracebackType
 from typing import Any
 
+from shardwright.hosts.gpus import count_gpus
 from shardwright.launch.host.program import Program
 
+_TRAINS = re.compile(rb"\bimport shardwright\b(?!\.)|\bfrom shardwright import\b|\bDistributedDataParallel\b|\boptim\b")
 
-def preload() -> None:
-    """Import what every rank will need. A collection in between would find nothing and takes a sixth of the time."""
+
+def preload(program: Program, *, packed: bool) -> None:
+    """Import what every rank will need; ``packed`` says that this package is not the one that ranks import.
+
+    A collection in between would find nothing and takes a sixth of the time.
+    """
     gc.disable()
     import torch
     import torch.distributed  # noqa: F401
 
+    # Of the many modules that follow, one of a release to come may ask for GPUs, which breaks them in forked processes.
+    if trains(program) and not count_gpus(os.environ):
+        with contextlib.suppress(Exception):  # a rank comes to it, and says what is wrong
+            _preload_training(packed)
     gc.freeze()  # ranks share these pages for as long as no collection writes to them
     gc.enable()
+
+
+def _preload_training(packed: bool) -> None:
+    """Import what takes a rank that trains as long as torch itself: torch's compiler, and this package."""
+    import torch
+
+    torch.compiler.disable(trains)  # imports what the first optimizer of a rank would
+    if not packed:
+        import shardwright
+
+        for name in ("init", "parallelize"):
+            getattr(shardwright, name)  # which imports what defines it
+
+
+def trains(program: Program) -> bool:
+    """Whether a program trains, as far as its own source tells. To find the source of a module may be to import it."""
+    if program.kind == "module":
+        return program.arguments[0].partition(".")[0] == "shardwright"
+    try:
+        with open(program.arguments[0], "rb") as file:
+            return bool(_TRAINS.search(file.read()))
+    except OSError:
+        return False  # the rank says what is wrong with it
 
 
 def can_preload(program: Program) -> bool:
