@@ -1,6 +1,6 @@
 """Saving and loading a checkpoint, beside the plain writes and reads of the same bytes and beside DCP alone.
 
-    python benchmarks/checkpoint.py [save] [async] [load] [--gb 1.2] [--rounds 7] [--dir DIR]
+    python benchmarks/checkpoint.py [save] [async] [load] [--gb 1.2] [--rounds 7] [--dir DIR] [--cpu]
 
 Two ranks hold a state that is split between them: parameters and two moments of an optimizer. All ways take turns
 (A B C A B C ...), so that all see the same disk; rows give medians, and the median of the ratios within a round.
@@ -12,6 +12,9 @@ async   beside a training loop on both ranks (matrix products, an all-reduce, an
         until the save is complete take, with the call, than as many steps without one; dcp.async_save likewise
 load    onto 1 and onto 4 ranks, beside reading as many bytes into memory that is there: cold, as a job meets the files
         that goes on (before each of both every rank has the kernel forget them), and warm, from the page cache
+
+With ``--cpu`` the seconds of save and load are those of the processor, of all ranks together: what the disk takes is
+not in them, and other programs disturb them little.
 """
 
 from __future__ import annotations
@@ -79,13 +82,14 @@ def local_bytes(state: dict[tuple[str, ...], DTensor]) -> int:
     return sum(t.to_local().numel() * t.to_local().element_size() for t in state.values())
 
 
-def timed_s(do: Callable[[], Any]) -> float:
-    """Seconds until all ranks have done it."""
+def timed_s(do: Callable[[], Any], cpu: bool = False) -> float:
+    """Seconds until all ranks have done it, or the processor's of all ranks."""
     dist.barrier()
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     do()
-    dist.barrier()
-    return time.perf_counter() - start
+    took = torch.tensor(time.process_time() - start_cpu, dtype=torch.float64)
+    dist.all_reduce(took)
+    return took.item() if cpu else time.perf_counter() - start
 
 
 def extra_memory_mib(do: Callable[[], Any]) -> float:
@@ -126,7 +130,7 @@ def clean(directory: Path) -> None:
     dist.barrier()
 
 
-def measure_save(directory: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
+def measure_save(directory: Path, gigabytes: float, rounds: int, cpu: bool) -> dict[str, Any]:
     state, ranks = flat_state(gigabytes), ProcessRanks(TO_SAVE)
     whole = nested(state)
     ways: dict[str, Callable[[], Any]] = {
@@ -139,7 +143,7 @@ def measure_save(directory: Path, gigabytes: float, rounds: int) -> dict[str, An
     for number in range(rounds + 1):
         for name in list(ways)[number % 3 :] + list(ways)[: number % 3]:  # each is first as often as the others
             if number:
-                times[name].append(timed_s(ways[name]))
+                times[name].append(timed_s(ways[name], cpu))
             else:
                 memory[name] = extra_memory_mib(ways[name])
             clean(directory)
@@ -263,7 +267,7 @@ def forget(directory: Path) -> None:
     dist.barrier()
 
 
-def measure_load(directory: Path, gigabytes: float, rounds: int) -> dict[str, Any]:
+def measure_load(directory: Path, gigabytes: float, rounds: int, cpu: bool) -> dict[str, Any]:
     """On any number of ranks, what two have saved."""
     state = flat_state(gigabytes)
     files = sorted((directory / "step-00000001").glob("*.distcp"))
@@ -280,7 +284,7 @@ def measure_load(directory: Path, gigabytes: float, rounds: int) -> dict[str, An
             for way in list(ways) if number % 2 else reversed(list(ways)):
                 if how == "cold":
                     forget(directory / "step-00000001")
-                took_s = timed_s(ways[way])
+                took_s = timed_s(ways[way], cpu)
                 if number:
                     times[f"{how} {way}"].append(took_s)
     for (*_, name), tensor in state.items():
@@ -378,18 +382,20 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--dir", default=None, help="where to write, for the disk that is meant")
     parser.add_argument("--no-dcp-async", action="store_true", help="leave dcp.async_save out, where it hangs")
+    parser.add_argument("--cpu", action="store_true", help="seconds of the processor, of all ranks together")
     given = parser.parse_args()
     if unknown := set(given.what) - {"save", "async", "load"}:
         parser.error(f"unknown: {', '.join(unknown)}; expected save, async or load")
     with tempfile.TemporaryDirectory(prefix="checkpoint-benchmark-", dir=given.dir) as folder:
         directory = Path(folder)
         if "save" in given.what:
-            report_save(on_ranks(2, measure_save, directory, given.gb, given.rounds))
+            report_save(on_ranks(2, measure_save, directory, given.gb, given.rounds, given.cpu))
         if "async" in given.what:
             report_async(on_ranks(2, measure_async, directory, given.gb, given.rounds, not given.no_dcp_async))
         if "load" in given.what:
             on_ranks(2, save_once, directory, given.gb)
-            report_load({size: on_ranks(size, measure_load, directory, given.gb, given.rounds) for size in (1, 4)})
+            asked = directory, given.gb, given.rounds, given.cpu
+            report_load({size: on_ranks(size, measure_load, *asked) for size in (1, 4)})
 
 
 if __name__ == "__main__":
