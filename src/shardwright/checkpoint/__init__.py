@@ -1,8 +1,7 @@
 """Checkpoints: the whole state of a run in files that any number of ranks can read.
 
-`save` and `load` are what scripts use, `load_state`, `read_state` and `save_pretrained` for files of
-others; the rest of this room is what
-they are made of.
+`save` and `load` are what scripts use, `load_state`, `read_state` and `save_pretrained` for files of others; the rest
+of this room is what they are made of.
 """
 
 from shardwright.checkpoint.api import Loaded, load, newest, save, wait

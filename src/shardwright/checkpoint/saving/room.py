@@ -35,7 +35,7 @@ class _Pages(mmap.mmap):
         """Pin all of it; where that cannot be, copies are right and waited for, which is told."""
         error = int(_driver().cudaHostRegister(address, len(self), 0))
         if error:
-            forget_error()
+            _forget_error()
             warnings.warn(
                 f"{len(self) / 1e6:.0f} MB of memory for saves cannot be pinned (CUDA error {error}): each save "
                 "holds the loop up until it is copied; more locked memory may help (ulimit -l)",
@@ -50,7 +50,7 @@ class _Pages(mmap.mmap):
                 _driver().cudaHostUnregister(self._pinned_at)
 
 
-def forget_error() -> None:
+def _forget_error() -> None:
     """What the driver has answered stays its last error, for which torch would blame the next kernel."""
     runtime = _runtime()
     if runtime is not None:
