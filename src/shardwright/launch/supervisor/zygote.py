@@ -48,7 +48,7 @@ def _preload_training(packed: bool) -> None:
     """Import what takes a rank that trains as long as torch itself: torch's compiler, and this package."""
     import torch
 
-    torch.compiler.disable(trains)  # imports what the first optimizer of a rank would
+    torch.compiler.disable(trains)  # type: ignore[no-untyped-call]  # imports what the first optimizer would
     if not packed:
         import shardwright
 
