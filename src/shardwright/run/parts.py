@@ -9,6 +9,7 @@ to say. Where the answer is another one, what was computed is thrown away and co
 from __future__ import annotations
 
 import hashlib
+import struct
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.errors import ShardwrightError, UsageError
+from shardwright.mesh.processes import all_gather_single
 from shardwright.pulse import own_pulse
 from shardwright.run.programs.inputs import Rows, global_shapes, height_of, in_turn, shown
 from shardwright.world.agreement import from_all_ranks
@@ -26,8 +28,9 @@ from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
 
 _MOST = 256  # answers that are remembered
-_HEAD = 4  # numbers of each rank: its rows, on what its program depends, what it expects, and the bytes that it adds
-_LONG = 128  # numbers in all
+# What each rank tells: its rows, on what its program depends, what it expects, and how many bytes it adds behind that.
+_HEAD = struct.Struct("=4q")
+_BYTES = 1024  # in all; written and read by Python, since each call of torch takes microseconds
 
 
 class NotAsExpected(BaseException):
@@ -62,8 +65,8 @@ class Parts:
             key: what the program depends on beside sizes.
         """
         height = height_of(tensors)
-        mine = height, _number(key, global_shapes(tensors, Rows((0, height), -1, None)))  # -1: the rows of all
-        asked = Asked(self._lockstep, tensors, mine, self._answers.get(mine), lambda rows: self._remember(mine, rows))
+        mine = height, _number(key, global_shapes(tensors, _any_rows(height)))
+        asked = Asked(self._lockstep, tensors, mine, self._answers.get(mine), self._remember)
         if self._meanwhile:
             asked.begin()
         return asked
@@ -83,26 +86,27 @@ class Asked:
         tensors: Sequence[Tensor],
         mine: tuple[int, int],
         expected: Rows | None,
-        remember: Callable[[Rows], None],
+        remember: Callable[[tuple[int, int], Rows], None],
     ) -> None:
         self.expected = expected
         self._lockstep, self._tensors, self._mine, self._remember = lockstep, tensors, mine, remember
-        self._everyone = torch.zeros(0)
+        self._everyone = bytearray()
         self._wait: Callable[[], object] | None = None
         self._answer: Rows | None = None
-        self._told: list[list[int]] = []
+        self._told: list[tuple[int, ...]] = []
         self._added = 0
 
     def begin(self, added: Tensor | None = None) -> None:
         """Ask, with what is to be gathered from all ranks, where it is small."""
-        told = torch.zeros(_LONG, dtype=torch.int64)
-        if added is not None and added.device.type == "cpu" and added.nbytes <= told[_HEAD:].nbytes:
+        told = bytearray(_BYTES)
+        if added is not None and added.device.type == "cpu" and added.nbytes <= _BYTES - _HEAD.size:
             self._added = added.nbytes
-            told[_HEAD:].view(torch.uint8)[: added.nbytes] = added.reshape(-1).view(torch.uint8)
+            told[_HEAD.size : _HEAD.size + self._added] = added.reshape(-1).view(torch.uint8).numpy().tobytes()
         expected = 0 if self.expected is None else _number("", self.expected.all_ranks)
-        told[:_HEAD] = torch.tensor([*self._mine, expected, self._added])
-        self._everyone = told.new_empty(dist.get_world_size(), _LONG)
-        self._wait = self._lockstep.begin(dist.all_gather, list(self._everyone), told, group=control_group())
+        _HEAD.pack_into(told, 0, *self._mine, expected, self._added)
+        self._everyone = bytearray(dist.get_world_size() * _BYTES)
+        gathering = _bytes_of(self._everyone), _bytes_of(told)
+        self._wait = self._lockstep.begin(all_gather_single, *gathering, group=control_group())
 
     def rows(self, added: Tensor | None = None) -> Rows:
         """Which rows each rank has.
@@ -140,17 +144,17 @@ class Asked:
         """None where some rank expected another step or none, or had begun to ask before, which added nothing here."""
         if added is None or not self._added or any(theirs[2:] != self._told[0][2:] for theirs in self._told):
             return None
-        rows = self._everyone[:, _HEAD:].contiguous().view(torch.uint8)[:, : self._added]
+        rows = _bytes_of(self._everyone).view(-1, _BYTES).narrow(1, _HEAD.size, self._added)
         return rows.contiguous().view(added.dtype).view(-1, *added.shape)
 
     def _awaited(self) -> Rows:
         assert self._wait is not None
         self._wait()
-        self._told = self._everyone[:, :_HEAD].tolist()
+        self._told = [_HEAD.unpack_from(self._everyone, at) for at in range(0, len(self._everyone), _BYTES)]
         counts, numbers, *_ = zip(*self._told, strict=True)
         if len(set(numbers)) == 1:
-            rows = replace(in_turn(counts), agreed=True)
-            self._remember(rows)
+            rows = _agreed(counts, dist.get_rank())
+            self._remember(self._mine, rows)
             return rows
         everyone = from_all_ranks(shown(self._tensors))
         other = next(rank for rank, theirs in enumerate(numbers) if theirs != numbers[0])
@@ -164,3 +168,20 @@ class Asked:
 @lru_cache(maxsize=_MOST)
 def _number(key: str, shapes: object) -> int:
     return int.from_bytes(hashlib.sha256(f"{key} {shapes}".encode()).digest()[:7])
+
+
+@lru_cache(maxsize=_MOST)
+def _any_rows(height: int) -> Rows:
+    """The rows of a rank that does not know how many there are in all."""
+    return Rows((0, height), -1, None)
+
+
+@lru_cache(maxsize=_MOST)
+def _agreed(counts: tuple[int, ...], rank: int) -> Rows:
+    """The rows of this rank, where all have said how many they have."""
+    return replace(in_turn(counts), agreed=True)
+
+
+def _bytes_of(memory: bytearray) -> Tensor:
+    """The same memory as a tensor."""
+    return torch.frombuffer(memory, dtype=torch.uint8)
