@@ -53,7 +53,7 @@ def test_every_page_with_blocks_to_run_is_run():
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(("page", "needs"), RUN_HERE.items(), ids=RUN_HERE)
 def test_the_blocks_of_a_page_run(page, needs, tmp_path):
     if needs is not None and importlib.util.find_spec(needs) is None:

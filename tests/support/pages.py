@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parents[2] / "docs"
-_LIMIT_S = 100
+_LIMIT_S = 250
 
 
 def run_blocks(page: Path, folder: Path) -> list[str]:
