@@ -25,13 +25,10 @@ from shardwright.plan.searching.budget import Budget, OverBudget, fitting
 from shardwright.plan.searching.buffers import buffers_of
 from shardwright.plan.searching.exact import Table, minimise
 from shardwright.plan.searching.space import Choice
+from shardwright.plan.searching.tables import cost_at
 from shardwright.plan.searching.weights import Weights
 from shardwright.world.gradients import BUCKET_BYTES
 from whole import communicated, losses_of, plan_of, planned, run, same
-
-
-def total(tables, assignment):
-    return sum(float(t.costs[tuple(assignment[v] for v in t.scope)]) for t in tables)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -42,14 +39,14 @@ def test_the_gap_is_true_on_random_graphs(seed):
     scopes = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (1,), (4,)]
     costs, sizes = ([Table(s, random.random([domains[v] for v in s])) for s in scopes] for _ in range(2))
     every = list(itertools.product(*map(range, domains)))
-    held = {x: int(1000 * total(sizes, x)) for x in every}
+    held = {x: int(1000 * cost_at(sizes, x)) for x in every}
     limit = int(np.quantile(list(held.values()), random.choice([0.001, 0.05, 0.3])))
-    optimum = min(total(costs, x) for x in every if held[x] <= limit)
+    optimum = min(cost_at(costs, x) for x in every if held[x] <= limit)
 
     def solve(price):
         priced = [Table(t.scope, 1000 * price * t.costs) for t in sizes]
         found, x = minimise(domains, [*costs, *priced])
-        return [Choice({"x": tuple(x)}, {}, total(costs, x), None)], found - price * limit
+        return [Choice({"x": tuple(x)}, {}, cost_at(costs, x), None)], found - price * limit
 
     free = minimise(domains, costs)
     budget = Budget(limit, ADAMW, lambda choice: held[choice.strategies["x"]], lambda choice: "nothing fits")

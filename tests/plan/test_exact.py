@@ -12,6 +12,7 @@ from scipy.optimize import LinearConstraint, milp
 from shardwright.errors import PlanError
 from shardwright.plan.searching import exact
 from shardwright.plan.searching.exact import Table, TooWide, minimise
+from shardwright.plan.searching.tables import cost_at
 
 
 @st.composite
@@ -24,19 +25,15 @@ def problems(draw):
     return domains, [Table(s, random.integers(0, 20, [domains[v] for v in s]).astype(float)) for s in scopes]
 
 
-def cost(tables, assignment):
-    return sum(float(t.costs[tuple(assignment[v] for v in t.scope)]) for t in tables)
-
-
 @given(problems(), st.sampled_from([1, 7, exact.SLAB]))
 def test_the_minimum_over_all_assignments(problem, slab):
     """Also where tables are made in slabs."""
     domains, tables = problem
-    best = min(cost(tables, x) for x in itertools.product(*map(range, domains)))
+    best = min(cost_at(tables, x) for x in itertools.product(*map(range, domains)))
     with mock.patch.object(exact, "SLAB", slab):
         found, assignment = minimise(domains, tables)
     assert found == best
-    assert cost(tables, assignment) == best
+    assert cost_at(tables, assignment) == best
 
 
 def test_variables_without_a_choice_widen_no_table():
@@ -96,7 +93,7 @@ def test_a_long_chain_is_linear():
     random = np.random.default_rng(0)
     tables = [Table((v, v + 1), random.random((20, 20))) for v in range(2000)]
     found, assignment = minimise([20] * 2001, tables, limit=400)
-    assert found == pytest.approx(cost(tables, assignment))
+    assert found == pytest.approx(cost_at(tables, assignment))
 
 
 def test_what_is_forbidden_is_not_chosen():

@@ -170,7 +170,7 @@ class Decisions:
     @cached_property
     def kept(self) -> Kept:
         """What operators keep for the backward."""
-        return Kept.of(self.graph)
+        return self.graph.once(Kept)
 
     @cached_property
     def _nodes(self) -> Mapping[str, Node]:
@@ -194,7 +194,7 @@ class Decisions:
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
         """The blocks whose inside the backward computes again."""
-        known = Blocks.of(self.graph)
+        known = self.graph.once(Blocks)
         found = (known.named(name) for name in sorted(self.recomputed))
         return tuple(block for block in found if block is not None)
 

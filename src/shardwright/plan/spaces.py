@@ -47,7 +47,7 @@ def blocks_for(graph: RuledGraph, request: PlanRequest) -> tuple[tuple[Block, ..
     """
     if request.memory is None and not request.recompute:
         return (), frozenset()
-    known = Blocks.of(graph)
+    known = graph.once(Blocks)
     demanded = known.matching(request.recompute, demanded=request.axes is None)
     taken = frozenset().union(*(block.names for block in demanded))
     free = known.repeated() if request.memory is not None else ()

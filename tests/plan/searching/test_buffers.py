@@ -8,12 +8,9 @@ import pytest
 
 from shardwright.plan.searching.buffers import WORTH, Buffers, by_buffers
 from shardwright.plan.searching.exact import Table, minimise
+from shardwright.plan.searching.tables import cost_at
 
 SCOPES = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (1,), (4,)]
-
-
-def total(tables, assignment):
-    return sum(float(t.costs[tuple(assignment[v] for v in t.scope)]) for t in tables)
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -26,7 +23,7 @@ def test_the_least_of_a_sum_and_the_largest_buffer(seed):
     price = float(10 ** random.uniform(-4, -1))
 
     def both(x):
-        return total(costs, x) + price * buffers.of(x)
+        return cost_at(costs, x) + price * buffers.of(x)
 
     def solve(more):
         found, x = minimise(domains, [*costs, *more])

@@ -11,6 +11,7 @@ from shardwright.errors import PlanError
 from shardwright.plan.searching import narrow
 from shardwright.plan.searching.exact import Table, TooWide, minimise
 from shardwright.plan.searching.narrow import Minimum, NothingBelow, least
+from shardwright.plan.searching.tables import cost_at
 
 
 def chain_with_common(seed, length, size, common):
@@ -28,10 +29,6 @@ def chain_with_common(seed, length, size, common):
     return domains, tables
 
 
-def cost_of(picked, tables):
-    return sum(table.costs[tuple(picked[v] for v in table.scope)] for table in tables)
-
-
 @settings(max_examples=15)
 @given(st.integers(0, 10**6), st.integers(3, 8), st.integers(2, 4), st.integers(2, 3))
 @example(895587, 3, 3, 3)
@@ -41,7 +38,7 @@ def test_the_bound_is_below_the_least_and_the_choice_costs_what_it_says(seed, le
     found = least(domains, tables, limit=size)
     assert found.bound <= exact + 1e-9
     assert found.cost >= exact - 1e-9
-    assert found.cost == pytest.approx(cost_of(found.picked, tables))
+    assert found.cost == pytest.approx(cost_at(tables, found.picked))
 
 
 def problem(seed, forbidden=0.0, values=6):
@@ -76,7 +73,7 @@ def test_what_is_left_out_is_in_no_least_assignment(seed, forbidden):
     for v in range(5):
         assert (bounds._of_value[v] <= kept.min(axis=tuple(i for i in range(5) if i != v)) + 1e-9).all()
     found = least(domains, tables, limit=50)
-    assert (found.cost, cost_of(found.picked, tables)) == (pytest.approx(every.min()), pytest.approx(every.min()))
+    assert (found.cost, cost_at(tables, found.picked)) == (pytest.approx(every.min()), pytest.approx(every.min()))
 
 
 def test_where_little_is_near_the_least_it_is_the_minimum():
@@ -106,7 +103,7 @@ def test_what_is_tied_too_much_has_a_bound():
     draw = np.random.default_rng(0)
     everyone = [Table((a, b), draw.random((size, size))) for a in range(count) for b in range(a)]
     found = least([size] * count, everyone, limit=size**3)
-    assert 0 < found.bound < found.cost == pytest.approx(cost_of(found.picked, everyone))
+    assert 0 < found.bound < found.cost == pytest.approx(cost_at(everyone, found.picked))
     assert least([size], [Table((0,), np.array([2.0, 1.0, 3.0]))]) == Minimum(1.0, 1.0, [1])
 
 

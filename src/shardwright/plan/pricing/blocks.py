@@ -42,16 +42,8 @@ class Blocks:
     """The blocks of a graph, by the path of the module."""
 
     def __init__(self, graph: RuledGraph) -> None:
-        self._graph, self._kept = graph, Kept.of(graph)
+        self._graph, self._kept = graph, graph.once(Kept)
         self._known: dict[str, Block | None] = {}
-
-    @staticmethod
-    def of(graph: RuledGraph) -> Blocks:
-        """Those of a graph."""
-        if "blocks" not in graph.known:
-            graph.known["blocks"] = Blocks(graph)
-        blocks: Blocks = graph.known["blocks"]
-        return blocks
 
     def named(self, name: str) -> Block | None:
         """The block of a module; None where there is none, or nothing of it is kept."""

@@ -59,19 +59,11 @@ def repeatable(value: Value, steps: Sequence[Step]) -> bool:
 
 
 class Kept:
-    """What the operators of a graph keep for its backward."""
+    """What the operators of a graph keep for its backward: of each graph there is one, by `RuledGraph.once`."""
 
     def __init__(self, graph: RuledGraph) -> None:
         self.graph = graph
         self.saved = {node.name: self._saved(node) for node in graph.capture.nodes}
-
-    @staticmethod
-    def of(graph: RuledGraph) -> Kept:
-        """The one of a graph."""
-        if "kept" not in graph.known:
-            graph.known["kept"] = Kept(graph)
-        kept: Kept = graph.known["kept"]
-        return kept
 
     def _saved(self, node: Node) -> Saved:
         kept = saved(node, self.graph.capture)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 from shardwright.graph.ir import Capture, Node
 from shardwright.mesh.mesh import Mesh
 from shardwright.rules.notation import OpRule, Strategy
 from shardwright.rules.row import Directions
 from shardwright.rules.table import internal_collectives, rule_of
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,13 @@ class RuledGraph:
     def known(self) -> dict[Hashable, Any]:
         """What others have worked out of the graph alone, for all who ask again."""
         return {}
+
+    def once(self, make: Callable[[RuledGraph], T]) -> T:
+        """What ``make`` gives of the graph, made when it is first asked for."""
+        if make not in self.known:
+            self.known[make] = make(self)
+        found: T = self.known[make]
+        return found
 
     def needs_gradient(self, node: Node) -> bool:
         """Whether a node has a backward."""

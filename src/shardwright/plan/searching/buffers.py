@@ -38,8 +38,7 @@ class Buffers:
 
     def of(self, picked: Sequence[int]) -> float:
         """The largest buffer of one choice for every variable."""
-        found = (float(table.costs[tuple(picked[v] for v in table.scope)]) for table in self.tables)
-        return max(found, default=0.0)
+        return max((table.at(picked) for table in self.tables), default=0.0)
 
     def within(self, most_bytes: float) -> list[Table]:
         """Tables that forbid what has larger ones."""

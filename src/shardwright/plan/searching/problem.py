@@ -29,6 +29,7 @@ from shardwright.plan.searching.exact import Table
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.narrow import ENOUGH, Minimum, least
 from shardwright.plan.searching.space import Space
+from shardwright.plan.searching.tables import cost_at
 from shardwright.rules.notation import Strategy
 
 ENOUGH_AMONG = 1e-3  # a gap that is worth no further round to a minimum that is one of several
@@ -96,7 +97,7 @@ class Problem:
 
     def cost_of(self, picked: Sequence[int]) -> float:
         """What a choice for every variable costs."""
-        return sum(float(table.costs[tuple(picked[v] for v in table.scope)]) for table in self.tables)
+        return cost_at(self.tables, picked)
 
     def decided(self, picked: Sequence[int]) -> tuple[dict[str, Strategy], dict[str, Layout]]:
         """The strategies and layouts that were picked."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +19,15 @@ class Table:
 
     scope: tuple[int, ...]
     costs: Costs
+
+    def at(self, picked: Sequence[int]) -> float:
+        """What it costs where every variable has the value that was picked for it."""
+        return float(self.costs[tuple(picked[v] for v in self.scope)])
+
+
+def cost_at(tables: Iterable[Table], picked: Sequence[int]) -> float:
+    """What tables cost together where every variable has the value that was picked for it."""
+    return sum(table.at(picked) for table in tables)
 
 
 def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Table]:

@@ -67,7 +67,7 @@ class Weights:
     def __init__(self, problem: Problem, optimizer: OptimizerStates) -> None:
         self._problem, self._optimizer = problem, optimizer
         self._graph = problem.space.graph
-        self._kept = Kept.of(self._graph)
+        self._kept = self._graph.once(Kept)
         self._known: dict[Hashable, Costs] = {}
         self._gatherings: dict[Hashable, Gathering] = {}
         self._held: list[object] = []  # so that no identity is given to another object
@@ -120,7 +120,7 @@ class Weights:
         """The bytes of one choice for every variable, where nothing is gathered again."""
         parts = [(table, 1.0) for table in self.tables]
         parts += [(of.kept, of.made_again if of.is_recomputed(picked) else 1.0) for of in self.gathered]
-        found = (part * float(table.costs[tuple(picked[v] for v in table.scope)]) for table, part in parts)
+        found = (part * table.at(picked) for table, part in parts)
         return self.fixed_bytes + sum(found)
 
     def _leaves(self) -> list[Table]:
