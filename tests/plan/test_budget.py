@@ -21,7 +21,7 @@ from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.request import PlanRequest, read_memory
 from shardwright.plan.searching import search
-from shardwright.plan.searching.budget import Budget, OverBudget, fitting
+from shardwright.plan.searching.budget import Budget, OverBudget, Priced, _next_price, fitting
 from shardwright.plan.searching.buffers import buffers_of
 from shardwright.plan.searching.exact import Table, minimise
 from shardwright.plan.searching.space import Choice
@@ -43,7 +43,7 @@ def test_the_gap_is_true_on_random_graphs(seed):
     limit = int(np.quantile(list(held.values()), random.choice([0.001, 0.05, 0.3])))
     optimum = min(cost_at(costs, x) for x in every if held[x] <= limit)
 
-    def solve(price):
+    def solve(price, below, *, alone=False):
         priced = [Table(t.scope, 1000 * price * t.costs) for t in sizes]
         found, x = minimise(domains, [*costs, *priced])
         return [Choice({"x": tuple(x)}, {}, cost_at(costs, x), None)], found - price * limit
@@ -180,6 +180,51 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
         held = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1]).held
         assert 0.85 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
         assert buffers.of(picked) <= held.communication <= buffers.of(picked) + BUCKET_BYTES
+
+
+class Fused(torch.nn.Module):
+    """Queries, keys and values of one product, which is cut into views; and a weight that is read by a view of it."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut = torch.nn.Linear(16, 48)
+        self.weight = torch.nn.Parameter(torch.randn(64, 16) / 4)
+
+    def forward(self, x):
+        q, k, v = self.cut(x).split(16, dim=1)
+        return torch.nn.functional.silu(q * k * v) @ self.weight.transpose(0, 1)
+
+
+def test_parts_of_one_memory_and_views_of_gathered_weights_are_counted(monkeypatch):
+    spaces, batch = [], torch.randn(480, 16)
+    monkeypatch.setattr(make, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    plan = plan_of(Fused(), lambda m, b: m(b).square().sum(), batch, Mesh.of(a=2, b=2), "auto")
+    both = search._Both(spaces[0], Seconds(shipped("cpu")))
+    weights, random = Weights(both.main, ADAMW), np.random.default_rng(0)
+    for _ in range(12):
+        noise = [Table((v,), random.random(size) * 1e-3) for v, size in enumerate(both.main.domains)]
+        picked = both.main.minimum(noise).picked
+        strategies, leaves = both.main.decided(picked)
+        held = replace(plan, strategies=strategies, leaves=leaves).held
+        assert 0.9 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
+
+
+def test_weights_that_do_not_divide_are_stored_in_uneven_parts_where_that_is_what_fits():
+    """Three devices, of which each may hold little more than its third of parameters, gradients and states."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64))
+    batch = torch.randn(6, 64)
+    plan = plan_of(model, lambda m, b: m(b).square().mean(), batch, Mesh.of(d=3), "auto", memory=75_000)
+    assert plan.held.total <= 75_000
+    single = plan_of(model, lambda m, b: m(b).square().mean(), batch, Mesh(()), "single")
+    same(run(plan, model, batch), run(single, model, batch), 1e-5)
+
+
+def test_the_next_price_is_where_the_best_on_both_sides_of_the_budget_cost_the_same():
+    """Not of the last two that were found: the hull of all passes the limit between the second and the third."""
+    points = [(0.85, 5), (0.58, 11), (0.54, 20), (0.57, 19), (9.0, 30)]
+    found = [Priced(Choice({}, {}), cost, 0.0, size) for cost, size in points]
+    assert _next_price(found, 16) == pytest.approx((0.58 - 0.54) / 9)
 
 
 @pytest.mark.parametrize("search", ["recursive", "propagation"])

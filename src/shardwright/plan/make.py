@@ -13,23 +13,21 @@ of the other searches. The bound stays that of the search.
 
 from __future__ import annotations
 
-import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property, partial
+from functools import cached_property
 
 from shardwright.errors import PlanError, StrategyError
 from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
-from shardwright.plan.decisions import Decisions
 from shardwright.plan.explain import holds, in_unit
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import cheapest_with_hidden, repeated_costs
+from shardwright.plan.prices import cheapest_with_hidden, gathered_again, repeated_costs
 from shardwright.plan.pricing.cost import Objective, Seconds
 from shardwright.plan.pricing.links import link_along
 from shardwright.plan.pricing.ruled import RuledGraph
@@ -251,6 +249,7 @@ class Weighing:
             self.settle,
             self.fewest,
             self.price,
+            once=bool(self.price),
         )
 
     def first(self, row: Search, below: float = math.inf) -> Choice:
@@ -286,11 +285,13 @@ class Weighing:
         return found
 
     def settle(self, choice: Choice) -> Choice:
-        """The same with the blocks that the request names computed again, and with what that costs."""
+        """The same with the blocks that the request names computed again, and with all that the backward does again."""
         choice = replace(choice, recomputed=choice.recomputed | self._space.demanded)
-        if choice.cost is None or not choice.recomputed:
+        if choice.cost is None or not (choice.recomputed or choice.again):
             return choice
-        return replace(choice, cost=choice.cost + sum(repeated_costs(self.plan(choice), self._objective).values()))
+        plan = self.plan(choice)
+        repeated = sum(repeated_costs(plan, self._objective).values()) if choice.recomputed else 0.0
+        return replace(choice, cost=choice.cost + repeated + gathered_again(plan, self._objective))
 
     def within(self, choice: Choice) -> Choice | None:
         """The same where it fits, with as few more blocks computed again as that takes; None where it never does."""
@@ -314,8 +315,10 @@ class Weighing:
         if not fits(count):
             return None
         recomputed = demanded.union(names[:count])
-        kept = (choice.cost or 0.0) - sum(costs[name] for name in choice.recomputed)
-        return replace(choice, recomputed=recomputed, cost=kept + sum(costs[name] for name in recomputed))
+        once = (choice.cost or 0.0) - sum(costs[name] for name in choice.recomputed)
+        once -= gathered_again(self.plan(choice), self._objective)
+        again = gathered_again(everything.computing_again(recomputed), self._objective)
+        return replace(choice, recomputed=recomputed, cost=once + sum(costs[name] for name in recomputed) + again)
 
 
 def _refuse_what_cannot_fit(graph: RuledGraph, request: PlanRequest) -> None:
@@ -384,50 +387,44 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, we
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
         return choice
-    best, objective = choice, row.objective(request.hardware, request.optimizer)
-    known = Known(space.graph, objective, space.mesh)
-    searched = _of_searches(space, row, request, weighing.budget())
-    for other in itertools.chain(_known_by_name(space, request), searched):
-        if not _allowed(other, space, request):
-            continue
-        try:
-            within = weighing.within(replace(other, cost=_cost(other, space, known), bound=choice.bound))
-        except PlanError:  # impossible on this mesh
-            continue
-        if within is not None and (within.cost or 0.0) < (best.cost or 0.0):
-            best = within
+    best, known = choice, Known(space.graph, row.objective(request.hardware, request.optimizer), space.mesh)
+    for find in _others(space, row, request, weighing, choice.price):
+        least = best.cost or 0.0
+        with suppress(PlanError):  # impossible on this mesh, too wide, or nothing cheaper
+            other = find(least)
+            if not _allowed(other, space, request) or (cost := _cost(other, space, known)) >= least:
+                continue
+            within = weighing.within(replace(other, cost=cost, bound=choice.bound))
+            if within is not None and (within.cost or 0.0) < least:
+                best = within
     return best
 
 
-def _known_by_name(space: Space, request: PlanRequest) -> Iterator[Choice]:
-    """Data parallel, and fully sharded without and with a second gathering."""
-    graph, mesh = space.graph, space.mesh
-    data = data_parallel(graph, mesh, space.leaves, space.outputs)
-    parts = {v.name: in_parts(v, mesh) for v in graph.capture.of_kind("parameter") if v.name not in request.storage}
-    yield data
-    yield replace(data, leaves={**data.leaves, **parts})
-    yield replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
+def _others(
+    space: Space, row: Search, request: PlanRequest, weighing: Weighing, price: float
+) -> Iterator[Callable[[float], Choice]]:
+    """Other ways to plan, each by what it is to cost less than: what is known by name, and what searches find.
 
-
-def _of_searches(space: Space, row: Search, request: PlanRequest, budget: Budget | None) -> Iterator[Choice]:
-    """Tensor parallel, and what other searches find."""
+    A budget had the search end at ``price`` for a byte, which is where searches for the same objective begin: many of
+    them can find nothing that costs less.
+    """
     graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware, request.optimizer)
-    free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
-    settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in free})
-    following = data_parallel(graph, mesh, space.leaves, space.outputs).strategies
-    tensor = tensor_space(graph, mesh, following, settled)
-    searches: list[Callable[[], Choice]] = [partial(search, tensor, objective, budget)]
-    if not row.by_axes:
-        searches.append(partial(recursive, space, objective, budget))
+    data = data_parallel(graph, mesh, space.leaves, space.outputs)
+    free = [value for value in graph.capture.of_kind("parameter") if value.name not in request.storage]
+    parts = {value.name: in_parts(value, mesh) for value in free}
+    yield lambda _: data
+    yield lambda _: replace(data, leaves={**data.leaves, **parts})
+    yield lambda _: replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
+    if (budget := weighing.budget()) is not None:
+        budget = replace(budget, price=price, once=False)
+    settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in parts})
+    tensor = tensor_space(graph, mesh, data.strategies, settled)
+    yield lambda below: search(tensor, objective, budget, below)
+    if len(mesh.axes) > 1 and not row.by_axes:
+        yield lambda below: recursive(space, objective, budget, below)
     if len(mesh.axes) <= FEW_AXES and (other := SEARCHES["propagation"]) is not row:
-        searches.append(
-            lambda: search(
-                space_of(graph, mesh, request, other), other.objective(request.hardware, request.optimizer), budget
-            )
-        )
-    for find in searches:
-        with suppress(PlanError):
-            yield find()
+        theirs = other.objective(request.hardware, request.optimizer)
+        yield lambda _: search(space_of(graph, mesh, request, other), theirs, weighing.budget())
 
 
 def _allowed(other: Choice, space: Space, request: PlanRequest) -> bool:
@@ -442,23 +439,10 @@ def _allowed(other: Choice, space: Space, request: PlanRequest) -> bool:
 
 
 def _cost(other: Choice, space: Space, known: Known) -> float:
-    """What a choice costs, with what the backward gathers again."""
+    """What a choice costs, without what the backward does again."""
     only = replace(
         space,
         strategies={name: (strategy,) for name, strategy in other.strategies.items()},
         leaves={name: (layout,) for name, layout in other.leaves.items()},
     )
-    cost = Problem(only, known, set(other.strategies)).solved()[0]
-    return cost + (_gathered_again(other, space, known.objective) if other.again else 0.0)
-
-
-def _gathered_again(other: Choice, space: Space, objective: Objective) -> float:
-    values, mesh = space.graph.capture.values, space.mesh
-    decided = (other.strategies, other.leaves, space.outputs)
-    plan = Decisions(space.graph, mesh, mesh, "auto", "none", *decided, again=other.again, recomputed=other.recomputed)
-    again = [(transfer, plan.gathers_again(transfer)) for transfer in plan.transfers if transfer.value in other.again]
-    return sum(
-        times * objective.transfer(replace(values[transfer.value], needs_gradient=False), transfer.steps, mesh)
-        for transfer, times in again
-        if times
-    )
+    return Problem(only, known, set(other.strategies)).solved()[0]

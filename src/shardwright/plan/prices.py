@@ -234,5 +234,15 @@ def repeated_costs(plan: Decisions, objective: Objective) -> dict[str, float]:
     return costs
 
 
+def gathered_again(plan: Decisions, objective: Objective) -> float:
+    """What it costs that the backward gathers values again by themselves, in the unit of an objective."""
+    values, total = plan.capture.values, 0.0
+    for transfer in plan.transfers if plan.again else ():
+        if transfer.value in plan.again and (times := plan.gathers_again(transfer)):
+            value = replace(values[transfer.value], needs_gradient=False)
+            total += times * objective.transfer(value, transfer.steps, plan.mesh)
+    return total
+
+
 def _axes(collectives: Sequence[Collective]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(axis for collective in collectives for axis in collective.axes))

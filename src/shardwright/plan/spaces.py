@@ -68,7 +68,10 @@ def with_parameters(
     strategies: Mapping[str, Sequence[Strategy]],
     fixed: Mapping[str, Sequence[Layout]],
 ) -> dict[str, Sequence[Layout]]:
-    """Parameters may be stored in any layout in which some strategy of a consumer takes them, replicated first."""
+    """Parameters may be stored in any layout in which some strategy of a consumer takes them, replicated first.
+
+    Strategies cut evenly. A matrix that none of them cuts over all devices may be stored so in uneven parts.
+    """
     found = dict(fixed)
     demanded: dict[Hashable, tuple[Layout, ...]] = {}  # by what it follows from: equal layers ask once
     options: dict[tuple[Layout, ...], tuple[Layout, ...]] = {}  # equal ones are one object
@@ -82,9 +85,16 @@ def with_parameters(
                     targets = (target_of(graph, use.node, use.index, strategy, mesh) for strategy in of)
                     demanded[key] = tuple(dict.fromkeys(target.layout.whole() for target in targets))
                 layouts += demanded[key]
+            if len(value.shape) > 1 and not any(_used(layout) == set(mesh.names) for layout in layouts):
+                layouts.append(in_parts(value, mesh))
             free = tuple(dict.fromkeys(layouts))
             found[value.name] = options.setdefault(free, free)
     return found
+
+
+def _used(layout: Layout) -> set[str]:
+    """The axes that cut a layout."""
+    return {axis for dim in layout.dims for axis in dim.axes}
 
 
 def meshes_for(graph: RuledGraph, request: PlanRequest, most_axes: int) -> tuple[Mesh, ...]:

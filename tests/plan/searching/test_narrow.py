@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from shardwright.errors import PlanError
 from shardwright.plan.searching import narrow
 from shardwright.plan.searching.exact import Table, TooWide, minimise
-from shardwright.plan.searching.narrow import Minimum, NothingBelow, least
+from shardwright.plan.searching.narrow import Learned, Minimum, NothingBelow, least
 from shardwright.plan.searching.tables import cost_at
 
 
@@ -96,6 +96,23 @@ def test_what_is_to_be_beaten_is_beaten_or_nothing_is_below_it(seed):
     with pytest.raises(NothingBelow) as nothing:
         least(domains, tables, limit=50, below=best - 0.5)
     assert best - 1 < nothing.value.bound <= best
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_a_search_has_learned_is_true_for_the_next(seed):
+    """At other costs that are bounds of the same: values that are out stay out, and messages are a beginning."""
+    domains, tables = problem(seed)
+    best, _ = minimise(domains, tables)
+    learned, lower = Learned.nothing(domains), [Table(t.scope, t.costs * 0.99) for t in tables]
+    first = narrow._Bounds(domains, tables, learned)
+    first.sweep()
+    first.leave_messages()
+    assert narrow._Bounds(domains, lower).bound < narrow._Bounds(domains, lower, learned).bound <= 0.99 * best + 1e-9
+    assert least(domains, tables, limit=50, below=best + 0.5, learned=learned).cost == pytest.approx(best)
+    assert sum(map(len, learned.left)) < sum(domains)
+    found = least(domains, lower, limit=50, learned=learned)
+    assert found.cost == pytest.approx(0.99 * best)
+    assert cost_at(tables, found.picked) == pytest.approx(best)
 
 
 def test_what_is_tied_too_much_has_a_bound():

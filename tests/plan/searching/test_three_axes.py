@@ -60,14 +60,11 @@ def test_every_search_plans_published_models_on_three_axes(name):
     ("name", "mesh", "dtype", "gap"),
     [
         *itertools.product(
-            ["gpt2-xl", "bert-large", "vit-large", "resnet-152"], ["8", "8,8", "6"], ["float32"], [0.03]
+            ["gpt2-xl", "llama-3-8b", "bert-large", "vit-large", "resnet-152"], ["8", "8,8", "6"], ["float32"], [0.03]
         ),
-        *itertools.product(["llama-3-8b"], ["8", "8,8"], ["float32"], [0.03]),
         ("t5-3b", "8,8", "float32", 0.03),
-        # Few of its dims divide by 3, so that its parameters are stored in uneven parts, of which no search knows.
-        ("llama-3-8b", "6", "float32", 0.25),
         ("mixtral-8x7b", "8", "bfloat16", 0.03),
-        ("mixtral-8x7b", "8,8", "bfloat16", 0.15),
+        ("mixtral-8x7b", "8,8", "bfloat16", 0.03),
     ],
 )
 def test_published_models_fit_their_devices_and_share_out_their_work(name, mesh, dtype, gap):

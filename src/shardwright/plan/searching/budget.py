@@ -3,8 +3,8 @@
     minimise cost(x)  where  bytes(x) <= budget      is at least      minimise cost(x) + price * (bytes(x) - budget)
 
 for every price of a byte from 0 on (Everett, *Generalized Lagrange multiplier method*, 1963). The search on the right
-is as exact as one without a budget. The price is raised until what it finds fits, and then brought, between one plan
-that does not fit and one that does, to where both cost the same (Handler and Zang, *A dual algorithm for the
+is as exact as one without a budget. The price is raised until what it finds fits, and then brought, between a plan that
+does not fit and one that does, to where both cost the same (Handler and Zang, *A dual algorithm for the
 constrained shortest path problem*, 1980). The largest right side is the bound; the cheapest plan found that fits is the
 answer, and what lies between them the gap.
 
@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from shardwright.errors import PlanError
 from shardwright.plan.pricing.optimizers import OptimizerStates
@@ -25,7 +26,9 @@ from shardwright.plan.searching.space import Choice
 
 MOST_PRICES = 16
 CLOSE = 1e-4  # a gap that is not worth another search
-_DEAR = 1e6  # at such a price a millionth of the budget counts as much as the whole step
+# At these prices a part of the budget counts as much as the whole step, a third and then a millionth, until something
+# fits; at last with buffers of collectives that are not the largest.
+_DEAR = ((3.0, True), (1e6, True), (1e6, False))
 
 
 def _same(choice: Choice) -> Choice:
@@ -50,11 +53,15 @@ class Budget:
     refuse: Callable[[Choice], str]
     """What is said of the choice that holds least, where that is too much."""
     settle: Callable[[Choice], Choice] = _same
-    """A choice with what it costs to compute its blocks again."""
+    """A choice with what it costs to compute its blocks, and to gather its values, again."""
     fewest: Callable[[Choice], Choice | None] = _none
     """The same with the fewest blocks computed again with which it fits; None where it never does."""
     price: float = 0.0
     """Of a byte, at which a plan was found that is to be beaten; 0 where there is none."""
+    once: bool = False
+    """Whether nothing is looked at but that price."""
+    near: float = 1e-3
+    """The share by which a price must differ from others to be looked at."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,20 @@ class Priced:
         return Priced(choice, choice.cost or 0.0, total, budget.weigh(choice))
 
 
+class Solve(Protocol):
+    """What is asked at a price of a byte."""
+
+    def __call__(self, price: float, below: float, *, alone: bool = False) -> tuple[Sequence[Choice], float]:
+        """The choice with the least cost + price * (bytes - budget), others that are near it, and a bound of that.
+
+        The bound is one for all choices but those where it is no less than ``below``, which is to be beaten. With
+        ``alone`` there are no others: largest buffers count nothing.
+        """
+
+
 def fitting(
     free: Choice,
-    solve: Callable[[float], tuple[Sequence[Choice], float]],
+    solve: Solve,
     budget: Budget,
     below: float = math.inf,
 ) -> Choice:
@@ -81,8 +99,7 @@ def fitting(
 
     Args:
         free: the choice without a budget.
-        solve: the choice at a price of a byte, others that are near it, and a lower bound of
-            cost + price * (bytes - budget).
+        solve: what is chosen at a price of a byte.
         below: what a plan costs that is known; the search ends where nothing that fits costs less.
 
     Raises:
@@ -92,46 +109,76 @@ def fitting(
     over = Priced.of(free, free.bound or 0.0, budget)
     if over.bytes <= budget.limit_bytes:
         return free
-    if budget.price:
+    if budget.once:
         return _beating(below, free, solve, budget)
-    dear = _DEAR * max(over.cost, 1e-9) / budget.limit_bytes
-    fits = min(_priced(solve, dear, budget), key=lambda found: found.bytes)
-    if fits.bytes > budget.limit_bytes:
-        raise OverBudget(budget.refuse(fits.choice))
-    cheapest = fits
-    bound, last = over.total, dear
-    for _ in range(MOST_PRICES):
-        price = (fits.cost - over.cost) / max(over.bytes - fits.bytes, 1)
-        if price <= 0 or fits.cost - bound <= CLOSE * fits.cost:
-            break
-        last = price
-        found, *others = _priced(solve, price, budget)
-        fitting_ones = (one for one in (found, *others) if one.bytes <= budget.limit_bytes)
-        cheapest = min([cheapest, *fitting_ones], key=lambda one: one.cost)
-        bound = max(bound, found.total)
+    bound = over.total
+    found, tried = [over], [0.0]
+    if budget.price:
+        tried.append(budget.price)
+        found += _priced(solve, budget.price, below, budget)
+        bound = max(bound, found[-1].total)
         if bound >= below:
             raise NothingBelow(bound)
-        if (found.cost, found.bytes) in ((over.cost, over.bytes), (fits.cost, fits.bytes)):
+    for times, alone in _DEAR:
+        if _those_that_fit(found, budget.limit_bytes):
             break
-        if found.bytes > budget.limit_bytes:
-            over = found
-        elif found.cost <= fits.cost:
-            fits = found
-        else:
+        tried.append(times * max(over.cost, 1e-9) / budget.limit_bytes)
+        found += _priced(solve, tried[-1], below, budget, alone=alone)
+    if not _those_that_fit(found, budget.limit_bytes):
+        raise OverBudget(budget.refuse(min(found, key=lambda one: one.bytes).choice))
+    for _ in range(MOST_PRICES):
+        price = _next_price(found, budget.limit_bytes)
+        cheapest = min(_those_that_fit(found, budget.limit_bytes), key=lambda one: one.cost)
+        if any(math.isclose(price, of, rel_tol=budget.near) for of in tried):
             break
-    best = _with_fewest([cheapest.choice, over.choice, free], bound, budget)
-    return replace(best, price=last)
+        if cheapest.cost - bound <= CLOSE * cheapest.cost:
+            break
+        tried.append(price)
+        try:
+            new = _priced(solve, price, min(below, cheapest.cost), budget)
+        except NothingBelow as nothing:
+            bound = max(bound, nothing.bound)
+            break
+        found += new
+        if new[0].total >= below:
+            raise NothingBelow(new[0].total)
+        if new[0].total <= bound and all(one.cost >= cheapest.cost for one in _those_that_fit(new, budget.limit_bytes)):
+            break
+        bound = max(bound, new[0].total)
+    near = min(_above(found, budget.limit_bytes), key=lambda one: one.cost + price * one.bytes)
+    cheapest = min(_those_that_fit(found, budget.limit_bytes), key=lambda one: one.cost)
+    best = _with_fewest([cheapest.choice, near.choice, free], bound, budget)
+    return replace(best, price=price)
 
 
-def _beating(
-    below: float, free: Choice, solve: Callable[[float], tuple[Sequence[Choice], float]], budget: Budget
-) -> Choice:
+def _those_that_fit(found: Sequence[Priced], limit_bytes: int) -> list[Priced]:
+    return [one for one in found if one.bytes <= limit_bytes]
+
+
+def _above(found: Sequence[Priced], limit_bytes: int) -> list[Priced]:
+    return [one for one in found if one.bytes > limit_bytes]
+
+
+def _next_price(found: Sequence[Priced], limit_bytes: int) -> float:
+    """The price of a byte at which of those that fit, and of those that do not, the best of each cost the same.
+
+    The lower convex hull of what was found, as costs over bytes, falls so steeply where it passes the limit.
+    """
+    above = _above(found, limit_bytes)
+
+    def steepest(fit: Priced) -> float:
+        return max((fit.cost - over.cost) / (over.bytes - fit.bytes) for over in above)
+
+    return max(0.0, min(map(steepest, _those_that_fit(found, limit_bytes))))
+
+
+def _beating(below: float, free: Choice, solve: Solve, budget: Budget) -> Choice:
     """The cheapest that fits and costs less than ``below``, at the price of the plan which costs that.
 
     Raises:
         NothingBelow: where none was found.
     """
-    choices, total = solve(budget.price)
+    choices, total = solve(budget.price, below)
     bound = max(free.bound or 0.0, total)
     found = [choice for choice in map(budget.fewest, [*choices, free]) if choice is not None]
     best = min(found, key=lambda choice: choice.cost or 0.0, default=None)
@@ -140,8 +187,8 @@ def _beating(
     return replace(best, bound=min(bound, best.cost or 0.0), price=budget.price)
 
 
-def _priced(solve: Callable[[float], tuple[Sequence[Choice], float]], price: float, budget: Budget) -> list[Priced]:
-    choices, total = solve(price)
+def _priced(solve: Solve, price: float, below: float, budget: Budget, *, alone: bool = False) -> list[Priced]:
+    choices, total = solve(price, below, alone=alone)
     return [Priced.of(choice, total, budget) for choice in choices]
 
 

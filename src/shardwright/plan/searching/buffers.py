@@ -23,6 +23,8 @@ from shardwright.plan.searching.problem import Problem
 
 WORTH = 1e-4
 """What smaller buffers could save, as a share of the total, that is worth another search."""
+FAR = 3e-3
+"""How far below the rest the bound of a part is, as a share, that is worth another search."""
 
 T = TypeVar("T")
 
@@ -91,18 +93,19 @@ def by_buffers(
     looked at have smaller buffers, and cost no less than the last minimum did without a price for these. Once that is
     no better than what was found, or by less than is worth a search, they are left alone. Else the next minimum is
     taken of those whose buffers are at most half as large as in the last one: what lies between the two counts with its
-    least buffer. So the bound, the least of all parts, is one for every choice.
+    least buffer. Where that says less than it might, those of it are looked at once more whose buffers are not so large
+    that they are worse than what was found. So the bound, the least of all parts, is one for every choice.
     """
     one, total, picked = solve(())
     largest = buffers.of(picked)
     found, totals = [one], [total + price * largest]
-    bound = math.inf
+    parts: list[tuple[float, float]] = []  # the bound of each without buffers, and the least of these
     while largest > buffers.least_bytes:
         saved = min(totals) - total - price * buffers.least_bytes
         if saved <= WORTH * abs(min(totals)):
             break
         limit = max(largest / 2, buffers.least_bytes)
-        bound = min(bound, total + price * limit)
+        parts.append((total, limit))
         try:
             one, total, picked = solve(buffers.within(limit))
         except NothingBelow as nothing:
@@ -118,4 +121,23 @@ def by_buffers(
         totals.append(total + price * largest)
     best = min(range(len(found)), key=totals.__getitem__)
     found.insert(0, found.pop(best))
-    return found, min(bound, total + price * buffers.least_bytes)
+    bound = min(totals[best], total + price * buffers.least_bytes)
+    for part_total, limit in parts:
+        if part_total + price * limit < bound - FAR * abs(bound):
+            part_total = _of_smaller(solve, buffers, part_total, (bound - part_total) / price)
+        bound = min(bound, part_total + price * limit)
+    return found, bound
+
+
+def _of_smaller(
+    solve: Callable[[Sequence[Table]], tuple[T, float, list[int]]], buffers: Buffers, total: float, limit: float
+) -> float:
+    """A bound of what choices cost whose buffers are within ``limit``, where ``total`` is one for all."""
+    try:
+        return max(total, solve(buffers.within(limit))[1])
+    except NothingBelow as nothing:
+        return max(total, nothing.bound)
+    except TooWide:
+        return total
+    except PlanError:  # there are none
+        return math.inf

@@ -11,19 +11,22 @@ Equal layers bring the same arrays, and what is made of the same arrays in the s
 of a layer are worked out for one layer, whatever each layer then chooses. Among equal tables the variable comes first
 around which least was eliminated. Of a chain of equal layers every second variable goes in the first round, every
 second one of the rest in the next: a round needs one product of tables, so that the depth enters by its logarithm.
+The order follows from the scopes of the tables alone, and is found once for all prices of a byte.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 
 from shardwright.errors import PlanError
-from shardwright.plan.searching.tables import Costs, Indices, Table, join, width, without_singles
+from shardwright.plan.searching.tables import Costs, Indices, Table, join, without_singles
 
 __all__ = ["LIMIT", "Costs", "Table", "TooWide", "minimise", "widest"]
 
@@ -49,15 +52,47 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT
         PlanError: where every assignment has infinite cost.
         TooWide: where a table would be larger than ``limit``.
     """
-    elimination = _Elimination(list(domains), tables)
-    elimination.run(limit)
-    if not math.isfinite(elimination.total):
+    # A variable of one value widens no table: nothing would keep the dims of tables below numpy's limit of 64.
+    tables = without_singles(tables, domains)
+    steps = _steps(tuple(domains), tuple(table.scope for table in tables))
+    largest = max((step.entries for step in steps), default=1)
+    if largest > limit:
+        raise TooWide(f"the search would need a table of {largest:,} entries")
+    total, best = _eliminated(steps, tables, domains)
+    if not math.isfinite(total):
         raise PlanError("no assignment is possible: every combination is forbidden")
-    return elimination.total, elimination.assignment()
+    chosen = [0] * len(domains)
+    for step, of in zip(reversed(steps), reversed(best), strict=True):
+        chosen[step.variable] = int(of[tuple(chosen[v] for v in step.neighbours)])
+    return total, chosen
 
 
-def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[int, tuple[int, ...]]:
-    """The size and the scope of the largest table that `minimise` would build, from the scopes alone."""
+def _eliminated(steps: Sequence[_Step], tables: Sequence[Table], domains: Sequence[int]) -> tuple[float, list[Indices]]:
+    """The minimum, and the best value of the variable of each step by those of its neighbours."""
+    total = sum(float(table.costs) for table in tables if not table.scope)
+    every, found = [table.costs for table in tables], []
+    known: dict[Hashable, tuple[Indices, Costs]] = {}
+    for step in steps:
+        touching = [every[number] for number in step.tables]
+        made_of = step.kind, *map(id, touching)
+        if made_of not in known:
+            of = [Table(scope, costs) for scope, costs in zip(step.scopes, touching, strict=True)]
+            known[made_of] = _least(of, (*step.neighbours, step.variable), domains)
+        best, costs = known[made_of]
+        found.append(best)
+        every.append(costs)
+        if not step.neighbours:
+            total += float(costs)
+    return total, found
+
+
+def widest(
+    domains: Sequence[int], scopes: Sequence[tuple[int, ...]], enough: float = math.inf
+) -> tuple[int, tuple[int, ...]]:
+    """The size and the scope of the largest table that `minimise` would build, from the scopes alone.
+
+    Of those that are larger than ``enough`` it is the first.
+    """
     near: dict[int, set[int]] = {variable: set() for variable, size in enumerate(domains) if size > 1}
     for scope in scopes:
         several = {variable for variable in scope if variable in near}
@@ -74,6 +109,8 @@ def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[i
         del widths[variable]
         together = near.pop(variable)
         largest = max(largest, (entries, tuple(sorted(together))))
+        if entries > enough:
+            return largest
         for neighbour in together - {variable}:
             near[neighbour] = (near[neighbour] | together) - {variable}
             widths[neighbour] = math.prod(domains[v] for v in near[neighbour])
@@ -82,72 +119,53 @@ def widest(domains: Sequence[int], scopes: Sequence[tuple[int, ...]]) -> tuple[i
 
 
 @dataclass(frozen=True)
-class _Decision:
-    """The best value of a variable by the values of its neighbours."""
+class _Step:
+    """The elimination of a variable: of which tables, by their numbers, and over which neighbours one is left.
+
+    ``kind`` is the same for steps whose tables mention the variables in the same places.
+    """
 
     variable: int
-    scope: tuple[int, ...]
-    best: Indices
+    neighbours: tuple[int, ...]
+    entries: int
+    tables: tuple[int, ...]
+    scopes: tuple[tuple[int, ...], ...]
+    kind: int
 
 
-class _Elimination:
-    """The tables as variables leave them."""
-
-    def __init__(self, domains: list[int], tables: Sequence[Table]) -> None:
-        self.domains = domains
-        self.decisions: list[_Decision] = []
-        self._known: dict[Hashable, tuple[Indices, Costs]] = {}
-        self._kept: list[Table] = []  # so that no identity is given to another array
-        # A variable of one value widens no table: nothing would keep the dims of tables below numpy's limit of 64.
-        tables = without_singles(tables, domains)
-        self.total = sum(float(table.costs) for table in tables if not table.scope)
-        self.pending: dict[int, list[Table]] = {variable: [] for variable in range(len(domains))}
-        for table in tables:
-            for variable in table.scope:
-                self.pending[variable].append(table)
-        # The order of the remaining variables: by width, then by age.
-        self._ranks = {v: (width(v, touching, domains), 0) for v, touching in self.pending.items()}
-        self._heap = [(*rank, variable) for variable, rank in self._ranks.items()]
-        heapq.heapify(self._heap)
-
-    def run(self, limit: int) -> None:
-        """Eliminate every variable; above ``limit`` entries give up."""
-        while self.pending:
-            entries, age, variable = heapq.heappop(self._heap)
-            if self._ranks.get(variable) == (entries, age):  # else its width or age is no longer that of the variable
-                if entries > limit:
-                    raise TooWide(f"the search would need a table of {entries:,} entries")
-                self._eliminate(variable, age)
-
-    def _eliminate(self, variable: int, age: int) -> None:
-        del self._ranks[variable]
-        touching = self.pending.pop(variable)
-        scope = tuple(sorted({v for t in touching for v in t.scope} - {variable}))
-        order = (*scope, variable)
-        made_of = tuple((id(t.costs), *(order.index(v) for v in t.scope)) for t in touching)
-        if made_of not in self._known:
-            self._known[made_of] = _least(touching, order, self.domains)
-            self._kept += touching
-        best, costs = self._known[made_of]
-        self.decisions.append(_Decision(variable, scope, best))
-        if not scope:
-            self.total += float(costs)
-        self._pass_on(Table(scope, costs), variable, age)
-
-    def _pass_on(self, message: Table, variable: int, age: int) -> None:
-        """Give the neighbours what the variable leaves."""
-        for v in message.scope:
-            self.pending[v] = [t for t in self.pending[v] if variable not in t.scope] + [message]
-            self._ranks[v] = width(v, self.pending[v], self.domains), max(age, self._ranks[v][1]) + 1
-            heapq.heappush(self._heap, (*self._ranks[v], v))
-
-    def assignment(self) -> list[int]:
-        """The values that attain the minimum, the last decision first."""
-        chosen: dict[int, int] = {}
-        for decision in reversed(self.decisions):
-            at = tuple(chosen[v] for v in decision.scope)
-            chosen[decision.variable] = int(decision.best[at])
-        return [chosen[v] for v in range(len(chosen))]
+@lru_cache(maxsize=16)  # at each price of a byte tables have the same scopes
+def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...]) -> tuple[_Step, ...]:
+    """The order in which variables are eliminated: by width, then by age. Each step leaves a table, the next number."""
+    every = list(scopes)
+    pending: dict[int, list[int]] = defaultdict(list)
+    near: dict[int, set[int]] = defaultdict(set)
+    for number, scope in enumerate(scopes):
+        for variable in scope:
+            pending[variable].append(number)
+            near[variable].update(scope)
+    ranks = {v: (math.prod(domains[of] for of in near[v]), 0) for v in pending}
+    heap = [(*rank, variable) for variable, rank in ranks.items()]
+    heapq.heapify(heap)
+    found: list[_Step] = []
+    kinds: dict[Hashable, int] = {}
+    while pending:
+        entries, age, variable = heapq.heappop(heap)
+        if ranks.get(variable) != (entries, age):  # its width or age is no longer that of the variable
+            continue
+        del ranks[variable]
+        touching = pending.pop(variable)
+        neighbours = tuple(sorted(near.pop(variable) - {variable}))
+        for v in neighbours:
+            pending[v] = [of for of in pending[v] if variable not in every[of]] + [len(every)]
+            near[v] = (near[v] | {*neighbours}) - {variable}
+            ranks[v] = math.prod(domains[of] for of in near[v]), max(age, ranks[v][1]) + 1
+            heapq.heappush(heap, (*ranks[v], v))
+        every.append(neighbours)
+        order = (*neighbours, variable)
+        own = tuple(every[of] for of in touching)
+        kind = kinds.setdefault(tuple(tuple(order.index(v) for v in scope) for scope in own), len(kinds))
+        found.append(_Step(variable, neighbours, entries, tuple(touching), own, kind))
+    return tuple(found)
 
 
 def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int]) -> tuple[Indices, Costs]:

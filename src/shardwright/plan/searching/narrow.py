@@ -15,7 +15,8 @@ tables become smaller as the bounds come nearer. What is found at last comes wit
 as good as each other for any e, what ties most together is settled at what looks best, for a first assignment.
 
 Messages are rounded to a grid, which makes them no less true: along equal layers they are soon the very same, and what
-follows from them is worked out once.
+follows from them is worked out once. For other costs they are no less true either, and where these are near, as those
+at the next price of a byte, better than none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -54,6 +55,34 @@ class Minimum:
     picked: list[int]
 
 
+@dataclass(frozen=True)
+class Learned:
+    """What searches leave for later ones over the same variables, at other costs.
+
+    Messages, by the scope of the table and the variable, are a beginning. The values of every variable that are not
+    among those ``left`` are in no assignment below what is to be beaten, which is of use where all costs are bounds of
+    one thing.
+    """
+
+    domains: tuple[int, ...]
+    left: list[Indices]
+    messages: dict[tuple[tuple[int, ...], int], Costs] = field(default_factory=dict)
+
+    @staticmethod
+    def nothing(domains: Sequence[int]) -> Learned:
+        """What there is before the first search."""
+        return Learned((*domains,), [np.arange(size) for size in domains])
+
+    def copied(self) -> Learned:
+        """The same, to which a search may add what is not true for others."""
+        return Learned(self.domains, list(self.left), dict(self.messages))
+
+    def message(self, scope: tuple[int, ...], v: int) -> Costs:
+        """What a table tells of one of its variables, by the values that are left."""
+        found = self.messages.get((scope, v))
+        return np.zeros(len(self.left[v])) if found is None else found[self.left[v]]
+
+
 class NothingBelow(PlanError):
     """No assignment was found that costs less than what is there already; ``bound`` is what none is below."""
 
@@ -78,6 +107,7 @@ def least(
     *,
     below: float = math.inf,
     enough: float = ENOUGH,
+    learned: Learned | None = None,
 ) -> Minimum:
     """The minimum; or, where elimination is too wide and what can be left out is too little, a choice near it.
 
@@ -88,26 +118,52 @@ def least(
             such are left out from the start.
         enough: a gap, as a share of the cost, that is worth no further round; a larger one than usual says, too, that
             wider tables are not worth their time where bounds rise slowly.
+        learned: what earlier searches have left, to which this one adds.
 
     Raises:
         NothingBelow: where none is below that.
         PlanError: where every assignment has infinite cost.
         TooWide: where nothing possible was found.
     """
-    if widest(domains, [table.scope for table in tables])[0] <= limit * WIDER:
-        with suppress(TooWide):
-            cost, picked = minimise(domains, tables, limit * WIDER)
-            return Minimum(cost, cost, picked)
-    return _narrowed(_Bounds(domains, tables), limit, below, enough)
-
-
-def _narrowed(bounds: _Bounds, limit: int, below: float, enough: float) -> Minimum:
+    learned = learned or Learned.nothing(domains)
+    left, sizes = list(learned.left), [len(values) for values in learned.left]
+    if sizes != [*domains]:
+        tables = _among(left, tables, {})
     try:
-        best = _nearer(bounds, limit, below, enough)
+        found = _least(sizes, tables, limit, below, enough, learned)
+    except (TooWide, NothingBelow):
+        raise
     except PlanError:
         if math.isfinite(below):
             raise NothingBelow(below) from None
         raise
+    return replace(found, picked=[int(of[i]) for of, i in zip(left, found.picked, strict=True)])
+
+
+def _least(
+    domains: Sequence[int], tables: Sequence[Table], limit: int, below: float, enough: float, learned: Learned
+) -> Minimum:
+    """The same among the values that are left."""
+    with suppress(TooWide):
+        cost, picked = minimise(domains, tables, limit * WIDER)
+        return Minimum(cost, cost, picked)
+    return _narrowed(_Bounds(domains, tables, learned), limit, below, enough)
+
+
+def _among(values: Sequence[Indices], tables: Sequence[Table], known: dict[Hashable, Costs]) -> list[Table]:
+    """The tables for some values of every variable alone; equal ones are one array, and kept in ``known``."""
+    found = []
+    for table in tables:
+        key = "among", id(table.costs), tuple(values[v].tobytes() for v in table.scope)
+        if key not in known:
+            known[key] = table.costs[np.ix_(*(values[v] for v in table.scope))]
+        found.append(Table(table.scope, known[key]))
+    return found
+
+
+def _narrowed(bounds: _Bounds, limit: int, below: float, enough: float) -> Minimum:
+    best = _nearer(bounds, limit, below, enough)
+    bounds.leave_messages()
     if best.picked:
         return best
     if math.isfinite(below):
@@ -121,8 +177,10 @@ def _nearer(bounds: _Bounds, limit: int, below: float, enough: float) -> Minimum
     bounds.leave_out_above(below)
     for at in range(ROUNDS):
         bounds.sweep()
+        if at == 0:
+            bounds.leave_values()
         found, proven = bounds.least_near(limit * min(WIDER**at, MOST))
-        if found is None and not math.isfinite(best.cost):
+        if found is None and not best.picked:
             found = bounds.least_settled(limit)
         if found is not None and found.cost < best.cost:
             best = replace(found, bound=best.bound)
@@ -163,7 +221,9 @@ def _possible(bounds: _Bounds, limit: int) -> Minimum:
 class _Bounds:
     """Tables with the messages that they were given, and what follows from them for every value."""
 
-    def __init__(self, domains: Sequence[int], tables: Sequence[Table]) -> None:
+    def __init__(self, domains: Sequence[int], tables: Sequence[Table], learned: Learned | None = None) -> None:
+        self._learned = learned or Learned.nothing(domains)
+        self._first_left = list(self._learned.left)
         self._known: dict[Hashable, Costs] = {}
         self._held: list[object] = []  # so that no identity is given to another object
         self._same: dict[bytes, Costs] = {}
@@ -185,10 +245,44 @@ class _Bounds:
         self._sum = math.fsum([self._fixed, *self._least_of_table, *self._least_alone])
         if not math.isfinite(self._sum):
             raise PlanError("no assignment is possible: every combination is forbidden")
+        if self._learned.messages:
+            self._begin()
         self._upper = math.inf
         self.bound = self._sum
         """What no assignment is below that isn't left out."""
         self._grid = FINE * 2.0 ** math.floor(math.log2(abs(self.bound) or 1.0))
+
+    def _begin(self) -> None:
+        """Begin with the messages that other searches have left, where these raise the bound."""
+        before = self._messages
+        self._messages = [[self._one(self._learned.message(t.scope, v)) for v in t.scope] for t in self._tables]
+        of_table = [float((self._heard(at, 0) + of[0]).min()) for at, of in enumerate(self._messages)]
+        alone = [
+            float((costs - sum(self._messages[at][dim] for at, dim in self._touching[v])).min())
+            for v, costs in enumerate(self._alone)
+        ]
+        total = math.fsum([self._fixed, *of_table, *alone])
+        if total > self._sum:
+            self._sum, self._least_of_table, self._least_alone = total, of_table, alone
+        else:
+            self._messages = before
+
+    def leave_values(self) -> None:
+        """Leave for other searches which values there are; what was left out is out for all of them."""
+        self._learned.left[:] = self._whole_left()
+
+    def leave_messages(self) -> None:
+        """Leave the messages."""
+        left = self._whole_left()
+        for table, messages in zip(self._tables, self._messages, strict=True):
+            for v, message in zip(table.scope, messages, strict=True):
+                whole = np.zeros(self._learned.domains[v])
+                whole[left[v]] = message
+                self._learned.messages[table.scope, v] = whole
+
+    def _whole_left(self) -> list[Indices]:
+        """The values that are left, by their numbers among all."""
+        return [first[left] for first, left in zip(self._first_left, self._left, strict=True)]
 
     def sweep(self) -> None:
         """Send messages from the first variable to the last and back.
@@ -216,7 +310,7 @@ class _Bounds:
         scopes = [table.scope for table in self._tables]
 
         def is_wide(above: float) -> bool:
-            return widest([len(values) for values in self._near(above)], scopes)[0] > limit
+            return widest([len(values) for values in self._near(above)], scopes, limit)[0] > limit
 
         step = bisect_left(ladder, True, key=is_wide) - 1
         while step >= 0:
@@ -378,13 +472,9 @@ class _Bounds:
 
     def _least_of(self, near: Sequence[Indices], limit: int) -> Minimum:
         """The least assignment of these values."""
+        self._held += (table.costs for table in self._tables)
         tables = [Table((v,), costs[near[v]]) for v, costs in enumerate(self._alone)]
-        for table in self._tables:
-            key = "near", id(table.costs), tuple(near[v].tobytes() for v in table.scope)
-            if key not in self._known:
-                self._held.append(table.costs)
-                self._known[key] = table.costs[np.ix_(*(near[v] for v in table.scope))]
-            tables.append(Table(table.scope, self._known[key]))
+        tables += _among(near, self._tables, self._known)
         cost, picked = minimise([len(values) for values in near], tables, limit)
         chosen = [int(left[of[i]]) for left, of, i in zip(self._left, near, picked, strict=True)]
         return Minimum(cost + self._fixed, -math.inf, chosen)

@@ -18,6 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence, Set
 from dataclasses import replace
+from functools import cached_property
 
 import numpy as np
 
@@ -27,12 +28,10 @@ from shardwright.mesh.redistribute import possible
 from shardwright.plan.pricing.targets import Target
 from shardwright.plan.searching.exact import Table
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.narrow import ENOUGH, Minimum, least
+from shardwright.plan.searching.narrow import ENOUGH, Learned, Minimum, least
 from shardwright.plan.searching.space import Space
 from shardwright.plan.searching.tables import cost_at
 from shardwright.rules.notation import Strategy
-
-ENOUGH_AMONG = 1e-3  # a gap that is worth no further round to a minimum that is one of several
 
 Solution = tuple[float, dict[str, Strategy], dict[str, Layout]]
 """A cost, strategies by operator, layouts by leaf."""
@@ -84,16 +83,28 @@ class Problem:
         found = self.minimum()
         return found.cost, *self.decided(found.picked)
 
-    def minimum(self, more: Sequence[Table] = (), *, below: float = math.inf) -> Minimum:
+    def minimum(
+        self,
+        more: Sequence[Table] = (),
+        *,
+        forbidding: Sequence[Table] = (),
+        below: float = math.inf,
+        enough: float = ENOUGH,
+    ) -> Minimum:
         """The least cost with ``more`` tables over the same variables, and what attains it, by variable.
 
-        With more tables, as at a price of a byte, it is one of several that are looked at: a gap is worth less.
+        What is learned of choices is of use for other tables, as at the next price of a byte; not so with
+        ``forbidding`` tables, which hold for this time. A gap of ``enough``, as a share, is worth no further round.
 
         Raises:
             NothingBelow: where no choice was found that costs less than ``below``.
         """
-        enough = ENOUGH_AMONG if more else ENOUGH
-        return least(self.domains, [*self.tables, *more], below=below, enough=enough)
+        learned = self._learned.copied() if forbidding else self._learned
+        return least(self.domains, [*self.tables, *more, *forbidding], below=below, enough=enough, learned=learned)
+
+    @cached_property
+    def _learned(self) -> Learned:
+        return Learned.nothing(self.domains)
 
     def cost_of(self, picked: Sequence[int]) -> float:
         """What a choice for every variable costs."""

@@ -7,6 +7,7 @@ of it. What is decided for an axis is the best for it alone, not for what follow
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -17,24 +18,32 @@ from shardwright.plan.searching.search import search
 from shardwright.plan.searching.space import Choice, Space
 from shardwright.rules.notation import Strategy
 
+NEAR = 2e-2
+"""Prices of a byte that differ by a smaller share tell an axis nothing that it is worth to know."""
 
-def recursive(space: Space, objective: Objective, budget: Budget | None = None) -> Choice:
+
+def recursive(space: Space, objective: Objective, budget: Budget | None = None, below: float = math.inf) -> Choice:
     """A choice that is the best at every axis, given what was decided for the axes before it.
 
     The axes to come divide what a device holds by no more than their size, so that at each of them the budget is that
     many times as large.
 
     Raises:
+        NothingBelow: where what is left to decide for the last axis has no choice that costs less than ``below``.
         OverBudget: where none that was found fits the budget.
         PlanError: where nothing is possible.
     """
     rules = space.graph.rules
+    budget = budget and replace(budget, near=NEAR)
     decided: Mapping[str, Strategy] = {node.name: rules[node.name].replicated() for node in space.graph.capture.nodes}
     choice = None
     for count in range(1, len(space.mesh.axes) + 1):
         to_come = space.mesh.extent(space.mesh.names[count:])
-        now = budget and replace(budget, limit_bytes=budget.limit_bytes * to_come)
-        choice = search(_along(space, space.mesh.names[:count], decided), objective, now)
+        within, to_beat = budget, below
+        if to_come > 1:
+            within = budget and replace(budget, limit_bytes=budget.limit_bytes * to_come, price=0.0, once=False)
+            to_beat = math.inf
+        choice = search(_along(space, space.mesh.names[:count], decided), objective, within, to_beat)
         decided = choice.strategies
     return replace(choice, bound=None) if choice else search(space, objective, budget)
 

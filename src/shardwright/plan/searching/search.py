@@ -12,16 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.searching.budget import Budget, fitting
-from shardwright.plan.searching.buffers import buffers_of, by_buffers
+from shardwright.plan.searching.buffers import Buffers, buffers_of, by_buffers
 from shardwright.plan.searching.exact import Table, TooWide, minimise
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.narrow import Minimum, NothingBelow, beside
+from shardwright.plan.searching.narrow import ENOUGH, Minimum, NothingBelow, beside
 from shardwright.plan.searching.problem import Problem, Solution
 from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.searching.weights import Weights
@@ -29,6 +29,8 @@ from shardwright.rules.notation import Strategy
 
 # A value from the batch that one operator reads ties nothing together.
 MANY_READERS = 2
+# A gap that is worth no further round to a minimum that is one of several.
+ENOUGH_AMONG = 1e-3
 # A gap that is worth a search of all at once, where that needs no table of more entries; on more axes a larger one.
 CLOSE, TIED, CLOSE_ON_MORE = 1e-6, 1_000_000, 1e-4
 
@@ -45,35 +47,40 @@ def search(space: Space, objective: Objective, budget: Budget | None = None, bel
         PlanError: where the search would be too large, or nothing is possible.
     """
     both = _Both(space, objective)
-    free = both.at(below=below)[0]
-    close = CLOSE if len(space.mesh.axes) <= FEW_AXES else CLOSE_ON_MORE
-    if both.beside and (free.cost or 0.0) - (free.bound or 0.0) > close * (free.cost or 0.0):
-        free = both.together() or free
     if budget is None:
-        return free
+        return _free(both, below)
+    free = budget.settle(both.at(below=below, enough=ENOUGH_AMONG)[0])
+    if budget.weigh(free) <= budget.limit_bytes:
+        free = budget.settle(_free(both, below))
     if free.bound is not None and free.bound >= below:
         raise NothingBelow(free.bound)
     # Neither is needed where the choice without a budget fits.
     weigh = cache(lambda: Weights(both.main, budget.optimizer))
     buffers = cache(lambda: buffers_of(both.main))
 
-    def solve(price: float) -> tuple[list[Choice], float]:
+    def solve(price: float, below: float, *, alone: bool = False) -> tuple[list[Choice], float]:
         weights = weigh()
         above_bytes = weights.fixed_bytes - budget.limit_bytes
         tables = weights.at(price)
 
-        def chosen(more: Sequence[Table]) -> tuple[Choice, float, list[int]]:
-            choice, total, picked = both.at([*tables, *more], below=below - price * above_bytes)
-            again, again_cost = weights.again(price, picked)
-            recomputed = weights.recomputing.chosen(picked)
-            choice = replace(choice, cost=(choice.cost or 0.0) + again_cost, again=again, recomputed=recomputed)
-            return budget.settle(choice), total, picked
+        def chosen(forbidding: Sequence[Table]) -> tuple[Choice, float, list[int]]:
+            choice, total, picked = both.at(tables, forbidding, below=below - price * above_bytes, enough=ENOUGH_AMONG)
+            again, recomputed = weights.again(price, picked), weights.recomputing.chosen(picked)
+            return budget.settle(replace(choice, again=again, recomputed=recomputed)), total, picked
 
         with beside(price * above_bytes):
-            choices, total = by_buffers(chosen, buffers(), price)
+            choices, total = by_buffers(chosen, Buffers(()) if alone else buffers(), price)
         return choices, total + price * above_bytes
 
-    return fitting(budget.settle(free), solve, budget, below)
+    return fitting(free, solve, budget, below)
+
+
+def _free(both: _Both, below: float) -> Choice:
+    """The choice with the least cost."""
+    free = both.at(below=below)[0]
+    if both.beside and (free.cost or 0.0) - (free.bound or 0.0) > both.close * (free.cost or 0.0):
+        return both.together() or free
+    return free
 
 
 def least_cost(space: Space, objective: Objective) -> float:
@@ -93,6 +100,7 @@ class _Both:
 
     def __init__(self, space: Space, objective: Objective) -> None:
         self._space, self.beside = space, operators_beside(space)
+        self.close = CLOSE if len(space.mesh.axes) <= FEW_AXES else CLOSE_ON_MORE
         self._known = Known(space.graph, objective, space.mesh)
         self.main = self._first()
 
@@ -100,13 +108,21 @@ class _Both:
         names = {node.name for node in self._space.graph.capture.nodes}
         return Problem(self._space, self._known, names - self.beside)
 
-    def at(self, more: Sequence[Table] = (), *, below: float = math.inf) -> tuple[Choice, float, list[int]]:
+    def at(
+        self,
+        more: Sequence[Table] = (),
+        forbidding: Sequence[Table] = (),
+        *,
+        below: float = math.inf,
+        enough: float = ENOUGH,
+    ) -> tuple[Choice, float, list[int]]:
         """The choice with the least cost with ``more`` tables, a bound of that, and what was picked by variable.
 
         Raises:
             NothingBelow: where no choice was found that costs less than ``below``.
         """
-        found = self._least_of(self.main, more, below)
+        asked = partial(self._least_of, more=more, forbidding=forbidding, below=below, enough=enough)
+        found = asked(self.main)
         bound, extra = found.bound, 0.0
         strategies, leaves = self.main.decided(found.picked)
         if self.beside:
@@ -115,7 +131,7 @@ class _Both:
             except TooWide:
                 raise
             except PlanError:  # the rest demands partial sums, which what stands beside it cannot make
-                found = self._least_of(self._without_sums, more, below)
+                found = asked(self._without_sums)
                 strategies, leaves = self.main.decided(found.picked)
                 extra, of_beside, their_leaves = self._following(strategies, leaves)
             strategies, leaves = strategies | of_beside, leaves | their_leaves
@@ -123,10 +139,12 @@ class _Both:
         cost = self.main.cost_of(found.picked) if more else found.cost
         return Choice(strategies, leaves, cost + extra, bound), bound, list(found.picked)
 
-    def _least_of(self, problem: Problem, more: Sequence[Table], below: float) -> Minimum:
+    def _least_of(
+        self, problem: Problem, *, more: Sequence[Table], forbidding: Sequence[Table], below: float, enough: float
+    ) -> Minimum:
         """The minimum of what is searched first; what stands beside it costs at least ``self._least`` more."""
         with beside(self._least):
-            return problem.minimum(more, below=below - self._least)
+            return problem.minimum(more, forbidding=forbidding, below=below - self._least, enough=enough)
 
     def together(self) -> Choice | None:
         """The choice with the least cost of all operators at once; None where they tie too much together for that."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -44,11 +43,6 @@ def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Tab
         same = reshaped.setdefault((id(table.costs), shape), table.costs.reshape(shape))
         found.append(Table(scope, same))
     return found
-
-
-def width(variable: int, touching: Sequence[Table], domains: Sequence[int]) -> int:
-    """The entries of the table over a variable and its neighbours."""
-    return math.prod(domains[v] for v in {variable, *(v for t in touching for v in t.scope)})
 
 
 def join(tables: Sequence[Table], scope: tuple[int, ...], domains: Sequence[int]) -> Costs:

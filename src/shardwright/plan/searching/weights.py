@@ -9,7 +9,8 @@ operand counts what is less at a price: its bytes, or those that it is gathered 
 
 Several operands may lie in the same memory, which is held once. Each then counts a share of it, such that the shares of
 all that can lie together make one: where choices keep them apart after all, the sum is below what is held, and never
-above. So a bound that is computed with these tables is one for what is really held.
+above. So a bound that is computed with these tables is one for what is really held. What one operator cuts a memory
+into, as the queries, keys and values of one product, is apart from the beginning.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from shardwright.plan.pricing.optimizers import OptimizerStates
 from shardwright.plan.pricing.ruled import Use
 from shardwright.plan.pricing.targets import Target
 from shardwright.plan.searching.exact import Costs, Table
+from shardwright.plan.searching.pairs import Moves
 from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.recomputing import Recomputing
 from shardwright.rules.notation import Strategy
@@ -80,9 +82,11 @@ class Weights:
             node.results[i] for node in self._graph.capture.nodes for i in self._kept.saved[node.name].results or ()
         }
         self._uses = self._kept_uses()
+        given = [name for block in problem.space.blocks for _, name in self._given_to(block)]
+        self._memory = self._memories([*(use.node.operands[use.index] for use in self._uses), *given])
         self._keepers: dict[str, Counter[Hashable]] = defaultdict(Counter)  # by the memory: who keeps how many operands
         for use in self._uses:
-            self._keepers[self._root[use.node.operands[use.index]]][self._keeper(use)] += 1
+            self._keepers[self._memory[use.node.operands[use.index]]][self._keeper(use)] += 1
         tables = (*self._leaves(), *self._operators(), *self._given())
         self.tables = [table for table in tables if table.costs.any()]
         self.gathered = list(self._operands())
@@ -104,8 +108,8 @@ class Weights:
             found.append(self.recomputing.either(of.block, of.kept.scope, self._priced[key], of.made_again))
         return [*found, *self.recomputing.tables]
 
-    def again(self, price: float, picked: Sequence[int]) -> tuple[frozenset[str], float]:
-        """The values that are better gathered again than kept at a price of a byte, and what that costs."""
+    def again(self, price: float, picked: Sequence[int]) -> frozenset[str]:
+        """The values that are better gathered again than kept at a price of a byte."""
         saved: Counter[str] = Counter()
         costs: Counter[str] = Counter()
         for of in self.gathered:
@@ -113,8 +117,7 @@ class Weights:
             if math.isfinite(of.again.costs[at]) and not of.is_recomputed(picked):
                 saved[of.value] += of.kept.costs[at] - of.again.bytes[at]
                 costs[of.value] += of.again.costs[at]
-        chosen = frozenset(name for name in saved if saved[name] * price > costs[name])
-        return chosen, float(sum(costs[name] for name in chosen))
+        return frozenset(name for name in saved if saved[name] * price > costs[name])
 
     def of(self, picked: Sequence[int]) -> float:
         """The bytes of one choice for every variable, where nothing is gathered again."""
@@ -181,7 +184,7 @@ class Weights:
 
     def _share(self, use: Use) -> float:
         """The share of an operand in the memory in which it lies."""
-        keepers = self._keepers[self._root[use.node.operands[use.index]]]
+        keepers = self._keepers[self._memory[use.node.operands[use.index]]]
         return 1 / len(keepers) / keepers[self._keeper(use)]
 
     def _in_place(self, value: str) -> float:
@@ -189,7 +192,7 @@ class Weights:
         of = self._value(self._root[value])
         if of.kind != "result" or of.name in self._kept_by_makers:
             return 0.0
-        return min(1.0, _size(of, self._value(value)))
+        return min(1.0, _size(self._value(self._memory[value]), self._value(value)))
 
     def _operands(self) -> Iterator[Operand]:
         """What is kept of the operands, by the variables of who makes and who keeps them."""
@@ -201,21 +204,60 @@ class Weights:
                 again = self._gathering(name, use, *shares)
                 block = self.recomputing.variable_of(use.node)
                 yield Operand(name, table, again, block, self.recomputing.held_again(use.node, name))
+            if (viewed := self._moved_for_view(name, use)) is not None:
+                yield viewed
+
+    def _moved_for_view(self, name: str, use: Use) -> Operand | None:
+        """What is kept of a parameter of which an operator keeps a view: what was moved for the view, if anything was.
+
+        It depends on the operator, too: where that moves the view once more, it keeps no part of this.
+        """
+        problem, maker = self._problem, self._graph.producers.get(name)
+        if maker is None or maker[0].name not in self._kept.views or maker[0].name not in problem.node_variables:
+            return None
+        view, parameter = maker[0], self._value(maker[0].operands[0])
+        if parameter.kind != "parameter":
+            return None
+        leaf, layouts = problem.produced(parameter.name)
+        there = problem.known.targets(Use(view, 0), problem.space.strategies[view.name])
+        made = problem.produced(name)[1]
+        kept = problem.known.targets(use, problem.space.strategies[use.node.name])
+        identities = *map(self._identity, (there, kept)), self._share(use)
+        key = "view", parameter.shape, parameter.dtype, layouts, made, *identities
+        if key not in self._gatherings:
+            stays = problem.known.pairs.moves(self._value(name).shape, made, kept)
+            self._gatherings[key] = self._for_view(parameter, layouts, there, stays, self._share(use))
+        scope = leaf, problem.node_variables[view.name], problem.node_variables[use.node.name]
+        found = self._gatherings[key]
+        block, again = self.recomputing.variable_of(use.node), self.recomputing.held_again(use.node, parameter.name)
+        nothing = self._known.setdefault(("nothing", found.bytes.shape), np.zeros(found.bytes.shape))
+        return Operand(parameter.name, Table(scope, found.bytes), Gathering(nothing, found.costs), block, again)
+
+    def _for_view(
+        self, parameter: Value, layouts: Sequence[Layout], there: Sequence[Target], on: Moves, share: float
+    ) -> Gathering:
+        """The bytes of what is moved for a view and kept, and what it costs to move it again."""
+        moves = self._problem.known.pairs.moves(parameter.shape, layouts, there)
+        stays = (on.possible & ~on.copies)[None]
+        sizes = np.where(moves.possible & moves.copies, self._parts(parameter, [t.layout for t in there]), 0.0)
+        costs = self._again(parameter, layouts, there)
+        kept, again = (np.where(stays, of[:, :, None] * share, 0.0) for of in (sizes, costs))
+        return Gathering(kept, again)
 
     def _given(self) -> Iterator[Table]:
         """What is kept of what blocks are given, where they are computed again: of each memory one value."""
-        given = {(block.name, self._root[of]): use for block in self._problem.space.blocks
+        given = {(block.name, self._memory[of]): use for block in self._problem.space.blocks
                  for use, of in self._given_to(block)}  # fmt: skip
-        blocks = Counter(root for _, root in given)
-        for (block, root), use in given.items():
-            share = self._share_of_given(block, root, blocks[root])
+        blocks = Counter(memory for _, memory in given)
+        for (block, memory), use in given.items():
+            share = self._share_of_given(block, memory, blocks[memory])
             name = use.node.operands[use.index]
             if table := self._table(name, use, (share * self._in_place(name), 0.0), least=True):
                 yield self.recomputing.once_more(self._problem.block_variables[block], table.scope, table.costs)
 
-    def _share_of_given(self, block: str, root: str, blocks: int) -> float:
+    def _share_of_given(self, block: str, memory: str, blocks: int) -> float:
         """The share of a block in the memory of what it is given, which so many blocks are."""
-        keepers = self._keepers.get(root)
+        keepers = self._keepers.get(memory)
         if keepers is None:
             return 1 / blocks
         return 1 / len(keepers) if block in keepers else 0.0
@@ -293,6 +335,26 @@ class Weights:
             if node.name in self._kept.views:
                 root.update(dict.fromkeys(node.results, root[node.operands[0]]))
         return root
+
+    def _memories(self, counting: Sequence[str]) -> Mapping[str, str]:
+        """Value -> the memory that it shares with others: that of its root, or a part of it.
+
+        Parts are what a view with several results cuts it into, where all that is ``counting`` lies in one of those.
+        """
+        cut: dict[str, tuple[str, str]] = {}  # value -> the operator that cut its root, and the part
+        for node in self._graph.capture.nodes:
+            if node.name in self._kept.views:
+                several = len(node.results) > 1 and node.operands[0] not in cut
+                for name in node.results:
+                    if several:
+                        cut[name] = node.name, name
+                    elif node.operands[0] in cut:
+                        cut[name] = cut[node.operands[0]]
+        cutting: dict[str, set[str]] = defaultdict(set)  # root -> the operators that cut it, "" for none
+        for name in counting:
+            cutting[self._root[name]].add(cut[name][0] if name in cut else "")
+        whole = {root for root, names in cutting.items() if len(names) > 1}
+        return {name: cut[name][1] if name in cut and root not in whole else root for name, root in self._root.items()}
 
     def _value(self, name: str) -> Value:
         return self._graph.capture.values[name]
