@@ -18,7 +18,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 
 from shardwright.errors import PlanError, StrategyError
 from shardwright.graph.ir import Capture
@@ -370,8 +370,8 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
 def in_any_parts(space: Space, row: Search, request: PlanRequest, weighing: Weighing) -> Choice | None:
     """The best of the plans that are known by name which fits, None where none does.
 
-    They store parameters in parts that need not be even, as those of a search are: where there are 6 devices and few
-    dims divide by 3, nothing that a search may choose holds less than a half of them.
+    They store all parameters in parts that need not be even. A search stores so only matrices that it cannot cut evenly
+    over all devices.
     """
     known = Known(space.graph, row.objective(request.hardware, request.optimizer), space.mesh)
     found = []
@@ -400,6 +400,20 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, we
     return best
 
 
+def _known_by_name(space: Space, request: PlanRequest) -> Iterator[Choice]:
+    """Data parallel, and fully sharded without and with a second gathering."""
+    graph, mesh = space.graph, space.mesh
+    data = data_parallel(graph, mesh, space.leaves, space.outputs)
+    parts = {v.name: in_parts(v, mesh) for v in graph.capture.of_kind("parameter") if v.name not in request.storage}
+    yield data
+    yield replace(data, leaves={**data.leaves, **parts})
+    yield replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
+
+
+def _itself(choice: Choice, below: float) -> Choice:
+    return choice
+
+
 def _others(
     space: Space, row: Search, request: PlanRequest, weighing: Weighing, price: float
 ) -> Iterator[Callable[[float], Choice]]:
@@ -409,16 +423,14 @@ def _others(
     them can find nothing that costs less.
     """
     graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware, request.optimizer)
-    data = data_parallel(graph, mesh, space.leaves, space.outputs)
-    free = [value for value in graph.capture.of_kind("parameter") if value.name not in request.storage]
-    parts = {value.name: in_parts(value, mesh) for value in free}
-    yield lambda _: data
-    yield lambda _: replace(data, leaves={**data.leaves, **parts})
-    yield lambda _: replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
+    for named in _known_by_name(space, request):
+        yield partial(_itself, named)
     if (budget := weighing.budget()) is not None:
         budget = replace(budget, price=price, once=False)
-    settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in parts})
-    tensor = tensor_space(graph, mesh, data.strategies, settled)
+    free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
+    settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in free})
+    following = data_parallel(graph, mesh, space.leaves, space.outputs).strategies
+    tensor = tensor_space(graph, mesh, following, settled)
     yield lambda below: search(tensor, objective, budget, below)
     if len(mesh.axes) > 1 and not row.by_axes:
         yield lambda below: recursive(space, objective, budget, below)
