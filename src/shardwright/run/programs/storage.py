@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from weakref import finalize
 
 import torch
 import torch.distributed as dist
@@ -134,7 +135,7 @@ class ModelState:
         """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
         self._module, self._plan, self._device = module, plan, device
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-        self._leaves: dict[int, tuple[Capture, _Leaves]] = {}
+        self._leaves: dict[int, _Leaves] = {}  # by the id of a capture, for as long as that lives
         note_whole(module, self)
 
     @cached_property
@@ -153,10 +154,10 @@ class ModelState:
     def _leaves_of(self, capture: Capture) -> _Leaves:
         """Where the leaves of a graph stand, looked up once: the parameters of a model stay the same objects."""
         known = self._leaves.get(id(capture))
-        if known is None or known[0] is not capture:
+        if known is None:
             buffers, later = capture.of_kind("buffer"), read_later(capture)
             changed = [number for number, value in enumerate(buffers) if value.name in capture.mutations]
-            leaves = _Leaves(
+            known = self._leaves[id(capture)] = _Leaves(
                 [value.name for value in capture.of_kind("parameter")],
                 [self._parameters[value.label] for value in capture.of_kind("parameter")],
                 _Buffers([self._places[value.label] for value in buffers]),
@@ -164,8 +165,8 @@ class ModelState:
                 [number for number in changed if buffers[number].name not in later],
                 _Buffers([self._places[capture.values[name].label] for name in capture.mutations]),
             )
-            known = self._leaves[id(capture)] = capture, leaves
-        return known[1]
+            finalize(capture, self._leaves.pop, id(capture)).atexit = False
+        return known
 
     def arguments(
         self,
