@@ -7,6 +7,7 @@ and no units: a layout that needs them is refused.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import torch
@@ -83,10 +84,19 @@ def layout_of(tensor: DTensor) -> tuple[Layout, Mesh]:
     Raises:
         PlanError: as `from_placements` does.
     """
-    devices = tensor.device_mesh
+    devices, placements = tensor.device_mesh, tuple(tensor.placements)
     names = devices.mesh_dim_names or tuple(f"axis{i}" for i in range(devices.ndim))
-    mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, devices.shape, strict=True)))
-    return from_placements(tensor.placements, tensor.ndim, mesh), mesh
+    kinds = tuple(type(placement) for placement in placements)  # of which unlike ones are equal
+    return _layout_of(names, tuple(devices.shape), placements, kinds, tensor.ndim)
+
+
+@lru_cache(maxsize=1024)
+def _layout_of(
+    names: tuple[str, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...], _: tuple[type, ...], ndim: int
+) -> tuple[Layout, Mesh]:
+    """`layout_of`, for the tensors of a model, which are many and laid out in few ways."""
+    mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True)))
+    return from_placements(placements, ndim, mesh), mesh
 
 
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh]]

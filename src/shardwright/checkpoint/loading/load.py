@@ -146,20 +146,28 @@ def _jobs_of(entry: TensorEntry, need: Box, local: Tensor) -> list[_Job]:
 
 
 def _run(source: Source, jobs: Sequence[_Job], threads: int) -> None:
-    jobs = sorted(jobs, key=lambda job: (job.chunk.place.file, job.chunk.place.start))
+    left, stopped = iter(sorted(jobs, key=lambda job: (job.chunk.place.file, job.chunk.place.start))), threading.Event()
     slabs = _Slabs()
+
+    def work() -> None:
+        try:
+            for job in left:  # of which each thread takes the next one
+                if stopped.is_set():
+                    return
+                _fill(source, job, slabs)
+        except BaseException:
+            stopped.set()
+            raise
+
     if threads == 1 or len(jobs) < 2:
-        for job in jobs:
-            _fill(source, job, slabs)
+        work()
         return
     with ThreadPoolExecutor(threads) as pool:
-        waiting = [pool.submit(_fill, source, job, slabs) for job in jobs]
         try:
-            for result in waiting:
+            for result in [pool.submit(work) for _ in range(threads)]:
                 result.result()
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+        finally:
+            stopped.set()
 
 
 class _Slabs(threading.local):

@@ -133,24 +133,20 @@ class Source:
         what is wrong with each of them.
         """
         start, size = place.start + index * BLOCK_BYTES, sum(map(len, buffers))
+        found, came, first = [], 0, 0
         try:
-            count = self.folder.read_into(place.file, start, *buffers)
+            for came in self.folder.read_into(place.file, start, *buffers):
+                while first < size and (last := min(first + BLOCK_BYTES, size)) <= came:
+                    if _checksum(_between(buffers, first, last)) != place.checksums[index + first // BLOCK_BYTES]:
+                        what = f"bytes {start + first} to {start + last - 1} are not what was written"
+                        found.append(Damage(place.file, entry, f"{what}: their checksum differs"))
+                    first = last
         except FileNotFoundError:
             return [Damage(place.file, entry, "the file is missing")]
         except OSError as error:
             return [Damage(place.file, entry, f"cannot be read: {error.strerror or error}")]
-        if count < size:
-            return [Damage(place.file, entry, f"ends at byte {start + count}, where {size - count} more were written")]
-        found = []
-        most = max(buffers, key=len)
-        at = sum(map(len, buffers[: next(i for i, b in enumerate(buffers) if b is most)]))
-        for number, first in enumerate(range(0, size, BLOCK_BYTES), index):
-            last = min(first + BLOCK_BYTES, size)
-            inside = at <= first and last <= at + len(most)
-            digest = checksum(most[first - at : last - at]) if inside else _checksum(_between(buffers, first, last))
-            if digest != place.checksums[number]:
-                what = f"bytes {start + first} to {start + last - 1} are not what was written: their checksum differs"
-                found.append(Damage(place.file, entry, what))
+        if came < size:
+            return [Damage(place.file, entry, f"ends at byte {start + came}, where {size - came} more were written")]
         return found
 
     def value(self, entry: ValueEntry) -> Any:

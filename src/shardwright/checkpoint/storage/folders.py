@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -10,6 +11,9 @@ import fsspec
 
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.pulse import own_pulse
+
+PIECE_BYTES = 1 << 20
+"""So much of a local file is read at once, which the cache of a core keeps until its checksums are taken."""
 
 # protocol -> the package that speaks it; fsspec has the others on board
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
@@ -31,8 +35,10 @@ class Folder(Protocol):
 
     def outer(self) -> Folder: ...
 
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
-        """Fill one buffer after the other with what stands in a file from byte ``start`` on; how many bytes came."""
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> Iterator[int]:
+        """Fill one buffer after the other with what stands in a file from byte ``start`` on; how many bytes have come,
+        after each piece of them.
+        """
 
     def read(self, name: str) -> bytes: ...
 
@@ -69,18 +75,18 @@ class LocalFolder:
     def outer(self) -> LocalFolder:
         return LocalFolder(os.path.dirname(os.path.abspath(self.where)))
 
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> Iterator[int]:
         descriptor = os.open(os.path.join(self.where, name), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            done, left = 0, [buffer for buffer in buffers if len(buffer)]
-            while left and (count := os.preadv(descriptor, left, start + done)):
-                own_pulse().beat()
-                done += count
-                while left and count >= len(left[0]):
-                    count -= len(left.pop(0))
-                if left:
-                    left[0] = left[0][count:]
-            return done
+            done, pulse = 0, own_pulse()
+            for buffer in buffers:
+                while buffer:
+                    count = os.preadv(descriptor, [buffer[:PIECE_BYTES]], start + done)
+                    if not count:
+                        return
+                    pulse.beat()
+                    buffer, done = buffer[count:], done + count
+                    yield done
         finally:
             os.close(descriptor)
 
@@ -119,7 +125,7 @@ class RemoteFolder:
     def outer(self) -> RemoteFolder:
         return RemoteFolder(self.where.rsplit("/", 1)[0])
 
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> int:
+    def read_into(self, name: str, start: int, *buffers: memoryview) -> Iterator[int]:
         size = sum(map(len, buffers))
         data = memoryview(self._bytes(name, start=start, end=start + size))
         own_pulse().beat()
@@ -127,7 +133,7 @@ class RemoteFolder:
         for buffer in buffers:
             part, rest = rest[: len(buffer)], rest[len(buffer) :]
             buffer[: len(part)] = part
-        return len(data)
+        yield len(data)
 
     def read(self, name: str) -> bytes:
         return self._bytes(name)
