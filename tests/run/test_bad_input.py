@@ -87,6 +87,32 @@ def test_batches_that_do_not_fit_are_refused_on_all_ranks():
     assert after.startswith("UsageError: an earlier step failed on this rank (mat1 and mat2 must have the same dtype")
 
 
+def going_on(known):
+    """Rank 1 fails before it has asked for sizes, rank 0 while it waits for the answer; then both have good batches."""
+    warnings.simplefilter("ignore")
+    rank = sw.init().rank
+    model, part = nn.Linear(2, 1), torch.ones(4, 2)
+    parallel = sw.parallelize(model, lambda model, x: model(x).mean(), part, "data", batch="local")
+    if known:
+        parallel(part)
+    failed = said(lambda: parallel(torch.ones(4, 2, device="meta" if rank else None)))
+    return failed, [said(lambda: parallel(torch.ones(4 + 4 * rank, 2))) for _ in range(2)]
+
+
+@pytest.mark.parametrize("known", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_question_for_sizes_that_a_rank_gave_up_is_answered_by_nobody(known):
+    (waited, first), (failed, second) = run_ranks(2, going_on, known)
+    call = 1 + known
+    assert waited.startswith(f"WorldError: rank 1 failed in call {call} of the model: UsageError: batch is on the meta")
+    assert failed.startswith("UsageError: batch is on the meta device")
+    for found in first:
+        assert found.startswith(f"UsageError: an earlier step failed on this rank (rank 1 failed in call {call}"), found
+    answered = f"WorldError: ranks answer for different calls of the model ({call}, {call + 1}, rank by rank), since an"
+    failed_there = f"WorldError: rank 0 failed in call {call + 1} of the model: UsageError: an earlier step failed on"
+    assert second[0].startswith((answered, failed_there)), second
+    assert "an earlier step failed on this rank" in second[1], second
+
+
 @pytest.mark.slow
 def test_batches_that_do_not_fit_are_refused_without_a_capture():
     for _, found, _ in run_ranks(2, refused, "eager"):

@@ -6,8 +6,8 @@ The first decides how parameters are stored; the plans of later shapes take the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -130,7 +130,7 @@ class Parallel(ParallelModel):
         return self._called_on(batch)[0]
 
     def _counted(self, batch: Any) -> tuple[Any, int]:
-        with self._lockstep.call():
+        with self._call():
             result, rows = self._called_on(batch)
         return result, rows.total
 
@@ -177,9 +177,10 @@ class Parallel(ParallelModel):
         return rows_of(batch, flatten_batch(batch), self.options.batch).total
 
     def replay(self, batch: Any) -> Replay:
-        with self._lockstep.call():
+        with self._call():
             given = self._given("training", batch)
-            prepared, inputs = self._ready(given, given.rows())
+            with self._asking(given.asked):
+                prepared, inputs = self._ready(given, given.rows())
             arguments = self._arguments(prepared, inputs, self._state.step - 1)
             with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
                 values = prepared.execution.variables(arguments)
@@ -201,15 +202,26 @@ class Parallel(ParallelModel):
     def _computed(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
         """The program for the batch, which rows of it this rank was given, and what the program makes of it."""
         given = self._given(kind, batch)
-        if given.asked is not None and given.asked.expected is not None:
-            try:
-                return self._computed_expecting(given, given.asked, given.asked.expected)
-            except NotAsExpected as other:
-                if other.error is not None:
-                    raise other.error from None
-        rows = given.rows()
-        prepared, inputs = self._ready(given, rows)
-        return prepared, rows, self._run(prepared, inputs)
+        with self._asking(given.asked):
+            if given.asked is not None and given.asked.expected is not None:
+                try:
+                    return self._computed_expecting(given, given.asked, given.asked.expected)
+                except NotAsExpected as other:
+                    if other.error is not None:
+                        raise other.error from None
+            rows = given.rows()
+            prepared, inputs = self._ready(given, rows)
+            return prepared, rows, self._run(prepared, inputs)
+
+    @contextmanager
+    def _asking(self, asked: Asked | None) -> Iterator[None]:
+        """Ranks that answer a question after this one has given up would take it for one of theirs."""
+        try:
+            yield
+        except Exception as error:
+            if asked is not None and asked.under_way:
+                self._note_failure(error)
+            raise
 
     def _computed_expecting(self, given: _Given, asked: Asked, rows: Rows) -> tuple[PreparedProgram, Rows, Outputs]:
         """The same, begun before the others have said which rows they have.

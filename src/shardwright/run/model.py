@@ -59,7 +59,7 @@ class ParallelModel(LikeModule):
 
     def __call__(self, batch: Any) -> Any:
         """The loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
-        with self._lockstep.call():
+        with self._call():
             return self._called(batch)
 
     @abstractmethod
@@ -71,7 +71,7 @@ class ParallelModel(LikeModule):
 
         Whole on every rank; with ``gather=False`` the rows of the batch that this rank was given.
         """
-        with self._lockstep.call(), evaluating(self.module), torch.no_grad():
+        with self._call(), evaluating(self.module), torch.no_grad():
             return self._predicted(batch, gather)
 
     @abstractmethod
@@ -126,24 +126,34 @@ class ParallelModel(LikeModule):
         self.close()
 
     @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """What ranks do together in a step: where it fails on this one, the others may wait for it.
+    def _call(self) -> Iterator[None]:
+        """One of the calls that all ranks make together.
 
         Raises:
             UsageError: where an earlier step has failed here, since what this rank sends would reach those who wait.
         """
-        if self._failure:
-            raise UsageError(
-                f"an earlier step failed on this rank ({self._failure}), in which others may still wait for it; let "
-                "such an error end the job, and look for bad batches before they are passed"
-            )
+        with self._lockstep.call():
+            if self._failure:
+                raise UsageError(
+                    f"an earlier step failed on this rank ({self._failure}), in which others may still wait for it; "
+                    "let such an error end the job, and look for bad batches before they are passed"
+                )
+            yield
+
+    @contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """What ranks do together in a step: where it fails on this one, the others may wait for it."""
         try:
             yield
         except Exception as error:
             self._lockstep.lost(error)
-            if not alone():
-                self._failure = str(error).partition("\n")[0]
+            self._note_failure(error)
             raise
+
+    def _note_failure(self, error: Exception) -> None:
+        """Let no further step begin here: what it sends would reach ranks that are still in this one."""
+        if not alone():
+            self._failure = str(error).partition("\n")[0]
 
     def _tell_computed(self, samples: int, loss: Tensor) -> None:
         """Tell those who watch the job what a batch of a step gave."""

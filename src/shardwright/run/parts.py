@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.errors import ShardwrightError, UsageError
+from shardwright.errors import ShardwrightError, UsageError, WorldError
 from shardwright.mesh.processes import all_gather_single
 from shardwright.pulse import own_pulse
 from shardwright.run.programs.inputs import Rows, global_shapes, height_of, in_turn, shown
@@ -28,8 +28,9 @@ from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
 
 _MOST = 256  # answers that are remembered
-# What each rank tells: its rows, on what its program depends, what it expects, and how many bytes it adds behind that.
-_HEAD = struct.Struct("=4q")
+# What each rank tells: its rows, on what its program depends, what it expects, how many bytes it adds behind that, and
+# its call of the model.
+_HEAD = struct.Struct("=5q")
 _BYTES = 1024  # in all; written and read by Python, since each call of torch takes microseconds
 
 
@@ -103,17 +104,22 @@ class Asked:
             self._added = added.nbytes
             told[_HEAD.size : _HEAD.size + self._added] = added.reshape(-1).view(torch.uint8).numpy().tobytes()
         expected = 0 if self.expected is None else _number("", self.expected.all_ranks)
-        _HEAD.pack_into(told, 0, *self._mine, expected, self._added)
+        _HEAD.pack_into(told, 0, *self._mine, expected, self._added, self._lockstep.number)
         self._everyone = bytearray(dist.get_world_size() * _BYTES)
         gathering = _bytes_of(self._everyone), _bytes_of(told)
         self._wait = self._lockstep.begin(all_gather_single, *gathering, group=control_group())
+
+    @property
+    def under_way(self) -> bool:
+        """Whether this rank has asked, and the answers have not come."""
+        return self._wait is not None and not self._told
 
     def rows(self, added: Tensor | None = None) -> Rows:
         """Which rows each rank has.
 
         Raises:
             UsageError: on every rank, where parts differ in more than their number of rows.
-            WorldError: as `Lockstep.run`.
+            WorldError: as `Lockstep.run`; or where others answer for an earlier call, in which this rank failed.
         """
         if self._answer is None:
             if self._wait is None:
@@ -151,7 +157,12 @@ class Asked:
         assert self._wait is not None
         self._wait()
         self._told = [_HEAD.unpack_from(self._everyone, at) for at in range(0, len(self._everyone), _BYTES)]
-        counts, numbers, *_ = zip(*self._told, strict=True)
+        counts, numbers, *_, calls = zip(*self._told, strict=True)
+        if len(set(calls)) != 1:
+            raise WorldError(
+                f"ranks answer for different calls of the model ({', '.join(map(str, calls))}, rank by rank), since an "
+                "earlier one failed on some of them while others waited; let such an error end the job"
+            )
         if len(set(numbers)) == 1:
             rows = _agreed(counts, dist.get_rank())
             self._remember(self._mine, rows)

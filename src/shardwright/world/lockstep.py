@@ -99,6 +99,11 @@ class Lockstep:
         _all.add(made)
         return made
 
+    @property
+    def number(self) -> int:
+        """How many calls this rank has begun."""
+        return self._number
+
     @contextmanager
     def call(self) -> Iterator[None]:
         """One more call. Where it fails on this rank, those that wait for it learn of that."""
