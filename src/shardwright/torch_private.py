@@ -113,6 +113,7 @@ __all__ = [
     "untraced",
     "version",
     "without_defaults",
+    "written_operands",
 ]
 
 
@@ -662,6 +663,12 @@ def shared_operands(operator: Any) -> frozenset[int]:
     if all(value.alias_info is None for value in operator._schema.returns):
         return frozenset()
     return frozenset(i for i, argument in enumerate(operator._schema.arguments) if argument.alias_info is not None)
+
+
+@lru_cache(maxsize=4096)
+def written_operands(operator: Any) -> tuple[tuple[int, str], ...]:
+    """Position and name of each operand that an operator writes into, as its schema says."""
+    return tuple((i, argument.name) for i, argument in enumerate(operator._schema.arguments) if argument.is_write)
 
 
 def is_in_place(operator: Any) -> bool:

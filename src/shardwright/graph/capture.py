@@ -15,6 +15,7 @@ from shardwright.graph.convert import convert
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import module_pins, pin_module
 from shardwright.graph.tracing.frozen import frozen_tensors
+from shardwright.graph.tracing.in_place import refuse_shared_memory
 from shardwright.graph.tracing.outside import tensors
 from shardwright.graph.tracing.trace import LossFunction, Trace, capture_device, trace
 
@@ -88,9 +89,18 @@ class Capturing:
                 "the loss does not depend on any parameter that requires a gradient\n"
                 "Compute it from the output of the model that the loss function is given, outside torch.no_grad()."
             )
+        self._refuse_shared_memory(captured)
         for scope, request in module_pins(self._model).items():
             captured = pin_module(captured, scope, request)
         return check(captured)
+
+    def _refuse_shared_memory(self, captured: Capture) -> None:
+        model = self._model
+        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        beside = {str(captured.outside.get(name, name)): tensor for name, tensor in captured.constants.items()}
+        written = [captured.values[buffer].label for buffer in captured.mutations]
+        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers()), **beside}
+        refuse_shared_memory(tensors, (*trained, *written))
 
 
 def flatten_batch(batch: Any) -> list[torch.Tensor]:

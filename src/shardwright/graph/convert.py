@@ -40,6 +40,8 @@ _IDENTITIES: Mapping[Identity, Callable[[Value, torch.dtype, Shape], bool]] = {
     "same shape": lambda operand, dtype, shape: shape == operand.shape,
     "no gradient": lambda operand, dtype, shape: not operand.needs_gradient,
 }
+# Operators whose result is what is written over their first operand, in its shape and dtype.
+_WRITES_OVER: Column[bool] = column(("copy", True))
 # What stands for None among the arguments of an operator.
 _BOUNDS: Column[Mapping[str, int]] = column(("slice slice_scatter", {"start": 0, "end": sys.maxsize}))
 
@@ -179,7 +181,7 @@ class _Converter:
 
     def _add_operator(self, op: str, row: Row, node: fx.Node) -> None:
         """Add what the graph has in place of an operator, by what its row says."""
-        same = self._same_value(row, node)
+        same = self._written_over(node) if _WRITES_OVER.of(op) else self._same_value(row, node)
         first = node.args[0] if node.args else None
         passes_on = same is not None or row.casts
         if passes_on and isinstance(first, fx.Node) and first.name in self.marks:
@@ -223,6 +225,13 @@ class _Converter:
         """Losses broadcast their operands: a pin on one that already has the shape is for the loss itself."""
         if self.made[given.name] == self.made[node.name] and given.name in self.marks:
             self.marks[node.name] = self.marks[given.name]
+
+    def _written_over(self, node: fx.Node) -> str:
+        """What is written over a tensor: torch knows no gradient of the operator that does it."""
+        written = node.args[1]
+        assert isinstance(written, fx.Node)
+        name: str = self.made[written.name]
+        return self._detach(node, name) if _is_without_gradient(node) else name
 
     def _same_value(self, row: Row, node: fx.Node) -> str | None:
         """The operand of an operator that only passes it on."""
@@ -270,7 +279,7 @@ class _Converter:
         not."""
         row = row_of(op)
         operands: list[str] = []
-        no_gradient = (node.meta.get("custom") or {}).get(NO_GRADIENT, False)
+        no_gradient = _is_without_gradient(node)
 
         marks: list[tuple[Slices, str] | None] = []
 
@@ -370,6 +379,10 @@ class _Converter:
         }
         constants = {name: tensor for name, tensor in self.constants.items() if name in kept}
         return Capture(values, tuple(nodes), loss, aux, tree, mutations, constants, self.tied, key)
+
+
+def _is_without_gradient(node: fx.Node) -> bool:
+    return bool((node.meta.get("custom") or {}).get(NO_GRADIENT, False))
 
 
 def _plain(arg: Any) -> Any:

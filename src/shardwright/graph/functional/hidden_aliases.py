@@ -1,42 +1,83 @@
 """Tensors that lie in the same memory though no schema says so: what is changed by one name and read by another.
 
 A composite operator that has a rule stays whole in a graph, and may give its operand itself or a view of it, as
-``einsum("ij->ji", x)`` and ``dropout(x, 0.5, False)`` do. Graphs take its result for a new tensor, so that a change in
-place of one of the two would be lost for the other.
+``einsum("ij->ji", x)`` does. Graphs take its result for a new tensor, so that a change in place of one of the two would
+be lost for the other.
 """
 
 from __future__ import annotations
 
 import operator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 from torch import Tensor, fx
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
 from shardwright.graph.functional import parts
-from shardwright.rules.table import row_of
+from shardwright.rules.table import Column, column, row_of
+
+# The operands that operators change which say so by an argument, and where that stands.
+_CHANGED_IF: Column[tuple[int, tuple[int, ...]]] = column(("batch_norm", (5, (3, 4))))
 
 
-def refuse_hidden_changes(graph: fx.Graph) -> None:
-    """Raises `CaptureError` where a tensor is changed in place and then read by a name of which that is not known."""
+def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) -> None:
+    """Raises `CaptureError` where a tensor is changed in place and then read by a name of which that is not known.
+
+    Args:
+        source_of: where the user calls an operator.
+    """
     nodes = list(graph.nodes)
-    groups = _known_groups(nodes)
-    storages: dict[object, list[fx.Node]] = {}
+    changes = [(at, changed) for at, node in enumerate(nodes) for changed in changed_by(node)]
+    if not changes:
+        return
+    groups, storages = _known_groups(nodes), _by_storage(nodes)
+    last_reads = {operand: at for at, node in enumerate(nodes) for operand in node.all_input_nodes}
+    for at, changed in changes:
+        for other in storages.get(_storage(changed), ()):
+            lives_on = other.op == "placeholder" or last_reads.get(other, -1) > at
+            if groups[other] is not groups[changed] and lives_on:
+                hiding = max(_made_by(changed, groups), _made_by(other, groups), key=nodes.index)
+                raise _error(nodes[at], hiding, source_of)
+
+
+def changed_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors whose values an operator changes in place."""
+    if node.op != "call_function" or not torch_private.is_operator(node.target):
+        return
+    hidden = _CHANGED_IF.of(str(node.target))
+    if hidden is not None:
+        flag, positions = hidden
+        yield from _nodes([node.args[at] for at in positions] if node.args[flag] else [])
+    elif row_of(str(node.target)).identity != "always":
+        for at, name in torch_private.written_operands(node.target):
+            yield from _nodes(node.args[at] if at < len(node.args) else node.kwargs.get(name))
+
+
+def _made_by(node: fx.Node, groups: Mapping[fx.Node, set[fx.Node]]) -> fx.Node:
+    """The node that made the tensor of which ``node`` is a view, as far as that is known."""
+    known = [operand for operand in node.all_input_nodes if operand in groups[node]]
+    return _made_by(known[0], groups) if known else node
+
+
+def _error(node: fx.Node, hiding: fx.Node, source_of: Callable[[fx.Node], str]) -> CaptureError:
+    why = (
+        f"{hiding.target} gave its operand itself or a view of it, at {source_of(hiding)}; write .clone() behind that, "
+        "or compute a new tensor in place of the change."
+    )
+    if hiding.op == "placeholder":
+        why = "It is registered twice in the model; keep it in one buffer alone."
+    return CaptureError(f"{node.target} changes a tensor in place that has another name, at {source_of(node)}\n{why}")
+
+
+def _by_storage(nodes: Sequence[fx.Node]) -> Mapping[object, Sequence[fx.Node]]:
+    found = defaultdict(list)
     for node in nodes:
         if (key := _storage(node)) is not None:
-            storages.setdefault(key, []).append(node)
-    last_reads = {operand: at for at, node in enumerate(nodes) for operand in node.all_input_nodes}
-    for at, node in enumerate(nodes):
-        changed = _changed_by(node)
-        for other in storages.get(None if changed is None else _storage(changed), ()):
-            lives_on = other.op == "placeholder" or last_reads.get(other, -1) > at
-            if changed is not None and groups[other] is not groups[changed] and lives_on:
-                hiding = changed if changed.op == "call_function" else other
-                raise CaptureError(
-                    f"{node.target} changes a tensor in place of which {other.name} is another name, since "
-                    f"{hiding.target} gave its operand itself or a view of it; write .clone() behind that, or compute "
-                    "a new tensor in place of the change"
-                )
+            found[key].append(node)
+    return found
 
 
 def _storage(node: fx.Node) -> object:
@@ -48,23 +89,17 @@ def _storage(node: fx.Node) -> object:
         return None
 
 
-def _changed_by(node: fx.Node) -> fx.Node | None:
-    """The tensor whose values an operator changes in place."""
-    is_operator = node.op == "call_function" and torch_private.is_operator(node.target)
-    if not is_operator or not torch_private.changes_operands(node.target) or not node.args:
-        return None
-    if row_of(str(node.target)).identity == "always":
-        return None
-    changed = node.args[0]
-    return changed if isinstance(changed, fx.Node) else None
+def _nodes(args: Any) -> list[fx.Node]:
+    given = args if isinstance(args, (list, tuple)) else [args]
+    return [arg for arg in given if isinstance(arg, fx.Node)]
 
 
-def _known_groups(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
+def _known_groups(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, set[fx.Node]]:
     """The nodes whose tensors are known to share memory, of each node those with itself."""
     groups: dict[fx.Node, set[fx.Node]] = {}
     for node in nodes:
         groups[node] = {node}
-        for other in _known_to_share(node):
+        for other in _known_to_share(node) if node.op == "call_function" else []:
             together = groups[node] | groups[other]
             groups.update(dict.fromkeys(together, together))
     return groups
@@ -72,7 +107,7 @@ def _known_groups(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
 
 def _known_to_share(node: fx.Node) -> list[fx.Node]:
     """The operands in whose memory results of a node may lie, by what schemas say and parts show."""
-    if node.op != "call_function" or node.target is operator.getitem or not torch_private.is_operator(node.target):
+    if node.target is operator.getitem or not torch_private.is_operator(node.target):
         return list(node.all_input_nodes)
     shared = torch_private.shared_operands(node.target)
     if shared or torch_private.changes_operands(node.target) or parts.is_taken_apart(node.target):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Any
 
 import torch
 from torch import fx
@@ -11,13 +12,14 @@ from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, Tens
 
 from shardwright import torch_private
 from shardwright.graph.functional import parts
-from shardwright.graph.functional.hidden_aliases import refuse_hidden_changes
 from shardwright.graph.functional.rewriting import Uncertain, rewrite
+
+aten = torch.ops.aten
 
 
 def functional(program: ExportedProgram) -> ExportedProgram:
     """The functional program: ``program`` itself, rewritten, or where that is not certain what a second trace gives."""
-    refuse_hidden_changes(program.graph)
+    _make_copies_even(program.graph)
     try:
         _rewrite(program)
     except Uncertain:
@@ -25,6 +27,28 @@ def functional(program: ExportedProgram) -> ExportedProgram:
         traced: ExportedProgram = program.run_decompositions(parts.taken_apart())
         return traced
     return program
+
+
+def _make_copies_even(graph: fx.Graph) -> None:
+    """Let what is copied into a tensor have its shape and dtype: a second trace takes the one for the other, and would
+    compute with a smaller tensor."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        into, source = node.args[0], node.args[1]
+        with graph.inserting_before(node):
+            if source.meta["val"].dtype != into.meta["val"].dtype:
+                cast = {"dtype": into.meta["val"].dtype}
+                source = _added(graph, node, aten._to_copy.default, (source,), cast)
+            if source.meta["val"].shape != into.meta["val"].shape:
+                source = _added(graph, node, aten.expand_as.default, (source, into), {})
+        node.args = (into, source, *node.args[2:])
+
+
+def _added(graph: fx.Graph, copy: fx.Node, operator: Any, args: tuple[fx.Node, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """An operator for ``copy``, which it stands in front of."""
+    made = graph.call_function(operator, args, kwargs)
+    with torch.no_grad():
+        made.meta = {**copy.meta, "val": operator(*(arg.meta["val"] for arg in args), **kwargs)}
+    return made
 
 
 def _rewrite(program: ExportedProgram) -> None:

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
+from shardwright.errors import CaptureError
 from shardwright.graph.tracing import sources
 from shardwright.graph.tracing.outside import MISSING, NOT_PLAIN, Place, plain, same, variables
 
@@ -42,6 +43,8 @@ class Reading:
         self._owners = {id(vars(module)): owner for owner, module in traced.named_modules()}
         self._traced = traced
         self._attributes: dict[Place, None] = {}
+        self._tensors_read: set[tuple[str, str]] = set()
+        self.buffers_set: dict[str, str] = {}  # the path of a buffer -> at which line another stands in its place
         before = {place: plain(value) for place, value in variables(model, loss_fn)}
         self._variables = {place: value for place, value in before.items() if value is not NOT_PLAIN}
         self._now = partial(Place.now, model=model, loss_fn=loss_fn)
@@ -86,6 +89,8 @@ class Reading:
             if name not in _OWN and not name.startswith("__"):
                 owner = self._owners.get(id(object.__getattribute__(module, "__dict__")))
                 computed = isinstance(getattr(type(module), name, None), property)
+                if owner is not None and isinstance(value, torch.Tensor):
+                    self._tensors_read.add((owner, name))
                 if owner is not None and not computed and plain(value) is not NOT_PLAIN:
                     self._attributes.setdefault(Place("attribute", owner, name))
             return value
@@ -93,6 +98,8 @@ class Reading:
         def writing(module: nn.Module, name: str, value: Any) -> None:
             owner = self._owners.get(id(vars(module)))
             now = plain(value)
+            if owner is not None and isinstance(value, torch.Tensor):
+                self._set_tensor(module, owner, name)
             if owner is not None and name not in _OWN and now is not NOT_PLAIN:
                 before = vars(module).get(name, MISSING)
                 if not same(plain(before), now):
@@ -106,6 +113,17 @@ class Reading:
         finally:
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = write  # type: ignore[method-assign]
+
+    def _set_tensor(self, module: nn.Module, owner: str, name: str) -> None:
+        """Raises `CaptureError` for a tensor that is no buffer, if the next step would read it."""
+        if name in torch_private.buffers_in(module):
+            self.buffers_set[".".join(filter(None, (owner, name)))] = _line()
+        elif (owner, name) in self._tensors_read:
+            raise CaptureError(
+                f"{Place('attribute', owner, name)} is read by the step and then set to another tensor{_line()}: a "
+                "captured model runs its graph, not this line, so that the next step would read the old one\n"
+                f"Keep it in a buffer: self.register_buffer({name!r}, ...) in __init__."
+            )
 
     def _note_write(self, place: Place) -> None:
         self._note(
@@ -189,6 +207,7 @@ def frozen_tensors(
     constants: Mapping[str, torch.Tensor], found: Iterator[tuple[Place, torch.Tensor]]
 ) -> dict[str, Place]:
     """Where the tensors stand that a graph holds as constants, by the names that the graph has for them."""
-    by_storage = {(t.data_ptr(), tuple(t.shape), t.stride()): place for place, t in found if t.numel()}
+    kept = [(place, t) for place, t in found if t.numel() and not torch_private.is_fake(t)]  # the trace sets others
+    by_storage = {(t.data_ptr(), tuple(t.shape), t.stride()): place for place, t in kept}
     named = {name: by_storage.get((t.data_ptr(), tuple(t.shape), t.stride())) for name, t in constants.items()}
     return {name: place for name, place in named.items() if place is not None}

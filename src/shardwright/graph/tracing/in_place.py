@@ -1,17 +1,72 @@
-"""Changes in place that autograd does not see, refused: a graph, which has values alone, would lose a gradient by them.
+"""Changes that a graph, which has values alone, would lose: of gradients, which are refused, and of buffers.
 
 Where gradients are off, or by way of ``x.detach()`` and ``x.data``, a tensor gets new values and keeps its gradient.
+A buffer that is set, and not written into, is written into at the end of the step, which the exporter knows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+
+
+class Buffers:
+    """The buffers of a model whose step begins."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._before = dict(model.named_buffers(remove_duplicate=False))
+
+    def written(
+        self, results: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], lines: Mapping[str, str]
+    ) -> list[torch.Tensor]:
+        """Write into the buffers what the step has set in their places; its ``results``, which do not see that.
+
+        Args:
+            lines: where buffers were set, by their names.
+
+        Raises:
+            CaptureError: where what was set is no such tensor, or is one that has another name, too.
+        """
+        now = dict(self._model.named_buffers(remove_duplicate=False))
+        assigned: dict[str, Any] = {n: now.get(n) for n, buffer in self._before.items() if now.get(n) is not buffer}
+        if not assigned:
+            return list(results)
+        given = {f"tensor {i} of the batch": tensor for i, tensor in enumerate(batch)}
+        named = {**dict(self._model.named_parameters()), **given, **now}
+        for name, new in assigned.items():
+            self._refuse(name, new, lines.get(name, ""))
+            same = [other for other, tensor in named.items() if other != name and _storage(tensor) == _storage(new)]
+            left = [other for other, tensor in now.items() if tensor is self._before[name] and other not in assigned]
+            if same or left:
+                raise CaptureError(
+                    f"the buffer {name} is set to a tensor{lines.get(name, '')}, and {(same or left)[0]} is the same\n"
+                    "Write .clone() behind it: a graph would not know that a change of one changes the other."
+                )
+        old = {_storage(self._before[name]) for name in assigned}
+        kept = [result.clone() if _storage(result) in old else result for result in results]
+        values = {name: new.detach().clone() for name, new in assigned.items()}
+        for name, value in values.items():
+            owner, _, leaf = name.rpartition(".")
+            torch_private.buffers_in(self._model.get_submodule(owner))[leaf] = self._before[name].copy_(value)
+        return kept
+
+    def _refuse(self, name: str, new: torch.Tensor | None, line: str) -> None:
+        old = self._before[name]
+        if new is None or (new.shape, new.dtype) != (old.shape, old.dtype):
+            raise CaptureError(
+                f"the buffer {name} is {_described(old)} and is set to {_described(new)}{line}\n"
+                "Keep its shape and dtype, for which the graph is made."
+            )
+
+
+def _described(tensor: torch.Tensor | None) -> str:
+    return "none" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
 class InPlace:
@@ -62,6 +117,44 @@ def _looks_into(result: Any, tensor: torch.Tensor) -> bool:
 
 def _storage(tensor: torch.Tensor) -> int:
     return torch_private.storage_key(tensor)
+
+
+def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], changed: Iterable[str]) -> None:
+    """Refuse tensors that look into the memory of others, which change.
+
+    Args:
+        tensors: of the model and beside it, by what users call them.
+        changed: those that the step or the optimizer changes.
+    """
+    by_storage: dict[int, list[str]] = {}
+    for name, tensor in tensors.items():
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+            by_storage.setdefault(_storage(tensor), []).append(name)
+    for name in changed:
+        for other in by_storage.get(_storage(tensors[name]), ()) if name in tensors else ():
+            if tensors[other] is not tensors[name] and _overlap(tensors[name], tensors[other]):
+                raise CaptureError(
+                    f"{name} of the model changes, and {other} looks into the same memory, which ranks do not have: "
+                    "one would change without the other\nTie modules by one parameter, as in b.weight = a.weight "
+                    "without .data; give other tensors memory of their own by .clone()."
+                )
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether an element of one tensor lies where an element of the other does, in the same storage."""
+    (begin, end), (other_begin, other_end) = _range(one), _range(other)
+    if end <= other_begin or other_end <= begin or one.dtype != other.dtype:
+        return begin < other_end and other_begin < end
+    taken = torch.zeros(max(end, other_end) // one.itemsize, dtype=torch.bool)
+    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
+    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+
+
+def _range(tensor: torch.Tensor) -> tuple[int, int]:
+    """The first byte in the storage of a tensor, and the first behind it."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = tensor.storage_offset() * tensor.itemsize
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def refuse_setting_data(function: Any, where: str) -> None:

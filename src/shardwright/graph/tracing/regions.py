@@ -16,6 +16,7 @@ from torch.fx.node import map_arg
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.graph.functional.hidden_aliases import changed_by
 from shardwright.graph.functional.parts import once, traced
 from shardwright.graph.tracing.sources import source_of
 from shardwright.rules.table import Column, column
@@ -71,8 +72,13 @@ def inline(program: torch.export.ExportedProgram) -> None:
             graph.erase_node(user)
         graph.erase_node(node)
     for node in reversed(graph.nodes):
-        if not node.users and not node.is_impure() and not _begins_or_ends_vmap(node):
+        if not node.users and not _does_something(node):
             graph.erase_node(node)
+
+
+def _does_something(node: Node) -> bool:
+    """Whether a node is needed though nothing reads its result."""
+    return node.is_impure() or any(changed_by(node)) or _begins_or_ends_vmap(node)
 
 
 def _begins_or_ends_vmap(node: Node) -> bool:

@@ -19,11 +19,12 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
+from shardwright.graph.functional.hidden_aliases import refuse_hidden_changes
 from shardwright.graph.functional.program import functional
 from shardwright.graph.tracing import answers, functions, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
-from shardwright.graph.tracing.in_place import InPlace, refuse_detaching, refuse_setting_data
+from shardwright.graph.tracing.in_place import Buffers, InPlace, refuse_detaching, refuse_setting_data
 from shardwright.graph.tracing.open_sizes import OpenSizes, Sizes
 from shardwright.graph.tracing.regions import NO_GRADIENT
 from shardwright.rules.notation import Operand
@@ -119,6 +120,7 @@ class _Step(torch.nn.Module):
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         call = self.call
         refused = refusals.seeding_refused(), refusals.transforms_refused()
+        buffers = Buffers(self.model)
         with call.mode, call.reading.watch(), functions.captured(), refused[0], refused[1]:
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
@@ -131,7 +133,7 @@ class _Step(torch.nn.Module):
             return Operand(len(found) - 1)
 
         call.aux, call.returns_aux = torch_private.tree_map(operand, aux), output is not loss
-        return [loss, *found]
+        return buffers.written([loss, *found], tensors, call.reading.buffers_set)
 
 
 def _loss_and_aux(output: Any) -> tuple[torch.Tensor, Any]:
@@ -253,6 +255,7 @@ def _trace(
             program = torch.export.export(exported, tensors, strict=False, dynamic_shapes=shapes)
             open_sizes = OpenSizes(_inputs(program))
             regions.inline(program)
+            refuse_hidden_changes(program.graph, sources.source_of)
             program = functional(program)
         except CaptureError as error:
             raise refusals.of_installed(error, error.__traceback__, copied) from error.__cause__

@@ -143,6 +143,29 @@ def _corrcoef(x: Tensor) -> Tensor:
     return found.clamp(-1, 1)
 
 
+def _dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    """`F.dropout`, which gives its operand itself where it drops nothing: the exporter makes a copy, which does not see
+    what is then changed in place."""
+    drops = bool(training and p)
+    return F.dropout(input, p, training, inplace) if drops or not 0 <= p <= 1 else input
+
+
+def _instance_norm(
+    input: Tensor, running_mean: Tensor | None = None, running_var: Tensor | None = None, weight: Tensor | None = None,
+    bias: Tensor | None = None, use_input_stats: bool = True, momentum: float = 0.1, eps: float = 1e-5,
+) -> Tensor:  # fmt: skip
+    """`F.instance_norm`, whose operator does not say that it changes running statistics, by what it is made of."""
+    if running_mean is None or running_var is None or not use_input_stats:
+        return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
+    images, channels = input.shape[:2]
+    of_all = [None if one is None else one.repeat(images) for one in (running_mean, running_var, weight, bias)]
+    joined = input.reshape(1, images * channels, *input.shape[2:])
+    result = F.batch_norm(joined, *of_all[:2], *of_all[2:], True, momentum, eps)  # type: ignore[misc, arg-type]
+    for statistic, of_images in zip((running_mean, running_var), of_all[:2], strict=True):
+        statistic.copy_(of_images.view(images, channels).mean(0))  # type: ignore[union-attr]
+    return result.view(input.shape)
+
+
 def _random_(x: Tensor, *bounds: int | None) -> Tensor:
     """``x.random_(low, high)``, of which torch writes code that is no Python, by another operator."""
     if len(bounds) < 2:
@@ -187,6 +210,11 @@ _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
     torch.Tensor.random_: _random_,
+    F.instance_norm: _instance_norm,
+    F.dropout: _dropout,
+    torch.unsafe_chunk: torch.chunk,  # which says that it gives views
+    torch.Tensor.unsafe_chunk: torch.chunk,
+    torch.dropout: lambda input, p, train: _dropout(input, p, train),
 }
 
 
