@@ -153,7 +153,7 @@ def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 def _range(tensor: torch.Tensor) -> tuple[int, int]:
     """The first byte in the storage of a tensor, and the first behind it."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = tensor.storage_offset() * tensor.itemsize
+    begin = int(tensor.storage_offset()) * tensor.itemsize
     return begin, begin + (last + 1) * tensor.itemsize
 
 

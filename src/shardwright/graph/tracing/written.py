@@ -158,11 +158,12 @@ def _instance_norm(
     if running_mean is None or running_var is None or not use_input_stats:
         return F.instance_norm(input, running_mean, running_var, weight, bias, use_input_stats, momentum, eps)
     images, channels = input.shape[:2]
-    of_all = [None if one is None else one.repeat(images) for one in (running_mean, running_var, weight, bias)]
+    mean, variance = running_mean.repeat(images), running_var.repeat(images)
+    weight, bias = (None if one is None else one.repeat(images) for one in (weight, bias))
     joined = input.reshape(1, images * channels, *input.shape[2:])
-    result = F.batch_norm(joined, *of_all[:2], *of_all[2:], True, momentum, eps)  # type: ignore[misc, arg-type]
-    for statistic, of_images in zip((running_mean, running_var), of_all[:2], strict=True):
-        statistic.copy_(of_images.view(images, channels).mean(0))  # type: ignore[union-attr]
+    result = F.batch_norm(joined, mean, variance, weight, bias, True, momentum, eps)
+    running_mean.copy_(mean.view(images, channels).mean(0))
+    running_var.copy_(variance.view(images, channels).mean(0))
     return result.view(input.shape)
 
 
