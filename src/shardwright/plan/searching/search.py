@@ -47,11 +47,12 @@ def search(space: Space, objective: Objective, budget: Budget | None = None, bel
         PlanError: where the search would be too large, or nothing is possible.
     """
     both = _Both(space, objective)
+    free = both.at(below=below)[0]
     if budget is None:
-        return _free(both, below)
-    free = budget.settle(both.at(below=below, enough=ENOUGH_AMONG)[0])
-    if budget.weigh(free) <= budget.limit_bytes:
-        free = budget.settle(_free(both, below))
+        return _all_at_once(both, free)
+    if budget.weigh(budget.settle(free)) <= budget.limit_bytes:
+        free = _all_at_once(both, free)
+    free = budget.settle(free)
     if free.bound is not None and free.bound >= below:
         raise NothingBelow(free.bound)
     # Neither is needed where the choice without a budget fits.
@@ -75,9 +76,8 @@ def search(space: Space, objective: Objective, budget: Budget | None = None, bel
     return fitting(free, solve, budget, below)
 
 
-def _free(both: _Both, below: float) -> Choice:
-    """The choice with the least cost."""
-    free = both.at(below=below)[0]
+def _all_at_once(both: _Both, free: Choice) -> Choice:
+    """The choice with the least cost, or the one that was found where its gap is worth nothing more."""
     if both.beside and (free.cost or 0.0) - (free.bound or 0.0) > both.close * (free.cost or 0.0):
         return both.together() or free
     return free
