@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, lru_cache, partial, wraps
 from importlib import import_module
-from importlib.util import find_spec
 from threading import get_ident
 from traceback import FrameSummary
 from types import ModuleType
@@ -318,40 +317,10 @@ def decided(size: torch.SymInt) -> Iterator[tuple[Any, FrameSummary | None]]:
         yield from ((each.expr, None) for each in late)
 
 
-class _StandIn(ModuleType):
-    """Stands where a module is imported for annotations alone; what is used of it later is the module's."""
-
-    importing = True
-
-    def __getattr__(self, name: str) -> Any:
-        return Any if self.importing else getattr(import_module(self.__name__), name)
-
-
-@contextmanager
-def _imported_later(name: str) -> Iterator[None]:
-    """Inside, what imports a module gets a stand-in for it."""
-    spec = find_spec(name)
-    if spec is None or name in sys.modules:
-        yield
-        return
-    stand_in = sys.modules[name] = _StandIn(name)
-    stand_in.__spec__ = spec
-    try:
-        yield
-    finally:
-        del sys.modules[name]
-        stand_in.importing = False
-
-
 @cache
 def _exporter() -> ModuleType:
-    """Where the public exporter is written; its import takes a second, and most ranks export nothing.
-
-    With it comes what chooses between keeping and recomputing values in compiled graphs, and with that networkx, 12 MiB
-    of algorithms that an export does not call.
-    """
-    with _imported_later("networkx"):
-        return import_module("torch.export._trace")
+    """Where the public exporter is written; its import takes a second, and most ranks export nothing."""
+    return import_module("torch.export._trace")
 
 
 @contextmanager
