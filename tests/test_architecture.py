@@ -2,6 +2,7 @@
 
 import ast
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
@@ -93,6 +94,12 @@ def test_every_room_is_there():
     assert rooms == set(package.ROOMS)
     for room, inside in INSIDE.items():
         assert {path.name for path in (ROOT / room).iterdir() if (path / "__init__.py").exists()} == set(inside)
+
+
+def test_names_of_test_files_are_unique():
+    """Without packages pytest imports each by its name alone."""
+    files = [path.name for path in (REPOSITORY / "tests").rglob("*.py")]
+    assert [name for name, count in Counter(files).items() if count > 1] in ([], ["conftest.py"])
 
 
 def test_no_imports_go_in_circles():

@@ -103,7 +103,13 @@ def accumulated(micro_batches, gradients, mode, options):
     return full(norm).item(), found
 
 
-@pytest.mark.parametrize(("mode", "options"), [("data", {}), ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"})])
+@pytest.mark.parametrize(
+    ("mode", "options"),
+    [
+        pytest.param("data", {}, marks=pytest.mark.slow),
+        ("auto", {"mesh": "dp=2,tp=2", "search": "propagation"}),
+    ],
+)
 @pytest.mark.parametrize("gradients", ["mean", pytest.param("sum", marks=pytest.mark.slow)])
 def test_accumulation_clipping_sums_and_frozen_parameters(mode, options, gradients):
     [(norm, expected)] = run_ranks(1, accumulated, 3, "mean", "single", {})

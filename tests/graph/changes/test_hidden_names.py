@@ -98,3 +98,14 @@ def test_a_change_of_what_an_operator_gave_without_a_copy_is_refused(step, chang
 @pytest.mark.parametrize("step", [never_read_again, of_a_copy])
 def test_a_change_that_nothing_sees_is_not(step):
     captured(step)
+
+
+def twice_in_a_list(model, x):
+    torch._foreach_mul_([model.kept, model.kept], 2)
+    return x @ model.kept
+
+
+def test_a_change_of_one_tensor_twice_is_refused():
+    said = r"_foreach_mul_.Scalar changes 2 tensors that lie in the same memory, at .*_names.py:\d+ in tw"
+    with pytest.raises(CaptureError, match=said):
+        captured(twice_in_a_list)

@@ -8,7 +8,7 @@ be lost for the other.
 from __future__ import annotations
 
 import operator
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -33,6 +33,7 @@ def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) 
     changes = [(at, changed) for at, node in enumerate(nodes) for changed in changed_by(node)]
     if not changes:
         return
+    _refuse_one_memory(nodes, changes, source_of)
     groups, storages = _known_groups(nodes), _by_storage(nodes)
     last_reads = {operand: at for at, node in enumerate(nodes) for operand in node.all_input_nodes}
     for at, changed in changes:
@@ -41,6 +42,19 @@ def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) 
             if groups[other] is not groups[changed] and lives_on:
                 hiding = max(_made_by(changed, groups), _made_by(other, groups), key=nodes.index)
                 raise _error(nodes[at], hiding, source_of)
+
+
+def _refuse_one_memory(
+    nodes: Sequence[fx.Node], changes: Sequence[tuple[int, fx.Node]], source_of: Callable[[fx.Node], str]
+) -> None:
+    """Refuse an operator that changes several tensors of one memory: a graph has a result for each of them."""
+    counts = Counter((at, key) for at, changed in changes if (key := _storage(changed)) is not None)
+    for (at, _), count in counts.items():
+        if count > 1:
+            raise CaptureError(
+                f"{nodes[at].target} changes {count} tensors that lie in the same memory, at {source_of(nodes[at])}\n"
+                "Change them one after the other."
+            )
 
 
 def changed_by(node: fx.Node) -> Iterator[fx.Node]:
