@@ -84,12 +84,14 @@ class Waiting:
             return
         done = threading.Event()
         thread = threading.Thread(target=self._show, args=(show, done), daemon=True)
-        thread.start()
+        with contextlib.suppress(RuntimeError):  # the system has no room for another thread
+            thread.start()
         try:
             yield
         finally:
             done.set()
-            thread.join()
+            if thread.ident is not None:
+                thread.join()
 
     def _show(self, show: Show, done: threading.Event) -> None:
         shown = ""
@@ -115,12 +117,19 @@ def counted(name: str, items: Sequence[T]) -> Iterator[T]:
 def _find_show() -> Show | None:
     """The launcher that listens to this process, or else its terminal, if it is rank 0."""
     steps = own_steps()
-    if not steps.told and not (sys.stderr is not None and sys.stderr.isatty()):
+    if not steps.told and not _has_terminal():
         return None
     with contextlib.suppress(WorldError):  # which is told where the ranks meet
         if read_environment(os.environ).rank != 0:
             return None
     return (lambda text: steps.tell({"doing": text})) if steps.told else _on_terminal
+
+
+def _has_terminal() -> bool:
+    """Whether errors are written on a terminal; what a program has put in the place of the stream may not say."""
+    with contextlib.suppress(AttributeError, ValueError, OSError):
+        return sys.stderr.isatty() and sys.stderr.fileno() >= 0
+    return False
 
 
 def _on_terminal(text: str) -> None:

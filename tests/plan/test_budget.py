@@ -184,16 +184,18 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
 
 
 class Fused(torch.nn.Module):
-    """Queries, keys and values of one product, which is cut into views; and a weight that is read by a view of it."""
+    """Queries, keys and values of one product, which is cut into views; and weights that are read by views of them."""
 
     def __init__(self):
         super().__init__()
         self.cut = torch.nn.Linear(16, 48)
         self.weight = torch.nn.Parameter(torch.randn(64, 16) / 4)
+        self.three = torch.nn.Parameter(torch.randn(48, 64) / 4)
 
     def forward(self, x):
         q, k, v = self.cut(x).split(16, dim=1)
-        return torch.nn.functional.silu(q * k * v) @ self.weight.transpose(0, 1)
+        found = torch.nn.functional.silu(q * k * v) @ self.weight.transpose(0, 1)
+        return sum(found @ part.transpose(0, 1) for part in self.three.chunk(3))
 
 
 def test_parts_of_one_memory_and_views_of_gathered_weights_are_counted(monkeypatch):

@@ -140,6 +140,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         loss = found[0] if isinstance(found, tuple) else found
         return (loss, {"loss": loss}) if return_outputs else loss
 
+    def train(self, *args: Any, **named: Any) -> Any:
+        self.parallel.zero_grad()  # what an abandoned accumulation has kept, too
+        return super().train(*args, **named)
+
     def training_step(self, *args: Any, **named: Any) -> Any:
         """Forward and backward of one batch; gradients are reduced with the last one of a step."""
         with nullcontext() if self.accelerator.sync_gradients else self.parallel.accumulate():
@@ -176,9 +180,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         """All ranks write their parts of the run."""
+        samples = {"samples": self._samples_of_a_step(), "batch": self._samples_of_a_batch()}
         save(
             os.path.join(output_dir, _RUN), self.parallel, self._own_optimizer(), step=self.state.global_step,
-            scheduler=self.lr_scheduler, extra={"samples": self._samples_of_a_step()},
+            scheduler=self.lr_scheduler, extra=samples,
         )  # fmt: skip
 
     def _save_rng_state(self, output_dir: str) -> None:
@@ -199,11 +204,15 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         loaded = load(os.path.join(checkpoint, _RUN), self.parallel, self._own_optimizer(), scheduler=self.lr_scheduler)
         self._random = random_state()
         before, now = loaded.extra["samples"], self._samples_of_a_step()
-        if before != now and not self.args.ignore_data_skip:
+        batch, batch_now = loaded.extra["batch"], self._samples_of_a_batch()
+        # Where the last samples of an epoch are dropped, those that are left depend on the batches.
+        differ = before != now or (batch != batch_now and self.args.dataloader_drop_last)
+        if differ and not self.args.ignore_data_skip:
             raise UsageError(
-                f"{checkpoint} was saved with {before} samples in a step, and {self.ranks} ranks now take {now}, by "
-                "which other samples would come next; choose per_device_train_batch_size and "
-                f"gradient_accumulation_steps so that they are {before}, or begin anew with ignore_data_skip=True"
+                f"{checkpoint} was saved with {before} samples in a step, and {self.ranks} ranks now take {now}, "
+                f"in batches of {batch} and of {batch_now}, by which other samples would come next; choose "
+                "per_device_train_batch_size and gradient_accumulation_steps so that they are as they were, or begin "
+                "anew with ignore_data_skip=True"
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
@@ -218,8 +227,10 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
         return getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate has wrapped it
 
     def _samples_of_a_step(self) -> int:
-        size: int = self.args.per_device_train_batch_size * self.args.gradient_accumulation_steps
-        return size * self.ranks
+        return self._samples_of_a_batch() * int(self.args.gradient_accumulation_steps)
+
+    def _samples_of_a_batch(self) -> int:
+        return int(self.args.per_device_train_batch_size) * self.ranks
 
 
 def _with_labels(batch: Mapping[str, Any], labels: Any) -> dict[str, Any]:
@@ -234,8 +245,12 @@ def _warn_of_random_batches(loader: Any, size: int) -> None:
         return
     random = random_state()
     rows = range(min(len(dataset), size))
-    one, other = (loader.collate_fn([copy.deepcopy(dataset[row]) for row in rows]) for _ in range(2))
-    put_random_state(random)
+    try:
+        one, other = (loader.collate_fn([copy.deepcopy(dataset[row]) for row in rows]) for _ in range(2))
+    except Exception:  # not all samples can be copied; what is wrong with them is said where they are taken
+        return
+    finally:
+        put_random_state(random)
     for (name, a), (_, b) in zip(*(tree_flatten(dict(batch))[0] for batch in (one, other)), strict=False):
         if isinstance(a, Tensor) and not torch.equal(a, b):
             warnings.warn(

@@ -378,7 +378,8 @@ def in_any_parts(space: Space, row: Search, request: PlanRequest, weighing: Weig
     for other in _known_by_name(space, request):
         with suppress(PlanError):  # impossible on this mesh
             if _allowed(other, space, request):
-                within = weighing.within(replace(other, cost=_cost(other, space, known), bound=weighing.least))
+                bound = None if row.by_axes else weighing.least
+                within = weighing.within(replace(other, cost=_cost(other, space, known), bound=bound))
                 found += [] if within is None else [within]
     return min(found, key=lambda choice: choice.cost or 0.0, default=None)
 
@@ -394,9 +395,10 @@ def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, we
             other = find(least)
             if not _allowed(other, space, request) or (cost := _cost(other, space, known)) >= least:
                 continue
-            within = weighing.within(replace(other, cost=cost, bound=choice.bound))
+            within = weighing.within(replace(other, cost=cost, price=choice.price))
             if within is not None and (within.cost or 0.0) < least:
-                best = within
+                # What is stored in parts that the search has not may cost less than its bound.
+                best = replace(within, bound=min(choice.bound, within.cost or 0.0))
     return best
 
 
@@ -435,8 +437,12 @@ def _others(
     if len(mesh.axes) > 1 and not row.by_axes:
         yield lambda below: recursive(space, objective, budget, below)
     if len(mesh.axes) <= FEW_AXES and (other := SEARCHES["propagation"]) is not row:
-        theirs = other.objective(request.hardware, request.optimizer)
-        yield lambda _: search(space_of(graph, mesh, request, other), theirs, weighing.budget())
+        yield lambda _: _found_by(other, space_of(graph, mesh, request, other), request)
+
+
+def _found_by(row: Search, space: Space, request: PlanRequest) -> Choice:
+    objective = row.objective(request.hardware, request.optimizer)
+    return search(space, objective, Weighing(space.mesh, request, space, objective).budget())
 
 
 def _allowed(other: Choice, space: Space, request: PlanRequest) -> bool:

@@ -34,6 +34,12 @@ def changed_by_another_name(model, x):
     return x @ model.kept
 
 
+def changed_by_the_other_name(model, x):
+    other = torch.einsum("ij->ji", model.kept)
+    model.kept.mul_(other)
+    return x @ other
+
+
 def of_what_was_computed(model, x):
     made = model.kept + 1
     other = torch.einsum("ij->ji", made).diagonal()
@@ -76,6 +82,7 @@ def captured(step):
     ("step", "change"),
     [
         (read_later, "mul_"),
+        (changed_by_the_other_name, "mul_"),
         (changed_by_another_name, "mul_"),
         (of_what_was_computed, "fill_"),
         (in_a_list, "_foreach_mul_"),

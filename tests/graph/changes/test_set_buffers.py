@@ -127,7 +127,7 @@ def it_is_no_buffer(model, x):
 
 
 REFUSED = {
-    two_become_one: "the buffer kept is set to a tensor, at .*test_buffers.py:.*, and other is the same\nWrite .clone",
+    two_become_one: "the buffer kept is set to a tensor, at .*set_buffers.py:.*, and other is the same\nWrite .clone",
     it_grows: r"the buffer kept is float64\[3, 3\] and is set to float64\[7, 3\], at .*\nKeep its shape",
     it_is_no_buffer: r"model.plain is read by the step and then set to another .*\nKeep it in a buffer: ",
 }
@@ -184,3 +184,23 @@ def test_a_tensor_that_is_only_set_is_forgotten():
 
     captured = capture(Keeps(noting), loss_of, torch.ones(4, 3))
     assert [str(place) for place in captured.outside.values()] == ["model.plain"]
+
+
+class SetsBeforeItReads(nn.Module):
+    """Sets a tensor in each call, and reads it then: nothing of it is carried to the next call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.scaled, self.table = nn.Linear(3, 3), torch.zeros(3), torch.ones(3)
+
+    def forward(self, x):
+        self.scaled = self.layer.weight[0] * 2
+        self.table = self.table.to(x.device) if self.table.device != x.device else self.table
+        return self.layer(x) * self.scaled + self.table
+
+
+def test_a_tensor_that_each_call_sets_before_it_is_read_is_the_one_of_the_call():
+    model, x = nn.Sequential(*[SetsBeforeItReads()] * 2), torch.randn(2, 3)
+    captured = capture(model, lambda model, x: model(x).sum(), x)
+    values = evaluate(captured, dict(model.named_parameters()), {}, [x])
+    torch.testing.assert_close(values[captured.loss], model(x).sum())

@@ -170,7 +170,9 @@ def test_what_training_imports_is_there_when_ranks_begin(launching):
     environment = {"CUDA_VISIBLE_DEVICES": ""}  # with GPUs ranks import by themselves
     assert launching.run("-n", "1", script, env=environment).stdout == "[True, True] 0\n"
     plain = launching.write("plain.py", "import torch.distributed as dist")
-    assert not zygote.trains(Program("script", (str(launching.folder / plain),)))
+    sets = launching.write("sets.py", "import os; os.environ['TORCH_COMPILE_DISABLE'] = '1'; import shardwright")
+    for own in (plain, sets):
+        assert not zygote.trains(Program("script", (str(launching.folder / own),)))
 
 
 def test_data_loader_workers(launching):

@@ -82,7 +82,7 @@ def _error(node: fx.Node, hiding: fx.Node, source_of: Callable[[fx.Node], str]) 
         "or compute a new tensor in place of the change."
     )
     if hiding.op == "placeholder":
-        why = "It is registered twice in the model; keep it in one buffer alone."
+        why = "It, or the module that has it, is registered twice in the model; keep it under one name alone."
     return CaptureError(f"{node.target} changes a tensor in place that has another name, at {source_of(node)}\n{why}")
 
 
@@ -123,7 +123,8 @@ def _known_to_share(node: fx.Node) -> list[fx.Node]:
     """The operands in whose memory results of a node may lie, by what schemas say and parts show."""
     if node.target is operator.getitem or not torch_private.is_operator(node.target):
         return list(node.all_input_nodes)
-    shared = torch_private.shared_operands(node.target)
-    if shared or torch_private.changes_operands(node.target) or parts.is_taken_apart(node.target):
+    if parts.is_taken_apart(node.target):
         return list(node.all_input_nodes)
-    return []
+    shared = torch_private.shared_operands(node.target)
+    named = list(node.kwargs.values()) if shared else []  # as out=
+    return _nodes(named) + [of for at in shared if at < len(node.args) for of in _nodes(node.args[at])]

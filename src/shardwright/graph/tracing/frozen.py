@@ -43,7 +43,8 @@ class Reading:
         self._owners = {id(vars(module)): owner for owner, module in traced.named_modules()}
         self._traced = traced
         self._attributes: dict[Place, None] = {}
-        self._tensors_read: set[tuple[str, str]] = set()
+        self._tensors_read: set[tuple[str, str]] = set()  # as they were before the step
+        self._tensors_set: set[tuple[str, str]] = set()
         self.buffers_set: dict[str, str] = {}  # the path of a buffer -> at which line another stands in its place
         before = {place: plain(value) for place, value in variables(model, loss_fn)}
         self._variables = {place: value for place, value in before.items() if value is not NOT_PLAIN}
@@ -89,7 +90,8 @@ class Reading:
             if name not in _OWN and not name.startswith("__"):
                 owner = self._owners.get(id(object.__getattribute__(module, "__dict__")))
                 computed = isinstance(getattr(type(module), name, None), property)
-                if owner is not None and isinstance(value, torch.Tensor):
+                is_tensor = isinstance(value, torch.Tensor) and not computed
+                if owner is not None and is_tensor and (owner, name) not in self._tensors_set:
                     self._tensors_read.add((owner, name))
                 if owner is not None and not computed and plain(value) is not NOT_PLAIN:
                     self._attributes.setdefault(Place("attribute", owner, name))
@@ -98,7 +100,7 @@ class Reading:
         def writing(module: nn.Module, name: str, value: Any) -> None:
             owner = self._owners.get(id(vars(module)))
             now = plain(value)
-            if owner is not None and isinstance(value, torch.Tensor):
+            if owner is not None and isinstance(value, torch.Tensor) and value is not vars(module).get(name):
                 self._set_tensor(module, owner, name)
             if owner is not None and name not in _OWN and now is not NOT_PLAIN:
                 before = vars(module).get(name, MISSING)
@@ -124,6 +126,7 @@ class Reading:
                 "captured model runs its graph, not this line, so that the next step would read the old one\n"
                 f"Keep it in a buffer: self.register_buffer({name!r}, ...) in __init__."
             )
+        self._tensors_set.add((owner, name))
 
     def _note_write(self, place: Place) -> None:
         self._note(

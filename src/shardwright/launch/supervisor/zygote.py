@@ -25,6 +25,8 @@ from shardwright.hosts.gpus import count_gpus
 from shardwright.launch.host.program import Program
 
 _TRAINS = re.compile(rb"\bimport shardwright\b(?!\.)|\bfrom shardwright import\b|\bDistributedDataParallel\b|\boptim\b")
+# What the compiler's modules read at their import, which a script may set before its own.
+_SETS = re.compile(rb"TORCH_?DYNAMO|TORCH_?INDUCTOR|TORCH_COMPILE|TORCH_LOGS")
 
 
 def preload(program: Program, *, packed: bool) -> None:
@@ -62,9 +64,10 @@ def trains(program: Program) -> bool:
         return program.arguments[0].partition(".")[0] == "shardwright"
     try:
         with open(program.arguments[0], "rb") as file:
-            return bool(_TRAINS.search(file.read()))
+            source = file.read()
     except OSError:
         return False  # the rank says what is wrong with it
+    return _TRAINS.search(source) is not None and _SETS.search(source) is None
 
 
 def can_preload(program: Program) -> bool:

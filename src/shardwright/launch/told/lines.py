@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-_HEAD_BYTES, _TAIL_BYTES = 1 << 12, 1 << 16  # what is read of a long file that nobody has looked at for long
+_HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 16  # what is read of a long file that nobody has looked at for long
 _PIECE_BYTES = 1 << 16  # what is read at once, and how long a line may be before it is cut
 
 

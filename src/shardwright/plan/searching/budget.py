@@ -138,6 +138,8 @@ def fitting(
             new = _priced(solve, price, min(below, cheapest.cost), budget)
         except NothingBelow as nothing:
             bound = max(bound, nothing.bound)
+            if bound >= below:
+                raise NothingBelow(bound) from None
             break
         found += new
         if new[0].total >= below:

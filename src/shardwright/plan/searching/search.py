@@ -50,9 +50,7 @@ def search(space: Space, objective: Objective, budget: Budget | None = None, bel
     free = both.at(below=below)[0]
     if budget is None:
         return _all_at_once(both, free)
-    if budget.weigh(budget.settle(free)) <= budget.limit_bytes:
-        free = _all_at_once(both, free)
-    free = budget.settle(free)
+    free = _fitting_closer(both, free, budget)
     if free.bound is not None and free.bound >= below:
         raise NothingBelow(free.bound)
     # Neither is needed where the choice without a budget fits.
@@ -74,6 +72,17 @@ def search(space: Space, objective: Objective, budget: Budget | None = None, bel
         return choices, total + price * above_bytes
 
     return fitting(free, solve, budget, below)
+
+
+def _fitting_closer(both: _Both, free: Choice, budget: Budget) -> Choice:
+    """The choice that was found, settled; or one nearer to the minimum, where that fits the budget as this does."""
+    settled = budget.settle(free)
+    if budget.weigh(settled) > budget.limit_bytes:
+        return settled
+    closer = budget.settle(_all_at_once(both, free))
+    if budget.weigh(closer) <= budget.limit_bytes:
+        return closer
+    return replace(settled, bound=max(settled.bound or 0.0, closer.bound or 0.0))
 
 
 def _all_at_once(both: _Both, free: Choice) -> Choice:

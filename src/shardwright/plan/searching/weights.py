@@ -222,11 +222,13 @@ class Weights:
         there = problem.known.targets(Use(view, 0), problem.space.strategies[view.name])
         made = problem.produced(name)[1]
         kept = problem.known.targets(use, problem.space.strategies[use.node.name])
-        identities = *map(self._identity, (there, kept)), self._share(use)
-        key = "view", parameter.shape, parameter.dtype, layouts, made, *identities
+        # What is moved is the whole parameter, of which a memory may be a part.
+        share = self._share(use) * _size(self._value(self._memory[name]), parameter)
+        shapes = parameter.shape, self._value(name).shape
+        key = "view", *shapes, parameter.dtype, layouts, made, *map(self._identity, (there, kept)), share
         if key not in self._gatherings:
             stays = problem.known.pairs.moves(self._value(name).shape, made, kept)
-            self._gatherings[key] = self._for_view(parameter, layouts, there, stays, self._share(use))
+            self._gatherings[key] = self._for_view(parameter, layouts, there, stays, share)
         scope = leaf, problem.node_variables[view.name], problem.node_variables[use.node.name]
         found = self._gatherings[key]
         block, again = self.recomputing.variable_of(use.node), self.recomputing.held_again(use.node, parameter.name)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from weakref import finalize
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -165,7 +165,7 @@ class ModelState:
                 [number for number in changed if buffers[number].name not in later],
                 _Buffers([self._places[capture.values[name].label] for name in capture.mutations]),
             )
-            finalize(capture, self._leaves.pop, id(capture)).atexit = False
+            finalize(capture, _forget_leaves, ref(self), id(capture)).atexit = False
         return known
 
     def arguments(
@@ -242,3 +242,8 @@ class ModelState:
             for step in steps:
                 whole = all_gather(whole, communicator, **step.arguments(shape))
         return whole
+
+
+def _forget_leaves(state: ref[ModelState], capture: int) -> None:
+    if (found := state()) is not None:
+        found._leaves.pop(capture, None)
