@@ -148,7 +148,7 @@ def a_number(own, batch, batch_idx):
 
 
 def counting(own, batch, batch_idx):
-    own.count = own.count + own.net(batch[0]).sum()
+    own.count = own.net(batch[0]).sum()
 
 
 def printing(own, batch, batch_idx):

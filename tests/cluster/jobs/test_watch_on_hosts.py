@@ -24,7 +24,7 @@ def test_ranks_on_other_hosts_are_told_of_here_and_read_by_ssh(job):
     folder = job.folder / "log_output" / "far"
     wait_until(lambda: (folder / "rank.1" / "steps.jsonl").exists(), 60, "rank 1 has told of a step")
     states = [json.loads(line) for line in (folder / "ranks.jsonl").read_text().splitlines()]
-    assert [(state["rank"], state["host"]) for state in states if "rank" in state] == [(0, "host1"), (1, "host2")]
+    assert {state["rank"]: state["host"] for state in states if "rank" in state} == {0: "host1", 1: "host2"}
     nowhere = job.run("-H", "host1", "nothing", command="watch", timeout_s=60)
     assert nowhere.code == 2
     assert "no job nothing launched on these hosts" in nowhere.stderr
