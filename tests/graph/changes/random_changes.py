@@ -111,7 +111,7 @@ def exchanged(net: "Net", x: Tensor, y: Tensor) -> None:
 
 
 def as_out(net: "Net", x: Tensor, y: Tensor) -> None:
-    torch.mul(y.detach(), 2.0, out=x)
+    torch.mul(number(y).detach().expand_as(x), 2.0, out=x)
 
 
 CHANGED: Mapping[str, Callable[["Net", Tensor, Tensor], Any]] = {

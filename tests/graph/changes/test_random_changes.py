@@ -62,7 +62,8 @@ def test_a_few_random_changes(program):
 
 
 @pytest.mark.slow
-@settings(max_examples=1000, suppress_health_check=list(HealthCheck))
+@pytest.mark.timeout(900)
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS)
 def test_random_changes(program):
     hold(program)
