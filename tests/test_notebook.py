@@ -59,6 +59,7 @@ def test_what_cannot_be_copied_is_refused():
         sw.notebook_launch(lambda: lock, 2)
 
 
+@pytest.mark.slow
 def test_an_interrupted_cell_leaves_no_rank(tmp_path):
     sleeping = "lambda: (print(os.getpid(), flush=True), time.sleep(600))"
     script = f"import os, time, shardwright as sw\nsw.notebook_launch({sleeping}, 2)"

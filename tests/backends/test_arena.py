@@ -91,6 +91,7 @@ def refuses(call):
     return False
 
 
+@pytest.mark.slow
 def test_a_forked_child_leaves_tensors_and_group_to_its_parent():
     assert run_ranks(2, forked) == [[2.0]] * 2
 

@@ -239,6 +239,7 @@ def every_dtype():
     return found
 
 
+@pytest.mark.slow
 def test_every_dtype_and_reduction_is_exact():
     found = run_ranks(2, every_dtype, timeout=110)[0]
     assert len(found) == (len(DTYPES) * len(COLLECTIVES) + 6) * 2

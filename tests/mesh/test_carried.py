@@ -57,6 +57,7 @@ def plain(found):
     return str(found.dtype), (found.view(torch.uint8) if "float8" in str(found.dtype) else found).tolist()
 
 
+@pytest.mark.slow
 def test_every_dtype_travels():
     for rank, found in enumerate(run_ranks(2, collectives)):
         for dtype in MOVED:

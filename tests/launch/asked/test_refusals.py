@@ -95,6 +95,7 @@ def test_a_bare_name_is_a_file_here_or_our_command_or_a_program_on_the_path(tmp_
     assert check_program("program", ["both"], {"PATH": str(programs)}) == Program("program", ("both",))
 
 
+@pytest.mark.slow
 def test_an_installed_command_needs_no_dashes(launching):
     ended = launching.run("-n", "2", "--tee", "all", "shardwright", "--version")
     assert (ended.code, ended.stdout.count("shardwright, version")) == (0, 2), ended.stderr

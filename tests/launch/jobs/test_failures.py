@@ -379,6 +379,7 @@ def test_an_exception_counts_from_when_it_was_raised(launching):
     assert ended.code == 1
 
 
+@pytest.mark.slow
 def test_the_error_file_of_torchelastic_is_honoured(launching):
     script = launching.write(
         "train.py",
