@@ -85,16 +85,11 @@ def with_parameters(
                     targets = (target_of(graph, use.node, use.index, strategy, mesh) for strategy in of)
                     demanded[key] = tuple(dict.fromkeys(target.layout.whole() for target in targets))
                 layouts += demanded[key]
-            if len(value.shape) > 1 and not any(_used(layout) == set(mesh.names) for layout in layouts):
+            if len(value.shape) > 1 and not any(layout.split_axes == set(mesh.names) for layout in layouts):
                 layouts.append(in_parts(value, mesh))
             free = tuple(dict.fromkeys(layouts))
             found[value.name] = options.setdefault(free, free)
     return found
-
-
-def _used(layout: Layout) -> set[str]:
-    """The axes that cut a layout."""
-    return {axis for dim in layout.dims for axis in dim.axes}
 
 
 def meshes_for(graph: RuledGraph, request: PlanRequest, most_axes: int) -> tuple[Mesh, ...]:
