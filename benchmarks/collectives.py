@@ -28,6 +28,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from quiet import add_busy, refuse_load
 
 import shardwright as sw
 from shardwright.backends.segment import native
@@ -133,16 +134,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--busy", action="store_true", help="measure though other programs want the cores")
+    add_busy(parser)
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.inside:
         inside(options.rounds)
         return
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if load > 0.5 and not options.busy:
-        sys.exit(f"the load is {load:.1f} per core, and figures would be those of other programs; wait, or type --busy")
-    print(f"load {load:.1f} per core")
+    refuse_load(options.busy)
     mpirun = shutil.which("mpirun", path=str(BIN)) or shutil.which("mpirun")
     for ranks in options.ranks.split(","):
         if mpirun:

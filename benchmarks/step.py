@@ -1,12 +1,25 @@
-"""The seconds of a training step: mode "data" beside torch's DistributedDataParallel, or beside another checkout.
+"""The seconds of a training step: ours beside what others train with on the CPUs of one host.
 
-    python benchmarks/step.py [--ranks 2] [--rounds 5] [--compiled] [--before ../other/src]
+    python benchmarks/step.py [--models perceptron,resnet18,transformer] [--ranks 2] [--rounds 3] [--backend shm]
+    python benchmarks/step.py --compiled
+    python benchmarks/step.py --split
+    python benchmarks/step.py --before ../other/src
     python benchmarks/step.py --around
 
-The ways take turns (A B A B ...), each run in ranks of its own, so that all see the same machine; a run's figure is the
-median of its steps, slowest rank, after some that warm it up. The table gives the median of the runs, and the median of
-the ratios within a round. With ``--before`` the other way is Shardwright from that folder instead of DDP. With
-``--compiled`` both are compiled: ours by ``compile=True``, DDP by `torch.compile`; that is done in the warming steps.
+The models are a perceptron (784-512-512-10, 64 rows), a ResNet-18 (of width 16, 64 images of 32 x 32) and a transformer
+(4 layers of width 256, 8,192 words, 8 rows of 128). The rivals are DistributedDataParallel, fully_shard (FSDP2),
+Accelerate, Lightning Fabric and DTensor's tensor parallelism, each as its users write it (`step_ranks.py`), started by
+torchrun and over gloo; ours is started by ``shardwright launch``, over its usual backend or ``--backend``. All have one
+model, one batch and AdamW, and ranks of one thread. Under ``--compiled`` it is our ``compile=True`` and
+DistributedDataParallel by `torch.compile`. Under ``--split`` it is our tensor parallel and fully sharded plans beside
+DTensor's tensor parallelism and FSDP2.
+
+The ways take turns (A B A B ...), each in ranks of its own, in which its limit takes turns with it: the same ranks
+without communication. A run's figure is the median of its steps, slowest rank. The tables give medians over the rounds,
+and medians of the ratios within a round with the lowest and the highest; the processor's time is that of one rank. In
+the first round each way also makes three steps in float64, whose losses must be the same to 1e-10: those of plain
+PyTorch on all rows, or, with batch statistics of each rank's own rows, of each other. With ``--before`` the rival is
+Shardwright from that folder.
 
 With ``--around`` it gives the microseconds of the CPU that a call takes beside the program itself, on one rank: those
 of calls that take the outputs of the program from an earlier one. They are little disturbed by other programs.
@@ -15,128 +28,186 @@ of calls that take the outputs of the program from an earlier one. They are litt
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-SCRIPT = """
-import sys, statistics, time
-import torch, torch.distributed as dist
-from torch.nn import functional as F
-import shardwright as sw
-from shardwright.zoo import GPT, Perceptron, resnet18
+from quiet import add_busy, refuse_load
 
-name, way, compiled, answer = sys.argv[1:]
-world = sw.init(backend="gloo") if way == "ddp" else sw.init()  # what torchrun's users have, and what ours have
-sw.set_seed(0)
-if name == "perceptron":
-    model, steps = Perceptron(), 150
-    batch = torch.randn(256, 1, 28, 28), torch.randint(10, (256,))
-elif name == "resnet18":
-    model, steps = resnet18(width=16), 12
-    batch = torch.randn(64, 3, 32, 32), torch.randint(10, (64,))
-else:
-    model, steps = GPT(256, width=128, heads=4, layers=4, sequence_length=64, dropout=0.0), 25
-    batch = torch.randint(256, (16, 64)), torch.randint(256, (16, 64))
-loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, -2), batch[1].flatten())
-rows = [part.chunk(world.size)[world.rank] for part in batch]
-if way == "ddp":
-    step_model = torch.nn.parallel.DistributedDataParallel(model)
-    if compiled:
-        step_model = torch.compile(step_model)
-    call = lambda: loss_fn(step_model, rows)
-else:
-    options = {"compile": True} if compiled else {}
-    parallel = sw.parallelize(model, loss_fn, rows, mode="data", batch="local", **options)
-    step_model, call = parallel, lambda: parallel(rows)
-if way == "around":
-    from shardwright.run.programs.execute import Execution
-
-    outputs, run = {}, Execution.__call__
-    Execution.__call__ = lambda self, arguments: outputs.get(self) or outputs.setdefault(self, run(self, arguments))
-    took = []
-    for _ in range(30):
-        start = time.process_time()
-        for _ in range(100):
-            call()
-        took.append((time.process_time() - start) / 100)
-    open(answer, "w").write(repr(statistics.median(took)))
-    sys.exit()
-optimizer = torch.optim.AdamW(step_model.parameters(), lr=1e-3)
-took = []
-for step in range(steps + 5):
-    start = time.perf_counter()
-    call().backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    if step >= 5:
-        took.append(time.perf_counter() - start)
-slowest = torch.tensor(statistics.median(took), dtype=torch.float64)
-dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
-if world.rank == 0:
-    open(answer, "w").write(repr(slowest.item()))
-"""
-MODELS = ("perceptron", "resnet18", "gpt")
-OURS = str(Path(__file__).parents[1] / "src")
+BIN = Path(sys.executable).parent
+RANKS = Path(__file__).with_name("step_ranks.py")
+SOURCE = str(Path(__file__).parents[1] / "src")
+ALIKE = 1e-10  # by which losses in float64 may differ, relatively
+Answers = Mapping[str, Sequence[Mapping[str, Any]]]
+"""What the ranks of each way have measured, by round."""
 
 
-def step_s(name: str, way: str, source: str, compiled: bool, ranks: int, folder: Path) -> float:
-    """The median seconds of a step, from ranks that import Shardwright from ``source``."""
-    answer = folder / "answer"
-    answer.unlink(missing_ok=True)
-    words = ["step.py", name, way, "compiled" if compiled else "", str(answer)]
-    command = [sys.executable, "-m", "shardwright", "launch", "-n", str(ranks), *words]
-    environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    if done.returncode != 0:
-        raise SystemExit(f"{name}, {way}:\n{done.stdout}{done.stderr}")
-    return float(answer.read_text())
+@dataclass(frozen=True)
+class Ours:
+    """One of our ways, its rivals, and what was promised: at most so much of the fastest's, and of its limit's."""
+
+    way: str
+    rivals: tuple[str, ...]
+    of_fastest: float
+    of_limit: float | None = None
 
 
-def around(models: list[str]) -> None:
+ALL = ("ddp", "fsdp2", "accelerate", "fabric", "dtensor")
+CONVOLVING = ("ddp", "fsdp2", "accelerate", "fabric")  # DTensor's tensor parallelism has no plan for convolutions
+EAGER: Mapping[str, Sequence[Ours]] = {
+    "perceptron": (Ours("ours", ALL, 0.40, 1.5), Ours("ours-auto", ALL, 0.40, 1.5)),
+    "resnet18": (Ours("ours", CONVOLVING, 1.03, 1.08), Ours("ours-per-replica", CONVOLVING, 0.97, 1.03)),
+    "transformer": (Ours("ours", ALL, 0.93, 1.05), Ours("ours-auto", ALL, 0.93, 1.05)),
+}
+SPLIT = {"transformer": (Ours("ours-tensor", ("dtensor",), 0.6), Ours("ours-sharded", ("fsdp2",), 0.75))}
+# Batch statistics of each rank's own rows: their losses are not those of one device.
+OWN_ROWS = {"resnet18": {"ours-per-replica", *CONVOLVING}}
+
+
+def compiled(model: str) -> tuple[Ours, ...]:
+    own = "ours-per-replica" if model in OWN_ROWS else "ours"
+    return tuple(Ours(of.way, ("ddp",), of.of_fastest, of.of_limit) for of in EAGER[model] if of.way == own)
+
+
+class Jobs:
+    """Runs ways as jobs of their own."""
+
+    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
+        self.options, self.folder = options, folder
+
+    def answer(self, model: str, way: str, check: bool = False) -> dict[str, Any]:
+        """What the ranks of one job say."""
+        answer, source = self.folder / "answer", self.options.before if way == "before" else SOURCE
+        answer.unlink(missing_ok=True)
+        words = [str(RANKS), "--model", model, "--way", "ours" if way == "before" else way, "--answer", str(answer)]
+        words += ["--compiled"] * self.options.compiled + ["--check"] * check
+        environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
+        command = [*self._launcher(way), *words]
+        done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
+        if done.returncode != 0:
+            raise SystemExit(f"{' '.join(command)}:\n{done.stdout[-4000:]}{done.stderr[-4000:]}")
+        return dict(json.loads(answer.read_text()))
+
+    def _launcher(self, way: str) -> list[str]:
+        if not way.startswith(("ours", "before", "around")):
+            return [str(BIN / "torchrun"), "--standalone", f"--nproc-per-node={self.options.ranks}"]
+        ranks = 1 if way == "around" else self.options.ranks
+        backend = ["--backend", self.options.backend] if self.options.backend else []
+        return [sys.executable, "-m", "shardwright", "launch", "-n", str(ranks), *backend]
+
+    def answers(self, model: str, ways: Sequence[str]) -> Answers:
+        """Those of all rounds, in each of which another way is the first."""
+        found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+        for number in range(self.options.rounds):
+            at = number % len(ways)
+            for way in (*ways[at:], *ways[:at]):
+                found[way].append(self.answer(model, way, check=number == 0))
+        return found
+
+
+def check_losses(model: str, answers: Answers) -> None:
+    """Raise `SystemExit` where a way trains something else than the others."""
+    own = [way for way in answers if way in OWN_ROWS.get(model, ())]
+    for way, (first, *_) in answers.items():
+        expected = answers[own[0]][0]["losses"] if way in own else first["alone"]
+        if any(abs(a - b) > ALIKE * abs(b) for a, b in zip(first["losses"], expected, strict=True)):
+            raise SystemExit(f"{model}: {way} has the losses {first['losses']}, expected {expected}")
+
+
+def spread(ratios: Sequence[float]) -> str:
+    return f"{statistics.median(ratios):.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+
+
+def over(answers: Answers, one: str, other: str) -> list[float]:
+    """Of each round."""
+    return [a["step_s"] / b["step_s"] for a, b in zip(answers[one], answers[other], strict=True)]
+
+
+def over_limit(answers: Answers, way: str) -> list[float]:
+    return [answer["step_s"] / answer["limit_s"] for answer in answers[way]]
+
+
+def rows(model: str, mine: Sequence[Ours], answers: Answers) -> list[str]:
+    """A row for each way, with each of ours over it."""
+    found = []
+    for way, of in answers.items():
+        step_ms, cpu_ms = (statistics.median(answer[key] for answer in of) * 1e3 for key in ("step_s", "step_cpu_s"))
+        cells = [model, way, of[0]["backend"], f"{step_ms:.2f}", f"{cpu_ms:.2f}", spread(over_limit(answers, way))]
+        cells += [spread(over(answers, one.way, way)) if way in one.rivals else "" for one in mine]
+        found.append(f"| {' | '.join(cells)} |")
+    return found
+
+
+def promises(model: str, mine: Sequence[Ours], answers: Answers) -> list[str]:
+    """What was promised of each of ours, kept or not."""
+    said = []
+    for one in mine:
+        fastest = min(one.rivals, key=lambda way: statistics.median(answer["step_s"] for answer in answers[way]))
+        found = [(f"of the fastest rival, {fastest}", over(answers, one.way, fastest), one.of_fastest)]
+        if one.of_limit is not None:
+            found.append(("of its limit", over_limit(answers, one.way), one.of_limit))
+        said += [_promise(f"{model}, {one.way}", *entry) for entry in found]
+    return said
+
+
+def _promise(who: str, of: str, ratios: Sequence[float], most: float) -> str:
+    kept = "kept  " if statistics.median(ratios) <= most else "BROKEN"
+    return f"{kept} {who}: {spread(ratios)} {of}; at most {most:g}"
+
+
+def around(jobs: Jobs, models: Sequence[str]) -> None:
     print("| model | CPU time around the program, us |\n| --- | ---: |", flush=True)
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "step.py").write_text(SCRIPT)
-        for model in models:
-            print(f"| {model} | {step_s(model, 'around', OURS, False, 1, folder) * 1e6:.0f} |", flush=True)
+    for model in models:
+        print(f"| {model} | {jobs.answer(model, 'around')['around_s'] * 1e6:.0f} |", flush=True)
+
+
+def chosen(model: str, options: argparse.Namespace) -> Sequence[Ours]:
+    """Which of ours are measured for a model, beside which rivals."""
+    if options.before:
+        return (Ours("ours", ("before",), 1.0),)
+    if options.split:
+        return SPLIT[model]
+    return compiled(model) if options.compiled else EAGER[model]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--models", default=",".join(MODELS))
-    parser.add_argument("--compiled", action="store_true", help="compile both ways")
-    parser.add_argument("--before", help="the src folder of another checkout")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--models", help=f"of {','.join(EAGER)}; all unless given")
+    parser.add_argument("--backend", help="of ours, as for shardwright launch; the rivals are over gloo")
+    parser.add_argument("--compiled", action="store_true", help="by torch.compile, ours and DistributedDataParallel")
+    parser.add_argument("--split", action="store_true", help="our split plans beside DTensor and FSDP2")
+    parser.add_argument("--before", type=os.path.abspath, help="the src folder of another checkout, as the rival")
     parser.add_argument("--around", action="store_true", help="what a call takes beside its program, on one rank")
+    add_busy(parser)
     options = parser.parse_args()
-    if options.around:
-        around(options.models.split(","))
-        return
-    other = ("ours", str(Path(options.before).absolute())) if options.before else ("ddp", OURS)
-    names = ["ours", "before" if options.before else "ddp"]
-    ours, theirs = (f"{name}{' compiled' if options.compiled else ''}, ms" for name in names)
-    print(f"| model | {ours} | {theirs} | ratio | lowest to highest |")
-    print("| --- | ---: | ---: | ---: | --- |", flush=True)
+    known = SPLIT if options.split else EAGER
+    models = options.models.split(",") if options.models else [*known]
+    if unknown := {*models} - {*known}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}")
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        (folder / "step.py").write_text(SCRIPT)
-        for model in options.models.split(","):
-            pairs = [
-                tuple(step_s(model, *way, options.compiled, options.ranks, folder) for way in (("ours", OURS), other))
-                for _ in range(options.rounds)
-            ]
-            ours_s, other_s = (statistics.median(column) for column in zip(*pairs, strict=True))
-            ratios = sorted(a / b for a, b in pairs)
-            print(
-                f"| {model} | {ours_s * 1e3:.2f} | {other_s * 1e3:.2f} | {statistics.median(ratios):.2f} "
-                f"| {ratios[0]:.2f} to {ratios[-1]:.2f} |",
-                flush=True,
-            )
+        jobs = Jobs(options, Path(name))
+        if options.around:
+            around(jobs, models)
+            return
+        refuse_load(options.busy)
+        for model in models:
+            mine = chosen(model, options)
+            ways = dict.fromkeys([*(one.way for one in mine), *(rival for one in mine for rival in one.rivals)])
+            answers = jobs.answers(model, [*ways])
+            check_losses(model, answers)
+            head = ["model", "way", "over", "a step, ms", "processor, ms", "over its limit"]
+            print(f"| {' | '.join([*head, *(f'{one.way} / it' for one in mine)])} |")
+            print(f"| --- | --- | --- | ---: | ---: |{' --- |' * (1 + len(mine))}")
+            print(*rows(model, mine, answers), "", *promises(model, mine, answers), "", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

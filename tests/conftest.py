@@ -1,24 +1,39 @@
 """What holds for every test: where plans are remembered, how long examples may take, and who starts processes."""
 
+import contextlib
 import glob
 import os
+import random
+import signal
+import sys
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 # Before anything is imported that could start the fork server, whose children inherit the environment of its start.
+_native = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "shardwright/native"
 _cache = tempfile.TemporaryDirectory(prefix="shardwright-tests-")
 os.environ["XDG_CACHE_HOME"] = _cache.name
+# Native code, which is known by its source, is compiled once for all workers.
+with contextlib.suppress(OSError, RuntimeError):
+    _native.mkdir(mode=0o700, parents=True, exist_ok=True)
+    Path(_cache.name, "shardwright").mkdir()
+    Path(_cache.name, "shardwright/native").symlink_to(_native)
 
-# How long an example takes says more about what runs beside it.
-settings.register_profile("any machine", deadline=None)
+# How long an example takes, or is drawn, says more about what runs beside it. All runs draw the same ones.
+settings.register_profile(
+    "any machine", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("any machine")
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # as behind a shell's &: all that is started would ignore it
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if os.environ.get("SHARDWRIGHT_TEST_DEVICE"):
         import device  # noqa: F401  # refuses one that is not there, before anything runs
 
@@ -29,6 +44,15 @@ def pytest_configure() -> None:
 
 def pytest_unconfigure() -> None:
     _cache.cleanup()
+
+
+def pytest_runtest_setup() -> None:
+    """What a test draws without a seed is the same whatever its process has done before."""
+    random.seed(0)
+    if "torch" in sys.modules:
+        sys.modules["torch"].manual_seed(0)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(0)
 
 
 @pytest.fixture

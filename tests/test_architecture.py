@@ -18,10 +18,10 @@ REPOSITORY = Path(__file__).parents[1]
 # The order inside rooms that have rooms, with what each may import; a room's own files come after the rooms in it.
 INSIDE = {
     "launch": ("host", "asked", "kept", "told", "hangs", "supervisor", "carriers", "printed"),
-    "backends": ("segment",),
+    "backends": ("segment", "between"),
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
     "graph": ("functional", "tracing"),
-    "plan": ("pricing", "searching"),
+    "plan": ("pricing", "minima", "searching"),
     "report": ("pages", "plans", "runs"),
     "training": ("records",),
     "run": ("graphs", "overlap", "compiled", "programs", "placing"),

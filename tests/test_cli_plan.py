@@ -120,6 +120,8 @@ def test_devices_on_several_hosts_pay_for_the_links_between_them(monkeypatch, ca
 
     (alone, _), (two, _), (four, _) = step_s(), step_s("--hosts", "2"), step_s("--hosts", "4")
     assert alone < two < four
+    command = ["plan", "net.py:build", "--devices", "2", "--mode", "data", "--hosts", "2", "--json"]
+    assert json.loads(shardwright(monkeypatch, capsys, *command)[1])["hardware"] == "cpu_host"  # which gloo joins
     message = "--hosts 3 for 4 devices: each has as many; type a number that divides 4"
     assert message in step_s("--hosts", "3")[1]
 
@@ -128,7 +130,7 @@ def test_a_plan_keeps_within_the_memory_of_a_device(monkeypatch, capsys):
     command = ["plan", "net.py:build", "--mesh", "dp=4", "--optimizer", "sgd", "--json"]
     code, shown, _ = shardwright(monkeypatch, capsys, *command, "--memory", "4kB")
     held = json.loads(shown)["held_bytes"]
-    assert code == 0
+    assert (code, json.loads(shown)["hardware"]) == (0, "cpu_host_shm")
     assert held["total"] <= 4000
     assert held["optimizer"] == 0
     code, _, error = shardwright(monkeypatch, capsys, *command, "--memory", "1kB")

@@ -46,9 +46,13 @@ def test_ranks_can_talk():
 
 
 @pytest.mark.parametrize(
-    ("fn", "message"),
-    [(fail_on_one, "this is rank one"), (die, "exit code -9"), (sleep_for_ever, r"ranks \[0, 1\] of 2 had not")],
+    ("fn", "message", "timeout"),
+    [
+        (fail_on_one, "this is rank one", 60),
+        (die, "exit code -9", 60),
+        (sleep_for_ever, r"ranks \[0, 1\] of 2 had not", 1),
+    ],
 )
-def test_failures_are_reported(fn, message):
+def test_failures_are_reported(fn, message, timeout):
     with pytest.raises(RankFailed, match=message):
-        run_ranks(2, fn, timeout=3)
+        run_ranks(2, fn, timeout=timeout)

@@ -70,10 +70,10 @@ def run(command, folder):
 
 
 def comparable(output, folder):
-    """Without what differs between runs: far digits, folders, and which ranks stood in a collective at the end."""
+    """Without what differs between runs: far digits, folders, and who failed after the first before it was ended."""
     text = re.sub(r"(\d+\.\d\d)\d+", r"\1", output.replace(f"{folder}/", ""))
     text = re.sub(r"log_output/\d+/", "log_output/N/", text)
-    return re.sub(r"(after it failed ranks?) [-\d, ]+", r"\1", text).replace("failed ranks", "failed rank").strip()
+    return re.sub(r"\n +after it failed ranks? [-\d, ]+", "", text).strip()
 
 
 def run_bash(block, folder):
@@ -115,8 +115,14 @@ RUNNERS = {"bash": run_bash, "python": run_python, "console": run_console}
 
 
 def slow(block):
-    """A block whose like the tests of resuming, of the quick start, or of other launchers run."""
-    told_elsewhere = ("train.resume=auto", "launch -n 8", "torchrun --standalone")
+    """A block whose like other tests run, those of resuming, of plans, of the quick start and of other launchers."""
+    told_elsewhere = (
+        "train.resume=auto",
+        "large.py:build",
+        "launch -n 8",
+        "$ python train.py",
+        "torchrun --standalone",
+    )
     return pytest.mark.slow if any(words in block.text for words in told_elsewhere) else ()
 
 

@@ -21,7 +21,7 @@ from shardwright.waiting import Waiting, counted, waiting_for
 
 
 def wait_until(holds):
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + 60
     while not holds() and time.monotonic() < until_s:
         time.sleep(0.005)
     assert holds()
@@ -31,15 +31,15 @@ def test_the_innermost_that_takes_long_is_shown_until_it_is_done():
     said = []
     wait = Waiting(lambda: said.append, after_s=0.01)
     with wait("planning") as work:
-        wait_until(lambda: "planning: 0 s" in said)
+        wait_until(lambda: any(line.startswith("planning: ") for line in said))
         with wait("pricing") as inner:
             inner.did(2, 5)
-            wait_until(lambda: "pricing: 2 of 5, 0 s" in said)
+            wait_until(lambda: any(line.startswith("pricing: 2 of 5, ") for line in said))
             thread = threading.Thread(target=lambda: wait("beside").__enter__())
             thread.start()
             thread.join()
         work.stage("writing")
-        wait_until(lambda: "writing: 0 s" in said)
+        wait_until(lambda: any(line.startswith("writing: ") for line in said))
     assert said[-1] == ""
     assert not any(line.startswith("beside") for line in said)
 

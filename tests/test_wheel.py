@@ -1,4 +1,4 @@
-"""The wheel that is built has everything: installed into a new environment it begins a project and trains it.
+"""The wheel that is built has everything; installed into a new environment it begins a project and trains it.
 
 Nothing is downloaded: the environment has the packages of the one that runs this.
 """
@@ -8,6 +8,7 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,17 @@ def wheel(tmp_path_factory):
     return built
 
 
+def test_it_has_every_file_of_the_package_and_the_command(wheel):
+    packed = zipfile.ZipFile(wheel)
+    package = ROOT / "src"
+    files = {path.relative_to(package).as_posix() for path in package.rglob("*") if path.is_file()}
+    files = {name for name in files if "__pycache__" not in name}
+    assert len(files) > 300
+    assert files <= set(packed.namelist())
+    [entries] = [name for name in packed.namelist() if name.endswith("entry_points.txt")]
+    assert "shardwright = shardwright.cli:main" in packed.read(entries).decode()
+
+
 def installed(python, wheel, folder):
     """A new environment of this interpreter, with the wheel in it: where its programs are."""
     run(python, "-m", "venv", "--without-pip", str(folder), folder=folder.parent)
@@ -51,6 +63,7 @@ def installed(python, wheel, folder):
     return folder / "bin"
 
 
+@pytest.mark.slow
 def test_installed_from_the_wheel_it_begins_a_project_and_trains_it(wheel, tmp_path):
     programs = installed(sys.executable, wheel, tmp_path / "new")
     ours = str(programs / "shardwright")
@@ -77,6 +90,7 @@ def python_3_12():
     return None
 
 
+@pytest.mark.slow
 def test_on_python_3_12_its_commands_start(wheel, tmp_path):
     if (other := python_3_12()) is None:
         pytest.skip("there is no python3.12 here")

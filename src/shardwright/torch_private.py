@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache, lru_cache, partial, wraps
 from importlib import import_module
 from threading import get_ident
@@ -22,6 +21,7 @@ from torch._decomp import _should_decompose_because_unsafe_op
 from torch._export.utils import (
     _check_valid_to_preserve,
     _collect_all_valid_cia_ops_for_aten_namespace,
+    _compiling_state_context,
     _get_decomp_for_cia,
     _is_cia_op,
 )
@@ -30,12 +30,12 @@ from torch._higher_order_ops.effects import has_effects
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
-from torch.distributed import PrefixStore, Store, distributed_c10d  # type: ignore[attr-defined]  # the first: not listed
+from torch.distributed import distributed_c10d
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
 from torch.utils import _pytree as pytree  # torch has no public pytree
 from torch.utils import checkpoint as checkpointing
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 __all__ = [
     "Computed",
@@ -46,6 +46,7 @@ __all__ = [
     "apply_function",
     "assert_on_device",
     "backward_number",
+    "base_of",
     "buffers_in",
     "changes_of",
     "changes_operands",
@@ -59,6 +60,7 @@ __all__ = [
     "dcp_storage_info",
     "decided",
     "empty_like_on",
+    "exporting",
     "expression_of",
     "fake_mode",
     "flight_recorder",
@@ -79,6 +81,7 @@ __all__ = [
     "is_pointwise",
     "is_unknown",
     "job_store",
+    "keeps_statistics",
     "local_part",
     "may_be_taken_apart",
     "may_stay_whole",
@@ -86,6 +89,7 @@ __all__ = [
     "new_group_of_members",
     "note_further",
     "number_in_expressions",
+    "on_cpu",
     "operators_called",
     "overloads_of",
     "parts_of",
@@ -99,6 +103,7 @@ __all__ = [
     "sizes_written_as_numbers",
     "steps_call",
     "storage_key",
+    "storage_of",
     "symbol_of",
     "tensors_returned",
     "tensors_taken",
@@ -116,12 +121,10 @@ __all__ = [
 ]
 
 
-def add_gloo_inside(group: dist.ProcessGroup, store: Store, timeout: timedelta) -> dist.ProcessGroupGloo:
+def add_gloo_inside(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
     """Let gloo answer what ``group``, a subclass in Python, does not: calls from C++ pass by some methods of such a
     subclass, and adding a backend to a group has no public name."""
-    gloo = dist.ProcessGroupGloo(PrefixStore("gloo", store), group.rank(), group.size(), timeout)
     group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
-    return gloo
 
 
 def flight_recorder() -> bytes | str:
@@ -238,6 +241,13 @@ def is_fake(tensor: torch.Tensor) -> bool:
     return isinstance(_unwrapped(tensor), FakeTensor)
 
 
+def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor that has storage, brought to the CPU, whatever modes are on: under that of tensors without storage it
+    would have none."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return tensor.cpu()
+
+
 def has_no_value(tensor: Any) -> bool:
     """Whether a tensor is one without storage whose value is not known as a constant either."""
     tensor = _unwrapped(tensor)
@@ -349,6 +359,13 @@ _TELLING = (
     "fx.experimental.symbolic_shapes", "fx.experimental.recording", "_subclasses.fake_tensor", "export._trace",
     "_export.non_strict_utils",
 )  # fmt: skip
+
+
+@contextmanager
+def exporting() -> Iterator[None]:
+    """While `torch.compiler.is_exporting` and its like are true, as under the exporter: nothing public sets them."""
+    with _compiling_state_context():
+        yield
 
 
 def _is_tuple_subclass(tree: Any) -> bool:
@@ -627,6 +644,13 @@ def is_certain(operator: Any) -> bool:
 
 
 @lru_cache(maxsize=4096)
+def keeps_statistics(operator: Any) -> bool:
+    """Whether an operator takes running statistics, into which some write without a word of it in their schema, as
+    those of cuDNN do."""
+    return any(argument.name == "running_mean" for argument in operator._schema.arguments)
+
+
+@lru_cache(maxsize=4096)
 def shared_operands(operator: Any) -> frozenset[int]:
     """The positions of the operands into whose memory the results of an operator look, as its schema says."""
     if all(value.alias_info is None for value in operator._schema.returns):
@@ -723,9 +747,19 @@ def version(tensor: torch.Tensor) -> int:
     return tensor._version
 
 
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor of which ``tensor`` is a view, else itself; while a step is traced no memory tells that."""
+    return tensor if tensor._base is None else tensor._base
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """Equal for tensors that look into the same memory, of which those without storage have no address."""
-    return int(tensor.untyped_storage()._cdata)
+    return int(storage_of(tensor)._cdata)
+
+
+def storage_of(tensor: torch.Tensor) -> Any:
+    """The memory into which ``tensor`` looks; of one that a transform of ``torch.func`` wraps, that of the whole."""
+    return _unwrapped(tensor).untyped_storage()
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,17 @@ def in_bytes(number: float) -> str:
     return f"{number:.0f} {unit}" if unit == "B" else f"{number:.1f} {unit}"
 
 
+def typed_bytes(number: int) -> str:
+    """The same as it is typed, and rounded up, so that a limit that is given so admits as many.
+
+    >>> typed_bytes(596_010_000), typed_bytes(999_950), typed_bytes(17)
+    ('596.1MB', '1.0MB', '17B')
+    """
+    power = max((power for power in range(4) if number >= 1000**power), default=0)
+    tenths = -(-10 * number // 1000**power)
+    return in_bytes(tenths * 1000**power / 10).replace(" ", "")
+
+
 def in_time(seconds: float) -> str:
     """``1.23 s``, ``12.3 ms`` or ``45.6 µs``."""
     for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):

@@ -260,6 +260,7 @@ def subgroups():
         group = sw.create_group(pair)
         dist.barrier(group=group)
         sw.destroy_group(group)
+    dist.barrier()  # rank 0 serves the store by which the others make theirs
 
 
 def order():
@@ -306,12 +307,12 @@ def by_others():
     assert objects == [{"rank": r} for r in range(size)]
 
 
-def stress(seconds):
+def stress(seconds, *groups_of):
     """Collectives at random on the world and on groups of some ranks, each rank with pauses of its own; returns how
     many were right."""
     rank, size = dist.get_rank(), dist.get_world_size()
     groups = [None]
-    for members in ([0, size - 1], list(range(1, size)), list(range(0, size, 2))):
+    for members in groups_of or ([0, size - 1], list(range(1, size)), list(range(0, size, 2))):
         group = dist.new_group(members)
         groups += [(members, group)] if len(members) > 1 else []
     together, own, count = random.Random(7), random.Random(rank), 0
@@ -388,6 +389,19 @@ def groups():
 
 def exact():
     return {"exact": [verified(name, options) for name in NETWORKS for options in EXACT[dist.get_world_size()]]}
+
+
+def told_of_the_end():
+    """What a small and a large collective raise where a rank has gone, which is the same, and after how long."""
+    start, said = time.monotonic(), []
+    for numel in (3, 1_000_000):
+        try:
+            dist.all_reduce(torch.ones(numel))
+        except RuntimeError as error:
+            said.append(str(error))
+    small, large = said
+    assert small == large
+    return small, time.monotonic() - start
 
 
 def dies(how):

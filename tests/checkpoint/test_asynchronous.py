@@ -41,7 +41,7 @@ class Slow(LocalFiles):
         self.go = threading.Event()
 
     def create(self, path, size_bytes=0):
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         return super().create(path, size_bytes)
 
 
@@ -108,17 +108,24 @@ def test_the_memory_of_the_copy_is_kept(tmp_path):
 # Copying while the next forward and backward compute
 
 
-def copy_slowly(monkeypatch):
-    """The thread waits before it copies; the list that is returned notes when it has."""
-    order, finish = [], Copy.finish
+class Copies(list):
+    """Notes when the thread has copied, for which it waits for `go`, and a little longer."""
 
-    def slow(copy):
-        time.sleep(0.3)
+    def __init__(self):
+        self.go = threading.Event()
+        self.go.set()
+
+    def finish(self, copy, finish=Copy.finish):
+        assert self.go.wait(60)
+        time.sleep(0.2)
         finish(copy)
-        order.append("copied")
+        self.append("copied")
 
-    monkeypatch.setattr(Copy, "finish", slow)
-    return order
+
+def copy_slowly(monkeypatch):
+    copies = Copies()
+    monkeypatch.setattr(Copy, "finish", lambda copy: copies.finish(copy))
+    return copies
 
 
 @pytest.fixture
@@ -143,9 +150,10 @@ def _saved(directory, clones):
 
 
 OPTIMIZERS = [
-    lambda p: torch.optim.AdamW(p, lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
+    pytest.param(lambda p: torch.optim.AdamW(p, lr=0.1), marks=pytest.mark.slow),
+    lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
     lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("make", OPTIMIZERS)
@@ -220,9 +228,12 @@ def test_what_is_changed_too_early_is_an_error_and_no_checkpoint(tmp_path, copie
     model = _network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     checkpoint.save(tmp_path, model, optimizer, step=1, asynchronous=True)
+    checkpoint.wait(model)
+    copies.go.clear()
     checkpoint.save(tmp_path, model, optimizer, step=2, asynchronous=True)
     with torch.no_grad():
         model[2].bias.zero_()
+    copies.go.set()
     with pytest.raises(
         CheckpointError, match=r"nothing was saved: model\.2\.bias was changed .*checkpoint\.wait_copied"
     ):
@@ -279,8 +290,10 @@ def test_an_error_of_the_copy_surfaces_and_lets_the_next_step_go_on(tmp_path, mo
 def test_a_loop_that_ends_before_the_copy_ends_with_a_whole_checkpoint(tmp_path, copies):
     state = {("model", "weight"): torch.full((8,), 1.0), ("run", "step"): 1}
     saver = AsyncSaver(Store(tmp_path), OneRank(TO_SAVE))
+    copies.go.clear()
     saver.save("step-1", state, {"step": 1}, {}, steady=state.keys())
     assert not copies
+    copies.go.set()
     saver.close()
     assert good_step(Store(tmp_path)) == 1
     checkpoint.wait_copied()  # nothing is left to wait for
@@ -293,10 +306,10 @@ def _full():
 @pytest.mark.parametrize("surfaces", ["check", "wait", "save", "close"])
 def test_an_error_surfaces_at_the_next_call_once(tmp_path, surfaces):
     save_step(Store(tmp_path), 1)
-    failing = Faulty(LocalFiles(), 20, _full)
+    failing = Faulty(LocalFiles(), 17, _full)
     saver = AsyncSaver(Store(tmp_path, failing), OneRank(TO_SAVE))
     saver.save("step-2", state_of(2), {"step": 2}, {})
-    saver._save.join(20)
+    saver._save.join(60)
     call = {"save": lambda: saver.save("step-3", state_of(3), {"step": 3}, {})}.get(surfaces, getattr(saver, surfaces))
     with pytest.raises(CheckpointError, match="No space left on device"):
         call()
@@ -337,10 +350,12 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
         from shardwright.checkpoint.saving.save import TO_SAVE
         from shardwright.world.ranks import OneRank
         from shardwright.checkpoint.storage.store import Store
-        import time
+        import threading, time
+        go = threading.Event()
 
         class Slow(LocalFiles):
             def create(self, path, size_bytes=0):
+                go.wait()
                 time.sleep(0.02)
                 if {fails} and path.endswith(".metadata"):
                     raise OSError(28, "No space left on device", path)
@@ -350,6 +365,7 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
         saver.save("step-1", state_of(1), {{"step": 1}}, {{}})
         assert saver.saving
         print("the last line")
+        go.set()
     """)
     ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert ended.returncode == 0

@@ -67,7 +67,7 @@ def test_a_failure_of_the_thread_is_raised_and_leaves_no_thread(tmp_path, monkey
     with pytest.raises(OSError, match="No space left on device"):
         file.write(bytes(BUFFER_BYTES))
     files.discard(file)
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
 
 
 def test_a_large_state_is_saved_and_a_disk_too_small_for_it_is_an_error(tmp_path):

@@ -23,29 +23,23 @@ def full():
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def points(files, directory, replaced, every):
-    """At which operations the second save into ``directory`` is to fail, in which an old checkpoint goes.
-
-    All of them, but of the pieces of which torch.save writes a file only one in ``every``.
-    """
+def points(files, directory, replaced):
+    """The operations of the second save into ``directory``, in which an old checkpoint goes: at each it is to fail."""
     save_step(Store(directory, files), 1, name="same" if replaced else None)
     counted = Faulty(files)
     save_step(Store(directory, counted, KEEP_ONE), 2, name="same" if replaced else None)
     assert {"create", "write", "finish", "sync_directory", "rename", "remove", "lock"} < set(counted.done)
     assert ("exchange" in counted.done) == replaced
-    return [at for at, name in enumerate(counted.done) if name != "write" or at % every == 0]
+    return range(len(counted.done))
 
 
-EVERY = [pytest.param(20, id="some"), pytest.param(1, id="every", marks=pytest.mark.slow)]
-
-
-@pytest.mark.parametrize("every", EVERY)
+@pytest.mark.parametrize("seeds", [1, pytest.param(6, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("replaced", [False, True], ids=["another name", "the same name"])
 @pytest.mark.parametrize("first", [False, True], ids=["second save", "first save"])
-def test_a_machine_that_fails_at_any_operation_leaves_a_good_checkpoint(first, replaced, every):
+def test_a_machine_that_fails_at_any_operation_leaves_a_good_checkpoint(first, replaced, seeds):
     name = "same" if replaced else None
-    for at in [*points(Disk(), "/runs/mine", replaced, every), 10**6]:
-        for keeps in crashes(seeds=1 if every > 1 else 6):
+    for at in [*points(Disk(), "/runs/mine", replaced), 10**6]:
+        for keeps in crashes(seeds):
             disk = Disk()
             if not first:
                 save_step(Store("/runs/mine", disk), 1, name=name)
@@ -66,13 +60,12 @@ def test_a_machine_that_fails_at_any_operation_leaves_a_good_checkpoint(first, r
             assert list(store.complete()) == [name or "step-3"]
 
 
-@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize(
     "replaced", [pytest.param(False, marks=pytest.mark.slow), True], ids=["another name", "the same name"]
 )
-def test_a_process_that_dies_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, replaced, every):
+def test_a_process_that_dies_at_any_file_operation_leaves_a_good_checkpoint(tmp_path, replaced):
     name = "same" if replaced else None
-    for at in points(LocalFiles(), str(tmp_path / "counted"), replaced, every):
+    for at in points(LocalFiles(), str(tmp_path / "counted"), replaced):
         directory = tmp_path / str(at)
         save_step(Store(directory), 1, name=name)
         dying = Faulty(LocalFiles(), at, kill, stays=True)
@@ -85,11 +78,10 @@ def test_a_process_that_dies_at_any_file_operation_leaves_a_good_checkpoint(tmp_
         no_leftovers(Store(directory))
 
 
-@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("stays", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["once", "from then on"])
 @pytest.mark.filterwarnings("ignore:.*is saved, but an older checkpoint could not be removed")
-def test_an_operation_that_fails_is_an_error_and_the_last_good_one_stays(tmp_path, stays, every):
-    failures = points(LocalFiles(), str(tmp_path / "counted"), False, every)
+def test_an_operation_that_fails_is_an_error_and_the_last_good_one_stays(tmp_path, stays):
+    failures = points(LocalFiles(), str(tmp_path / "counted"), False)
     told = []
     for at in failures:
         directory = tmp_path / str(at)

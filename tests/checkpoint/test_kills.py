@@ -48,7 +48,10 @@ def _kill_at_random_instants(directory, kills, seed):
     save_step(Store(directory), 2, numel)
     span_s = 3 * (time.monotonic() - start)  # of which the instants are drawn; it follows how fast the machine is now
     before, interrupted, advanced = 2, 0, 0
-    for _ in range(kills):
+    enough = kills / 10  # kills that came in the middle of a save, and that came late enough for one to be done
+    for number in range(10 * kills):
+        if number >= kills and min(interrupted, advanced) >= enough:
+            break
         pid = _in_a_fork(lambda: _save_for_ever(directory, before, numel))  # noqa: B023  # forked at once
         time.sleep(chance.uniform(0, span_s))
         os.kill(pid, signal.SIGKILL)
@@ -94,7 +97,7 @@ def _exit_at_operations(directory, every):
 @pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_good_checkpoint_loads_after_an_exit_at_any_file_operation(tmp_path, every):
     [operations] = run_ranks(1, _exit_at_operations, tmp_path, every, timeout=110)
-    assert operations > 50
+    assert operations > 40
 
 
 def _one_rank_fails(directory, victim, fault, timeout_s):
@@ -105,7 +108,7 @@ def _one_rank_fails(directory, victim, fault, timeout_s):
     ranks = ProcessRanks(TO_SAVE, timeout_s=timeout_s)
     save(Store(directory / "runs"), "step-1", _spread(1), {"step": 1}, {}, ranks)
     faults = {"exits": lambda: os._exit(9), "stops": lambda: os.kill(os.getpid(), signal.SIGSTOP)}
-    at = 12 if rank else "rename"  # rank 0 in the commit, others while they write
+    at = "write" if rank else "rename"  # rank 0 in the commit
     files = Faulty(LocalFiles(), at, faults[fault]) if rank == victim else LocalFiles()
     start = time.monotonic()
     try:
@@ -132,7 +135,7 @@ def test_a_rank_that_ends_or_stops_is_an_error_of_the_others(tmp_path, victim, f
     assert results[victim] == (9 if fault == "exits" else -signal.SIGKILL)
     for rank in {0, 1, 2} - {victim}:
         said, took_s = results[rank]
-        assert took_s < (20 if fault == "exits" else timeout_s + 10)
+        assert took_s < (50 if fault == "exits" else timeout_s + 40)
         if rank == 0:
             assert said.startswith(f"nothing was saved: rank {victim} ended or did not answer within {timeout_s} s")
         elif fault == "exits" and victim:
@@ -155,7 +158,7 @@ def test_a_second_job_in_the_same_directory_is_refused_by_name(tmp_path):
 def _second_job(directory):
     """A process is stopped in the middle of a save; nobody takes its lock or its files until it is dead."""
     save_step(Store(directory), 1)
-    stopping = Faulty(LocalFiles(), 30, lambda: os.kill(os.getpid(), signal.SIGSTOP))
+    stopping = Faulty(LocalFiles(), "finish", lambda: os.kill(os.getpid(), signal.SIGSTOP))
     pid = _in_a_fork(lambda: save_step(Store(directory, stopping), 2))
     os.waitpid(pid, os.WUNTRACED)
     under_way = [name for name in os.listdir(directory) if name.startswith(SAVING)]

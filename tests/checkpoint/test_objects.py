@@ -83,8 +83,7 @@ def kill():
 
 
 @pytest.mark.parametrize("url", ["memory", pytest.param("file", marks=pytest.mark.slow)], indirect=True)
-@pytest.mark.parametrize("every", [pytest.param(12, id="some"), pytest.param(1, id="every", marks=pytest.mark.slow)])
-def test_a_process_that_dies_at_any_operation_leaves_a_good_checkpoint(url, every):
+def test_a_process_that_dies_at_any_operation_leaves_a_good_checkpoint(url):
     keep_one = Retention(latest_k=1)
 
     def store_at(place, files=None):
@@ -95,7 +94,7 @@ def test_a_process_that_dies_at_any_operation_leaves_a_good_checkpoint(url, ever
     counted = Faulty(store_at("counted").files)
     save_step(store_at("counted", counted), 2)
     assert {"create", "write", "finish", "remove", "lock", "read"} < set(counted.done)
-    for at in [i for i, name in enumerate(counted.done) if name != "write" or i % every == 0]:
+    for at in range(len(counted.done)):
         save_step(store_at(at), 1)
         dying = Faulty(store_at(at).files, at, kill, stays=True)
         with pytest.raises(Killed):
@@ -147,7 +146,7 @@ def test_a_failure_is_an_error_and_leaves_nothing(url, at):
 
 def test_a_second_job_is_refused_while_the_first_lives_and_waits_for_the_lease_of_a_dead_one(url):
     system, root = fsspec.core.url_to_fs(url)
-    store = ObjectStore(root, ObjectFiles(system, lease_s=0.6))
+    store = ObjectStore(root, ObjectFiles(system, lease_s=1.5))
     save_step(store, 1)
     lock = store.files.lock(f"{root}/.lock", "process 7 on host there, since noon")
     with pytest.raises(CheckpointError, match=r"another save into .*runs is under way, by process 7 on host there"):

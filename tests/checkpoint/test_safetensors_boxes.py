@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 import shardwright as sw
 from shardwright.checkpoint.exchange.safetensors_layout import lay_out, write_box
+from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.manifest import Box
-from shardwright.checkpoint.loading.load import memory_of
 from shardwright.errors import CheckpointError, UsageError
 
 

@@ -26,6 +26,7 @@ STATE = {
     ("run", "epoch"): 3,
 }
 FILES = {"plan.json": b'{"mesh": {}}\n', "config.yaml": b"train:\n  epochs: 3\n"}
+FIXTURES = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]  # all examples share one folder
 
 
 def save_step(directory, step):
@@ -73,7 +74,7 @@ def test_what_was_saved_is_sound(saved):
     "file", ["step-2/__0_0.distcp", "step-2/checkpoint.json", "step-2/.metadata", "step-2/plan.json",
              "step-2/config.yaml", "latest"]
 )  # fmt: skip
-@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=12, deadline=None, suppress_health_check=FIXTURES)
 @given(data=st.data())
 def test_one_byte_flipped_in_any_file_is_found(saved, file, data):
     path = saved / file

@@ -470,7 +470,7 @@ def test_the_command_starts_its_ranks_and_prints_json(tmp_path):
                        cwd=tmp_path)  # fmt: skip
     assert done.returncode == 0, done.stderr
     found = json.loads(done.stdout)
-    assert (found["ranks"], found["backend"], found["config"]["iterations"]) == (2, "gloo", 2)
+    assert (found["ranks"], found["backend"], found["config"]["iterations"]) == (2, "shm", 2)
     [test] = found["tests"]
     assert test["name"] == "all_reduce_perf"
     assert test["out_of_bounds"] == {"count": 0, "okay": True}

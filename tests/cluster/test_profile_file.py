@@ -12,13 +12,16 @@ from torch import nn
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.backends.table import BACKENDS
 from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.mesh.redistribute import Collective
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import Hardware, for_device, read_hardware, shipped, shipped_names
 from shardwright.plan.pricing.links import Curve, LinkCost, Segment, link_along
+from shardwright.run.programs.planner import hardware_of
 from shardwright.world.gradients import BUCKET_BYTES
+from shardwright.world.world import World
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MIB = 2**20
@@ -103,7 +106,18 @@ def test_shared_memory_has_a_profile_of_its_own():
     assert (found.name, found.backend) == ("cpu_host_shm", "shm")
     times = [each.collective_s("all_reduce", 4096, 2, "inside") for each in (found, shipped("cpu_host"))]
     assert 10 * times[0] < times[1]
+    assert (read_hardware("cpu"), read_hardware("cpu", "gloo")) == (found, shipped("cpu_host"))
     assert for_device("cpu", backend="mpi") == for_device("cpu", backend="gloo") == shipped("cpu_host")
+
+
+@pytest.mark.parametrize("hosts", ["aa", "ab"])
+@pytest.mark.parametrize("backend", ["gloo", "shm", "mpi"])
+def test_gradients_are_priced_in_the_buckets_in_which_they_travel(backend, hosts):
+    """Whichever backend a profile is of, or none."""
+    world = World(0, 2, 0, 1, "a", torch.device("cpu"), backend, tuple(hosts))
+    row = BACKENDS[backend]
+    for asked in (None, hardware(), hardware(backend="gloo")):
+        assert hardware_of(world, asked).buckets == (row.buckets if hosts == "aa" else row.buckets_between)
 
 
 @pytest.mark.parametrize(

@@ -178,7 +178,7 @@ def test_ctrl_c_ends_with_totals(tree):
             tree.count({"rx_bytes": 12_345})
             time.sleep(0.2)
             run.send_signal(signal.SIGINT)
-            rest, _ = run.communicate(timeout=20)
+            rest, _ = run.communicate(timeout=60)
         finally:
             run.kill()
     assert run.returncode == 0
@@ -247,6 +247,7 @@ def test_a_known_transfer_over_a_link_is_counted_right():
         assert out_bytes <= SENT_BYTES + again + packets * (14 + 20 + 60)
         assert not any(total.troubles.values())
     assert sent.in_bytes <= sent.in_packets * (14 + 20 + 60)
-    assert abs(sent.out_bytes - received.in_bytes) <= 1_000
+    joined = abs(sent.out_packets - received.in_packets)  # on the way, each with one header for two
+    assert abs(sent.out_bytes - received.in_bytes) <= 1_000 + joined * (14 + 20 + 60)
     assert line["device"] == DEVICE
     assert set(line) >= {"time", "seconds", "in_bytes", "out_bytes", "in_bytes_per_s", "out_bytes_per_s", "errors"}

@@ -48,7 +48,7 @@ def test_eight_ranks_lose_as_the_reference(mode, gradients, tolerance):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "rows"), [(1, 16), pytest.param(2, 16, marks=pytest.mark.slow), (4, 16), (1, 2), (2, 2)]
+    ("ranks", "rows"), [(1, 16), *(pytest.param(ranks, 16, marks=pytest.mark.slow) for ranks in (2, 4)), (1, 2), (2, 2)]
 )
 def test_fewer_ranks_lose_as_the_reference(ranks, rows):
     for losses in run_ranks(ranks, run_example, "--batch", str(rows)):

@@ -180,7 +180,7 @@ def nothing(model, batch):
         (classes, "the shape that one_hot", "F.one_hot(batch[1].long())", r"F\.one_hot\(x, n\)"),
         (packed, "the shape that pack_padded_sequence", "pack_padded_sequence(model", r"lengths - 1\]"),
         (changed_input, "the batch is changed in place", "batch[0].mul_(2)", r"x = x\.clone\(\)"),
-        (changed_parameter, r"the parameter up\.weight is changed in place", "model.up.weight.mul_(0.9)", "a copy"),
+        (changed_parameter, r"parameter up\.weight is changed in place", "model.up.weight.mul_(0.9)", "in a buffer"),
         (changed_without_gradients, "behind the back", "out.clamp_(min=0)", r"x = x \+ \(new - x\)\.detach\(\)"),
         (changed_beside_its_gradient, "behind the back", "out.detach().mul_(2)", "the old gradient"),
         (changed_data, "behind the back", "out.data.mul_(2)", "the old gradient"),
@@ -256,20 +256,29 @@ def test_models_that_cannot_be_copied():
         capture(model, squares, BATCH)
 
 
-def test_tensors_that_are_no_buffers_are_not_written():
+CHANGES = {
+    "seen": (lambda model: model.seen.add_(1), r"by self.register_buffer\('seen', ...\) in __init__"),
+    "kept.0": (lambda model: model.kept[0][1:].fill_(2), "by self.register_buffer in __init__"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_tensors_that_are_no_buffers_are_not_written(name):
+    change, advice = CHANGES[name]
+
     class Counting(Perceptron):
         def __init__(self):
             super().__init__()
-            self.seen = torch.zeros(())
+            self.seen, self.kept = torch.zeros(()), [torch.zeros(2)]
 
         def forward(self, x):
-            self.seen.add_(1)
+            change(self)
             return super().forward(x)
 
     model = Counting()
-    with pytest.raises(CaptureError, match=r"seen is mutated.*register it as buffer"):
+    with pytest.raises(CaptureError, match=rf"^model.{name} is changed in place, at .*: .*\n.*{advice}"):
         capture(model, squares, BATCH)
-    assert model.seen == 0
+    assert model.seen + model.kept[0].sum() == 0
 
 
 def test_a_failed_capture_changes_nothing():

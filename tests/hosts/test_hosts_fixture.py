@@ -69,7 +69,7 @@ def test_only_the_key_of_the_network_opens_a_host(network, tmp_path):
     text = network.config.read_text().replace(f"{network.folder}/client_key", f"{tmp_path}/other")
     (tmp_path / "config").write_text(text)
     refused = subprocess.run(
-        ["ssh", "-F", str(tmp_path / "config"), "host1", "true"], capture_output=True, text=True, timeout=20
+        ["ssh", "-F", str(tmp_path / "config"), "host1", "true"], capture_output=True, text=True, timeout=60
     )
     assert refused.returncode == 255
     assert "Permission denied (publickey)" in refused.stderr
@@ -220,7 +220,7 @@ def started(process):
     return everything
 
 
-def gone(pids, within_s=5):
+def gone(pids, within_s=30):
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
         alive = [pid for pid in pids if Path(f"/proc/{pid}/cmdline").exists() and _state(pid) != "Z"]
@@ -239,7 +239,7 @@ def _state(pid):
 
 def test_a_failing_test_leaves_nothing(another):
     everything = started(another)
-    _, stderr = another.communicate(timeout=20)
+    _, stderr = another.communicate(timeout=60)
     assert "a test that fails" in stderr
     assert gone(everything)
     assert names_of(another.pid) == []
@@ -250,7 +250,6 @@ def test_a_killed_session_leaves_no_process_and_its_names_go_at_the_next_start(a
     another.kill()
     another.wait()
     assert gone(everything)
-    assert names_of(another.pid) != []
-    hosts.remove_stale()
+    hosts.remove_stale()  # as a session beside this one may have done already
     assert names_of(another.pid) == []
     assert names_of(os.getpid()) != []  # of the living one nothing is touched

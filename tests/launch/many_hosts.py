@@ -64,7 +64,7 @@ def jobs_on(network: HostNetwork, folder: Path) -> Iterator[ManyHosts]:
         yield job
         job.assert_none_left()
         left = [Path(path.read_text()) for path in folder.glob("scratch.*")]
-        wait_until(lambda: not any(path.exists() for path in left), 3, "the job's folders on the hosts are removed")
+        wait_until(lambda: not any(path.exists() for path in left), 30, "the job's folders on the hosts are removed")
     finally:
         job.close()
 
@@ -118,7 +118,7 @@ class ManyHosts(Launching):
 
     def wait_for_ranks(self, ranks: int) -> None:
         for rank in range(ranks):
-            self.wait_for_file(f"up.{rank}", 30)
+            self.wait_for_file(f"up.{rank}")
 
 
 def add_accounts(network: HostNetwork) -> None:

@@ -23,7 +23,7 @@ def classes(room):
 
 def test_every_room_has_its_sentence():
     assert tuple(room for room, _, _ in TABLE if "/" not in room) == package.ROOMS
-    inner = {p.parent.relative_to(package.FOLDER).as_posix() for p in package.FOLDER.glob("*/*/__init__.py")}
+    inner = {p.parent.relative_to(package.FOLDER).as_posix() for p in package.FOLDER.glob("*/*/**/__init__.py")}
     assert inner - {"zoo/models"} == {room for room, _, _ in TABLE if "/" in room}
     assert all(sentence.endswith(".") for _, sentence, _ in TABLE)
 

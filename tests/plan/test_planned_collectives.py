@@ -1,6 +1,7 @@
 """What a plan says that is communicated is what the local programs do communicate, kind by kind and byte by byte."""
 
 import dataclasses
+import itertools
 from collections import Counter
 from functools import cache
 
@@ -128,9 +129,17 @@ def captured(name):
     return captured_step(model, loss_fn, batch, {}), model, batch
 
 
-@pytest.mark.parametrize("mesh", [Mesh.of(d=3), Mesh.of(a=2, b=2), Mesh.of(d=8)], ids=str)
-@pytest.mark.parametrize("search", ["data", "propagation", "exact"])
-@pytest.mark.parametrize("name", list(NETWORKS))
+# Eight simulated ranks of a split network take seconds.
+PLANS = [
+    pytest.param(name, search, mesh, marks=pytest.mark.slow if long else (), id=f"{name}-{search}-{mesh}")
+    for name, search, mesh in itertools.product(
+        NETWORKS, ["data", "propagation", "exact"], [Mesh.of(d=3), Mesh.of(a=2, b=2), Mesh.of(d=8)]
+    )
+    for long in [mesh.size == 8 and search != "data" and name != "perceptron"]
+]
+
+
+@pytest.mark.parametrize(("name", "search", "mesh"), PLANS)
 def test_ranks_communicate_what_was_planned(name, search, mesh, monkeypatch):
     graph, model, batch = captured(name)
     options = {} if search == "data" else {"search": search}

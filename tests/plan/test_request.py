@@ -18,7 +18,7 @@ OTHERS = {
     "mode": ("single", "data", "semi-auto"),
     "search": ("propagation", "exact"),
     "inputs": ("whole", {}, {"x": (2, 1)}, {"x": (1, 2)}, {"y": (1, 2)}, {"x": (1, 2), "y": (1,)}),
-    "hardware": (shipped("h100"), replace(shipped("cpu"), launch_s=1.0), shipped("cpu").on_hosts(["a", "b"])),
+    "hardware": (shipped("h100"), replace(shipped("cpu_host"), launch_s=1.0), shipped("cpu_host").on_hosts(["a", "b"])),
     "storage": ({"w": Layout.replicated(2)}, {"v": Layout.replicated(2)}, {"w": Layout.split(2, {0: ("dp",)})}),
     "axes": (Mesh.of(ranks=8), Mesh.of(dp=2, tp=4)),
     "memory": (1, 2**36),

@@ -6,8 +6,8 @@ import torch
 from shardwright.errors import PlanError, UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import make
+from shardwright.plan.minima.exact import TooWide
 from shardwright.plan.searches import SEARCHES
-from shardwright.plan.searching.exact import TooWide
 from shardwright.zoo import TwoMatmuls
 from whole import plan_of, run, same
 
@@ -24,7 +24,7 @@ def plan(monkeypatch):
     """`plan_of` the quick start, where a search is too wide on more than so many axes."""
 
     def planned(most, mesh=EIGHT, **options):
-        def search(space, objective, budget, below):
+        def search(space, objective, budget, below, known):
             if len(space.mesh.axes) > most:
                 raise TooWide("the search would need a table")
             return SEARCH(space, objective)

@@ -55,7 +55,7 @@ def test_a_page_is_told_means_and_curves_of_bounded_length(run):
     assert (first["mean"]["steps"], first["mean"]["seconds"], first["mean"]["communicating"]) == (5000, 1.0, 0.5)
     assert len(first["curve"]) == 500
     assert [rank["mark"] for rank in told["ranks"]] == [
-        "ended (signal 2)",
+        "ended (SIGINT)",
         "",
         "slow: 2.0 × others",
         "ended (exit code 3)",
@@ -66,7 +66,7 @@ def test_a_page_is_told_means_and_curves_of_bounded_length(run):
     assert texts == [
         "rank 1 stopped (SIGSTOP)",
         "rank 1 went on",
-        "rank 0 ended by signal 2",
+        "rank 0 ended by SIGINT",
         "rank 3 ended with code 3",
         "rank 3 failed: </script>",
     ]

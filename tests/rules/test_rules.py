@@ -42,7 +42,7 @@ def cases_by_row() -> dict[str, list[tuple[str, Make]]]:
     return {group[0][0] + (f" and {len(group) - 1} more" if len(group) > 1 else ""): group for group in groups.values()}
 
 
-@pytest.mark.parametrize("enough", [6, pytest.param(40, marks=pytest.mark.slow)], ids=["brief", "long"])
+@pytest.mark.parametrize("enough", [4, pytest.param(40, marks=pytest.mark.slow)], ids=["brief", "long"])
 @pytest.mark.parametrize("group", cases_by_row().values(), ids=cases_by_row())
 def test_rule(group, enough):
     split = sum(hold(make, op, max(4, 4 * enough // len(group))) for op, make in group)

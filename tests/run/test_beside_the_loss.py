@@ -10,6 +10,12 @@ from torch.nn import functional as F
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
+from shardwright.graph.step import captured_step
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.known_plans import data_parallel, fully_sharded
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.request import PlanRequest
+from whole import plain, run, same
 
 
 class Gan(nn.Module):
@@ -74,3 +80,31 @@ def test_a_penalty_beside_two_losses_trains_as_plain_pytorch(ranks):
     for split, (losses, expected) in run_ranks(ranks, trained, ranks):
         assert split > 0
         assert losses == pytest.approx(expected, rel=1e-10)
+
+
+class Probed(nn.Module):
+    """With a layer on which the loss does not depend."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.head, self.probe = nn.Linear(6, 12), nn.Linear(12, 4), nn.Linear(12, 4)
+
+    def forward(self, x):
+        hidden = self.body(x).relu()
+        return self.head(hidden), self.probe(hidden)
+
+
+def probed(model, batch):
+    given, beside = model(batch[0])
+    return F.cross_entropy(given, batch[1]), beside
+
+
+@pytest.mark.parametrize("known", [data_parallel, fully_sharded])
+def test_what_the_loss_does_not_depend_on_has_no_gradient(known):
+    """Zeros in its place would have an optimizer decay its weights, which one device leaves alone."""
+    model, batch = Probed().double(), (torch.randn(12, 6).double(), torch.randint(4, (12,)))
+    graph = RuledGraph.of(captured_step(model, probed, batch, {}))
+    found = run(known(graph, PlanRequest(Mesh.of(d=3))), model, batch)
+    assert "gradient of head.bias" in found
+    assert not [name for name in found if name.startswith("gradient of probe")]
+    same({name: of for name, of in found.items() if not name.startswith("aux")}, plain(model, probed, batch), 1e-12)

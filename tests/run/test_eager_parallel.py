@@ -78,6 +78,15 @@ def plain_run(sizes):
     return steps, values_of(model)
 
 
+KINDS = ("loader", "local", "global")
+
+
+def every_run(sizes, ranks):
+    """Of a batch given in each way, and of the sum of gradients in place of their mean."""
+    runs = {kind: parallel_run(sizes, kind, "mean", 0.1) for kind in KINDS}
+    return runs | {"sum": parallel_run(sizes, "loader", "sum", 0.1 / ranks)}
+
+
 def parallel_run(sizes, kind, gradients, lr):
     world = sw.init(timeout=30)
     model = Net()
@@ -114,19 +123,13 @@ def assert_same(run, reference, gradient_scale=1.0):
 SIZES = (32, 30, 5, 1)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("kind", ["loader", "local", "global"])
-def test_losses_gradients_and_parameters_are_those_of_one_device(ranks, kind):
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow), 3, 4, 8])
+def test_losses_gradients_and_parameters_are_those_of_one_device(ranks):
     reference = plain_run(SIZES)
-    for run in run_ranks(ranks, parallel_run, SIZES, kind, "mean", 0.1):
-        assert_same(run, reference)
-
-
-@pytest.mark.parametrize("ranks", [1, 3, 8])
-def test_the_sum_is_the_mean_times_the_ranks(ranks):
-    reference = plain_run(SIZES)
-    for run in run_ranks(ranks, parallel_run, SIZES, "loader", "sum", 0.1 / ranks):
-        assert_same(run, reference, gradient_scale=ranks)
+    for runs in run_ranks(ranks, every_run, SIZES, ranks):
+        for kind in KINDS:
+            assert_same(runs[kind], reference)
+        assert_same(runs["sum"], reference, gradient_scale=ranks)
 
 
 def single_run(gradients):
@@ -141,16 +144,19 @@ def single_run(gradients):
     return [(loss.item(), gradients_of(model))], values_of(model)
 
 
-@pytest.mark.parametrize(
-    ("ranks", "gradients", "scale"), [(1, "mean", 1), (1, "sum", 1), (3, "mean", 1), (3, "sum", 3)]
-)
-def test_single_computes_the_whole_batch_on_every_rank(ranks, gradients, scale):
+def single_runs():
+    return single_run("mean"), single_run("sum")
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_single_computes_the_whole_batch_on_every_rank(ranks):
     model = Net()
     loss = cross_entropy(model, global_batch(7))
     loss.backward()
     reference = [(loss.item(), gradients_of(model))], values_of(model)
-    for run in run_ranks(ranks, single_run, gradients):
-        assert_same(run, reference, gradient_scale=scale)
+    for mean, summed in run_ranks(ranks, single_runs):
+        assert_same(mean, reference)
+        assert_same(summed, reference, gradient_scale=ranks)
 
 
 def accumulating_run(gradients):
@@ -370,30 +376,34 @@ def refused(build):
     return "nothing was raised"
 
 
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (frozen, "rank 1: Net has no parameter that requires a gradient; there is nothing to train"),
-        (vector_loss, "rank 0: the loss has shape [4]; expected a scalar, the mean over the samples: loss.mean()"),
-        (detached, "rank 1: the loss is not attached to the graph; compute it from model(x), without detach()"),
-        (not_a_tensor, "rank 0: the loss function returned float; expected a scalar tensor, or (scalar tensor, aux)"),
-        (failing, "rank 1: the sample batch does not fit: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
-        (with_text, "rank 0: the sample batch does not fit: UsageError: a batch holds str 'a name'; expected tensors"),
-        (ragged, "a batch has tensors of the shapes [[4, 6], [3]]; expected the samples along dim 0 of each"),
-        (unrelated, "rank 0: the loss depends on no parameter of the model that requires a gradient"),
-        (on_meta, "4 tensors of the model are on the meta device (body.0.weight, body.0.bias, body.2.weight, ...)"),
-        (other_model, "the model of rank 1 differs from rank 0's: it has ('weight', (4, 6), 'torch.float64')"),
-        (other_arguments, "(mode, gradients, batch) = ('data', 'mean', 'local'), rank 1 with ('data', 'sum', 'local')"),
-        (all_empty, "the sample batch is empty on every rank; pass one that holds samples"),
-        (nobody_splits, "nobody said how this batch of 4 samples is split over 2 ranks; pass parallelize(..., batch="),
-        (part_of_others, "rank 0 of 2 computes samples 0 to 3, but got Batch(samples 3 to 6 of 6: "),
-        (part_in_single, "mode='single' computes the whole batch on every rank, but this is one part of it: Batch("),
-    ],
-)
-def test_what_does_not_fit_is_refused_on_all_ranks(build, message):
-    said = run_ranks(2, refused, build)
-    assert message in said[0]
-    assert said[0] == said[1]
+REFUSED = [
+    (frozen, "rank 1: Net has no parameter that requires a gradient; there is nothing to train"),
+    (vector_loss, "rank 0: the loss has shape [4]; expected a scalar, the mean over the samples: loss.mean()"),
+    (detached, "rank 1: the loss is not attached to the graph; compute it from model(x), without detach()"),
+    (not_a_tensor, "rank 0: the loss function returned float; expected a scalar tensor, or (scalar tensor, aux)"),
+    (failing, "rank 1: the sample batch does not fit: RuntimeError: mat1 and mat2 shapes cannot be multiplied"),
+    (with_text, "rank 0: the sample batch does not fit: UsageError: a batch holds str 'a name'; expected tensors"),
+    (ragged, "a batch has tensors of the shapes [[4, 6], [3]]; expected the samples along dim 0 of each"),
+    (unrelated, "rank 0: the loss depends on no parameter of the model that requires a gradient"),
+    (on_meta, "4 tensors of the model are on the meta device (body.0.weight, body.0.bias, body.2.weight, ...)"),
+    (other_model, "the model of rank 1 differs from rank 0's: it has ('weight', (4, 6), 'torch.float64')"),
+    (other_arguments, "(mode, gradients, batch) = ('data', 'mean', 'local'), rank 1 with ('data', 'sum', 'local')"),
+    (all_empty, "the sample batch is empty on every rank; pass one that holds samples"),
+    (nobody_splits, "nobody said how this batch of 4 samples is split over 2 ranks; pass parallelize(..., batch="),
+    (part_of_others, "rank 0 of 2 computes samples 0 to 3, but got Batch(samples 3 to 6 of 6: "),
+    (part_in_single, "mode='single' computes the whole batch on every rank, but this is one part of it: Batch("),
+]
+
+
+def all_refused():
+    return [refused(build) for build, _ in REFUSED]
+
+
+def test_what_does_not_fit_is_refused_on_all_ranks():
+    first, second = run_ranks(2, all_refused)
+    assert first == second
+    for (_, message), said in zip(REFUSED, first, strict=True):
+        assert message in said
 
 
 def test_parallelize_needs_a_world():

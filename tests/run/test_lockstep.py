@@ -1,11 +1,12 @@
 """Ranks that do not pass the same batches, or not as many, are told so: all of them, and before long."""
 
+import gc
 import os
 import re
 import subprocess
 import sys
-import time
 import warnings
+import weakref
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 import shardwright as sw
 from ranks import free_port, run_ranks
 from shardwright.errors import ShardwrightError
+from shardwright.world.lockstep import Lockstep
 
 
 class Mean(nn.Module):
@@ -70,11 +72,10 @@ def of_two_values(parallel, rank):
 
 
 def said(do):
-    start = time.monotonic()
     try:
-        return str(do()), time.monotonic() - start
+        return str(do())
     except (ShardwrightError, RuntimeError) as error:
-        return f"{type(error).__name__}: {error}", time.monotonic() - start
+        return f"{type(error).__name__}: {error}"
 
 
 def odd(how, batch, model):
@@ -120,13 +121,12 @@ EACH = [pytest.param(*case, marks=[] if at in FAST else pytest.mark.slow) for at
 
 @pytest.mark.parametrize(("how", "batch", "model", "text"), EACH)
 def test_all_ranks_learn_that_one_has_another_batch(how, batch, model, text):
-    (first, first_s), (second, second_s) = run_ranks(2, odd, how, batch, model)
+    first, second = run_ranks(2, odd, how, batch, model)
     assert first.startswith(text), first
     if how in OF_ITSELF:
         assert second.startswith(OF_ITSELF[how]), second
     else:
         assert second == first
-    assert max(first_s, second_s) < 10
 
 
 def last_is_shorter(parallel, rank):
@@ -137,10 +137,9 @@ def last_is_shorter(parallel, rank):
 def test_of_four_ranks_all_name_the_same_two():
     everyone = run_ranks(4, odd, last_is_shorter, "global", Mean)
     passed = r"rank [012] passes a batch of float32\[8, 3, 4\], rank 3 passes a batch of float32\[6, 3, 4\]; all ranks"
-    for found, seconds in everyone:
+    for found in everyone:
         assert re.search(passed, found), found
-        assert seconds < 20
-    assert len({found for found, _ in everyone}) == 1
+    assert len(set(everyone)) == 1
 
 
 SCRIPT = """
@@ -159,14 +158,32 @@ for _ in range(3 + (rank != int(sys.argv[1]))):
 def test_a_script_that_ends_before_the_others_is_named(early):
     """Rank 0 serves the store by which the other one learns of it."""
     ranks = []
-    port = str(free_port())
-    for rank in range(2):
-        told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-        environment = os.environ | told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-c", SCRIPT, str(early)]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    said = [rank.communicate(timeout=250)[1] for rank in ranks]
+    with free_port() as port:
+        for rank in range(2):
+            told = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+            environment = (
+                os.environ | told | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+            )
+            command = [sys.executable, "-c", SCRIPT, str(early)]
+            ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
+        said = [rank.communicate(timeout=250)[1] for rank in ranks]
     assert ranks[early].returncode == 0, said[early]
     assert ranks[1 - early].returncode == 1
     assert "UsageError: ranks do not come to call 4 of the model alike: rank 0 " in said[1 - early], said[1 - early]
     assert f"rank {early} has ended after 3 calls" in said[1 - early]
+
+
+def kept():
+    """Whether there is a model's lockstep when the model is gone, and when the world is, too."""
+    sw.init()
+    made, found = weakref.ref(Lockstep.of_all_ranks()), []
+    for end in (lambda: None, torch.distributed.destroy_process_group):
+        end()
+        gc.collect()
+        found.append(made() is not None)
+    return found
+
+
+def test_ranks_serve_those_whose_models_live_longer():
+    """Where a run is interrupted, chance decides when a model goes; rank 0 left at once, and its store with it."""
+    assert run_ranks(2, kept) == [[True, False]] * 2

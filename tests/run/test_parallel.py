@@ -246,27 +246,30 @@ def refused(options):
         return f"{type(error).__name__}: {error}"
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"mode": "automatic"}, "UsageError: mode='automatic' is unknown; choose one of 'single', 'data', 'semi-auto'"),
-        ({"search": "guess"}, "UsageError: search='guess' is unknown; choose one of None, 'propagation', 'recursive'"),
-        ({"gradients": "average"}, "UsageError: gradients='average' is unknown; choose one of 'mean', 'sum'"),
-        ({"batch": "whole"}, "UsageError: batch='whole' is unknown; choose one of None, 'local', 'global'"),
-        ({"batch": None}, "UsageError: the batch is made of plain tensors: say batch='local'"),
-        ({"mesh": "dp=3"}, "UsageError: the mesh dp=3 has 3 devices, the world has 2 ranks"),
-        ({"mesh": "dp:2"}, "UsageError: a mesh is written as dp=2,tp=4; got 'dp:2'"),
-        ({"inputs": {"image": (2, 1)}}, "UsageError: inputs names ['image'], the batch has ['0', '1']"),
-        ({"pins": {"layers.7": ((2, 1), None)}}, "StrategyError: "),
-        ({"pins": {"layers.2": ((7, 1), None)}}, "StrategyError: "),
-        ({"plan": "/does/not/exist.json"}, "PlanError: cannot read the plan /does/not/exist.json: No such file"),
-        ({"disagree": True}, "UsageError: ranks disagree about the arguments: rank 0 has"),
-    ],
-)
-def test_what_does_not_fit_is_refused_on_every_rank(options, message):
-    for text in run_ranks(2, refused, options, timeout=30):
-        assert text is not None
-        assert text.startswith(message)
+REFUSED = [
+    ({"mode": "automatic"}, "UsageError: mode='automatic' is unknown; choose one of 'single', 'data', 'semi-auto'"),
+    ({"search": "guess"}, "UsageError: search='guess' is unknown; choose one of None, 'propagation', 'recursive'"),
+    ({"gradients": "average"}, "UsageError: gradients='average' is unknown; choose one of 'mean', 'sum'"),
+    ({"batch": "whole"}, "UsageError: batch='whole' is unknown; choose one of None, 'local', 'global'"),
+    ({"batch": None}, "UsageError: the batch is made of plain tensors: say batch='local'"),
+    ({"mesh": "dp=3"}, "UsageError: the mesh dp=3 has 3 devices, the world has 2 ranks"),
+    ({"mesh": "dp:2"}, "UsageError: a mesh is written as dp=2,tp=4; got 'dp:2'"),
+    ({"inputs": {"image": (2, 1)}}, "UsageError: inputs names ['image'], the batch has ['0', '1']"),
+    ({"pins": {"layers.7": ((2, 1), None)}}, "StrategyError: "),
+    ({"pins": {"layers.2": ((7, 1), None)}}, "StrategyError: "),
+    ({"plan": "/does/not/exist.json"}, "PlanError: cannot read the plan /does/not/exist.json: No such file"),
+    ({"disagree": True}, "UsageError: ranks disagree about the arguments: rank 0 has"),
+]
+
+
+def all_refused():
+    return [refused(options) for options, _ in REFUSED]
+
+
+def test_what_does_not_fit_is_refused_on_every_rank():
+    for texts in run_ranks(2, all_refused):
+        for (options, message), text in zip(REFUSED, texts, strict=True):
+            assert (text or "").startswith(message), (options, text)
 
 
 def closed():

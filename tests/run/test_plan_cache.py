@@ -1,10 +1,13 @@
 """Plans are remembered between jobs, for the same question to the same planner alone."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
 from shardwright import package
+from shardwright.backends.table import BACKENDS, Buckets
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.graph.rewrite import rewrite
@@ -66,6 +69,13 @@ def test_the_planner_is_known_by_its_sources(monkeypatch, tmp_path):
         (tmp_path / room / "code.py").write_text("x = 2")
         digests.append(plan_cache.planner_digest.__wrapped__())
     assert len(set(digests)) == 5
+
+
+def test_the_planner_is_known_by_the_buckets_that_it_prices(monkeypatch):
+    before = plan_cache.planner_digest.__wrapped__()
+    smaller = replace(BACKENDS["gloo"], buckets_between=Buckets(2**20))
+    monkeypatch.setattr(plan_cache, "BACKENDS", {**BACKENDS, "gloo": smaller})
+    assert plan_cache.planner_digest.__wrapped__() != before
 
 
 def test_a_damaged_file_is_made_anew(graph):

@@ -39,7 +39,7 @@ _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"  # where sshd an
 _NAMED = re.compile(r"sw[hbv](\d+)(?:h\d+)?")  # a namespace, a bridge, a link
 # Set aside for tests of network devices (RFC 2544): nobody's real network.
 _NETWORKS = list(ipaddress.ip_network("198.18.0.0/15").subnets(new_prefix=24))
-_SSH_TIMEOUT_S = 20.0
+_SSH_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class HostNetwork:
     def remove(self) -> None:
         _remove(os.getpid())
         for process in self._started:
-            process.wait(10)
+            process.wait(60)
 
     def _make_bridge(self) -> ipaddress.IPv4Network:
         """On a network that no other bridge of ours has: one process chooses at a time."""
@@ -209,7 +209,7 @@ class HostNetwork:
         self.config.write_text(
             f"{own}Host *\n  User {getpass.getuser()}\n  IdentityFile {self.folder}/client_key\n  IdentitiesOnly yes\n"
             f"  IdentityAgent none\n  UserKnownHostsFile {self.folder}/known_hosts\n  GlobalKnownHostsFile /dev/null\n"
-            "  StrictHostKeyChecking yes\n  BatchMode yes\n  ConnectTimeout 5\n"
+            "  StrictHostKeyChecking yes\n  BatchMode yes\n  ConnectTimeout 15\n"
         )
         self.programs.mkdir()
         (self.programs / "ssh").write_text(f'#!/bin/sh\nexec /usr/bin/ssh -F {self.config} "$@"\n')
@@ -287,13 +287,13 @@ def _remove(pid: int) -> None:
 
 
 def _pids(namespace: str) -> list[int]:
-    found = subprocess.run([_program("ip"), "netns", "pids", namespace], capture_output=True, text=True, timeout=20)
+    found = subprocess.run([_program("ip"), "netns", "pids", namespace], capture_output=True, text=True, timeout=60)
     return [int(word) for word in found.stdout.split()]
 
 
 def _wait_for_sshd(address: str, started: subprocess.Popen[bytes], log: Path) -> int:
     """Until it accepts connections; returns its process number."""
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and started.poll() is None:
         with contextlib.suppress(OSError):
             socket.create_connection((address, 22), timeout=1).close()
@@ -310,7 +310,7 @@ def _program(name: str) -> str:
 
 
 def _must(name: str, *arguments: str) -> str:
-    done = subprocess.run([_program(name), *arguments], capture_output=True, text=True, timeout=20)
+    done = subprocess.run([_program(name), *arguments], capture_output=True, text=True, timeout=60)
     if done.returncode != 0:
         raise RuntimeError(f"{name} {' '.join(arguments)}: {done.stderr.strip()}")
     return done.stdout

@@ -12,27 +12,32 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
-import socket
 import time
 import traceback
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
-# With what a capture imports on its first use, a second for each rank 0.
+from shardwright.hosts.port import lease_port
+
+# With what a capture and a group import on their first use, a second for each rank 0.
 PRELOAD = [
     "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.export", "torch._dynamo",
     "torch._export.passes", "torch._functorch.aot_autograd", "torch.export._trace", "shardwright.run.parallel",
-    "shardwright.checkpoint",
+    "shardwright.checkpoint", "shardwright.backends.shm_meeting",
 ]  # fmt: skip
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOAD)
 
 
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+@contextlib.contextmanager
+def free_port() -> Iterator[int]:
+    """A port that nothing else on this machine is given meanwhile, not even by the kernel."""
+    lease = lease_port(None)
+    try:
+        yield lease.port
+    finally:
+        lease.close()
 
 
 @contextlib.contextmanager
@@ -81,7 +86,19 @@ def run_ranks(
     the rank that failed first, or with the names of the ranks that had not finished after ``timeout`` seconds;
     no process outlives the call. The result of a rank in ``dying``, which may end without one, is its exit code.
     """
-    port = free_port()
+    with free_port() as port:
+        return _run(port, n, fn, args, timeout, env, dying)
+
+
+def _run(
+    port: int,
+    n: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    timeout: float,
+    env: dict[str, str] | None,
+    dying: Container[int],
+) -> list[Any]:
     children, pipes = [], {}
     with _omp_one_thread():
         for rank in range(n):
@@ -109,7 +126,7 @@ def run_ranks(
                 try:
                     ok, value = pickle.loads(pipe.recv_bytes())
                 except EOFError:
-                    children[rank].join(5)
+                    children[rank].join(30)
                     if rank in dying:
                         results[rank] = children[rank].exitcode
                         continue

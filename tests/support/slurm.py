@@ -21,10 +21,11 @@ from pathlib import Path
 import pytest
 
 from hosts import HostNetwork
+from shardwright.hosts.port import lease_port
 
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "salloc", "sbatch", "scancel", "sinfo", "munged", "setpriv")
-_START_S = 20.0
+_START_S = 60.0
 _CONFIGURATION = """
 ClusterName=shardwright
 SlurmctldHost={name}({address})
@@ -99,12 +100,12 @@ def _configure(network: HostNetwork, folder: Path, cpus: int) -> None:
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     for name in network.hosts:
         (folder / f"spool.{name}").mkdir()
-    with socket.create_server((network.address, 0)) as free:
-        port = free.getsockname()[1]
+    free = lease_port(None)
+    free.close()
     nodes = [
         f"NodeName={name} NodeAddr={host.address} CPUs={cpus} State=UNKNOWN" for name, host in network.hosts.items()
     ]
-    text = _CONFIGURATION.format(name=socket.gethostname(), address=network.address, port=port, folder=folder)
+    text = _CONFIGURATION.format(name=socket.gethostname(), address=network.address, port=free.port, folder=folder)
     partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
     (folder / "slurm.conf").write_text("\n".join([text, *nodes, partition, ""]))
 

@@ -24,7 +24,7 @@ DEVICE = "veth0"
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=20)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=60)
 
 
 def why_not() -> str:
@@ -63,7 +63,7 @@ def namespaces(count: int = 2) -> Iterator[tuple[str, ...]]:
         yield names
     finally:
         for name in names:
-            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=20)
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True, timeout=60)
 
 
 def enter(name: str, host: str | None = None) -> None:

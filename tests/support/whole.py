@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +28,8 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import simulate
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.prices import gathered_again, repeated_costs
+from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.request import PlanRequest
 from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.programs.buckets import GradientReduction
@@ -38,6 +41,17 @@ def plan_of(
     model: torch.nn.Module, loss_fn: Any, batch: Any, mesh: Mesh, mode: str, pins: Any = None, **options: Any
 ) -> Plan:
     return make_plan(captured_step(model, loss_fn, batch, pins or {}), PlanRequest(mesh, mode, **options))
+
+
+def true_cost(plan: Plan, objective: Objective) -> float:
+    """What everything in a plan costs, from the plan alone."""
+    total = sum(objective.operator(plan.graph, n, plan.strategies[n.name], plan.mesh) for n in plan.capture.nodes)
+    for transfer in plan.transfers:
+        value = replace(plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
+        total += objective.transfer(value, transfer.steps, plan.mesh)
+    for value in plan.capture.of_kind("parameter"):
+        total += objective.leaf(value, plan.leaves[value.name], plan.mesh)
+    return total + sum(repeated_costs(plan, objective).values()) + gathered_again(plan, objective)
 
 
 def tensors_of(captured: Capture, model: torch.nn.Module, kind: str) -> list[Tensor]:

@@ -18,7 +18,7 @@ from torch import nn
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
-from shardwright.backends.table import GLOO, NCCL
+from shardwright.backends.table import GLOO, NCCL, SHM
 from shardwright.hosts.network import Device, read_devices
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator
@@ -278,6 +278,20 @@ def test_what_crosses_hosts_depends_on_the_way():
         ("a", "b"),
         ("b", "a"),
     }
+
+
+def test_hosts_whose_ranks_share_memory_send_nothing_twice():
+    """All kinds by what each host has and the other lacks; where hosts have not as many ranks all goes by gloo."""
+    sent = {
+        kind: flows_between({Collective(kind, ("dp",), 1000): 1}, Mesh.of(dp=4), ["a", "a", "b", "b"], SHM)
+        for kind in KINDS
+    }
+    expected = {"all_reduce": 1000, "all_gather": 500, "reduce_scatter": 500, "all_to_all": 1000}
+    assert sent == {kind: {("a", "b"): size, ("b", "a"): size} for kind, size in expected.items()}
+    reduced, uneven = {Collective("all_reduce", ("dp",), 1000): 1}, ["a", "b", "b", "b"]
+    assert flows_between(reduced, Mesh.of(dp=4), uneven, SHM) == flows_between(reduced, Mesh.of(dp=4), uneven, GLOO)
+    large = flows_between({Collective("all_reduce", ("dp",), 3_000_000): 1}, Mesh.of(dp=6), [*"aabbcc"], SHM)
+    assert set(large.values()) == {2_000_000}
 
 
 # NCCL over sockets

@@ -53,7 +53,7 @@ ALL = [
 ]
 # One that a search splits, and one with given strategies.
 SAMPLE = {
-    ("perceptron", 8, "auto"), ("transformer", 2, "tensor"),
+    ("perceptron", 4, "auto"), ("transformer", 2, "tensor"),
 }  # fmt: skip
 
 

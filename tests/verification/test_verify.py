@@ -13,7 +13,7 @@ from ranks import run_ranks
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import PlanError, UsageError
 from shardwright.lower import local, randomness
-from shardwright.mesh import collectives
+from shardwright.mesh import together
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.verification.compare import ONE_DEVICE, PLAIN, difference_of
 from shardwright.verification.verify import verify
@@ -75,14 +75,14 @@ def unreduced_gradients(patch):
 
 
 def unreduced_on_rank_one(patch):
-    landed = GradientReduction.landed
+    reduce = GradientReduction.reduce
 
-    def lost(self, flight, gradients):
-        reduced = landed(self, flight, gradients)
-        return [g * (1 + 1e-3 * key.endswith("layers_2_weight")) for key, g in zip(flight.keys, reduced, strict=True)]
+    def lost(self, keys, gradients, *rest):
+        reduced = reduce(self, keys, gradients, *rest)
+        return [g * (1 + 1e-3 * key.endswith("layers_2_weight")) for key, g in zip(keys, reduced, strict=True)]
 
     if torch.distributed.get_rank() == 1:
-        patch.setattr(GradientReduction, "landed", lost)
+        patch.setattr(GradientReduction, "reduce", lost)
 
 
 def bias_on_every_rank(patch):
@@ -94,13 +94,13 @@ def statistics_of_the_part(patch):
 
 
 def count_of_the_part(patch):
-    summed = collectives.AllReduceTogether.forward
+    summed = together.AllReduceTogether.forward
 
     def forgotten(ctx, comm, axes, *tensors):
         sums = summed(ctx, comm, axes, *tensors)
         return tuple(s if x.is_floating_point() else x.clone() for s, x in zip(sums, tensors, strict=True))
 
-    patch.setattr(collectives.AllReduceTogether, "forward", staticmethod(forgotten))
+    patch.setattr(together.AllReduceTogether, "forward", staticmethod(forgotten))
 
 
 def mask_of_the_part(patch):

@@ -1,5 +1,6 @@
 """What ranks write of their calls is compared with what fits: two ranks that share a store, in one process."""
 
+import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -63,7 +64,7 @@ def test_who_waits_learns_of_another_call(others, text):
             return
         with mine.call():
             mine.same(last, lambda: last)
-            mine.finish(Late(60))
+            mine.finish(Late(2000))
 
     first, second = ranks()
     found = together(lambda: calls(first, "a"), lambda: calls(second, others))
@@ -80,7 +81,7 @@ def test_who_cannot_be_called_out_of_a_collective_answers_aside():
         for what in ("a", last):
             with mine.call():
                 mine.same(what, lambda what=what: what)
-        told.wait(20)  # in a collective on a GPU
+        told.wait(60)  # in a collective on a GPU
         mine.end()
 
     def other(mine):
@@ -107,10 +108,43 @@ def test_who_waits_learns_of_an_error():
     def waits(mine):
         with mine.call():
             failed.wait()
-            mine.finish(Late(60))
+            mine.finish(Late(2000))
 
     first, second = ranks()
     error, told = together(lambda: fails(first), lambda: waits(second))
     assert isinstance(error, KeyError)
     assert isinstance(told, WorldError)
     assert str(told) == "rank 0 failed in call 1 of the model: KeyError: 'a'"
+
+
+def test_ranks_that_end_in_different_calls_do_not_wait_for_each_other(monkeypatch):
+    """As those that are interrupted in the middle of their calls."""
+    first, second = ranks()
+    for mine, calls in ((first, 1), (second, 2)):
+        for _ in range(calls):
+            with mine.call():
+                pass
+        mine.end()
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("rank 0 waits though all have ended"))
+    first.wait_until_all("ended", 60)
+
+
+def test_ranks_whose_last_call_was_refused_are_not_waited_for(monkeypatch):
+    """Nor is the error kept, by whose frames their models would stay."""
+
+    def calls(mine, what):
+        with mine.call():
+            mine.same(what, lambda: what)
+            mine.finish(Late(2000))
+
+    def refused(mine, what):
+        with pytest.raises(UsageError, match="do not come to call 1 of the model alike"):
+            calls(mine, what)
+        mine.end()
+
+    first, second = ranks()
+    assert together(lambda: refused(first, "a"), lambda: refused(second, "b")) == [None, None]
+    gc.collect()
+    assert first._told() is second._told() is None
+    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("rank 0 waits though all have ended"))
+    first.wait_until_all("ended", 60)

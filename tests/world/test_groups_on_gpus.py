@@ -98,8 +98,8 @@ def test_gloo_needs_no_group_beside_itself():
 
 
 def plan_longer_than_the_timeout():
-    sw.init(timeout=1.0)
-    return from_rank_zero(ranks_by_collectives("making the plan"), lambda: time.sleep(2.5) or "plan")
+    sw.init("gloo", timeout=3.0)
+    return from_rank_zero(ranks_by_collectives("making the plan"), lambda: time.sleep(4.0) or "plan")
 
 
 def test_a_long_search_on_rank_0_ends_no_connection():
@@ -108,6 +108,7 @@ def test_a_long_search_on_rank_0_ends_no_connection():
 
 def rank_zero_ends():
     world = sw.init()
+    dist.barrier()  # the other one has met this one, too
     if world.rank == 0:
         return "gone"
     planning = ranks_by_collectives("making the plan")

@@ -1,11 +1,15 @@
 """The ranks of a job find each other, or say on every rank why not."""
 
+import json
 import os
 import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from dataclasses import asdict
+from datetime import timedelta
 
 import numpy as np
 import pytest
@@ -19,6 +23,7 @@ from shardwright.hosts.environment import read_environment
 from shardwright.world import meeting
 from shardwright.world.devices import gpu_index, host_names
 from shardwright.world.meeting import Card, Deadline, open_store
+from shardwright.world.world import _by_place
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -42,8 +47,9 @@ def join_and_reduce():
 
 @pytest.mark.parametrize("size", [1, 2, 8])
 def test_ranks_meet_and_reduce(size):
+    backend = "gloo" if size == 1 else "shm"
     for rank, (text, total, same, hosts) in enumerate(run_ranks(size, join_and_reduce)):
-        assert text == f"rank {rank} of {size} (local rank {rank} of {size} on {os.uname().nodename}), cpu, gloo"
+        assert text == f"rank {rank} of {size} (local rank {rank} of {size} on {os.uname().nodename}), cpu, {backend}"
         assert total == size * (size + 1) / 2
         assert same
         assert hosts == (os.uname().nodename,) * size
@@ -65,11 +71,11 @@ def come_unless(absent, timeout):
 
 
 def test_missing_ranks_are_named_on_every_rank_that_came():
-    said = run_ranks(6, come_unless, (2, 3, 5), 0.5)
+    said = run_ranks(6, come_unless, (2, 3, 5), 3)
     host = os.uname().nodename
     for rank in (0, 1, 4):
         assert said[rank] == (
-            f"3 of 6 ranks did not come within 0.5 s: ranks 2-3, 5 (came: ranks 0-1, 4 on {host}); see the logs of "
+            f"3 of 6 ranks did not come within 3 s: ranks 2-3, 5 (came: ranks 0-1, 4 on {host}); see the logs of "
             "those missing, or raise the time with sw.init(timeout=...)"
         )
 
@@ -82,7 +88,7 @@ def test_a_missing_rank_0_is_named_by_the_others():
 
 def say_size(sizes):
     rank = int(os.environ["RANK"])
-    return error_of_init(rank=rank, world_size=sizes[rank], timeout=10)
+    return error_of_init(rank=rank, world_size=sizes[rank], timeout=60)
 
 
 def test_ranks_that_disagree_on_the_world_size_say_so():
@@ -94,8 +100,45 @@ def test_ranks_that_disagree_on_the_world_size_say_so():
     assert "says 4" in said[0]
 
 
+def test_the_first_contradiction_is_what_every_rank_says():
+    store, said = dist.HashStore(), {}
+
+    def come(rank, size):
+        card = Card(rank=rank, size=size, backend="gloo", host="a", machine="m", pid=1, local_rank=None, gpus=())
+        with pytest.raises(WorldError) as raised:
+            meeting.roll_call(store, card, Deadline.after(10), serves=False)
+        said[rank] = str(raised.value)
+
+    first = threading.Thread(target=come, args=(2, 4))
+    first.start()
+    store.wait(["first"])
+    come(1, 3)
+    come(0, 3)
+    first.join()
+    assert set(said.values()) == {
+        "the ranks disagree on the world size: rank 2 (process 1 on a) says 4, rank 1 (process 1 on a) says 3"
+    }
+
+
+def test_who_comes_first_and_is_there_already_keeps_nobody_waiting():
+    """As where two of one rank come at once: the second of them was first of all to arrive."""
+    store, said = dist.HashStore(), set()
+    store.set_timeout(timedelta(seconds=20))
+    cards = [
+        Card(rank=rank, size=3, backend="gloo", host="a", machine="m", pid=pid, local_rank=None, gpus=())
+        for rank, pid in ((1, 5), (1, 6), (0, 7))
+    ]
+    store.add("came/1", 1)
+    store.set("card/1", json.dumps(asdict(cards[0])))
+    for come in cards[1:]:
+        with pytest.raises(WorldError) as raised:
+            meeting.roll_call(store, come, Deadline.after(10), serves=False)
+        said.add(str(raised.value))
+    assert said == {"two processes say that they are rank 1: 5 on a, 6 on a"}
+
+
 def say_backend(backends):
-    return error_of_init(backend=backends[int(os.environ["RANK"])], timeout=10)
+    return error_of_init(backend=backends[int(os.environ["RANK"])], timeout=60)
 
 
 def test_a_backend_that_nobody_knows():
@@ -111,7 +154,7 @@ def test_ranks_that_disagree_on_the_backend_say_so():
 
 
 def say_rank(ranks):
-    return error_of_init(rank=ranks[int(os.environ["RANK"])], world_size=len(ranks), timeout=10)
+    return error_of_init(rank=ranks[int(os.environ["RANK"])], world_size=len(ranks), timeout=60)
 
 
 def test_a_rank_that_comes_twice_is_named():
@@ -141,7 +184,7 @@ def meet_in_file(path, timeout):
 def test_ranks_meet_by_a_shared_file_and_leave_none_behind(tmp_path):
     path = tmp_path / "meet"
     path.write_text('{"addresses": ["127.0.0.1"], "port": 1}')  # what a job that was killed left behind
-    assert run_ranks(2, meet_in_file, path, 20) == [(0, 0, 2, False), (1, 1, 2, False)]
+    assert run_ranks(2, meet_in_file, path, 60) == [(0, 0, 2, False), (1, 1, 2, False)]
 
 
 @pytest.mark.parametrize(
@@ -193,8 +236,17 @@ def test_a_process_group_of_the_script_is_adopted():
         assert same
 
 
-def card(rank, host="a", machine="m", local_rank=None, gpus=()):
-    return Card(rank=rank, size=9, backend="nccl", host=host, machine=machine, pid=1, local_rank=local_rank, gpus=gpus)
+def card(rank, host="a", machine="m", local_rank=None, gpus=(), **more):
+    told = {"size": 9, "backend": "nccl", "pid": 1} | more
+    return Card(rank=rank, host=host, machine=machine, local_rank=local_rank, gpus=gpus, **told)
+
+
+def test_several_ranks_of_one_host_share_memory_unless_one_was_told_a_backend():
+    here, there = card(0, backend="gloo"), card(1, host="b", backend="gloo")
+    other, told = card(1, backend="gloo"), card(1, backend="gloo", asked=True)
+    on_gpu = card(0, device="cuda"), card(1, device="cuda")
+    found = [_by_place(cards) for cards in ((here, other), (here, there), (here, told), (here,), on_gpu)]
+    assert [{card.backend for card in cards} for cards in found] == [{"shm"}, {"gloo"}, {"gloo"}, {"gloo"}, {"nccl"}]
 
 
 class TestGpus:
@@ -240,7 +292,7 @@ def test_nccl_without_gpus_is_an_error():
 
 PEER_DIES = """
 import os, signal, torch, torch.distributed as dist, shardwright as sw
-world = sw.init(timeout=20)
+world = sw.init(timeout=60)
 dist.barrier()
 if world.rank == 0:
     os.kill(os.getpid(), signal.SIGKILL)
@@ -257,18 +309,18 @@ def start(script, rank, size, port, python=()):
 
 
 def test_a_rank_whose_peer_was_killed_leaves_quietly():
-    port = free_port()
-    ranks = [start(PEER_DIES, r, 2, port) for r in range(2)]
-    said = [rank.communicate(timeout=60)[0] for rank in ranks]
+    with free_port() as port:
+        ranks = [start(PEER_DIES, r, 2, port) for r in range(2)]
+        said = [rank.communicate(timeout=90)[0] for rank in ranks]
     assert [rank.returncode for rank in ranks] == [-signal.SIGKILL, 0]
     assert said == ["", ""]
 
 
 def test_ranks_leave_without_a_word():
-    port = free_port()
-    script = "import shardwright as sw; sw.init(timeout=20)"
-    ranks = [start(script, r, 2, port, ("-W", "error")) for r in range(2)]
-    assert [rank.communicate(timeout=60)[0] for rank in ranks] == ["", ""]
+    script = "import shardwright as sw; sw.init(timeout=60)"
+    with free_port() as port:
+        ranks = [start(script, r, 2, port, ("-W", "error")) for r in range(2)]
+        assert [rank.communicate(timeout=90)[0] for rank in ranks] == ["", ""]
     assert [rank.returncode for rank in ranks] == [0, 0]
 
 
@@ -294,9 +346,9 @@ def test_a_seed_out_of_range_is_refused(seed):
 
 def test_a_worker_says_once_that_it_waits_for_the_scheduler_of_msrun(monkeypatch, capsys):
     monkeypatch.setattr(meeting, "_QUIET_S", 0.05)
-    port = free_port()
     where = {"MS_ROLE": "MS_WORKER", "MS_NODE_ID": "1", "MS_WORKER_NUM": "2", "MS_SCHED_HOST": "127.0.0.1"}
-    with pytest.raises(WorldError, match=r"^msrun's scheduler did not come to the meeting point"):
-        open_store(read_environment(where | {"MS_SCHED_PORT": str(port)}), Deadline.after(0.3))
+    refused = pytest.raises(WorldError, match=r"^msrun's scheduler did not come to the meeting point")
+    with free_port() as port, refused:
+        open_store(read_environment(where | {"MS_SCHED_PORT": str(port)}), Deadline.after(2))
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"shardwright: rank 1 waits for msrun's scheduler at 127.0.0.1 port {port}, for up to 0.3 s")
+    assert line.startswith(f"shardwright: rank 1 waits for msrun's scheduler at 127.0.0.1 port {port}, for up to 2 s")

@@ -269,6 +269,7 @@ def test_one_process_of_many_cannot_train_alone(mnist, monkeypatch):
     assert line.startswith("system.distribute: false trains alone, but torchrun started 4 processes")
 
 
+@pytest.mark.slow
 def test_a_wrong_configuration_starts_no_process(tmp_path):
     command = [Path(sys.executable).with_name("shardwright"), "train", "-n", "4", "--config", "quickstart"]
     done = subprocess.run([*command, "-o", "train.stps=3"], cwd=tmp_path, capture_output=True, text=True, timeout=100)

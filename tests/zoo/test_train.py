@@ -168,11 +168,10 @@ LAUNCHERS = {
 }
 
 
-# The same environment and the same launcher as others here; the README has `train -n`.
-SLOW = {"torchrun", "mpirun", "launch a module", "launch a program", "launch a command", "train -n", "alone"}
-
-
-@pytest.mark.parametrize("launcher", [pytest.param(n, marks=pytest.mark.slow if n in SLOW else ()) for n in LAUNCHERS])
+# test_interrupt.py begins such a training under our launcher.
+@pytest.mark.parametrize(
+    "launcher", [name if name == "train -n" else pytest.param(name, marks=pytest.mark.slow) for name in LAUNCHERS]
+)
 def test_it_runs_under_every_launcher(launcher, tmp_path):
     command = [
         *(LAUNCHERS[launcher] or [BIN / "shardwright"]),

@@ -15,9 +15,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.backends.table import Backend
+from shardwright.backends.table import Backend, backend_called
 from shardwright.backends.work import Collectives, Steps, Task
 from shardwright.errors import UsageError
+
+
+def backends_of(group: dist.ProcessGroup | None = None) -> str:
+    """What moves the tensors of a group, as a text that names backends: those it was asked for, but for one in whose
+    place another had to be taken."""
+    asked = str(dist.get_backend(group))
+    instead = backend_called(asked).instead
+    return instead if instead and not isinstance(group or dist.group.WORLD, CpuGroup) else asked
 
 
 class CpuGroup(dist.ProcessGroup):
@@ -57,9 +65,13 @@ class CpuGroup(dist.ProcessGroup):
 
         def task() -> Steps:
             for tensor, reduction in pairs:
-                yield from self.collectives.all_reduce(tensor, reduction)
+                yield from self.summed(tensor, reduction)
 
         return self._run(what, tensors, task, opts)
+
+    def summed(self, tensor: Tensor, reduction: Any) -> Steps:
+        """The steps of one of several all-reduces, or of one whose options are not given."""
+        return self.collectives.all_reduce(tensor, reduction)
 
     def broadcast(self, tensors: Any, opts: Any = None, timeout: timedelta | None = None) -> dist.Work:
         root = opts if isinstance(opts, int) else opts.rootRank
@@ -100,7 +112,7 @@ class CpuGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._check_whole("all_gather_into_tensor", "output", output, "input", tensor)
+            self.check_whole("all_gather_into_tensor", "output", output, "input", tensor)
 
         def task() -> Steps:
             for output, tensor in zip(outputs, inputs, strict=True):
@@ -144,7 +156,7 @@ class CpuGroup(dist.ProcessGroup):
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
-            self._check_whole("reduce_scatter_tensor", "input", tensor, "output", output)
+            self.check_whole("reduce_scatter_tensor", "input", tensor, "output", output)
         pairs = [
             (output, tensor, self.collectives.reduction(opts.reduceOp, output))
             for output, tensor in zip(outputs, inputs, strict=True)
@@ -227,7 +239,8 @@ class CpuGroup(dist.ProcessGroup):
                 f"for each rank, of {own.dtype}, that of rank {self.rank()} with {own.numel()} elements"
             )
 
-    def _check_whole(self, what: str, name: str, whole: Tensor, other: str, part: Tensor) -> None:
+    def check_whole(self, what: str, name: str, whole: Tensor, other: str, part: Tensor) -> None:
+        """Raise `UsageError` where the whole has not the parts of all ranks."""
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise UsageError(
                 f"{what} got an {name} of {whole.numel()} elements of {whole.dtype}; expected {self.size()} times the "

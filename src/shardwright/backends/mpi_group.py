@@ -10,7 +10,7 @@ from typing import Any
 
 from mpi4py import MPI
 from torch import Tensor
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # documented, but not listed
+from torch.distributed import PrefixStore, ProcessGroupGloo  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends import table
 from shardwright.backends.group import CpuGroup
@@ -47,7 +47,8 @@ class Job:
         # torch gives the name of a group that has ended to the next one of the same ranks, and what stands in the store
         # under that name leads gloo to peers that are gone.
         once = comm.bcast(secrets.token_hex(8) if comm.Get_rank() == 0 else None)
-        add_gloo_inside(group, PrefixStore(once, options.store), options.timeout)
+        store = PrefixStore(once, options.store)
+        add_gloo_inside(group, ProcessGroupGloo(store, group.rank(), group.size(), options.timeout))
         return group
 
     def leave(self) -> None:

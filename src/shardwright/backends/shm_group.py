@@ -1,4 +1,4 @@
-"""The process group of the shm backend: collectives in memory that its ranks share, and messages by gloo."""
+"""The process groups of the shm backend: collectives in memory that ranks share, and messages by gloo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends import table
 from shardwright.backends.group import CpuGroup
@@ -20,10 +19,12 @@ from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.direct import Direct
 from shardwright.backends.segment.memory import SMALL_BYTES, Memory, Process
 from shardwright.backends.segment.native import Group, Native
-from shardwright.backends.segment.reducing import NativeAllReduces
+from shardwright.backends.segment.reducing import NativeCollectives
+from shardwright.backends.segment.reduction import Reduction
 from shardwright.backends.segment.waiting import ByNative, BySemaphores
 from shardwright.backends.shm_work import ByStep, Lane, ShmWork
-from shardwright.backends.work import Task
+from shardwright.backends.work import Collectives as AnyCollectives
+from shardwright.backends.work import Steps, Task
 from shardwright.torch_private import add_gloo_inside
 
 _Options = dist.AllreduceOptions
@@ -59,19 +60,15 @@ class Members:
         return Collectives(self.memory, rendezvous, self.names, table.SHM.name)
 
 
-class ShmGroup(CpuGroup):
-    """The group of some members on one of them."""
+class LaneGroup(CpuGroup):
+    """A group whose collectives run in a lane, and whose messages go by gloo."""
 
-    def __init__(self, members: Members, store: Store, timeout: timedelta) -> None:
-        native = members.native()
-        collectives = members.collectives(native)
-        self._reduces = None if native is None else NativeAllReduces(collectives, *native, members.arenas)
-        self.arenas = members.arenas
+    def __init__(self, collectives: AnyCollectives, lane: Lane, gloo: dist.ProcessGroupGloo) -> None:
         super().__init__(table.SHM, collectives)
-        self.lane = Lane(collectives, members.processes, timeout.total_seconds())
-        self.collectives: Collectives = collectives
-        self._gloo: Any = add_gloo_inside(self, store, timeout)
-        self._closed = self._said = False
+        self.lane = lane
+        self._gloo: Any = gloo  # whose methods are in no list of torch's
+        add_gloo_inside(self, gloo)
+        self._closed = False
 
     def shutdown(self) -> None:
         """After what has been asked for; who waits for this rank then, learns that it has left.
@@ -80,39 +77,15 @@ class ShmGroup(CpuGroup):
         """
         if not self._closed and not self.lane.forked:
             self._closed = True
-            self.lane.close()
-            if self.arenas is not None:
-                self.arenas.own.close()
+            self.close()
 
-    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A flat tensor that the ranks reduce where it lies, if all of theirs were made so; a usual one if it is small,
-        or where there is no more memory for that, which is said once."""
-        self.lane.check_process()
-        if self.arenas is None or numel * dtype.itemsize * self.size() <= SMALL_BYTES:
-            return torch.empty(numel, dtype=dtype)
-        made = self.arenas.own.empty(numel, dtype)
-        if made is not None:
-            return made
-        if not self._said:
-            self._said = True
-            sys.stderr.write(
-                f"shardwright: rank {self.lane.name} has no more memory to share, so that large all-reduces of the shm "
-                "backend copy in and out of it\n"
-            )
-        return torch.empty(numel, dtype=dtype)
+    def close(self) -> None:
+        """What `shutdown` does once."""
+        self.lane.close()
 
     def begin(self, what: str, outputs: Sequence[Tensor], task: Task, asynchronous: bool) -> ShmWork:
-        course = ByStep(task, self.collectives)
+        course = ByStep(task, self.lane.collectives)
         return self.lane.begin(what, outputs, course, sum(tensor.nbytes for tensor in outputs), asynchronous)
-
-    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
-        if self._reduces is not None and isinstance(opts, _Options) and len(tensors) == 1:
-            (tensor,) = tensors
-            self.check_memory("all_reduce", tensor)
-            course = self._reduces.of(tensor, opts.reduceOp)
-            if course is not None:
-                return self.lane.begin("all_reduce", tensors, course, tensor.nbytes, opts.asyncOp)
-        return super().allreduce(tensors, opts, op, timeout)
 
     # --- messages
 
@@ -138,6 +111,66 @@ class ShmGroup(CpuGroup):
             return begin(target)
         whole = target.contiguous()
         return _Received(begin(whole), target, whole)
+
+
+class ShmGroup(LaneGroup):
+    """The group of some ranks of one host."""
+
+    def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
+        native = members.native()
+        collectives = members.collectives(native)
+        self._native = None if native is None else NativeCollectives(collectives, *native, members.arenas)
+        self.arenas = members.arenas
+        super().__init__(collectives, Lane(collectives, members.processes, timeout.total_seconds()), gloo)
+        self._said = False
+
+    def close(self) -> None:
+        super().close()
+        if self.arenas is not None:
+            self.arenas.own.close()
+
+    def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
+        """A flat tensor that the ranks reduce where it lies, if all of theirs were made so; a usual one if it is small,
+        or where there is no more memory for that, which is said once."""
+        self.lane.check_process()
+        if self.arenas is None or numel * dtype.itemsize * self.size() <= SMALL_BYTES:
+            return torch.empty(numel, dtype=dtype)
+        made = self.arenas.own.empty(numel, dtype)
+        if made is not None:
+            return made
+        if not self._said:
+            self._said = True
+            sys.stderr.write(
+                f"shardwright: rank {self.lane.name} has no more memory to share, so that large all-reduces of the shm "
+                "backend copy in and out of it\n"
+            )
+        return torch.empty(numel, dtype=dtype)
+
+    def allreduce(self, tensors: Any, opts: Any = None, op: Any = None, timeout: timedelta | None = None) -> dist.Work:  # type: ignore[override]
+        if self._native is not None and isinstance(opts, _Options) and len(tensors) == 1:
+            (tensor,) = tensors
+            self.check_memory("all_reduce", tensor)
+            course = self._native.all_reduce(tensor, opts.reduceOp)
+            if course is not None:
+                return self.lane.begin("all_reduce", tensors, course, tensor.nbytes, opts.asyncOp)
+        return super().allreduce(tensors, opts, op, timeout)
+
+    def summed(self, tensor: Tensor, reduction: Reduction) -> Steps:
+        """As `allreduce` sums it, which another rank may call for the same tensor."""
+        operation = dist.ReduceOp(dist.ReduceOp.RedOpType.__members__[reduction.name])
+        course = None if self._native is None else self._native.all_reduce(tensor, operation)
+        return super().summed(tensor, reduction) if course is None else [course]
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        if self._native is not None and opts is not None:
+            what = "all_gather_into_tensor"
+            self.check_memory(what, output)
+            self.check_memory(what, tensor)
+            self.check_whole(what, "output", output, "input", tensor)
+            course = self._native.all_gather(output, tensor)
+            if course is not None:
+                return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
+        return super().all_gather_single(output, tensor, opts)
 
 
 class _Received(dist.Work):

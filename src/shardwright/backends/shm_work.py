@@ -1,8 +1,8 @@
 """When the collectives of a group in shared memory run, and what becomes of one that cannot end.
 
 They run one after the other, in the order in which they were asked for, on the thread of whoever waits first. One that
-nobody waits for yet is begun at once, so that others need not wait for this rank; a larger one, and one whose future is
-asked for, runs on a thread of the group.
+nobody waits for yet is begun at once, so that others need not wait for this rank; one to which it has to come more than
+once, unless its caller is about to wait for it, and one whose future is asked for, runs on a thread of the group.
 """
 
 from __future__ import annotations
@@ -13,35 +13,44 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from shardwright.backends.between.moving import Awaited
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.memory import DATA_BYTES, Process
 from shardwright.backends.segment.notes import Note
-from shardwright.backends.work import CollectiveWork, Task
+from shardwright.backends.work import CollectiveWork, Task, caller
 from shardwright.errors import WorldError
 
-_LOOK_S = 0.2
+_LOOK_S = 0.05  # a launcher that has seen one rank fail ends the others soon after, and tells of those that did before
 _STOP_TIMEOUT_S = 5.0
 
 
 class Course(Protocol):
     """A collective under way."""
 
+    @property
+    def one_stage(self) -> bool:
+        """Whether the others can end it, once this rank has come to it."""
+
     def advance(self, timeout_s: float) -> bool:
         """Whether it has ended; it goes on for at most so long where others do not come."""
 
 
 class ByStep:
-    """A collective as steps, each of which ends with coming to a stage."""
+    """A collective as steps, each of which ends with coming to a stage, or gives what is to be awaited from others."""
+
+    one_stage = False
 
     def __init__(self, task: Task, collectives: Collectives) -> None:
-        self._rendezvous, self._arrived = collectives.rendezvous, False
-        self._steps: Iterator[None] = iter(())
+        self._rendezvous = collectives.rendezvous
+        self._awaited: Awaited | None = None
+        self._steps: Iterator[Any] = iter(())
         self._task: Task | None = task
 
     def advance(self, timeout_s: float) -> bool:
@@ -49,13 +58,15 @@ class ByStep:
             if self._task is not None:
                 self._steps, self._task = iter(self._task()), None
             while True:
-                if self._arrived and not self._rendezvous.wait(timeout_s):
+                if self._awaited is not None and not self._awaited.wait(timeout_s):
                     return False
-                self._arrived = False
-                if next(self._steps, self) is self:
+                self._awaited = None
+                step: Any = next(self._steps, self)
+                if step is self:
                     return True
-                self._rendezvous.arrive()
-                self._arrived = True
+                if step is None:
+                    self._rendezvous.arrive()
+                self._awaited = self._rendezvous if step is None else step
 
 
 class ShmWork(CollectiveWork):
@@ -75,6 +86,10 @@ class ShmWork(CollectiveWork):
     def is_completed(self) -> bool:
         return self._done or self._lane.finish(self, 0.0)
 
+    def tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        """When nobody drives: what is called back may call collectives."""
+        self._lane.told.append((self, future))
+
     def get_future(self) -> torch.futures.Future[list[Tensor]]:
         future = super().get_future()
         if not self._done:
@@ -83,12 +98,20 @@ class ShmWork(CollectiveWork):
 
 
 class Lane:
-    """The collectives of one group on this rank."""
+    """The collectives of one group on this rank.
+
+    Attributes:
+        at_once_bytes: up to which a collective that nobody waits for yet is begun by who asks for it, not aside.
+    """
+
+    at_once_bytes = DATA_BYTES
 
     def __init__(self, collectives: Collectives, processes: Sequence[Process], timeout_s: float) -> None:
         self.collectives, self._processes, self.timeout_s = collectives, processes, timeout_s
         self.failed: WorldError | None = None
         self._asked: deque[ShmWork] = deque()
+        self.told: deque[tuple[ShmWork, torch.futures.Future[list[Tensor]]]] = deque()
+        """What has ended, and has a future that does not know of it yet."""
         self._driving = threading.Lock()
         self._queue: queue.SimpleQueue[ShmWork | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -113,25 +136,30 @@ class Lane:
         self._asked.append(work)
         if not asynchronous:
             work.wait()
-        elif nbytes > DATA_BYTES:
+        elif nbytes > self.at_once_bytes and not caller.waits:
             self.finish_aside(work)
         else:
             self.finish(work, 0.0)
+            if not (work.ended or course.one_stage or caller.waits):
+                self.finish_aside(work)
         return work
 
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
         """Whether it has ended, with all that was asked for before it; within the time, if there is one."""
-        if timeout_s is None:
-            with self._driving:
-                self._drive(work, None)
-            return True
-        end_s = time.monotonic() + timeout_s
-        if self._driving.acquire(timeout=timeout_s):
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._driving.acquire(timeout=-1 if timeout_s is None else timeout_s):
             try:
                 self._drive(work, end_s)
             finally:
                 self._driving.release()
+                self._tell()
         return work.ended
+
+    def _tell(self) -> None:
+        with suppress(IndexError):  # at its end, or where another thread was quicker
+            while self.told:
+                work, future = self.told.popleft()
+                work.complete(future)
 
     def _drive(self, last: ShmWork, end_s: float | None) -> None:
         while not last.ended:
@@ -152,7 +180,7 @@ class Lane:
                 if end_s is not None and time.monotonic() >= end_s:
                     return False
         except WorldError as error:
-            work.end(error)
+            work.end(self._refused(error))
         except BaseException as error:
             given_up = WorldError(f"rank {self.name} failed in {work.what}: {type(error).__name__}: {error}")
             self._give_up(given_up)
@@ -169,17 +197,25 @@ class Lane:
     def name(self) -> int:
         return self.collectives.names[self.collectives.rank]
 
+    def _refused(self, error: WorldError) -> WorldError:
+        """What to raise where a collective has raised this; all ranks have, and the next collectives may go well."""
+        return error
+
     def _look(self, work: ShmWork) -> None:
         """Raise `WorldError` where those who are missing will not come, or have not come for too long."""
         missing = self._missing()
         reason = next(filter(None, (self._gone(rank, work) for rank in missing)), "")
         waited_s = time.monotonic() - work.since_s
-        if not reason and missing and waited_s > self.timeout_s:
+        if not reason and missing and waited_s > self.limit_s():
             reason = self._late(missing, work, waited_s)
         if reason and not self.collectives.rendezvous.wait(0.0):
             error = WorldError(reason)
             self._give_up(error)
             raise error
+
+    def limit_s(self) -> float:
+        """How long this rank waits for others of its host."""
+        return self.timeout_s
 
     def _missing(self) -> list[int]:
         """Who has not come to the stage of this rank."""
@@ -209,11 +245,17 @@ class Lane:
 
     def _give_up(self, error: WorldError) -> None:
         """Nothing more comes of this group; the others learn why."""
-        self.failed = error
-        self.collectives.memory.leave(str(error))
+        self._leave(error)
+
+    def _leave(self, reason: WorldError) -> None:
+        self.failed = reason
+        self.collectives.memory.leave(str(reason))
 
     def finish_aside(self, work: ShmWork) -> None:
-        """On the thread of the group."""
+        """On the thread of the group. Where that itself asks, in what is called back there, at once."""
+        if threading.current_thread() is self._thread:
+            self.finish(work, None)
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
             self._thread.start()
@@ -222,6 +264,7 @@ class Lane:
     def _serve(self) -> None:
         while (work := self._queue.get()) is not None:
             self.finish(work, None)
+            del work  # nobody else may have its tensors
 
     def close(self) -> None:
         """After what has been asked for aside; the others learn that this rank comes to nothing more."""
@@ -229,7 +272,7 @@ class Lane:
             self._queue.put(None)
             self._thread.join(_STOP_TIMEOUT_S)
         if self.failed is None:
-            self._give_up(WorldError(f"rank {self.name} has left the group of the ranks {self._names}"))
+            self._leave(WorldError(f"rank {self.name} has left the group of the ranks {self._names}"))
 
     @property
     def _names(self) -> str:

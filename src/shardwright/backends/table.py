@@ -41,6 +41,18 @@ def _gloo_segments(members: int, buffer_bytes: int) -> float:
     return 2 * (members - 1) / members * min(2 * members, max(buffer_bytes // 4, 1))
 
 
+@dataclass(frozen=True)
+class Buckets:
+    """How gradients are joined for all-reduces.
+
+    ``bytes`` at most for one; a gradient with a quarter of that and more is not copied for it. ``first_bytes`` of those
+    that the backward comes to first, so that communication begins early.
+    """
+
+    bytes: int = 32 * 2**20
+    first_bytes: int = 2**20
+
+
 @dataclass(frozen=True, kw_only=True)
 class Backend:
     """What a backend can do.
@@ -49,6 +61,8 @@ class Backend:
         name: what is typed after ``--backend`` and given to `sw.init`.
         says: what stands behind the name where the choices are listed.
         device: where ranks compute that ask for it and for no device.
+        one_host: whether it is the usual one of several ranks that are all on one host.
+        instead: the name of the one that takes its place, aloud, where there is not what it needs.
         moves: the devices whose tensors it moves.
         torch_name: what torch calls it, where that is another name.
         module: the module whose ``prepare(environment)`` makes it known to torch before the ranks meet.
@@ -56,11 +70,12 @@ class Backend:
             one is an error of its connections alone.
         waits_in_turns: whether a collective can be waited for with a time limit, and then again, as if without one.
         reduce_scatters: whether its reduce-scatter is quicker than an all-to-all and a local sum.
-        bucket_bytes: as many bytes of gradients are joined for one all-reduce; a gradient with a quarter of that and
-            more is not copied for it.
-        first_bucket_bytes: the same of those that the backward comes to first, so that communication begins early.
+        buckets: how gradients are joined where all ranks share a host.
+        buckets_between: the same where they stand on several.
         infiniband: whether it goes over InfiniBand where there is one; else over TCP alone.
         within_host_by_loopback: whether ranks of one host talk through a network device, which counts their bytes.
+        host_by_host: whether ranks of several hosts meet within each first, where each has as many of them; else they
+            go as gloo's do.
         dtypes: the dtypes of the tensors that its collectives take, as torch names them; empty where they take all.
         names_network: whether it writes which network it took, as `shardwright.training.nccl_network` reads it.
         ways: how each kind of collective travels.
@@ -70,16 +85,19 @@ class Backend:
     name: str
     says: str = ""
     device: DeviceType = "cpu"
+    one_host: bool = False
+    instead: str = ""
     moves: tuple[DeviceType, ...] = ("cpu", "cuda")
     torch_name: str = ""
     module: str | None = None
     sends_messages: bool = False
     waits_in_turns: bool = False
     reduce_scatters: bool = True
-    bucket_bytes: int = 32 * 2**20
-    first_bucket_bytes: int = 2**20
+    buckets: Buckets = Buckets()
+    buckets_between: Buckets = Buckets()
     infiniband: bool = True
     within_host_by_loopback: bool = False
+    host_by_host: bool = False
     dtypes: frozenset[str] = frozenset()
     names_network: bool = False
     ways: Mapping[str, Way] = field(default_factory=lambda: _WAYS)
@@ -103,9 +121,10 @@ GLOO = Backend(
     waits_in_turns=True,
     # 4 ranks: 15 ms against 1.5 ms for 4 kB, 44-65 ms against 30-42 ms for 4 MB each.
     reduce_scatters=False,
-    # Its threads compete with the backward for the cores, and each all-reduce has a price: one large bucket at the end
-    # is quicker than several early ones (benchmarks/RESULTS.md, "Gradients in buckets").
-    first_bucket_bytes=32 * 2**20,
+    # On one host its threads compete with the backward for the cores: one large bucket at the end is quicker than
+    # several early ones. Over a network they mostly wait (benchmarks/RESULTS.md, "Gradients in buckets").
+    buckets=Buckets(first_bytes=32 * 2**20),
+    buckets_between=Buckets(4 * 2**20, first_bytes=4 * 2**20),
     infiniband=False,
     within_host_by_loopback=True,
     dtypes=_DTYPES,
@@ -126,23 +145,27 @@ MPI = Backend(
     module="shardwright.backends.mpi",
 )  # fmt: skip
 SHM = Backend(
-    name="shm", says="CPU, ranks of one host", moves=("cpu",), module="shardwright.backends.shm",
-    sends_messages=True, waits_in_turns=True, bucket_bytes=4 * 2**20, infiniband=False,
-    dtypes=_DTYPES,  # where there is no memory to share, gloo steps in
+    name="shm", says="CPU, in memory that ranks share", one_host=True, instead="gloo", moves=("cpu",),
+    module="shardwright.backends.shm", sends_messages=True, waits_in_turns=True, infiniband=False,
+    buckets=Buckets(8 * 2**20, first_bytes=4 * 2**20), buckets_between=Buckets(4 * 2**20, first_bytes=4 * 2**20),
+    host_by_host=True,
+    dtypes=_DTYPES,  # those of gloo, which may take its place
 )  # fmt: skip
 BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI, SHM)}
 
 
-def usual_backend(device: DeviceType) -> Backend:
-    """The backend of ranks that compute on such devices, where none is asked for."""
-    return next(row for row in BACKENDS.values() if row.device == device)
+def usual_backend(device: DeviceType, one_host: bool = False) -> Backend:
+    """The backend of ranks that compute on such devices, where none is asked for; several on ``one_host`` may have one
+    of their own."""
+    rows = [row for row in BACKENDS.values() if row.device == device and (one_host or not row.one_host)]
+    return max(rows, key=lambda row: row.one_host)
 
 
 def choices() -> str:
     """The backends as an error lists them.
 
     >>> choices()
-    "'gloo' (CPU), 'nccl' (GPU), 'mpi' (CPU, started by mpirun) or 'shm' (CPU, ranks of one host)"
+    "'gloo' (CPU), 'nccl' (GPU), 'mpi' (CPU, started by mpirun) or 'shm' (CPU, in memory that ranks share)"
     """
     *others, last = [f"{row.name!r} ({row.says})" for row in BACKENDS.values()]
     return f"{', '.join(others)} or {last}"

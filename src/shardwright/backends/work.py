@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-Steps = Iterable[None]
+Steps = Iterable[object]
 """A collective that begins when it is iterated over, and has ended when that has ended."""
 Task = Callable[[], Steps]
 
@@ -49,6 +49,14 @@ class Collectives(Protocol):
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter."""
 
 
+class _Caller(threading.local):
+    """Who calls collectives on a thread, so far as groups need to know it."""
+
+    waits = False
+    """Whether it waits at once for what it begins, so that no other thread need do that for it."""
+
+
+caller = _Caller()
 _ending = threading.Lock()  # where one thread asks for a future and another one ends the work
 
 
@@ -67,9 +75,14 @@ class CollectiveWork(dist.Work):
         with _ending:
             self._error, self._done, future = error, True, self._future
         if future is not None:
-            self._complete(future)
+            self.tell(future)
 
-    def _complete(self, future: torch.futures.Future[list[Tensor]]) -> None:
+    def tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        """Let who has a future know that it has ended."""
+        self.complete(future)
+
+    def complete(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        """Give it what has come of the collective; what is to be called back is called here."""
         if self._error is None:
             future.set_result(self.outputs)
         else:
@@ -109,5 +122,5 @@ class CollectiveWork(dist.Work):
                 self._future = torch.futures.Future()
             done = self._done
         if made and done:
-            self._complete(self._future)
+            self.complete(self._future)
         return self._future

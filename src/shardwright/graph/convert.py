@@ -407,12 +407,9 @@ def _scope(node: fx.Node) -> str:
 
 def _mutation(program: torch.export.ExportedProgram, spec: Any) -> CaptureError:
     node = next(node for node in program.graph.nodes if node.name == spec.arg.name)
-    what = (
-        "the batch"
-        if spec.kind is OutputKind.USER_INPUT_MUTATION
-        else f"the parameter {str(spec.target).removeprefix(_MODEL)}"
-    )
-    return CaptureError(
-        f"{what} is changed in place, at {source_of(node)}\nWork on a copy: x = x.clone(), or the operator without "
-        "the underscore."
-    )
+    if spec.kind is OutputKind.USER_INPUT_MUTATION:
+        what, advice = "the batch", "Work on a copy: x = x.clone(), or the operator without the underscore."
+    else:
+        what = f"the parameter {str(spec.target).removeprefix(_MODEL)}"
+        advice = "Change it outside of the loss function, after optimizer.step(), or keep it in a buffer of the model."
+    return CaptureError(f"{what} is changed in place, at {source_of(node)}\n{advice}")

@@ -21,7 +21,7 @@ Slices = tuple[int, ...]
 NAMES_OF_PROGRAMS = frozenset({
     "torch", "aten", "ops", "kernels", "draws",
     "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
-    "all_reduce_together",
+    "all_reduce_together", "all_gather_together",
     "step", "parameters", "buffers", "inputs", "constants", "comm", "key", "device", "reduce_gradients", "again",
     "later", "guard", "recomputed",
 })  # fmt: skip

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from shardwright.graph.ir import Node, Value
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.buckets import beside_together
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.rules.table import Column, column
 
@@ -180,7 +181,7 @@ class _Lives:
     def _has_gradient(self, instruction: Instruction) -> bool:
         if instruction.node is not None:
             return self._plan.graph.needs_gradient(instruction.node)
-        return instruction.value is not None and instruction.value.needs_gradient
+        return any(value.needs_gradient for value, _ in instruction.steps())
 
     def _gradients_of(self, instruction: Instruction) -> list[tuple[int, int]]:
         """The gradients that the backward of an instruction makes, as memory of the operand and bytes."""
@@ -188,10 +189,9 @@ class _Lives:
         if self._in_place(instruction):
             return []
         if node is None:
-            assert instruction.value is not None
-            assert instruction.step is not None
-            before = local_bytes(instruction.value, instruction.step.before, plan.mesh, rank)
-            return [(self._lies[instruction.reads[0]], before)]
+            moved = zip(instruction.reads, instruction.steps(), strict=False)  # one that is gathered again reads two
+            parts = ((name, value, step.before) for name, (value, step) in moved if value.needs_gradient)
+            return [(self._lies[name], local_bytes(value, layout, plan.mesh, rank)) for name, value, layout in parts]
         found: list[tuple[int, int]] = []
         for i, name in enumerate(node.operands):
             value: Value = plan.capture.values[name]
@@ -205,5 +205,7 @@ class _Lives:
 def _buffers(instruction: Instruction, program: LocalProgram, *, backward: bool = False) -> int:
     """What the collectives of an instruction take beside what they start from and result in."""
     wanted = "backward" if backward else "forward"
-    found = (c.bytes for _, way, c in instruction.collectives(program.mesh) if way == wanted and c.kind != "all_reduce")
-    return max(found, default=0)
+    moving = (c for _, way, c in instruction.collectives(program.mesh) if way == wanted and c.kind != "all_reduce")
+    if instruction.kind == "joined":
+        return sum(beside_together(collective, program.mesh) for collective in moving)
+    return max((collective.bytes for collective in moving), default=0)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
-from shardwright.plan.pricing.buckets import Entering, in_buckets
+from shardwright.plan.pricing.buckets import Entering, Gathered, in_buckets, in_gathers, small_gather
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.world.gradients import BUCKET_BYTES
 
@@ -27,6 +27,8 @@ def join_buckets(
     needed; its backward begins its reduction as soon as all its gradients are there, while the rest of the backward
     goes on to earlier layers. It is waited for in the backward of ``later``, with which the program begins: what is
     made first is what autograd comes to last. The bucket that the backward fills first has ``first_bytes`` at most.
+
+    A single bucket behind which nothing is left of the backward is waited for at once, without ``later``.
     """
     parameters = set(program.parameters)
     entering = [
@@ -37,15 +39,22 @@ def join_buckets(
     if not entering:
         return program
     groups = in_buckets([_entering(instruction, program.mesh) for instruction in entering], limit_bytes, first_bytes)
-    buckets = {id(entering[members[0]]): _bucket([entering[i] for i in members]) for members in groups}
+    ends = len(groups) == 1 and not _trained_before(entering[0], program)
+    buckets = {id(entering[members[0]]): _bucket([entering[i] for i in members], ends) for members in groups}
     joined = {id(instruction) for instruction in entering}
     instructions = [
         buckets.get(id(instruction), instruction)
         for instruction in program.instructions
         if id(instruction) in buckets or id(instruction) not in joined
     ]
-    later = _later([instruction for instruction in instructions if instruction.kind == "bucket"])
-    return dataclasses.replace(program, instructions=(later, *_before_blocks(instructions)))
+    later = [] if ends else [_later([instruction for instruction in instructions if instruction.kind == "bucket"])]
+    return dataclasses.replace(program, instructions=(*later, *_before_blocks(instructions)))
+
+
+def _trained_before(first: Instruction, program: LocalProgram) -> bool:
+    """Whether something of which the backward makes gradients comes before an instruction."""
+    before = program.instructions[: program.instructions.index(first)]
+    return any(name in program.parameters for instruction in before for name in instruction.reads)
 
 
 def _entering(instruction: Instruction, mesh: Mesh) -> Entering:
@@ -65,13 +74,14 @@ def _before_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
     return [*found, *inside]
 
 
-def _bucket(members: Sequence[Instruction]) -> Instruction:
+def _bucket(members: Sequence[Instruction], ends: bool) -> Instruction:
+    """The joined reductions; of parameters as ``later`` gives them unless the backward ``ends`` with this bucket."""
     pairs = tuple(pair for member in members for pair in member.steps())
     axes = pairs[0][1].axes
-    late = tuple(f"{member.outputs[0]}_late" for member in members)
-    named = ", ".join(f"{member.reads[0]}={name}" for member, name in zip(members, late, strict=True))
+    reads = tuple(member.reads[0] if ends else f"{member.outputs[0]}_late" for member in members)
+    named = ", ".join(f"{member.reads[0]}={name}" for member, name in zip(members, reads, strict=True))
     outputs = tuple(member.outputs[0] for member in members)
-    return Instruction("bucket", outputs, late, f"reduce_gradients(comm, {axes!r}, {named})", bucket=pairs)
+    return Instruction("bucket", outputs, reads, f"reduce_gradients(comm, {axes!r}, {named})", bucket=pairs)
 
 
 def _later(buckets: Sequence[Instruction]) -> Instruction:
@@ -169,4 +179,39 @@ def _sum_of(members: Sequence[Instruction]) -> Instruction:
     pairs = tuple(pair for member in members for pair in member.steps())
     outputs, reads = (tuple(getattr(member, name)[0] for member in members) for name in ("outputs", "reads"))
     text = f"all_reduce_together(comm, {pairs[0][1].axes!r}, {', '.join(reads)})"
+    return Instruction("joined", outputs, reads, text, bucket=pairs)
+
+
+def join_gathers(program: LocalProgram) -> LocalProgram:
+    """Join the all-gathers of small parameters that are stored split, where they are kept until the backward.
+
+    All of them are there before the program begins. Those over the same axes, of one dtype and one adjoint are gathered
+    where the first one is needed; their gradients are added up and scattered together when the backward has them all.
+    """
+    found = [(instruction, _small_gather(instruction, program)) for instruction in program.instructions]
+    small = [(instruction, gathered) for instruction, gathered in found if gathered is not None]
+    groups = in_gathers([gathered for _, gathered in small])
+    joined = [[small[i][0] for i in members] for members in groups if len(members) > 1]
+    first = {id(members[0]): _gather_of(members) for members in joined}
+    others = {id(member) for members in joined for member in members[1:]}
+    instructions = [first.get(id(i), i) for i in program.instructions if id(i) not in others]
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+def _small_gather(instruction: Instruction, program: LocalProgram) -> Gathered | None:
+    value, step = instruction.value, instruction.step
+    if value is None or step is None or instruction.again or instruction.block:
+        return None
+    return small_gather(value, step, program.mesh) if instruction.reads[0] in program.parameters else None
+
+
+def _gather_of(members: Sequence[Instruction]) -> Instruction:
+    pairs = tuple(pair for member in members for pair in member.steps())
+    texts = []
+    for member, (value, step) in zip(members, pairs, strict=True):
+        how = {name: given for name, given in step.arguments(value.shape).items() if name not in ("axes", "adjoint")}
+        texts.append(f"({member.reads[0]}, {how!r})")
+    outputs, reads = (tuple(getattr(member, name)[0] for member in members) for name in ("outputs", "reads"))
+    axes, adjoint = pairs[0][1].axes, pairs[0][1].adjoint
+    text = f"all_gather_together(comm, {axes!r}, {adjoint!r}, {', '.join(texts)})"
     return Instruction("joined", outputs, reads, text, bucket=pairs)

@@ -111,11 +111,11 @@ def _parts(cut: Cut, mesh: Mesh, rank: int) -> Parts:
     return Parts(tuple(ranges.values()), ranges[rank], widest, last - first, even)
 
 
-def _narrow(x: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
+def narrow(x: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
     return x.narrow(dim, rows[0], rows[1] - rows[0])
 
 
-def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
+def padded(x: Tensor, dim: int, rows: int) -> Tensor:
     """A contiguous tensor with ``rows`` rows, the added ones zero."""
     missing = rows - x.shape[dim]
     if not missing:
@@ -123,15 +123,15 @@ def _padded(x: Tensor, dim: int, rows: int) -> Tensor:
     return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
 
 
-def _cut(x: Tensor, dim: int, parts: Parts) -> Tensor:
+def cut_up(x: Tensor, dim: int, parts: Parts) -> Tensor:
     """What each member is to have of ``x``, padded, as the rows of a contiguous tensor: ``x`` itself, if need be."""
     if parts.even:
         apart = x.reshape(*x.shape[:dim], len(parts.ranges), parts.widest, *x.shape[dim + 1 :])
         return apart.movedim(dim, 0).contiguous()
-    return torch.stack([_padded(_narrow(x, dim, rows), dim, parts.widest) for rows in parts.ranges])
+    return torch.stack([padded(narrow(x, dim, rows), dim, parts.widest) for rows in parts.ranges])
 
 
-def _gathered(everyone: Tensor, dim: int, parts: Parts) -> Tensor:
+def put_together(everyone: Tensor, dim: int, parts: Parts) -> Tensor:
     """What `_joined` makes of the rows of a tensor; even parts of dim 0 lie there as they shall.
 
     Autograd is not to take it for a view, which a program could not write to.
@@ -144,10 +144,10 @@ def _gathered(everyone: Tensor, dim: int, parts: Parts) -> Tensor:
 def _joined(pieces: Sequence[Tensor], dim: int, parts: Parts) -> Tensor:
     """The members' padded pieces in the order of their rows, which is not rank order where a dim's axes are not."""
     order = sorted(range(len(pieces)), key=lambda member: parts.ranges[member])
-    return torch.cat([_narrow(pieces[m], dim, (0, parts.ranges[m][1] - parts.ranges[m][0])) for m in order], dim)
+    return torch.cat([narrow(pieces[m], dim, (0, parts.ranges[m][1] - parts.ranges[m][0])) for m in order], dim)
 
 
-def _check(x: Tensor, cut: Cut, rows: int, comm: Communicator) -> None:
+def check_rows(x: Tensor, cut: Cut, rows: int, comm: Communicator) -> None:
     if x.shape[cut.dim] != rows:
         raise LoweringError(
             f"rank {comm.rank} holds {x.shape[cut.dim]} rows of dim {cut.dim} where {rows} were expected: "
@@ -160,44 +160,44 @@ def _check(x: Tensor, cut: Cut, rows: int, comm: Communicator) -> None:
 
 def _gather(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
     parts = cut.parts(comm)
-    _check(x, cut, parts.mine[1] - parts.mine[0], comm)
-    return _gathered(comm.all_gather(_padded(x, cut.dim, parts.widest), cut.axes), cut.dim, parts)
+    check_rows(x, cut, parts.mine[1] - parts.mine[0], comm)
+    return put_together(comm.all_gather(padded(x, cut.dim, parts.widest), cut.axes), cut.dim, parts)
 
 
-def _take(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+def take(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
     """A copy: a view would keep the whole alive for as long as its part is needed."""
     parts = cut.parts(comm)
-    _check(x, cut, parts.total, comm)
-    return _narrow(x, cut.dim, parts.mine).clone(memory_format=torch.contiguous_format)
+    check_rows(x, cut, parts.total, comm)
+    return narrow(x, cut.dim, parts.mine).clone(memory_format=torch.contiguous_format)
 
 
 def _scatter_sum(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
     parts = cut.parts(comm)
-    _check(x, cut, parts.total, comm)
-    _check_summable(x)
-    mine = comm.reduce_scatter(_cut(x, cut.dim, parts), cut.axes)
-    return _narrow(mine, cut.dim, (0, parts.mine[1] - parts.mine[0])).contiguous()
+    check_rows(x, cut, parts.total, comm)
+    check_summable(x)
+    mine = comm.reduce_scatter(cut_up(x, cut.dim, parts), cut.axes)
+    return narrow(mine, cut.dim, (0, parts.mine[1] - parts.mine[0])).contiguous()
 
 
 def _exchange(x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor:
     """Gather ``source`` and cut ``target`` at once."""
     held, wanted = source.parts(comm), target.parts(comm)
-    _check(x, source, held.mine[1] - held.mine[0], comm)
-    _check(x, target, wanted.total, comm)
-    x = _padded(x, source.dim, held.widest)
-    pieces = [_padded(_narrow(x, target.dim, rows), target.dim, wanted.widest) for rows in wanted.ranges]
+    check_rows(x, source, held.mine[1] - held.mine[0], comm)
+    check_rows(x, target, wanted.total, comm)
+    x = padded(x, source.dim, held.widest)
+    pieces = [padded(narrow(x, target.dim, rows), target.dim, wanted.widest) for rows in wanted.ranges]
     whole = _joined(comm.all_to_all(pieces, source.axes), source.dim, held)
-    return _narrow(whole, target.dim, (0, wanted.mine[1] - wanted.mine[0])).contiguous()
+    return narrow(whole, target.dim, (0, wanted.mine[1] - wanted.mine[0])).contiguous()
 
 
 def _summed(x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
     """In a copy: others may read ``x`` too, and a gradient can be expanded or shared between branches."""
-    _check_summable(x)
+    check_summable(x)
     copy = comm.empty(x.numel(), x, axes).view(x.shape).detach()  # which autograd does not take for a view
     return comm.all_reduce(copy.copy_(x), axes)
 
 
-def _check_summable(x: Tensor) -> None:
+def check_summable(x: Tensor) -> None:
     if x.dtype == torch.bool:
         raise LoweringError("a tensor of bools cannot be a partial sum; convert it to an integer type first")
 
@@ -214,7 +214,7 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        adjoint = _scatter_sum if ctx.adjoint == "reduce_scatter" else _take
+        adjoint = _scatter_sum if ctx.adjoint == "reduce_scatter" else take
         return adjoint(gradient, ctx.comm, ctx.cut), None, None, None
 
 
@@ -222,7 +222,7 @@ class Slice(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
         ctx.comm, ctx.cut = comm, cut
-        return _take(x, comm, cut)
+        return take(x, comm, cut)
 
     @staticmethod
     @once_differentiable
@@ -262,19 +262,6 @@ class AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return gradient, None, None
-
-
-class AllReduceTogether(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, comm: Communicator, axes: Axes, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        for x in tensors:
-            _check_summable(x)
-        return tuple(comm.all_reduce_together([x.contiguous() for x in tensors], axes))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *gradients
 
 
 class Enter(torch.autograd.Function):
@@ -348,12 +335,6 @@ def all_to_all(
 def all_reduce(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
     """The sum over ``axes``, in a new tensor. Backward: nothing."""
     return _apply(AllReduce, x, comm, axes)
-
-
-def all_reduce_together(comm: Communicator, axes: Axes, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The sum of each of some small tensors over ``axes``, in new tensors. Backward: nothing."""
-    sums: tuple[Tensor, ...] = AllReduceTogether.apply(comm, axes, *tensors)  # type: ignore[no-untyped-call]
-    return sums
 
 
 def enter(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.backends.group import backends_of
 from shardwright.backends.table import Backend, backend_moving
 from shardwright.errors import LoweringError, WorldError
 from shardwright.mesh.carried import moved, summed_as
@@ -21,6 +23,8 @@ from shardwright.world.lockstep import Lockstep
 # torch 2.13 gave these new names and deprecated the old ones, which are all that 2.11 has.
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+_ALIGNED = 16  # bytes, of the widest dtype
 
 
 def _plainly(collective: Callable[..., object], *tensors: Tensor | list[Tensor], group: dist.ProcessGroup) -> None:
@@ -35,10 +39,29 @@ def _start_plainly(
     return work.wait
 
 
-def _sum_of_bytes(everyone: Tensor, like: Tensor) -> Tensor:
-    """The sum of tensors of one dtype and shape, of which each row has the bytes of one."""
-    rows = everyone.clone(memory_format=torch.contiguous_format).view(like.dtype)
-    return rows.sum(0, dtype=like.dtype).view(like.shape)
+class _Packed:
+    """Small tensors of any dtypes, one behind the other in a row of bytes, which serves for all that are alike."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        lengths = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
+        self.row = torch.zeros(sum(lengths), dtype=torch.uint8, device=tensors[0].device)
+        starts = [0, *accumulate(lengths)][: len(tensors)]
+        self._places = [(start, tensor.nbytes, tensor.dtype) for start, tensor in zip(starts, tensors, strict=True)]
+        self._parts = [
+            self.row.narrow(0, start, nbytes).view(dtype).view(tensor.shape)
+            for tensor, (start, nbytes, dtype) in zip(tensors, self._places, strict=True)
+        ]
+
+    def write(self, tensors: Sequence[Tensor]) -> None:
+        for part, tensor in zip(self._parts, tensors, strict=True):
+            part.copy_(tensor)
+
+    def sums(self, rows: Tensor) -> list[Tensor]:
+        """Of the tensors that all ranks have written, each of them a row."""
+        return [
+            rows.narrow(1, start, nbytes).view(dtype).sum(0, dtype=dtype).view(part.shape)
+            for part, (start, nbytes, dtype) in zip(self._parts, self._places, strict=True)
+        ]
 
 
 def _done() -> None:
@@ -73,11 +96,13 @@ class ProcessCommunicator:
                 f"the mesh {mesh} has {mesh.size} devices, the world {dist.get_world_size()} ranks; "
                 f"launch {mesh.size} ranks or choose a mesh of {dist.get_world_size()}"
             )
-        self.mesh = mesh
+        self.mesh, self._size = mesh, mesh.size
         self.rank = dist.get_rank()
         self._shared = SharedGroups.of_world()
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
+        self._along: dict[Axes, dist.ProcessGroup] = {}  # those of them that were asked for, as they were
         self._backends: dict[tuple[str, dist.ProcessGroup], Backend] = {}
+        self._packed: dict[tuple[tuple[torch.device, torch.dtype, torch.Size], ...], _Packed] = {}
         self._pulse = own_pulse()
         self._come: Callable[..., Tensor | None] = lockstep.come if lockstep is not None else _come
         self._run: Callable[..., None] = lockstep.run if lockstep is not None else _plainly
@@ -94,23 +119,28 @@ class ProcessCommunicator:
         """Give the groups back."""
         self._shared.give_back(self.mesh, map(tuple, self._groups))
         self._groups.clear()
+        self._along.clear()
         self._backends.clear()
 
     def _group(self, axes: Axes) -> dist.ProcessGroup | None:
         """The group along ``axes``, to talk to now; None where it is this rank alone."""
+        if (known := self._along.get(axes)) is not None:
+            self._come()
+            return known
         if self.mesh.extent(axes) == 1:
             return None
         self._come()
         if frozenset(axes) not in self._groups:
             ready = ", ".join("·".join(self.mesh.ordered(known)) for known in self._groups) or "nothing"
             raise LoweringError(f"no group over {'·'.join(axes)} on the mesh {self.mesh}; prepared: {ready}")
-        return self._groups[frozenset(axes)]
+        found = self._along[axes] = self._groups[frozenset(axes)]
+        return found
 
     def _backend(self, tensor: Tensor, group: dist.ProcessGroup) -> Backend:
         """What moves such a tensor in a group."""
         key = tensor.device.type, group
         if key not in self._backends:
-            self._backends[key] = backend_moving(tensor.device.type, str(dist.get_backend(group)))
+            self._backends[key] = backend_moving(tensor.device.type, backends_of(group))
         return self._backends[key]
 
     def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
@@ -135,9 +165,13 @@ class ProcessCommunicator:
             flat = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), axes)
             sums = torch.split(flat, [tensor.numel() for tensor in tensors])
             return [part.view(tensor.shape) for tensor, part in zip(tensors, sums, strict=True)]
-        packed = torch.cat([tensor.reshape(-1).view(torch.uint8) for tensor in tensors])
-        parts = torch.split(self.all_gather(packed, axes), [tensor.nbytes for tensor in tensors], 1)
-        return [_sum_of_bytes(part, tensor) for tensor, part in zip(tensors, parts, strict=True)]
+        kinds = tuple([(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors])
+        packed = self._packed.get(kinds)
+        if packed is None:
+            with torch.inference_mode(False):  # in which later calls may be made
+                packed = self._packed[kinds] = _Packed(tensors)
+        packed.write(tensors)
+        return packed.sums(self.all_gather(packed.row, axes))
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         group = self._group(axes)
@@ -156,7 +190,7 @@ class ProcessCommunicator:
         return finish
 
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
-        if self.mesh.extent(axes) == self.mesh.size > 1 and (rows := self._come(tensor)) is not None:
+        if self.mesh.extent(axes) == self._size > 1 and (rows := self._come(tensor)) is not None:
             return rows
         group = self._group(axes)
         if group is None:

@@ -160,6 +160,11 @@ def copies(steps: Sequence[Step]) -> bool:
     return any(step.kind != "enter" for step in steps)
 
 
+def enters(steps: Sequence[Step]) -> bool:
+    """Whether a value stays as it is and its gradient is summed."""
+    return [step.kind for step in steps] == ["enter"]
+
+
 def moves_alone(steps: Sequence[Step]) -> bool:
     """Whether these steps sum nothing, so that to do them twice gives the same to the last bit."""
     return all(step.kind in ("all_gather", "all_to_all", "slice", "enter") for step in steps)

@@ -16,13 +16,17 @@ def fixed_leaves(
 ) -> dict[str, Sequence[Layout]]:
     """The leaves whose layout is given: inputs as asked for, buffers and constants replicated, stored parameters."""
     found: dict[str, Sequence[Layout]] = {}
+    alone: dict[Layout, Sequence[Layout]] = {}  # equal ones are one object
     for value in capture.values.values():
         if value.kind in ("buffer", "constant"):
-            found[value.name] = (Layout.replicated(len(value.shape)),)
+            layout = Layout.replicated(len(value.shape))
         elif value.kind == "input":
-            found[value.name] = (_input_layout(value, capture, mesh, inputs, every_rank),)
+            layout = _input_layout(value, capture, mesh, inputs, every_rank)
         elif value.kind == "parameter" and value.name in storage:
-            found[value.name] = (storage[value.name],)
+            layout = storage[value.name]
+        else:
+            continue
+        found[value.name] = alone.setdefault(layout, (layout,))
     if isinstance(inputs, Mapping):
         labels = [value.label for value in capture.of_kind("input")]
         unknown = sorted(set(inputs) - set(labels))

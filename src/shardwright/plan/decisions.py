@@ -8,7 +8,7 @@ are both derived from `transfers`, so that nothing is priced that is not run, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import ClassVar, Self
@@ -22,7 +22,7 @@ from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.pricing.memory import Kept, local_bytes, repeatable
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
-from shardwright.plan.pricing.targets import Target, made_by, target_of
+from shardwright.plan.pricing.targets import Target, made_by, target_of, the_one
 from shardwright.rules.notation import Strategy
 
 
@@ -111,22 +111,18 @@ class Decisions:
         Raises:
             PlanError: where no sequence of collectives leads from one layout to the other.
         """
-        found: dict[tuple[str, Target], list[tuple[str, int]]] = {}
+        found: dict[tuple[str, int], tuple[Target, list[tuple[str, int]]]] = {}  # equal targets are one object
         for node in self.capture.nodes:
             for index, value in enumerate(node.operands):
-                found.setdefault((value, self.target(node, index)), []).append((node.name, index))
+                target = self.target(node, index)
+                found.setdefault((value, id(target)), (target, []))[1].append((node.name, index))
         for i, (value, layout) in enumerate(self.outputs.items()):
-            found.setdefault((value, Target(layout)), []).append(("", i))
-        steps = cache(self._steps)  # equal layers have equal ones
+            target = the_one(self.graph, Target(layout), self.mesh)
+            found.setdefault((value, id(target)), (target, []))[1].append(("", i))
+        steps = self._shared_steps()
         return tuple(
-            Transfer(
-                value,
-                target,
-                steps(self.capture.values[value].shape, self.layout(value), target),
-                tuple(uses),
-                self._gradient(value, uses),
-            )
-            for (value, target), uses in found.items()
+            Transfer(value, target, steps(value, target), tuple(uses), self._gradient(value, uses))
+            for (value, _), (target, uses) in found.items()
         )
 
     @cached_property
@@ -137,6 +133,20 @@ class Decisions:
     def _gradient(self, value: str, uses: Sequence[tuple[str, int]]) -> bool:
         differentiated = value == self.capture.loss or any(node for node, _ in uses)
         return differentiated and self.capture.values[value].needs_gradient
+
+    def _shared_steps(self) -> Callable[[str, Target], tuple[Step, ...]]:
+        """The steps that bring a value to a target, by its name; those of equal layers are one object."""
+        known: dict[Hashable, tuple[Step, ...]] = {}  # by the very layouts: quicker to look up than equal ones
+        equal = cache(self._steps)
+
+        def steps(value: str, target: Target) -> tuple[Step, ...]:
+            shape, layout = self.capture.values[value].shape, self.layout(value)
+            key = shape, id(layout), id(target)
+            if key not in known:
+                known[key] = equal(shape, layout, target)
+            return known[key]
+
+        return steps
 
     def _steps(self, shape: tuple[int, ...], layout: Layout, target: Target) -> tuple[Step, ...]:
         return redistribute(layout, target.layout, target.gradient_partial, shape, self.mesh)
@@ -219,8 +229,8 @@ class Decisions:
         A transfer that others need, too, or that makes what is kept smaller, is done before the block, which is given
         the result.
         """
-        block = self.block_of.get(transfer.consumers[0][0], "")
-        if not block or not transfer.steps:
+        block = self.block_of.get(transfer.consumers[0][0], "") if transfer.steps else ""
+        if not block:
             return ""
         maker = self.graph.producers.get(transfer.value)
         if maker is not None and self.block_of.get(maker[0].name) == block:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass, fields, replace
 
 from shardwright.graph.ir import Node, Value
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import copies
-from shardwright.plan.decisions import Decisions
+from shardwright.plan.decisions import Decisions, Transfer
 from shardwright.plan.pricing.blocks import Block
+from shardwright.plan.pricing.buckets import Gathered, in_gathers, small_gather, together_bytes
 from shardwright.plan.pricing.cost import reduced_in_buckets
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.plan.pricing.optimizers import OptimizerStates
@@ -21,8 +24,8 @@ class Held:
     """Bytes of one device, by what they are for.
 
     ``activations`` are what autograd keeps from the forward for the backward; ``buffers`` those of the model and what
-    it closes over; ``communication`` is the largest buffer of a collective, and ``recomputed`` what the backward makes
-    again of the block that has most of it.
+    it closes over; ``communication`` is the largest buffer of a collective, or of one that gathers small parameters
+    these and its buffers; and ``recomputed`` what the backward makes again of the block that has most of it.
     """
 
     parameters: int
@@ -61,14 +64,16 @@ class Memory:
 
     def __init__(self, plan: Decisions, rank: int = 0) -> None:
         self._rank, values = rank, plan.capture.values.values()
-        leaves = {v.name: local_bytes(v, plan.leaves[v.name], plan.mesh, rank) for v in values if v.kind != "result"}
+        size_of = _sizing(plan.mesh, rank)
+        leaves = {v.name: size_of(v, plan.leaves[v.name]) for v in values if v.kind != "result"}
         self._leaves: Counter[str] = Counter()
         for name, size in leaves.items():
             self._leaves[plan.capture.values[name].kind] += size
         self._trained = [leaves[value.name] for value in plan.capture.of_kind("parameter") if value.needs_gradient]
-        self._communication = _largest_buffer(plan)
+        self._largest_buffer = _largest_buffer(plan)
+        self._small_gathers = list(_small_gathers(plan))
         self._moved = dict(_moved(plan))
-        self._sizes = dict(_sizes(plan, self._moved, rank))
+        self._sizes = dict(_sizes(plan, self._moved, size_of))
         self._last: tuple[frozenset[tuple[str, int]], _Lying] | None = None
 
     def held(self, plan: Decisions, optimizer: OptimizerStates) -> Held:
@@ -80,9 +85,16 @@ class Memory:
             activations=sum(self._saved(plan).values()),
             buffers=self._leaves["buffer"] + self._leaves["constant"],
             inputs=self._leaves["input"],
-            communication=self._communication,
+            communication=max(self._largest_buffer, self._gathered_together(plan)),
             recomputed=max(self.remade(plan).values(), default=0),
         )
+
+    def _gathered_together(self, plan: Decisions) -> int:
+        """The most that is there of small parameters which programs gather together."""
+        found = [one for one in self._small_gathers if _gathers_once(one[0], plan)]
+        groups = in_gathers([gathered for _, _, gathered in found])
+        moved = ([(found[i][1], found[i][0].steps[0]) for i in members] for members in groups)
+        return max((together_bytes(of, plan.mesh) for of in moved), default=0)
 
     def remade(self, plan: Decisions) -> dict[str, int]:
         """What the backward makes again and then holds of each block, by its name, beside what the block is given."""
@@ -181,15 +193,45 @@ def _moved(plan: Decisions) -> Iterator[tuple[tuple[str, int], Storage]]:
             yield from ((use, ("moved", at)) for use in transfer.consumers if use[0])
 
 
-def _sizes(plan: Decisions, moved: Mapping[tuple[str, int], Storage], rank: int) -> Iterator[tuple[Storage, int]]:
+def _sizing(mesh: Mesh, rank: int) -> Callable[[Value, Layout], int]:
+    """What says how large a rank's part of a value is, once for all that are alike, as long as their layouts live."""
+    known: dict[Hashable, int] = {}
+
+    def size_of(value: Value, layout: Layout) -> int:
+        key = value.shape, value.dtype, id(layout)
+        if key not in known:
+            known[key] = local_bytes(value, layout, mesh, rank)
+        return known[key]
+
+    return size_of
+
+
+def _sizes(
+    plan: Decisions, moved: Mapping[tuple[str, int], Storage], size_of: Callable[[Value, Layout], int]
+) -> Iterator[tuple[Storage, int]]:
     """How large it is where something is made, and where something is moved."""
     for node in plan.capture.nodes:
         if node.name not in plan.kept.views:
             for name in node.results:
-                yield ("made", name), local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh, rank)
+                yield ("made", name), size_of(plan.capture.values[name], plan.layout(name))
     for (name, index), storage in moved.items():
         transfer = plan.way[name, index]
-        yield storage, local_bytes(plan.capture.values[transfer.value], transfer.target.layout, plan.mesh, rank)
+        yield storage, size_of(plan.capture.values[transfer.value], transfer.target.layout)
+
+
+def _small_gathers(plan: Decisions) -> Iterator[tuple[Transfer, Value, Gathered]]:
+    """The transfers, and of what, that begin with a gather which may be joined with others."""
+    for transfer in plan.transfers:
+        value = plan.capture.values[transfer.value]
+        if value.kind == "parameter" and transfer.steps:
+            value = replace(value, needs_gradient=transfer.gradient)
+            if (gathered := small_gather(value, transfer.steps[0], plan.mesh)) is not None:
+                yield transfer, value, gathered
+
+
+def _gathers_once(transfer: Transfer, plan: Decisions) -> bool:
+    """Whether the backward does not do the first step again."""
+    return not plan.block_of_transfer(transfer) and not (len(transfer.steps) == 1 and plan.gathers_again(transfer))
 
 
 def _largest_buffer(plan: Decisions) -> int:
@@ -199,14 +241,15 @@ def _largest_buffer(plan: Decisions) -> int:
     seen: set[Hashable] = set()
     for transfer in plan.transfers:
         value: Value = plan.capture.values[transfer.value]
-        alike = value.shape, value.dtype, transfer.gradient, transfer.steps
+        alike = value.shape, value.dtype, transfer.gradient, id(transfer.steps)  # those of equal layers are one object
         if reduced_in_buckets(value, transfer.steps):
             joined[transfer.steps[0].axes, value.dtype] += plan.bytes_of(value)
         elif transfer.steps and alike not in seen:
             seen.add(alike)
             found = (priced.collective.bytes for priced in plan.transfer_collectives(transfer))
             largest = max(largest, *found, 0)
-    for node in plan.capture.nodes:
-        inside = plan.graph.collectives_inside(node, plan.strategies[node.name], plan.mesh)
+    inside_of = {(plan.graph.alike[node.name], plan.strategies[node.name]): node for node in plan.capture.nodes}
+    for (_, strategy), node in inside_of.items():
+        inside = plan.graph.collectives_inside(node, strategy, plan.mesh)
         largest = max([largest, *(collective.bytes for way in inside for collective in way)])
     return max([largest, *(min(size, BUCKET_BYTES) for size in joined.values())])

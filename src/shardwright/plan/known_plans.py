@@ -13,6 +13,7 @@ from dataclasses import replace
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.buckets import SMALL_WHOLE_BYTES
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
@@ -29,11 +30,12 @@ def data_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:
 def fully_sharded(graph: RuledGraph, request: PlanRequest) -> Plan:
     """As data parallel, but each parameter is stored in as many parts as there are devices, and gathered at its use.
 
-    The backward gathers it again, as that of FSDP does.
+    The backward gathers it again, as that of FSDP does, unless it is so small that this would save nothing.
     """
-    plan = data_parallel(graph, request)
-    stored = {value.name: in_parts(value, plan.mesh) for value in graph.capture.of_kind("parameter")}
-    return replace(plan, leaves={**plan.leaves, **stored}, again=frozenset(stored))
+    plan, parameters = data_parallel(graph, request), graph.capture.of_kind("parameter")
+    stored = {value.name: in_parts(value, plan.mesh) for value in parameters}
+    again = frozenset(value.name for value in parameters if value.bytes > SMALL_WHOLE_BYTES)
+    return replace(plan, leaves={**plan.leaves, **stored}, again=again)
 
 
 def tensor_parallel(graph: RuledGraph, request: PlanRequest) -> Plan:

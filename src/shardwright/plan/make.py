@@ -26,6 +26,8 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.boundary import fixed_leaves, output_layouts
 from shardwright.plan.explain import holds, in_unit
+from shardwright.plan.minima.exact import TooWide
+from shardwright.plan.minima.narrow import NothingBelow
 from shardwright.plan.plan import Plan
 from shardwright.plan.prices import cheapest_with_hidden, gathered_again, repeated_costs
 from shardwright.plan.pricing.cost import Objective, Seconds
@@ -35,20 +37,21 @@ from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MODES, SEARCHES, Search
 from shardwright.plan.searching.budget import Budget, OverBudget
 from shardwright.plan.searching.data import data_parallel
-from shardwright.plan.searching.exact import TooWide
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.narrow import NothingBelow
 from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.recursive import recursive
 from shardwright.plan.searching.search import least_cost, search
 from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.spaces import blocks_for, in_parts, meshes_for, space_of, tensor_space
-from shardwright.words import in_bytes
+from shardwright.words import in_bytes, typed_bytes
 
 # A gap of such a share is none. On more than few axes propagation, which takes as long as the search, is not asked:
 # what it may choose is searched by itself there, and for seconds.
 EQUAL = 1e-9
-LAST = 3  # plans whose decisions may be asked about again
+# A gap of another way to plan that is worth no further price of a byte, and how far prices are apart where that
+# minimises something else.
+FAR, APART = 1e-2, 5e-2
+LAST = 8  # plans whose decisions may be asked about again
 
 
 def make_plan(capture: Capture, request: PlanRequest) -> Plan:
@@ -156,6 +159,7 @@ class _Meshes:
         """Search these meshes for what costs less than what was found."""
         for weighing in weighings:
             self._said.append(f"{weighing.mesh} {self._searched(weighing)}")
+            weighing.forget()
 
     def _searched(self, weighing: Weighing) -> str:
         """What is to be said of a mesh; a plan that costs less than the one that is there takes its place."""
@@ -167,6 +171,10 @@ class _Meshes:
         except NothingBelow as nothing:
             self._bounds.append(min(nothing.bound, below))
             return f"has no cheaper plan: nothing on it costs less than {in_unit(nothing.bound, row)}"
+        except OverBudget as over:
+            self._errors.append((weighing.mesh, over))
+            self._bounds.append(over.bound)
+            return f"has no plan that fits: the one that holds least holds {in_bytes(over.least_bytes)}"
         except PlanError as error:
             self._errors.append((weighing.mesh, error))
             self._bounds += [weighing.least] if isinstance(error, TooWide) else []
@@ -194,8 +202,11 @@ class _Meshes:
         if self._best is not None:
             several = tuple(self._said) if len(self._said) > 1 else ()
             return replace(self._best, bound=self._best.bound and min(self._bounds), considered=several)
-        for _, error in self._errors:
-            if isinstance(error, OverBudget | StrategyError):
+        errors = [error for _, error in self._errors]
+        if over := [error for error in errors if isinstance(error, OverBudget)]:
+            raise min(over, key=lambda error: error.least_bytes)
+        for error in errors:
+            if isinstance(error, StrategyError):
                 raise error
         mesh, error = self._errors[-1]
         raise PlanError(f"no plan was found on the mesh {mesh}: {error}; try fewer axes, as in mesh='dp=4,tp=2'")
@@ -234,7 +245,17 @@ class Weighing:
     @cached_property
     def least(self) -> float:
         """What the operators alone cost at least."""
-        return least_cost(self._space, self._objective)
+        return least_cost(self._space, self.known)
+
+    @cached_property
+    def known(self) -> Known:
+        """What searches have worked out here, for those that follow."""
+        return Known(self._space.graph, self._objective, self.mesh)
+
+    def forget(self) -> None:
+        """Leave what was worked out for searches, which takes more memory than all else, once these were made."""
+        self._last = []
+        self.__dict__.pop("known", None)
 
     def budget(self) -> Budget | None:
         """What a device may hold; None where that is not limited."""
@@ -245,39 +266,44 @@ class Weighing:
             request.memory,
             request.optimizer,
             lambda choice: self.plan(choice).held.total,
-            lambda choice: _too_much(self.plan(choice)),
+            lambda choice, bound: self.refusal([choice], bound),
             self.settle,
             self.fewest,
             self.price,
             once=bool(self.price),
         )
 
-    def first(self, row: Search, below: float = math.inf) -> Choice:
-        """What the search finds.
+    def first(self, row: Search, below: float = math.inf, *, divides: bool = False) -> Choice:
+        """What the search finds; with ``divides`` it looks closer where a budget leaves a gap.
 
         Raises:
             NothingBelow: where no choice was found that costs less than ``below``.
             PlanError: where there is none at all, or none that fits.
         """
-        space, objective, budget = self._space, self._objective, self.budget()
-        choice = recursive(space, objective, budget) if row.by_axes else search(space, objective, budget, below)
+        budget, below = self.budget(), math.inf if row.by_axes else below
+        budget = budget and replace(budget, divides=divides)
+        choice = (recursive if row.by_axes else search)(self._space, self._objective, budget, below, self.known)
         return choice if budget else self.settle(choice)
 
     def searched(self, row: Search, below: float) -> Choice:
         """The same; what is known beside it, where it leaves a gap or finds nothing that fits; raises what it does."""
         try:
-            choice = self.first(row, below)
-        except OverBudget:
-            known = in_any_parts(self._space, row, self._request, self)
-            if known is None:
-                raise
-            return known
+            choice = self.first(row, below, divides=True)
+        except OverBudget as over:
+            return in_any_parts(self._space, row, self._request, self, over)
         return or_known(choice, self._space, row, self._request, self)
+
+    def refusal(self, choices: Sequence[Choice], bound: float) -> OverBudget:
+        """What is raised where none of these fits, not even with all blocks computed again."""
+        plans = [self.plan(choice) for choice in choices]
+        plans += [plan.computing_again({block.name for block in self._space.blocks}) for plan in plans]
+        least = min(plans, key=lambda plan: plan.held.total)
+        return OverBudget(_too_much(least), least.held.total, bound)
 
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice; what follows from decisions is worked out once for those that were asked for last."""
         for plan in self._last:
-            if plan.strategies is choice.strategies and plan.leaves is choice.leaves and plan.again == choice.again:
+            if (plan.again, plan.leaves, plan.strategies) == (choice.again, choice.leaves, choice.strategies):
                 found = plan if plan.recomputed == choice.recomputed else plan.computing_again(choice.recomputed)
                 return found.costing(choice.cost, choice.bound)
         found = _plan(self._space.graph, self.mesh, self._request, choice, self._space.outputs)
@@ -298,11 +324,14 @@ class Weighing:
         choice, limit = self.settle(choice), self._request.memory
         if limit is None or self.plan(choice).held.total <= limit:
             return choice
-        return self.fewest(choice)
+        return self.fewest(choice, limit)
 
-    def fewest(self, choice: Choice) -> Choice | None:
-        """The same with the fewest blocks computed again with which it fits; those that save most come first."""
-        limit, demanded = self._request.memory or 0, self._space.demanded
+    def fewest(self, choice: Choice, limit: int) -> Choice | None:
+        """The same with the fewest blocks computed again with which it holds no more; None where it always does.
+
+        Those that save most come first.
+        """
+        demanded = self._space.demanded
         everything = self.plan(choice).computing_again({block.name for block in self._space.blocks})
         costs, sizes = repeated_costs(everything, self._objective), everything.holding.remade(everything)
         names = [name for name in costs if name not in demanded and sizes[name]]
@@ -325,22 +354,25 @@ def _refuse_what_cannot_fit(graph: RuledGraph, request: PlanRequest) -> None:
     """Refuse, before a search, what no plan can hold: parameters cut over all devices, their gradients and states."""
     devices, parameters = request.mesh.size, graph.capture.of_kind("parameter")
     trained = sum(value.bytes for value in parameters if value.needs_gradient)
-    floor = sum(value.bytes for value in parameters) + trained + request.optimizer.bytes_for(trained)
+    kinds = sum(value.bytes for value in parameters), trained, request.optimizer.bytes_for(trained)
+    floor, each = sum(kinds), [in_bytes(size / devices) for size in kinds]
     if request.memory is not None and floor > devices * request.memory:
         raise OverBudget(
             f"no plan was found under which a device holds {in_bytes(request.memory)} or less, and there is none: "
-            f"however they are split, the parameters, their gradients and the states of {request.optimizer.name} take "
-            f"{in_bytes(floor / devices)} on each of {devices} devices; type a larger memory=, at least "
-            f"{-(-floor // request.memory)} devices, a smaller dtype, or an optimizer that keeps less"
+            f"however they are split, the parameters ({each[0]}), their gradients ({each[1]}) and the states of "
+            f"{request.optimizer.name} ({each[2]}) take {in_bytes(floor / devices)} on each of {devices} devices, and "
+            f"a step keeps more; type a larger memory= (--memory), at least {-(-floor // request.memory)} devices, a "
+            "smaller dtype, or an optimizer that keeps less"
         )
 
 
 def _too_much(plan: Plan) -> str:
     """What is said of a plan that holds more than it may, none that was found holding less."""
+    enough = typed_bytes(plan.held.total)
     return (
         f"no plan was found under which a device holds {in_bytes(plan.memory or 0)} or less: on the mesh {plan.mesh}, "
-        f"mode {plan.mode}, the one that holds least holds {holds(plan, plan.held)}; type a larger memory=, more "
-        "devices, a smaller batch, or an optimizer that keeps less"
+        f"mode {plan.mode}, the one that holds least holds {holds(plan, plan.held)}; type memory='{enough}' "
+        f"(--memory {enough}) or more, more devices, a smaller batch, or an optimizer that keeps less"
     )
 
 
@@ -361,39 +393,47 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     choice = weighing.settle(data_parallel(graph, mesh, leaves, outputs))
     plan = weighing.plan(choice)
     if request.memory is not None and plan.held.total > request.memory:
-        if (within := weighing.fewest(choice)) is not None:
+        if (within := weighing.fewest(choice, request.memory)) is not None:
             return weighing.plan(replace(within, cost=None))
-        raise OverBudget(f"{_too_much(plan)}; or mode='auto', which splits parameters too")
+        over = weighing.refusal([choice], 0.0)
+        raise OverBudget(f"{over}; or mode='auto', which splits parameters too", over.least_bytes)
     return plan
 
 
-def in_any_parts(space: Space, row: Search, request: PlanRequest, weighing: Weighing) -> Choice | None:
-    """The best of the plans that are known by name which fits, None where none does.
+def in_any_parts(space: Space, row: Search, request: PlanRequest, weighing: Weighing, over: OverBudget) -> Choice:
+    """The best of the plans that are known by name which fits, where nothing did that a search has found.
 
     They store all parameters in parts that need not be even. A search stores so only matrices that it cannot cut evenly
     over all devices.
+
+    Raises:
+        OverBudget: where none fits: that of the search, or of one of these which holds less.
     """
-    known = Known(space.graph, row.objective(request.hardware, request.optimizer), space.mesh)
-    found = []
+    found, least = [], over
     for other in _known_by_name(space, request):
         with suppress(PlanError):  # impossible on this mesh
             if _allowed(other, space, request):
-                bound = None if row.by_axes else weighing.least
-                within = weighing.within(replace(other, cost=_cost(other, space, known), bound=bound))
-                found += [] if within is None else [within]
-    return min(found, key=lambda choice: choice.cost or 0.0, default=None)
+                priced = replace(other, cost=_cost(other, space, weighing.known))
+                if (within := weighing.within(priced)) is not None:
+                    found.append(within)
+                else:
+                    least = min(least, weighing.refusal([priced], over.bound), key=lambda error: error.least_bytes)
+    if not found:
+        raise least
+    best = min(found, key=lambda choice: choice.cost or 0.0)
+    return replace(best, bound=None if row.by_axes else min(over.bound, best.cost or 0.0))
 
 
 def or_known(choice: Choice, space: Space, row: Search, request: PlanRequest, weighing: Weighing) -> Choice:
     """The choice, or the best of the others that may be taken, where a gap is left and one of them costs less."""
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
         return choice
-    best, known = choice, Known(space.graph, row.objective(request.hardware, request.optimizer), space.mesh)
+    best = choice
     for find in _others(space, row, request, weighing, choice.price):
         least = best.cost or 0.0
         with suppress(PlanError):  # impossible on this mesh, too wide, or nothing cheaper
             other = find(least)
-            if not _allowed(other, space, request) or (cost := _cost(other, space, known)) >= least:
+            if not _allowed(other, space, request) or (cost := _cost(other, space, weighing.known)) >= least:
                 continue
             within = weighing.within(replace(other, cost=cost, price=choice.price))
             if within is not None and (within.cost or 0.0) < least:
@@ -425,24 +465,25 @@ def _others(
     them can find nothing that costs less.
     """
     graph, mesh, objective = space.graph, space.mesh, row.objective(request.hardware, request.optimizer)
-    for named in _known_by_name(space, request):
-        yield partial(_itself, named)
+    named = [*_known_by_name(space, request)]
+    for of in named:
+        yield partial(_itself, of)
     if (budget := weighing.budget()) is not None:
-        budget = replace(budget, price=price, once=False)
+        budget = replace(budget, price=price, once=False, close=FAR)
     free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
     settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in free})
-    following = data_parallel(graph, mesh, space.leaves, space.outputs).strategies
-    tensor = tensor_space(graph, mesh, following, settled)
-    yield lambda below: search(tensor, objective, budget, below)
+    tensor = tensor_space(graph, mesh, named[0].strategies, settled)
+    yield lambda below: search(tensor, objective, budget, below, weighing.known)
     if len(mesh.axes) > 1 and not row.by_axes:
-        yield lambda below: recursive(space, objective, budget, below)
+        yield lambda below: recursive(space, objective, budget, below, weighing.known)
     if len(mesh.axes) <= FEW_AXES and (other := SEARCHES["propagation"]) is not row:
         yield lambda _: _found_by(other, space_of(graph, mesh, request, other), request)
 
 
 def _found_by(row: Search, space: Space, request: PlanRequest) -> Choice:
     objective = row.objective(request.hardware, request.optimizer)
-    return search(space, objective, Weighing(space.mesh, request, space, objective).budget())
+    budget = Weighing(space.mesh, request, space, objective).budget()
+    return search(space, objective, budget and replace(budget, near=APART, close=FAR))
 
 
 def _allowed(other: Choice, space: Space, request: PlanRequest) -> bool:
@@ -458,9 +499,7 @@ def _allowed(other: Choice, space: Space, request: PlanRequest) -> bool:
 
 def _cost(other: Choice, space: Space, known: Known) -> float:
     """What a choice costs, without what the backward does again."""
-    only = replace(
-        space,
-        strategies={name: (strategy,) for name, strategy in other.strategies.items()},
-        leaves={name: (layout,) for name, layout in other.leaves.items()},
-    )
+    strategies = {name: known.alone(strategy) for name, strategy in other.strategies.items()}
+    leaves = {name: known.alone(layout) for name, layout in other.leaves.items()}
+    only = replace(space, strategies=strategies, leaves=leaves, blocks=())
     return Problem(only, known, set(other.strategies)).solved()[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TypeVar
@@ -157,7 +157,7 @@ class Prices:
         for transfer, _ in found:
             value = plan.capture.values[transfer.value]
             entering.append(Entering(value.name, plan.bytes_of(value), (transfer.steps[0].axes, value.dtype)))
-        groups = in_buckets(entering, hardware.bucket_bytes, hardware.first_bucket_bytes)
+        groups = in_buckets(entering, hardware.buckets.bytes, hardware.buckets.first_bytes)
         return [[found[i] for i in members] for members in groups]
 
     def _inside(self, node: Node) -> Moved | None:
@@ -224,13 +224,20 @@ def repeated_costs(plan: Decisions, objective: Objective) -> dict[str, float]:
     """What it costs to compute each block again in the backward, by its name, in the unit of an objective."""
     graph, mesh = plan.graph, plan.mesh
     costs = dict.fromkeys((block.name for block in plan.blocks), 0.0)
+    known: dict[Hashable, float] = {}  # equal layers cost the same, and equal steps of them are one object
     for node in plan.capture.nodes:
         if node.name in plan.computed_again:
-            costs[plan.block_of[node.name]] += objective.forward(graph, node, plan.strategies[node.name], mesh)
+            alike = graph.alike[node.name], plan.strategies[node.name]
+            if alike not in known:
+                known[alike] = objective.forward(graph, node, plan.strategies[node.name], mesh)
+            costs[plan.block_of[node.name]] += known[alike]
     for transfer in plan.transfers:
         if block := plan.block_of_transfer(transfer):
             value = replace(plan.capture.values[transfer.value], needs_gradient=False)
-            costs[block] += objective.transfer(value, transfer.steps, mesh)
+            moved = value.shape, value.dtype, value.kind, id(transfer.steps)
+            if moved not in known:
+                known[moved] = objective.transfer(value, transfer.steps, mesh)
+            costs[block] += known[moved]
     return costs
 
 

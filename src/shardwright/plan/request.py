@@ -103,7 +103,7 @@ def read_memory(given: int | str) -> int:
     if isinstance(given, str) and (found := re.fullmatch(r"\s*(\d+(?:\.\d*)?)\s*([kKMGT]?i?B?)\s*", given)):
         number, unit = found.groups()
         unit = unit.replace("K", "k").removesuffix("B") + "B"
-        given = int(float(number) * _UNITS.get(unit, 0))
+        given = round(float(number) * _UNITS.get(unit, 0))
     if isinstance(given, bool) or not isinstance(given, int) or given <= 0:
         raise UsageError(f"memory is {given!r}; expected how many bytes each device may hold, as '80GiB' or '512MB'")
     return given

@@ -8,6 +8,7 @@ less than with a whole new plan.
 from __future__ import annotations
 
 import difflib
+import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,13 +25,13 @@ from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.pricing.targets import target_of
 from shardwright.plan.searches import SEARCHES
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.problem import Problem
+from shardwright.plan.searching.problem import Problem, Solution
 from shardwright.plan.searching.space import Space
 from shardwright.plan.spaces import choices_of
 from shardwright.rules.notation import OpRule, Strategy
 from shardwright.words import in_bytes, in_time
 
-FOLLOWERS = 40  # as many operators may follow an alternative
+FOLLOWERS = 20  # as many operators may follow an alternative
 MOST_ROWS = 50  # of operators, before equal ones share a row
 MOST_OPERATORS = 6  # of a module are asked for their next best strategy
 _KINDS = {
@@ -291,12 +292,28 @@ class Why:
         """
         free = self._around(centre)
         choices: dict[str, Sequence[Strategy]] = {name: self._choices(self.nodes[name]) for name in free}
-        choices |= given
+        found = self._least(free, given, other_layout, math.inf)  # none of the others follows
+        bar = found[0] if found else math.inf
+        found = self._least(free, choices | dict(given), other_layout, bar) or found
+        if found is None:
+            return None
+        cost, strategies, leaves = found
+        return cost - self._problem(free, {}, None, planned=True).solved()[0], strategies, leaves
+
+    def _least(
+        self,
+        free: Sequence[str],
+        given: Mapping[str, Sequence[Strategy]],
+        other_layout: Value | None,
+        below: float,
+    ) -> Solution | None:
+        """What costs least, None where nothing was found that costs less than ``below``."""
         try:
-            cost, strategies, leaves = self._problem(free, choices, other_layout).solved()
+            problem = self._problem(free, given, other_layout)
+            found = problem.minimum(below=below)
         except PlanError:
             return None
-        return cost - self._problem(free, {}, None, planned=True).solved()[0], strategies, leaves
+        return found.cost, *problem.decided(found.picked)
 
     def _problem(
         self,

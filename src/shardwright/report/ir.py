@@ -123,9 +123,9 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
     elif instruction.kind == "joined":
         for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.bucket, strict=True):
             local = _local(value, step.after, program)
-            yield f"%{output}: {local} = all_reduce(%{read})  # {step.before} -> {step.after}"
+            yield f"%{output}: {local} = {step.kind}(%{read})  # {step.before} -> {step.after}"
             yield from _collective_lines(value, step, program)
-        yield f"    # these {len(instruction.bucket)} sums run as one collective"
+        yield f"    # these {len(instruction.bucket)} run as one collective"
     else:
         for output, (value, step) in zip(instruction.outputs, instruction.bucket, strict=True):
             yield f"%{output}: {_local(value, step.after, program)} = enter(%{value.name})  # {step.after}"

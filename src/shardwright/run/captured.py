@@ -6,8 +6,8 @@ The first decides how parameters are stored; the plans of later shapes take the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from shardwright.plan.plan import Plan
 from shardwright.report.plans.expected import expected
 from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.freed_memory import keep_freed_memory
-from shardwright.run.graphs.looks import Look, look_at
+from shardwright.run.graphs.looks import look_at
 from shardwright.run.model import ParallelModel, Replay
 from shardwright.run.parts import Asked, NotAsExpected, Parts
 from shardwright.run.placing.initialising import Init
@@ -36,7 +36,7 @@ from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.run.programs.inputs import BatchKind, Rows, rows_of
 from shardwright.run.programs.planner import Planner
-from shardwright.run.programs.programs import PreparedProgram, Programs
+from shardwright.run.programs.programs import PreparedProgram, Programs, Step
 from shardwright.run.programs.splitting import is_split
 from shardwright.run.programs.storage import ModelState, layouts_by_name
 from shardwright.waiting import waiting_for
@@ -59,11 +59,12 @@ class Options:
 
 @dataclass(frozen=True)
 class _Given:
-    """What this rank was given for a step, on its device; ``asked`` is the question which rows the others have."""
+    """What this rank was given for a step, on its device; ``key`` says on what the graph depends beside its sizes, and
+    ``asked`` is the question which rows the others have."""
 
     kind: StepKind
     batch: Any
-    look: Look | None
+    key: str
     tensors: Sequence[Tensor]
     by: BatchKind | None
     asked: Asked | None = None
@@ -130,7 +131,8 @@ class Parallel(ParallelModel):
         return self._called_on(batch)[0]
 
     def _counted(self, batch: Any) -> tuple[Any, int]:
-        with self._call():
+        with self._lockstep.call():
+            self._refuse_failed()
             result, rows = self._called_on(batch)
         return result, rows.total
 
@@ -177,10 +179,14 @@ class Parallel(ParallelModel):
         return rows_of(batch, flatten_batch(batch), self.options.batch).total
 
     def replay(self, batch: Any) -> Replay:
-        with self._call():
+        with self._lockstep.call():
+            self._refuse_failed()
             given = self._given("training", batch)
-            with self._asking(given.asked):
+            try:
                 prepared, inputs = self._ready(given, given.rows())
+            except Exception as error:
+                self._note_unanswered(given.asked, error)
+                raise
             arguments = self._arguments(prepared, inputs, self._state.step - 1)
             with torch.no_grad(), torch.autocast(self.world.device.type, enabled=False):
                 values = prepared.execution.variables(arguments)
@@ -202,7 +208,7 @@ class Parallel(ParallelModel):
     def _computed(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
         """The program for the batch, which rows of it this rank was given, and what the program makes of it."""
         given = self._given(kind, batch)
-        with self._asking(given.asked):
+        try:
             if given.asked is not None and given.asked.expected is not None:
                 try:
                     return self._computed_expecting(given, given.asked, given.asked.expected)
@@ -212,16 +218,14 @@ class Parallel(ParallelModel):
             rows = given.rows()
             prepared, inputs = self._ready(given, rows)
             return prepared, rows, self._run(prepared, inputs)
-
-    @contextmanager
-    def _asking(self, asked: Asked | None) -> Iterator[None]:
-        """Ranks that answer a question after this one has given up would take it for one of theirs."""
-        try:
-            yield
         except Exception as error:
-            if asked is not None and asked.under_way:
-                self._note_failure(error)
+            self._note_unanswered(given.asked, error)
             raise
+
+    def _note_unanswered(self, asked: Asked | None, error: Exception) -> None:
+        """Ranks that answer a question after this one has given up would take it for one of theirs."""
+        if asked is not None and asked.under_way:
+            self._note_failure(error)
 
     def _computed_expecting(self, given: _Given, asked: Asked, rows: Rows) -> tuple[PreparedProgram, Rows, Outputs]:
         """The same, begun before the others have said which rows they have.
@@ -229,13 +233,17 @@ class Parallel(ParallelModel):
         Raises:
             NotAsExpected: where they have others, or no program for these is there.
         """
-        step = self._programs.step(given.kind, given.batch, rows, given.look)
+        step = Step.of(given.kind, given.batch, given.key, given.tensors, rows)
         kept = self._programs.known(step)
         if kept is None:
             raise NotAsExpected
         prepared = kept.prepared
-        with self._lockstep.after(partial(asked.confirm, partial(self._programs.come, step, kept))):
-            return prepared, rows, self._run(prepared, prepared.inputs(given.tensors, rows, self._communicator))
+
+        def compute() -> Outputs:
+            return self._run(prepared, prepared.inputs(given.tensors, rows, self._communicator))
+
+        first = partial(asked.confirm, partial(self._programs.come, step, kept))
+        return prepared, rows, self._lockstep.after(first, compute)
 
     def _given(self, kind: StepKind, batch: Any) -> _Given:
         """What this rank was given for a step; where each has its own part, with a question what others have."""
@@ -244,27 +252,31 @@ class Parallel(ParallelModel):
         look = look_at(batch)
         found = look.tensors if look else tensors_of(batch)
         tensors = [tensor.to(self.world.device, non_blocking=True) for tensor in found]
+        key = self._programs.keys.of(kind, batch, look)
         if isinstance(batch, Batch) or self.options.batch != "local" or self.world.size == 1:
             if self.options.batch == "global" and not isinstance(batch, Batch):
                 self._same_batch.check(tensors)
-            return _Given(kind, batch, look, tensors, self.options.batch)
-        asked = self._parts.ask(tensors, self._programs.keys.of(kind, batch, look))
-        return _Given(kind, batch, look, tensors, self.options.batch, asked)
+            return _Given(kind, batch, key, tensors, self.options.batch)
+        return _Given(kind, batch, key, tensors, self.options.batch, self._parts.ask(tensors, key))
 
     def _ready(self, given: _Given, rows: Rows) -> tuple[PreparedProgram, list[Tensor]]:
         """The program for what was given, and this rank's part of its inputs."""
         if not rows.total and any(tensor.ndim for tensor in given.tensors):
             raise UsageError("the batch is empty; expected at least one sample")
-        prepared = self._programs.of(self._programs.step(given.kind, given.batch, rows, given.look))
+        prepared = self._programs.of(Step.of(given.kind, given.batch, given.key, given.tensors, rows))
         return prepared, prepared.inputs(given.tensors, rows, self._communicator)
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
         arguments = self._arguments(prepared, inputs, self._state.step)
         kind = self.world.device.type
-        # The casts of autocast are operators of the graph.
-        around = torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
-        with self._in_step(), around:
-            return prepared.run(arguments)
+        try:
+            if not torch.is_autocast_enabled(kind):
+                return prepared.run(arguments)
+            with torch.autocast(kind, enabled=False):  # whose casts are operators of the graph
+                return prepared.run(arguments)
+        except Exception as error:
+            self._failed_in_step(error)
+            raise
 
     def _arguments(self, prepared: PreparedProgram, inputs: Sequence[Tensor], step: int) -> StepArguments:
         return self._state.arguments(prepared.plan.capture, prepared.function, inputs, step, self._reduction)

@@ -97,8 +97,11 @@ class EagerParallel(ParallelModel):
         self._refuse_changes()
         tensors_of(batch)
         part, global_size = self._splitter.split(batch)
-        with self._in_step():
+        try:
             result = self._step(part, global_size)
+        except Exception as error:
+            self._failed_in_step(error)
+            raise
         if self.module.training:
             self._tell_computed(global_size or 0, result[0] if isinstance(result, tuple) else result)
         return result

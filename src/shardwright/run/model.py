@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -59,7 +59,8 @@ class ParallelModel(LikeModule):
 
     def __call__(self, batch: Any) -> Any:
         """The loss of the global batch, or ``(loss, aux)``; in training mode it is one more step."""
-        with self._call():
+        with self._lockstep.call():
+            self._refuse_failed()
             return self._called(batch)
 
     @abstractmethod
@@ -71,8 +72,10 @@ class ParallelModel(LikeModule):
 
         Whole on every rank; with ``gather=False`` the rows of the batch that this rank was given.
         """
-        with self._call(), evaluating(self.module), torch.no_grad():
-            return self._predicted(batch, gather)
+        with self._lockstep.call():
+            self._refuse_failed()
+            with evaluating(self.module), torch.no_grad():
+                return self._predicted(batch, gather)
 
     @abstractmethod
     def _predicted(self, batch: Any, gather: bool) -> Any:
@@ -125,30 +128,22 @@ class ParallelModel(LikeModule):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @contextmanager
-    def _call(self) -> Iterator[None]:
-        """One of the calls that all ranks make together.
+    def _refuse_failed(self) -> None:
+        """Asked at the beginning of each call that all ranks make together.
 
         Raises:
             UsageError: where an earlier step has failed here, since what this rank sends would reach those who wait.
         """
-        with self._lockstep.call():
-            if self._failure:
-                raise UsageError(
-                    f"an earlier step failed on this rank ({self._failure}), in which others may still wait for it; "
-                    "let such an error end the job, and look for bad batches before they are passed"
-                )
-            yield
+        if self._failure:
+            raise UsageError(
+                f"an earlier step failed on this rank ({self._failure}), in which others may still wait for it; "
+                "let such an error end the job, and look for bad batches before they are passed"
+            )
 
-    @contextmanager
-    def _in_step(self) -> Iterator[None]:
-        """What ranks do together in a step: where it fails on this one, the others may wait for it."""
-        try:
-            yield
-        except Exception as error:
-            self._lockstep.lost(error)
-            self._note_failure(error)
-            raise
+    def _failed_in_step(self, error: Exception) -> None:
+        """Told of an error in what ranks do together in a step, where others may wait for this one."""
+        self._lockstep.lost(error)
+        self._note_failure(error)
 
     def _note_failure(self, error: Exception) -> None:
         """Let no further step begin here: what it sends would reach ranks that are still in this one."""

@@ -134,7 +134,7 @@ def parallelize(
     problem = problem or dynamic_problem(dynamic, *labels_and_shapes(sample_batch))
     try:
         dumps = SaveGraphs.wanted(save_graphs, os.environ)
-        known = read_hardware(hardware) if hardware is not None and world.rank == 0 else None
+        known = read_hardware(hardware, world.backend) if hardware is not None and world.rank == 0 else None
         limit = read_memory(memory) if memory is not None else None
         states, patterns = states_of(optimizer), read_patterns(recompute)
     except UsageError as error:

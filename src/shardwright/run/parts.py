@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import lru_cache
 
@@ -54,8 +53,10 @@ class Parts:
     """
 
     def __init__(self, lockstep: Lockstep, meanwhile: bool) -> None:
-        self._lockstep, self._meanwhile = lockstep, meanwhile
+        self.lockstep, self.pulse = lockstep, own_pulse()
+        self._meanwhile = meanwhile
         self._answers: dict[tuple[int, int], Rows] = {}
+        self._letter: _Letter | None = None
 
     def ask(self, tensors: Sequence[Tensor], key: str) -> Asked:
         """The question to all ranks for the sizes of their parts, of which this one has ``tensors``.
@@ -67,31 +68,39 @@ class Parts:
         """
         height = height_of(tensors)
         mine = height, _number(key, global_shapes(tensors, _any_rows(height)))
-        asked = Asked(self._lockstep, tensors, mine, self._answers.get(mine), self._remember)
+        if self._letter is None or self._letter.under_way:
+            with torch.inference_mode(False):  # in which later questions may be asked
+                self._letter = _Letter(dist.get_world_size())
+        asked = Asked(self, tensors, mine, self._answers.get(mine), self._letter)
         if self._meanwhile:
             asked.begin()
         return asked
 
-    def _remember(self, mine: tuple[int, int], rows: Rows) -> None:
+    def remember(self, mine: tuple[int, int], rows: Rows) -> None:
+        """What all ranks have passed when this one passed ``mine``."""
         if len(self._answers) >= _MOST:
             self._answers.clear()
         self._answers[mine] = rows
+
+
+class _Letter:
+    """What this rank tells the others, and what all have told: one serves for many questions."""
+
+    def __init__(self, ranks: int) -> None:
+        self.under_way = False  # whether others may still write to it
+        self.told, self.everyone = bytearray(_BYTES), bytearray(ranks * _BYTES)
+        self.sent = torch.frombuffer(self.told, dtype=torch.uint8)
+        self.received = torch.frombuffer(self.everyone, dtype=torch.uint8)
 
 
 class Asked:
     """A question to all ranks. ``expected`` is what the same one was answered last time, None the first time."""
 
     def __init__(
-        self,
-        lockstep: Lockstep,
-        tensors: Sequence[Tensor],
-        mine: tuple[int, int],
-        expected: Rows | None,
-        remember: Callable[[tuple[int, int], Rows], None],
+        self, parts: Parts, tensors: Sequence[Tensor], mine: tuple[int, int], expected: Rows | None, letter: _Letter
     ) -> None:
-        self.expected = expected
-        self._lockstep, self._tensors, self._mine, self._remember = lockstep, tensors, mine, remember
-        self._everyone = bytearray()
+        self.expected, self._letter = expected, letter
+        self._parts, self._tensors, self._mine = parts, tensors, mine
         self._wait: Callable[[], object] | None = None
         self._answer: Rows | None = None
         self._told: list[tuple[int, ...]] = []
@@ -99,15 +108,14 @@ class Asked:
 
     def begin(self, added: Tensor | None = None) -> None:
         """Ask, with what is to be gathered from all ranks, where it is small."""
-        told = bytearray(_BYTES)
+        letter, lockstep = self._letter, self._parts.lockstep
+        letter.under_way = True
         if added is not None and added.device.type == "cpu" and added.nbytes <= _BYTES - _HEAD.size:
             self._added = added.nbytes
-            told[_HEAD.size : _HEAD.size + self._added] = added.reshape(-1).view(torch.uint8).numpy().tobytes()
+            letter.sent.narrow(0, _HEAD.size, self._added).copy_(added.detach().view(-1).view(torch.uint8))
         expected = 0 if self.expected is None else _number("", self.expected.all_ranks)
-        _HEAD.pack_into(told, 0, *self._mine, expected, self._added, self._lockstep.number)
-        self._everyone = bytearray(dist.get_world_size() * _BYTES)
-        gathering = _bytes_of(self._everyone), _bytes_of(told)
-        self._wait = self._lockstep.begin(all_gather_single, *gathering, group=control_group())
+        _HEAD.pack_into(letter.told, 0, *self._mine, expected, self._added, lockstep.number)
+        self._wait = lockstep.begin(all_gather_single, letter.received, letter.sent, group=control_group())
 
     @property
     def under_way(self) -> bool:
@@ -135,10 +143,13 @@ class Asked:
         Raises:
             NotAsExpected: where it is not, or there is an error.
         """
-        pulse = own_pulse()
+        pulse = self._parts.pulse
         try:
-            with nullcontext() if pulse.follows else pulse.again(b"all_gather"):
+            if pulse.follows:
                 rows = self.rows(added)
+            else:
+                with pulse.again(b"all_gather"):
+                    rows = self.rows(added)
             if rows == self.expected:
                 come()
                 return self._gathered(added)
@@ -150,13 +161,15 @@ class Asked:
         """None where some rank expected another step or none, or had begun to ask before, which added nothing here."""
         if added is None or not self._added or any(theirs[2:] != self._told[0][2:] for theirs in self._told):
             return None
-        rows = _bytes_of(self._everyone).view(-1, _BYTES).narrow(1, _HEAD.size, self._added)
+        rows = self._letter.received.view(-1, _BYTES).narrow(1, _HEAD.size, self._added)
         return rows.contiguous().view(added.dtype).view(-1, *added.shape)
 
     def _awaited(self) -> Rows:
         assert self._wait is not None
         self._wait()
-        self._told = [_HEAD.unpack_from(self._everyone, at) for at in range(0, len(self._everyone), _BYTES)]
+        self._letter.under_way = False
+        everyone = self._letter.everyone
+        self._told = [_HEAD.unpack_from(everyone, at) for at in range(0, len(everyone), _BYTES)]
         counts, numbers, *_, calls = zip(*self._told, strict=True)
         if len(set(calls)) != 1:
             raise WorldError(
@@ -165,13 +178,13 @@ class Asked:
             )
         if len(set(numbers)) == 1:
             rows = _agreed(counts, dist.get_rank())
-            self._remember(self._mine, rows)
+            self._parts.remember(self._mine, rows)
             return rows
-        everyone = from_all_ranks(shown(self._tensors))
+        passed = from_all_ranks(shown(self._tensors))
         other = next(rank for rank, theirs in enumerate(numbers) if theirs != numbers[0])
         raise UsageError(
-            f"the parts of the batch do not fit together: rank 0 passed {everyone[0]}, rank {other} passed "
-            f"{everyone[other]}; parts may differ in their number of rows alone: pad all to one length, and have the "
+            f"the parts of the batch do not fit together: rank 0 passed {passed[0]}, rank {other} passed "
+            f"{passed[other]}; parts may differ in their number of rows alone: pad all to one length, and have the "
             "same values beside tensors, and model.train() or eval(), on all ranks"
         )
 
@@ -191,8 +204,3 @@ def _any_rows(height: int) -> Rows:
 def _agreed(counts: tuple[int, ...], rank: int) -> Rows:
     """The rows of this rank, where all have said how many they have."""
     return replace(in_turn(counts), agreed=True)
-
-
-def _bytes_of(memory: bytearray) -> Tensor:
-    """The same memory as a tensor."""
-    return torch.frombuffer(memory, dtype=torch.uint8)

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import permutations
 
-from shardwright.backends.table import Backend
-from shardwright.lower.program import LocalProgram
+from shardwright.backends.between.collectives import PAIR
+from shardwright.backends.segment.memory import SMALL_BYTES
+from shardwright.backends.table import GLOO, Backend
+from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective
 from shardwright.run.programs.execute import Pass
@@ -28,19 +31,22 @@ def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[C
                 counts[whole] += runs.get("reduced", 0)
             continue
         if instruction.kind == "joined":
-            joined = [collective for _, _, collective in collectives]
-            one_dtype = len({value.dtype for value, _ in instruction.bucket}) == 1
-            size, axes = sum(c.bytes for c in joined), joined[0].axes
-            whole = (
-                Collective("all_reduce", axes, size)
-                if one_dtype
-                else Collective("all_gather", axes, size * program.mesh.extent(axes))
-            )
-            counts[whole] += backwards + forwards
+            for direction, times in (("forward", backwards + forwards), ("backward", backwards)):
+                joined = [collective for _, way, collective in collectives if way == direction]
+                if joined:
+                    counts[_together(joined, instruction, program.mesh)] += times
             continue
         for _, direction, collective in collectives:
             counts[collective] += backwards + (forwards if direction == "forward" else 0)
     return +counts
+
+
+def _together(joined: Sequence[Collective], instruction: Instruction, mesh: Mesh) -> Collective:
+    """What a "joined" instruction communicates in one direction. Sums of several dtypes are gathered."""
+    kind, axes, size = joined[0].kind, joined[0].axes, sum(collective.bytes for collective in joined)
+    if kind == "all_reduce" and len({value.dtype for value, _ in instruction.bucket}) > 1:
+        return Collective("all_gather", axes, size * mesh.extent(axes))
+    return Collective(kind, axes, size)
 
 
 def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequence[str], backend: Backend) -> Flows:
@@ -52,31 +58,75 @@ def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequ
     >>> flows["a", "b"], flows["a", "a"]
     (4500.0, 4500.0)
     """
-    sent: defaultdict[tuple[str, tuple[str, ...]], float] = defaultdict(float)  # what each member sends, in bytes
+    sent: Counter[tuple[Collective, tuple[int, ...]]] = Counter()
     for collective, count in collectives.items():
-        way = backend.ways[collective.kind]
-        axes = mesh.ordered(collective.axes)
-        headers = way.messages(mesh.extent(axes), collective.bytes) * backend.header_bytes
-        sent[way.route, axes] += count * (collective.sent_bytes(mesh) + headers)
+        for members in _groups(mesh, mesh.ordered(collective.axes)):
+            sent[collective, members] += count
     flows: defaultdict[tuple[str, str], float] = defaultdict(float)
-    for (route, axes), each in sent.items():
-        for members in _groups(mesh, axes):
-            for sender, receiver in _edges(route, members):
-                flows[hosts[sender], hosts[receiver]] += each if route == "ring" else each / (len(members) - 1)
+    for (collective, members), count in sent.items():
+        for pair, each in _flows_of(collective, mesh, [hosts[rank] for rank in members], backend):
+            flows[pair] += count * each
     return flows
 
 
-def _groups(mesh: Mesh, axes: Iterable[str]) -> list[list[int]]:
+def flows_from_rank_zero(told_bytes: int, hosts: Sequence[str], backend: Backend) -> Flows:
+    """What ranks on ``hosts`` pass on until all have so many bytes of rank 0.
+
+    In each round those who have them pass them on to as many others, as gloo does: each to who is as far behind it as
+    there are who have them.
+
+    >>> dict(flows_from_rank_zero(100, ["a", "a", "b", "b"], GLOO))
+    {('a', 'a'): 100, ('a', 'b'): 200}
+    """
+    places = [*dict.fromkeys(hosts)] if _meet_within_hosts(hosts, backend) else hosts
+    flows: Counter[tuple[str, str]] = Counter()
+    for number, place in enumerate(places[1:], start=1):
+        had_before = 1 << number.bit_length() - 1
+        flows[places[number - had_before], place] += told_bytes
+    return flows
+
+
+def _meet_within_hosts(places: Sequence[str], backend: Backend) -> bool:
+    """Whether members on these hosts meet within each first, so that what is in common goes there once."""
+    ranks = Counter(places)
+    return backend.host_by_host and len(ranks) > 1 and len(set(ranks.values())) == 1 < ranks[places[0]]
+
+
+def _flows_of(
+    collective: Collective, mesh: Mesh, places: Sequence[str], backend: Backend
+) -> Iterator[tuple[tuple[str, str], float]]:
+    """What one collective sends among members that are on these hosts."""
+    ranks = Counter(places)
+    if _meet_within_hosts(places, backend):
+        yield from ((pair, _host_sends(collective, ranks)) for pair in permutations(ranks, 2))
+        return
+    if backend.host_by_host and len(ranks) > 1:
+        backend = GLOO
+    members, way = len(places), backend.ways[collective.kind]
+    each = collective.sent_bytes(mesh) + way.messages(members, collective.bytes) * backend.header_bytes
+    for sender, receiver in _edges(way.route, places):
+        yield (sender, receiver), each if way.route == "ring" else each / (members - 1)
+
+
+def _host_sends(collective: Collective, ranks: Mapping[str, int]) -> float:
+    """What each host sends to each other one, where all have as many ranks: see `shardwright.backends.between`."""
+    hosts, inside = len(ranks), next(iter(ranks.values()))
+    if collective.kind == "all_to_all":
+        return collective.bytes * inside / hosts
+    if collective.kind == "all_reduce":
+        in_parts = hosts > PAIR and collective.bytes / inside > SMALL_BYTES
+        return collective.bytes * (2 / hosts if in_parts else 1)
+    return collective.bytes / hosts
+
+
+def _groups(mesh: Mesh, axes: Iterable[str]) -> list[tuple[int, ...]]:
     """The ranks, in groups of those that differ on these axes only; groups of one have nothing to say."""
     along = set(axes)
     groups: defaultdict[tuple[int, ...], list[int]] = defaultdict(list)
     for rank in range(mesh.size):
         groups[tuple(at for axis, at in mesh.coordinates(rank).items() if axis not in along)].append(rank)
-    return [members for members in groups.values() if len(members) > 1]
+    return [tuple(members) for members in groups.values() if len(members) > 1]
 
 
-def _edges(route: str, members: Sequence[int]) -> Iterator[tuple[int, int]]:
-    if route == "ring":
-        yield from zip(members, [*members[1:], members[0]], strict=True)
-    else:
-        yield from ((a, b) for a in members for b in members if a != b)
+def _edges(route: str, places: Sequence[str]) -> Iterator[tuple[str, str]]:
+    return zip(places, [*places[1:], places[0]], strict=True) if route == "ring" else permutations(places, 2)

@@ -1,9 +1,10 @@
 """At the end of a run: the bytes that the devices of each host moved, beside those that its plan predicted.
 
 Devices count per host, so one rank of each host reads them before the first step and after the last. What is predicted
-is what the collectives of the plan send, with the headers of the backend; what is measured beside it are the bytes of
-all packets less their headers of Ethernet, IP and TCP, which are shown on their own. Whatever else used the devices in
-that time is in what was measured: the data, checkpoints on a network, other programs.
+is what the collectives of the plan send, with the headers of the backend, and what rank 0 tells all others meanwhile,
+as the plans of other shapes. What is measured beside it are the bytes of all packets less their headers of Ethernet, IP
+and TCP, which are shown on their own. Whatever else used the devices in that time is in what was measured: the data,
+checkpoints on a network, other programs.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from shardwright.report.text import size_text
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.execute import Execution, Pass
 from shardwright.training.nccl_network import chosen_network, over_sockets
-from shardwright.training.prediction import Flows, collectives_of, flows_between
+from shardwright.training.prediction import Flows, collectives_of, flows_between, flows_from_rank_zero
 from shardwright.world.agreement import from_all_ranks
+from shardwright.world.ranks import told_bytes
 from shardwright.world.world import World
 
 # Ethernet 14 (which the loopback does not count), IPv4 20, TCP with time stamps 32. IPv6 would be 20 more.
@@ -70,6 +72,7 @@ class TrafficWatch:
         self._before: NetworkReading | None = None
         self._places: list[str] = []
         self._runs_before: list[tuple[Execution, Counter[Pass]]] = []
+        self._told_before = told_bytes()
         if world.size > 1:
             self._places = from_all_ranks(f"{world.host}\n{_network_namespace()}")
             self._before = read_devices(sysfs) if self._places.index(self._places[world.rank]) == world.rank else None
@@ -112,6 +115,9 @@ class TrafficWatch:
             collectives = collectives_of(execution.program, runs)
             for pair, sent in flows_between(collectives, execution.program.mesh, self._names(), backend).items():
                 flows[pair] += sent
+        control = backend_moving("cpu", self._world.backend)
+        for pair, sent in flows_from_rank_zero(told_bytes() - self._told_before, self._names(), control).items():
+            flows[pair] += sent
         return flows
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
+from shardwright.backends.table import usual_backend
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
@@ -125,7 +126,8 @@ def plan_file(
         UsageError: where the file, the function or an argument does not fit.
         CaptureError, StrategyError, PlanError: as `sw.parallelize` does.
     """
-    known, states = read_hardware(hardware), states_of(optimizer)
+    among = usual_backend("cpu", one_host=hosts in (None, 1)).name
+    known, states = read_hardware(hardware, among), states_of(optimizer)
     limit = read_memory(memory) if memory is not None else None
     build = BuildFunction.parse(target).load()
     chosen = None if load else _mesh(devices, mesh)

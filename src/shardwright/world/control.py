@@ -14,6 +14,7 @@ from shardwright.torch_private import unbound
 
 # The group for messages beside each default group whose own backend moves no messages of the CPU.
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
+_moves_cpu: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()  # by default group: it is asked each step
 
 
 def world_group() -> dist.ProcessGroup:
@@ -29,7 +30,10 @@ def control_group() -> dist.ProcessGroup:
     It is the default group where the backend of that moves such tensors. Else it is made by the first call, which all
     ranks make together; `sw.init` makes it ahead.
     """
-    return world_group() if moves("cpu", str(dist.get_backend())) else _group_beside()
+    world = world_group()
+    if world not in _moves_cpu:
+        _moves_cpu[world] = moves("cpu", str(dist.get_backend()))
+    return world if _moves_cpu[world] else _group_beside()
 
 
 def group_moving(device: torch.device) -> dist.ProcessGroup:

@@ -17,18 +17,19 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends.table import backend_moving
+from shardwright.backends.work import caller
 from shardwright.errors import ShardwrightError, UsageError, WorldError
 from shardwright.torch_private import job_store
 from shardwright.world.control import world_group
@@ -37,14 +38,17 @@ from shardwright.world.ranks import TIMEOUT_S, alone
 PATIENCE_S = 0.5  # and 1 ms more for each rank, so that 1,000 that wait for one ask the store 1,300 times a second
 _LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank
 _KNOW_S = 1.5  # for which a rank that has met an error waits for others that do not know of it
-_EXIT_S = 1.0  # for which rank 0, whose store goes with it, waits for others that have not ended
+_EXIT_S = 5.0  # for which rank 0, whose store goes with it, waits for others that have not ended, on a busy host too
 
 First = Callable[[Tensor | None], Tensor | None]
+_T = TypeVar("_T")
 
 _END = "end"
+_ENDED = "ended"  # counts the ranks that have, whatever call they were in when they were interrupted
 
 _numbers = itertools.count()
-_all: WeakSet[Lockstep] = WeakSet()
+# By world, to whose end they are kept: a model may be gone on one rank when that ends, and not on another.
+_all: WeakKeyDictionary[dist.ProcessGroup, list[Lockstep]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -84,7 +88,7 @@ class Lockstep:
         self._ended = threading.Event()
         self._aside: threading.Thread | None = None
         self._broken = False  # whether others know already why no further call comes
-        self._told: ShardwrightError | None = None  # what was raised, of which the others know
+        self._told: Callable[[], object] = lambda: None  # what was raised, of which the others know; not its frames
 
     @staticmethod
     def of_all_ranks() -> Lockstep:
@@ -93,10 +97,10 @@ class Lockstep:
             return Lockstep()
         store = PrefixStore(f"lockstep/{next(_numbers)}", job_store())
         made = Lockstep(store, dist.get_rank(), dist.get_world_size())
-        if not _all:
+        if world_group() not in _all:
             atexit.unregister(_end_all)
             atexit.register(_end_all)  # after `world.leave` was, so that it runs before
-        _all.add(made)
+        _all.setdefault(world_group(), []).append(made)
         return made
 
     @property
@@ -104,21 +108,23 @@ class Lockstep:
         """How many calls this rank has begun."""
         return self._number
 
-    @contextmanager
-    def call(self) -> Iterator[None]:
+    def call(self) -> AbstractContextManager[None]:
         """One more call. Where it fails on this rank, those that wait for it learn of that."""
+        return _Call(self)
+
+    def enter(self) -> None:
+        """Begin what `call` stands around."""
         if self._begun:
             self._tear()
         if self._store is not None and self._posted == self._number > 0:
             with self._reaching_others():
                 self._store.delete_key(f"{self._number}/first")
         self._number, self._came, self._broken = self._number + 1, False, False
-        try:
-            yield
-        except Exception as error:
-            self._fail(error)
-            self._what = ""
-            raise
+
+    def leave(self, error: Exception) -> None:
+        """End it with an error."""
+        self._fail(error)
+        self._what = ""
 
     def same(self, what: str, words: Callable[[], str]) -> None:
         """Wait for the others where ``what`` this rank has come to is not what it came to before.
@@ -168,7 +174,13 @@ class Lockstep:
         """
         group = group or world_group()
         self.come()
-        self.finish(collective(*tensors, group=group, async_op=self._waits_in_turns(group, tensors[0])))
+        in_turns = self._waits_in_turns(group, tensors[0])
+        caller.waits = True
+        try:
+            work = collective(*tensors, group=group, async_op=in_turns)
+        finally:
+            caller.waits = False
+        self.finish(work)
 
     def begin(
         self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
@@ -193,18 +205,18 @@ class Lockstep:
 
         return wait
 
-    @contextmanager
-    def after(self, first: First) -> Iterator[None]:
-        """Inside, ``first`` is called before the first collective, and at the end where there is none.
+    def after(self, first: First, compute: Callable[[], _T]) -> _T:
+        """What ``compute`` gives, within which ``first`` is called before the first collective, else at its end.
 
         It may gather what that is to gather from all ranks: it then returns it, as rows.
         """
         self._first = first
         try:
-            yield
+            result = compute()
             self.come()
         finally:
             self._first = None
+        return result
 
     def come(self, gathering: Tensor | None = None) -> Tensor | None:
         """Call what is to be called before the first collective: nothing of that has begun, or was counted, yet.
@@ -272,18 +284,21 @@ class Lockstep:
             self._aside.join()  # the interpreter would end a thread that is in C++ by force
         if self._begun:
             self._tear()
-        if self._broken:
-            return
-        with suppress(Exception), self.call():  # where the store has gone, so have the others
+        with suppress(Exception):  # where the store has gone, so have the others
+            if not self._broken:
+                self._say_end(self._store)
+            self._store.add(_ENDED, 1)
+
+    def _say_end(self, store: Store) -> None:
+        with self.call():
             self._what, self._words, self._came = _END, f"has ended after {self._number - 1} calls", True
-            self._post(self._store)
-            self._store.add(f"{self._number}/ended", 1)
+            self._post(store)
 
     def wait_until_all(self, count: str, timeout_s: float, but: int = 0) -> None:
         """Wait until all have been counted so, ``but`` for some, or the time is over, or the store has gone."""
         with suppress(DistError):
             for _ in self._pauses(timeout_s):
-                if self._store is None or self._store.add(f"{self._number}/{count}", 0) >= self._size - but:
+                if self._store is None or self._store.add(count, 0) >= self._size - but:
                     return
 
     def _tear(self) -> None:
@@ -305,9 +320,10 @@ class Lockstep:
         self._post(store)
         if store.check([f"{self._number}/unlike"]):
             cards = [_Card(**card) for card in json.loads(store.get(f"{self._number}/unlike"))]
-            self._told = self._error_of(cards)
+            error = self._error_of(cards)
+            self._told = ref(error)
             self._let_others_know(store, sum(card.what == _END for card in cards))
-            raise self._told
+            raise error
 
     @contextmanager
     def _reaching_others(self) -> Iterator[None]:
@@ -324,7 +340,7 @@ class Lockstep:
         """Give the others that have not ended time to read what is wrong: the store may go with this rank."""
         self._broken = True
         store.add(f"{self._number}/knows", 1)
-        self.wait_until_all("knows", _KNOW_S, ended)
+        self.wait_until_all(f"{self._number}/knows", _KNOW_S, ended)
 
     def _post(self, store: Store, failure: str = "") -> None:
         """Write what this rank has come to, and where that does not fit the first to write, the cards of both."""
@@ -344,7 +360,7 @@ class Lockstep:
         return _Card(self._rank, self._what, self._words) if self._came else _Card(self._rank, "", "makes another")
 
     def _fail(self, error: Exception) -> None:
-        if self._store is not None and error is not self._told:
+        if self._store is not None and error is not self._told():
             with suppress(Exception):
                 self._post(self._store, f"{type(error).__name__}: {error}")
                 self._posted = 0  # which stays
@@ -373,13 +389,29 @@ class Lockstep:
         )
 
 
+class _Call:
+    """What `Lockstep.call` gives: a class, since one of these is made at each step."""
+
+    __slots__ = ("_lockstep",)
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self._lockstep = lockstep
+
+    def __enter__(self) -> None:
+        self._lockstep.enter()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self._lockstep.leave(error)
+
+
 def _end_all() -> None:
     """Tell the others; torch's own groups, by whose end they learn that this rank has gone, end later."""
-    models = list(_all)
+    models = [model for made in _all.values() for model in made]
     for model in models:
         model.end()
     deadline_s = time.monotonic() + _EXIT_S
     if not dist.is_initialized() or dist.get_rank() or getattr(sys, "last_value", None) is not None:
         return
     for model in models:
-        model.wait_until_all("ended", deadline_s - time.monotonic())
+        model.wait_until_all(_ENDED, deadline_s - time.monotonic())

@@ -22,6 +22,7 @@ from pathlib import Path
 # torch documents these four here, but does not list them for type checkers.
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from shardwright.backends.table import DeviceType
 from shardwright.errors import UsageError, WorldError
 from shardwright.hosts.environment import FileMeeting, LaunchEnvironment, Meeting, MpiMeeting, TcpMeeting
 from shardwright.whole_file import write_whole
@@ -35,7 +36,8 @@ _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 class Card:
     """What a rank says about itself at the roll call.
 
-    ``gpus`` are the identities of those it can see, where it is to compute on a ``device`` of that type.
+    ``gpus`` are the identities of those it can see, where it is to compute on a ``device`` of that type. ``asked`` says
+    whether it was told the ``backend``, which else is the usual one.
     """
 
     rank: int
@@ -46,7 +48,8 @@ class Card:
     pid: int
     local_rank: int | None
     gpus: tuple[str, ...]
-    device: str = "cpu"
+    device: DeviceType = "cpu"
+    asked: bool = False
 
     def __str__(self) -> str:
         return f"rank {self.rank} (process {self.pid} on {self.host})"
@@ -248,21 +251,20 @@ def roll_call(store: Store, card: Card, deadline: Deadline, serves: bool) -> tup
     try:
         problem = _announce(store, card)
         if problem:
-            if not store.check(["verdict"]):
-                store.set("verdict", json.dumps({"problem": problem}))
+            _judge(store, {"problem": problem})
         else:
             for _ in deadline.pauses():
                 if store.check(["verdict"]):
                     break
             else:
-                store.set("verdict", json.dumps({"problem": _missing(store, card.size, deadline.timeout_s)}))
+                _judge(store, {"problem": _missing(store, card.size, deadline.timeout_s)})
         verdict = json.loads(store.get("verdict"))
         if problem or "problem" in verdict:
             if serves:
                 _wait_for_readers(store, 0 if deadline.left_s() == 0 else card.size)
             else:
                 store.add("read", 1)
-            raise WorldError(problem or verdict["problem"])
+            raise WorldError(verdict.get("problem", problem))
     except DistError as error:
         raise WorldError(
             f"the rank that serves the meeting point left before all {card.size} ranks had come"
@@ -272,14 +274,13 @@ def roll_call(store: Store, card: Card, deadline: Deadline, serves: bool) -> tup
 
 def _announce(store: Store, card: Card) -> str | None:
     """Leave this rank's card; the last to come publishes all of them. Returns what contradicts the others."""
-    position = store.add("arrived", 1)
+    if store.add("arrived", 1) == 1:  # before all else: the others read it, whatever becomes of this rank
+        store.set("first", json.dumps(asdict(card)))
     if store.add(f"came/{card.rank}", 1) > 1:
         first = _card(json.loads(store.get(f"card/{card.rank}")))
         pids = f"{first.pid} on {first.host}, {card.pid} on {card.host}"
         return f"two processes say that they are rank {card.rank}: {pids}"
     store.set(f"card/{card.rank}", json.dumps(asdict(card)))
-    if position == 1:
-        store.set("first", json.dumps(asdict(card)))
     first = _card(json.loads(store.get("first")))
     for name, theirs, ours in (
         ("world size", first.size, card.size),
@@ -289,9 +290,13 @@ def _announce(store: Store, card: Card) -> str | None:
         if theirs != ours:
             return f"the ranks disagree on the {name}: {first} says {theirs}, {card} says {ours}"
     if store.add("agreed", 1) == card.size:
-        cards = [json.loads(store.get(f"card/{rank}")) for rank in range(card.size)]
-        store.set("verdict", json.dumps({"cards": cards}))
+        _judge(store, {"cards": [json.loads(store.get(f"card/{rank}")) for rank in range(card.size)]})
     return None
+
+
+def _judge(store: Store, verdict: dict[str, object]) -> None:
+    """Say what came of the meeting; the first to say so is right, so that all ranks raise the same words."""
+    store.compare_set("verdict", "", json.dumps(verdict))
 
 
 def _card(entry: dict[str, object]) -> Card:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import atexit
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -16,6 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
 from shardwright.backends.gloo_threads import calm_receivers
+from shardwright.backends.group import backends_of
 from shardwright.backends.table import (
     BACKENDS,
     DeviceType,
@@ -93,8 +95,9 @@ def init(
 
     ``device`` is where this rank computes: "cpu", "cuda" (the GPU that its place on its host gives it) or "cuda:N"; all
     ranks of a host may have one GPU with backend="gloo". Unless given it is what the backend serves.
-    ``backend`` is nccl where torch sees GPUs, else gloo, unless given here or by ``shardwright launch --backend``;
-    "shm" is for the ranks of one host, "mpi" for ranks that mpirun started (`shardwright.backends.table`).
+    ``backend`` is nccl where torch sees GPUs, else shm where several ranks are on one host, else gloo, unless given
+    here or by ``shardwright launch --backend``; "shm" shares memory within each of several hosts, too, and "mpi" is for
+    ranks that mpirun started (`shardwright.backends.table`).
     ``init_method`` (``tcp://HOST:PORT`` or ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the
     launcher says. ``timeout`` (seconds or timedelta) bounds the wait for the other ranks, 300 s unless given, and every
     collective, torch's default unless given. A second call returns the same world; a process group that the script has
@@ -118,10 +121,13 @@ def init(
         raise UsageError(f"timeout={timeout} must be more than 0 seconds")
     chosen = backend or _usual(asked)
     deadline = Deadline.after(_MEETING_TIMEOUT_S if timeout_s is None else timeout_s)
-    store, cards = _meet(launched, chosen, device_type(asked, chosen), deadline)
+    introduced = partial(_introduce, launched, chosen, device_type(asked, chosen), backend is not None)
+    store, cards = _meet(launched, introduced, deadline)
+    cards = _by_place(cards)
+    if backend is None:
+        backend_called(cards[0].backend).prepare(launched)
     world = _world(cards, launched, asked)
-    _start(world, store, launched, None if timeout_s is None else timedelta(seconds=timeout_s))
-    return world
+    return _start(world, store, launched, None if timeout_s is None else timedelta(seconds=timeout_s))
 
 
 def _usual(asked: torch.device | None) -> str:
@@ -157,7 +163,7 @@ def _existing(backend: str | None, rank: int | None, world_size: int | None, dev
     same_device = device is None or (device.type == world.device.type and device.index in (None, world.device.index))
     for name, given, actual in (
         ("device", None if same_device else str(device), str(world.device)),
-        ("backend", backend, world.backend),
+        ("backend", None if backend == _asked() else backend, world.backend),
         ("rank", rank, world.rank),
         ("world_size", world_size, world.size),
     ):
@@ -169,10 +175,15 @@ def _existing(backend: str | None, rank: int | None, world_size: int | None, dev
     return world
 
 
+def _asked() -> str:
+    """The backend that the world was asked for; `World.backend` may be another that took its place."""
+    return backend_called(str(dist.get_backend())).name
+
+
 def _adopt(asked: torch.device | None) -> World:
     """The world of a process group that the script has set up itself; every rank must take part."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    backend = backend_called(str(dist.get_backend())).name
+    backend = backend_called(backends_of()).name
     hosts = from_all_ranks(socket.gethostname())
     local = [r for r in range(size) if hosts[r] == hosts[rank]]
     if asked is not None and asked.index is not None:
@@ -201,7 +212,7 @@ def _launch_environment(init_method: str | None, rank: int | None, world_size: i
 
 
 def _meet(
-    launched: LaunchEnvironment, backend: str, device: DeviceType, deadline: Deadline
+    launched: LaunchEnvironment, introduced: Callable[[], Card], deadline: Deadline
 ) -> tuple[Store, tuple[Card, ...]]:
     """The job's store and the cards of all ranks, once all have come."""
     try:
@@ -210,14 +221,13 @@ def _meet(
             serve_until_all_left(store, launched.size)
             raise SystemExit(0)
         server_rank = launched.meeting.server_rank if isinstance(launched.meeting, TcpMeeting) else 0
-        card = _introduce(launched, backend, device)
-        return store, roll_call(store, card, deadline, serves=launched.rank == server_rank)
+        return store, roll_call(store, introduced(), deadline, serves=launched.rank == server_rank)
     finally:
         if isinstance(launched.meeting, FileMeeting) and launched.rank == 0:
             launched.meeting.path.unlink(missing_ok=True)
 
 
-def _introduce(launched: LaunchEnvironment, backend: str, device: DeviceType) -> Card:
+def _introduce(launched: LaunchEnvironment, backend: str, device: DeviceType, asked: bool) -> Card:
     assert launched.rank is not None
     seen = torch.cuda.device_count() if device == "cuda" else 0
     gpus = [str(torch.cuda.get_device_properties(i).uuid) for i in range(seen)]
@@ -231,7 +241,17 @@ def _introduce(launched: LaunchEnvironment, backend: str, device: DeviceType) ->
         local_rank=launched.local_rank,
         gpus=tuple(gpus),
         device=device,
+        asked=asked,
     )
+
+
+def _by_place(cards: tuple[Card, ...]) -> tuple[Card, ...]:
+    """The cards with the usual backend of ranks that are where these are, unless one of them was told its own."""
+    if any(card.asked for card in cards):
+        return cards
+    one_host = len(cards) > 1 == len(set(host_names(cards)))
+    name = usual_backend(cards[0].device, one_host).name
+    return tuple(replace(card, backend=name) for card in cards)
 
 
 def _world(cards: Sequence[Card], launched: LaunchEnvironment, asked: torch.device | None) -> World:
@@ -249,7 +269,8 @@ def _world(cards: Sequence[Card], launched: LaunchEnvironment, asked: torch.devi
     return World(mine.rank, mine.size, local_rank, local_size, hosts[mine.rank], device, mine.backend, hosts)
 
 
-def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: timedelta | None) -> None:
+def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: timedelta | None) -> World:
+    """The world with its process group, and with the backend that moves its data."""
     bound = on_gpus(world.backend)  # the backend has to know on which GPU it works
     if world.device.type == "cuda":
         torch.cuda.set_device(world.device)
@@ -271,9 +292,12 @@ def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: tim
     calm_receivers()
     # A rank that left at once would break the connections that others are still making.
     dist.barrier(control_group())
+    if backends_of() != str(dist.get_backend()):
+        world = replace(world, backend=backends_of())
     _worlds[world_group()] = world
     _tell(world)
     atexit.register(leave, store if launched.launcher == "msrun" else None)
+    return world
 
 
 def _tell(world: World) -> None:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from shardwright.errors import CaptureError
 from shardwright.graph.capture import capture
 from shardwright.graph.evaluate import evaluate
+from shardwright.graph.tracing.frozen import FrozenWarning
 
 pytestmark = pytest.mark.usefixtures("float64")
 
@@ -22,6 +23,7 @@ class Keeps(nn.Module):
         self.register_buffer("kept", torch.arange(9.0).view(3, 3))
         self.register_buffer("other", torch.ones(3, 3))
         self.plain = torch.ones(3)
+        self.again = self.norm
         self.step = step
 
     def forward(self, x):
@@ -76,7 +78,12 @@ def a_part_is_seen_again(model, x):
     return x * part
 
 
+def a_module_has_two_names(model, x):
+    return model.again(model.norm(x) * torch.arange(3.0)).square()
+
+
 EQUAL = [
+    a_module_has_two_names,
     an_average_is_set,
     two_are_exchanged,
     the_old_one_is_returned,
@@ -182,7 +189,8 @@ def test_a_tensor_that_is_only_set_is_forgotten():
         model.last = x
         return x * model.plain
 
-    captured = capture(Keeps(noting), loss_of, torch.ones(4, 3))
+    with pytest.warns(FrozenWarning, match="model.last is set to a tensor .*, at .* return it beside"):
+        captured = capture(Keeps(noting), loss_of, torch.ones(4, 3))
     assert [str(place) for place in captured.outside.values()] == ["model.plain"]
 
 

@@ -55,7 +55,7 @@ def test_the_environment_passes_through_the_stream_alone(job):
     given = {"SECRET": "hush-hush", "PREFIX_A": "1", "PREFIX_B": "2", "SSH_CONNECTION": "mine"}
     words = ["-x", "SECRET", "-x", "PLAIN=with 'quotes' and $x", "-x", "PREFIX_*"]
     launcher = job.start("-H", "host1:1,host2:1", *words, "--", sys.executable, script, env=given)
-    wait_until(lambda: (job.folder / "log_output/1/rank.1/stdout").exists() and all(logs(job, 2)), 20, "the ranks run")
+    wait_until(lambda: (job.folder / "log_output/1/rank.1/stdout").exists() and all(logs(job, 2)), 60, "the ranks run")
     lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in job.survivors()]
     assert len(lines) >= 6
     job.write("go", "go")

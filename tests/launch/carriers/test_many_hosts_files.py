@@ -148,10 +148,15 @@ def test_a_slow_line_takes_its_time_for_what_is_staged(job, network):
 
 
 LOUD = """
-    import os, sys
+    import os, sys, time
     rank = os.environ["RANK"]
     print("out", rank, flush=True)
     sys.stderr.write("x" * 50_000 + "\\n")
+    sys.stderr.flush()
+    if rank == "0":
+        open("rank0_is_done", "w").close()
+    while not os.path.exists("rank0_is_done"):
+        time.sleep(0.01)
     sys.exit("the reason is told" if rank == "1" else 0)
 """
 

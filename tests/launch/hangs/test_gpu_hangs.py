@@ -1,7 +1,6 @@
 """Hangs of ranks whose collectives run on a GPU: what it has done counts, and not what it was asked for."""
 
 import json
-import time
 
 import pytest
 
@@ -149,8 +148,6 @@ def test_a_record_in_another_form_is_told_and_none_is_empty():
 
 def test_a_rank_without_a_gpu_is_not_asked():
     file = PulseFile()
-    started_s = time.monotonic()
     [found] = observe({0: Target(0x7FFFFFFF, file)})
     assert found.recorded == ()
     assert file.recorded() == "", "nothing was asked"
-    assert time.monotonic() - started_s < 2

@@ -213,7 +213,7 @@ def test_a_pulse_is_read_by_another_process_while_the_rank_is_stopped():
     os.waitid(os.P_PID, rank.pid, os.WSTOPPED)
     reading = file.read()
     rank.send_signal(signal.SIGCONT)
-    assert rank.wait(10) == 0
+    assert rank.wait(60) == 0
     assert (reading.listener, reading.steps, reading.collectives, reading.operation) == (rank.pid, 41, 1, "all_reduce")
     assert reading.site.startswith("the gradients of éé")
     assert reading.site.endswith("é...")

@@ -20,12 +20,11 @@ def report(launching, job="1"):
 
 
 def test_a_rank_that_sleeps_is_shown_though_it_was_not_forked_from_the_zygote(launching):
-    script = launching.write("t.py", "import time\nprint('up', flush=True)\ntime.sleep(100)\n")
-    ended = launching.run("-n", "2", "--stall-timeout", "1", "--", sys.executable, script)
+    script = launching.write("t.py", "import time\nprint('up', flush=True)\ntime.sleep(600)\n")
+    ended = launching.run("-n", "2", "--stall-timeout", "2", "--", sys.executable, script)
     assert ended.code == 124
-    assert "no rank has finished a step or written anything for 1 s: ranks 0-1 are " in ended.stderr
+    assert "no rank has finished a step or written anything for 2 s: ranks 0-1 are " in ended.stderr
     assert "their stacks: log_output/1/stall-1.txt" in ended.stderr
-    assert ended.seconds < 15
     text = report(launching)
     assert "waits in" in text
     assert "py-spy" in text, "either it has read the stacks, or it is named as what could have"
@@ -76,13 +75,14 @@ def test_who_writes_or_takes_steps_now_and_then_is_left_alone(launching):
         """
     import os, sys, time
     from shardwright.pulse import own_pulse
-    for i in range(12):
+    print("up", flush=True)
+    for i in range(16):
         time.sleep(0.4)
-        if i < 6 and i % 2 == int(os.environ["RANK"]): print(i, file=sys.stderr, flush=True)
-        if i >= 6: own_pulse().begin_step()
+        if i < 8 and i % 2 == int(os.environ["RANK"]): print(i, file=sys.stderr, flush=True)
+        if i >= 8: own_pulse().begin_step()
     """,
     )
-    ended = launching.run("-n", "2", "--stall-timeout", "2", "--tee", "none", "--", sys.executable, script)
+    ended = launching.run("-n", "2", "--stall-timeout", "3", "--tee", "none", "--", sys.executable, script)
     assert (ended.code, ended.stderr) == (0, "")
 
 
@@ -130,7 +130,7 @@ DDP = """
     class Slow(torch.utils.data.Dataset):
         def __len__(self): return 8
         def __getitem__(self, i):
-            if i == 4 and dist.get_rank() == 2: time.sleep(100)
+            if i == 4 and dist.get_rank() == 2: time.sleep(600)
             return torch.zeros(4)
     def train():
         for i, batch in enumerate(torch.utils.data.DataLoader(Slow(), batch_size=1, num_workers=WORKERS)):
@@ -161,7 +161,7 @@ def test_a_rank_that_returned_early_is_named(launching):
     dist.barrier()
     if dist.get_rank() == 1: os._exit(0)
     import time
-    def wait_for_it(): time.sleep(100)
+    def wait_for_it(): time.sleep(600)
     wait_for_it()
     """,
     )
@@ -183,7 +183,7 @@ def test_ranks_of_mpirun_are_watched(launching):
     for _ in range(6):
         own_pulse().begin_step()
         time.sleep(0.3)
-    def hang(): time.sleep(100)
+    def hang(): time.sleep(600)
     hang()
     """,
     )
@@ -211,7 +211,7 @@ def test_a_program_that_took_the_place_of_the_rank_is_not_sent_a_signal(launchin
         "t.py",
         """
     import os, sys
-    os.execv(sys.executable, [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(100)"])
+    os.execv(sys.executable, [sys.executable, "-c", "print('up', flush=True); import time; time.sleep(600)"])
     """,
     )
     ended = launching.run("-n", "1", "--stall-timeout", "4", script, timeout_s=100)

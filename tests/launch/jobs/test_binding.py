@@ -51,7 +51,7 @@ def test_threads_of_one_core_stay_together(tmp_path, monkeypatch):
 )
 def test_a_job_is_bound(launching, options, bound):
     script = launching.write("cores.py", SCRIPT)
-    ended = launching.run("-n", "2", *options, script)
+    ended = launching.run("-n", "2", *options, script, env=launching.light_torch())
     assert ended.code == 0, ended.stderr
     half = CORES // 2
     found = [len(launching.log(rank).split(",")) for rank in (0, 1)]

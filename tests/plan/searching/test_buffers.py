@@ -6,9 +6,9 @@ import math
 import numpy as np
 import pytest
 
+from shardwright.plan.minima.exact import minimise
+from shardwright.plan.minima.tables import Table, cost_at
 from shardwright.plan.searching.buffers import WORTH, Buffers, by_buffers
-from shardwright.plan.searching.exact import Table, minimise
-from shardwright.plan.searching.tables import cost_at
 
 SCOPES = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (1,), (4,)]
 

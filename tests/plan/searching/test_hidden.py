@@ -18,7 +18,7 @@ from shardwright.plan.searches import SEARCHES
 from shardwright.plan.spaces import space_of
 
 # Gradients of a quarter of a bucket and more begin to be reduced when they are there.
-HIDING = replace(shipped("cpu"), hides_gradients=0.9, backend="shm")
+HIDING = replace(shipped("cpu_host"), hides_gradients=0.9, backend="shm")
 
 
 def captured(width=1100, rows=600):

@@ -17,7 +17,7 @@ from shardwright.plan.searching.known import Known
 from shardwright.rules.notation import parse
 
 MESH = Mesh.of(a=2, b=4, c=2)
-OBJECTIVE = Seconds(shipped("cpu"))
+OBJECTIVE = Seconds(shipped("cpu_host"))
 
 
 def alone(value, layout, target):

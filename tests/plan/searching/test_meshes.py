@@ -1,5 +1,6 @@
 """Where the mesh is not given, those that the links distinguish are searched, and the plan says which."""
 
+import pickle
 from dataclasses import replace
 
 import pytest
@@ -10,11 +11,12 @@ from shardwright.graph.ir import Capture, Node, Pin, Value
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import make
 from shardwright.plan.make import make_plan
+from shardwright.plan.minima.exact import TooWide
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.meshes import cuts
 from shardwright.plan.request import PlanRequest
-from shardwright.plan.searching.exact import TooWide
+from shardwright.plan.searching.budget import OverBudget
 from shardwright.rules.notation import Operand
 
 
@@ -46,6 +48,14 @@ def graph(pin=None, rows=48, inner=8192, columns=8192):
 def planned(devices, capture=None, per_host=None, **options):
     hardware = replace(shipped("h100"), ranks_per_host=per_host)
     return make_plan(capture or graph(), PlanRequest(Mesh.of(d=devices), hardware=hardware, **options))
+
+
+def test_what_a_search_has_told_apart_by_identities_stays_in_its_process():
+    plan = planned(8)
+    assert plan.graph.known
+    sent = pickle.loads(pickle.dumps(plan.graph))
+    assert not sent.known
+    assert sent == plan.graph
 
 
 def test_the_cheapest_mesh_is_taken_and_all_are_told():
@@ -101,6 +111,25 @@ def test_within_a_budget_finer_meshes_are_to_beat_the_plan_that_is_there():
     assert plan.held.total <= memory
     assert plan.bound <= plan.cost <= coarse.cost
     assert [line.startswith(f"{mesh} ") for line, mesh in zip(plan.considered, (two, three), strict=True)] == [True] * 2
+
+
+@pytest.mark.parametrize("share", [0.5, 0.9, 3.0])
+def test_a_mesh_on_which_nothing_fits_counts_with_what_its_search_has_proven(monkeypatch, share):
+    """Nothing that fits on it costs less than so much of the plan on the other mesh."""
+    one, searched = cuts(Mesh.of(d=64), None, 2)[1], make.search
+    cost = planned(64, axes=one).cost
+
+    def search(space, *more):
+        if space.mesh != one:
+            raise OverBudget("nothing fits", 5000, share * cost)
+        return searched(space, *more)
+
+    monkeypatch.setattr(make, "search", search)
+    monkeypatch.setattr(make, "in_any_parts", lambda *given: (_ for _ in ()).throw(given[-1]))
+    plan = planned(64, memory=1 << 50)
+    assert (plan.mesh, plan.cost) == (one, cost)
+    assert plan.bound == pytest.approx(min(share, 1.0) * cost)
+    assert plan.considered[0] == "d.0=8 d.1=8 has no plan that fits: the one that holds least holds 5.0 kB"
 
 
 def test_fewer_axes_are_told(monkeypatch):

@@ -18,6 +18,8 @@ from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.known_plans import KNOWN_PLANS
 from shardwright.plan.make import Weighing, make_plan, or_known
+from shardwright.plan.minima.exact import minimise
+from shardwright.plan.minima.tables import Table
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW
@@ -26,7 +28,7 @@ from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MINDSPORE, SEARCHES
 from shardwright.plan.searching import recursive as axis_by_axis
 from shardwright.plan.searching.budget import OverBudget
-from shardwright.plan.searching.exact import Table, minimise
+from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.search import search
 from shardwright.plan.searching.space import Choice, Space
@@ -293,6 +295,28 @@ def test_however_small_the_gap_is_the_others_are_looked_at():
     assert or_known(near, space, row, request, Weighing(mesh, request, space, OBJECTIVE)).cost <= other.cost * (
         1 + 1e-12
     )
+
+
+def test_searches_share_what_they_work_out(monkeypatch):
+    """Of one plan: no operator is priced twice under a strategy, and what is found is what each finds by itself."""
+    capture, mesh = graph_of(201), Mesh.of(a=2, b=2)
+    memory, priced = int(planned(capture, mesh, "exact").held.total * 0.7), []
+    operator = Seconds.operator
+
+    def counted(self, graph, node, strategy, on):
+        priced.append((graph.alike[node.name], strategy, on))
+        return operator(self, graph, node, strategy, on)
+
+    monkeypatch.setattr(Seconds, "operator", counted)
+    shared = within(capture, mesh, "exact", memory)
+    assert shared.gap > 0  # so that the others were asked
+    assert len(priced) == len(set(priced))
+    count = len(priced)
+    monkeypatch.setattr(Weighing, "known", property(lambda of: Known(of._space.graph, OBJECTIVE, of.mesh)))
+    alone = within(capture, mesh, "exact", memory)
+    assert (alone.strategies, alone.leaves, alone.again) == (shared.strategies, shared.leaves, shared.again)
+    assert (alone.cost, alone.bound) == (shared.cost, shared.bound)
+    assert len(priced) > 2 * count
 
 
 def test_recursive_decides_axis_by_axis(monkeypatch):

@@ -13,6 +13,7 @@ from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan import make
+from shardwright.plan.minima.tables import Table, cost_at
 from shardwright.plan.prices import repeated_costs
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
@@ -20,9 +21,8 @@ from shardwright.plan.pricing.optimizers import ADAMW
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searching import search
 from shardwright.plan.searching.budget import OverBudget
-from shardwright.plan.searching.exact import Table
-from shardwright.plan.searching.tables import cost_at
 from shardwright.plan.searching.weights import Weights
+from whole import true_cost
 
 HARDWARE = shipped("h100")
 
@@ -39,15 +39,6 @@ class Block(nn.Module):
 def chain():
     model = nn.Sequential(Block(), Block())
     return captured_step(model, lambda m, b: m(b).square().sum(), torch.randn(64, 8), {})
-
-
-def true_cost(plan, objective):
-    """What everything in a plan costs, from the plan alone."""
-    total = sum(objective.operator(plan.graph, n, plan.strategies[n.name], plan.mesh) for n in plan.capture.nodes)
-    for t in plan.transfers:
-        value = replace(plan.capture.values[t.value], needs_gradient=t.gradient)
-        total += objective.transfer(value, t.steps, plan.mesh)
-    return total + sum(repeated_costs(plan, objective).values())
 
 
 @pytest.mark.slow

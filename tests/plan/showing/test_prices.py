@@ -15,7 +15,7 @@ from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW, states_of
 from shardwright.plan.request import PlanRequest
 
-CPU = replace(shipped("cpu"), launch_s=1e-3, flops=(("float32", 1e9),), memory_bandwidth=1e8)
+CPU = replace(shipped("cpu_host"), launch_s=1e-3, flops=(("float32", 1e9),), memory_bandwidth=1e8)
 WIDTH, ROWS = 256, 64
 BYTES = 4 * WIDTH * WIDTH
 QUICK = {"launch_s": 1e-9, "flops": (("float32", 1e15),), "memory_bandwidth": 1e12}
@@ -84,7 +84,7 @@ def test_gradients_are_hidden_behind_what_is_left_of_the_backward():
 def test_gradients_in_one_bucket_have_nothing_to_hide_behind():
     """It begins when the last of them is there. A first bucket that is small begins before."""
     assert hidden_s(3, WIDTH, hides_gradients=0.5)[0] == 0
-    hidden, gradient, _ = hidden_s(3, 512, hides_gradients=0.5, backend="shm")
+    hidden, gradient, _ = hidden_s(3, 512, hides_gradients=0.5, backend="nccl")
     assert hidden == pytest.approx(0.5 * gradient)
 
 

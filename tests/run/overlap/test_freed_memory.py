@@ -19,6 +19,7 @@ TAKEN = """
 import ctypes, resource, runpy
 keep_freed_memory = runpy.run_path({file!r})["keep_freed_memory"]
 libc = ctypes.CDLL(None)
+libc.prctl(41, 1, 0, 0, 0)  # PR_SET_THP_DISABLE: a huge page is one fault
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
 
 def pages_taken():

@@ -64,6 +64,8 @@ def waited():
     comm = ProcessCommunicator(Mesh.of(d=2))
     comm.prepare([("d",)])
     mine = [torch.tensor(1.5 + rank), torch.tensor([2, 2**60 + rank]), torch.ones(3, dtype=torch.complex64)]
+    with torch.inference_mode():
+        comm.all_reduce_together(mine, ("d",))
     sums = comm.all_reduce_together(mine, ("d",))
     for tensor, total in zip(mine, sums, strict=True):
         dist.all_reduce(tensor)

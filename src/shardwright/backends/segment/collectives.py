@@ -7,17 +7,17 @@ will do. Tensors that are larger than a slot go through it chunk by chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from shardwright.backends.segment.flats import ByRows, cut, flat_of, flats_of, gathering
 from shardwright.backends.segment.memory import DATA_BYTES, HEAD_BYTES, SMALL_BYTES, Memory
-from shardwright.backends.segment.notes import Note
+from shardwright.backends.segment.notes import Note, unlike
 from shardwright.backends.segment.reduction import Reduction
 from shardwright.backends.segment.waiting import Rendezvous
 from shardwright.errors import WorldError
@@ -29,7 +29,7 @@ _EACH_BY_ITSELF = 3
 _VIEWS = 1024  # of slots, which are kept: a step comes to the same sizes again and again
 
 
-class Collectives:
+class Collectives(ByRows):
     """Those of one group; ``names`` are its members as its users number them."""
 
     def __init__(self, memory: Memory, rendezvous: Rendezvous, names: Sequence[int], backend: str) -> None:
@@ -80,22 +80,10 @@ class Collectives:
         parity, length = self.rendezvous.stage & 1, len(written)
         for rank in range(self.size):
             if self.memory.note(rank, parity, length) != written:
-                raise WorldError(self._differ([self.memory.note(other, parity, length) for other in range(self.size)]))
+                notes = [self.memory.note(other, parity, length) for other in range(self.size)]
+                raise WorldError(unlike(notes, self.names, self.number, self.names))
 
-    def _differ(self, notes: Sequence[bytes]) -> str:
-        said = [str(Note.read(note[:HEAD_BYTES])) for note in notes]
-        if len(set(said)) == 1:
-            said = [f"{said[0]} with {np.frombuffer(note[HEAD_BYTES:], np.int64).tolist()}" for note in notes]
-        by_what: dict[str, list[int]] = {}
-        for name, what in zip(self.names, said, strict=True):
-            by_what.setdefault(what, []).append(name)
-        parts = [f"{_ranks(ranks)} called {what}" for what, ranks in by_what.items()]
-        return (
-            f"the ranks do not call the same: {', '.join(parts)} (number {self.number} of the group of the ranks "
-            f"{', '.join(map(str, self.names))}); all must make the same calls, in one order, on tensors that fit"
-        )
-
-    def _come(self, note: Note | None, sizes: Sequence[int] = ()) -> Steps:
+    def come(self, note: Note | None, sizes: Sequence[int] = ()) -> Steps:
         """Come to the next stage, the first of a collective with its note: all must agree on that, and on the sizes."""
         if note is None:
             yield
@@ -107,7 +95,7 @@ class Collectives:
     # --- every rank gets the same
 
     def barrier(self) -> Steps:
-        return self._come(self.note("barrier"))
+        return self.come(self.note("barrier"))
 
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         flat, finish = flat_of(tensor)
@@ -130,7 +118,7 @@ class Collectives:
         """Each rank that wants the result reduces all of it."""
         for start, chunk in _chunks(flat, DATA_BYTES):
             self._mine(chunk).copy_(chunk)
-            yield from self._come(None if start else note)
+            yield from self.come(None if start else note)
             if wanted:
                 reduction.total(self._of_all(chunk), chunk)
 
@@ -142,19 +130,15 @@ class Collectives:
             chunk = chunks[number] if number < len(chunks) else None
             if chunk is not None:
                 self._mine(chunk).copy_(chunk)
-            yield from self._come(None if number else note)
+            yield from self.come(None if number else note)
             if number:
-                for rank, part in enumerate(self._slices(chunks[number - 1])):
+                for rank, part in enumerate(cut(chunks[number - 1], self.size)):
                     part.copy_(self._of(rank, part, room))
             if chunk is not None:
-                slices = self._slices(chunk)
+                slices = cut(chunk, self.size)
                 start = sum(part.nbytes for part in slices[: self.rank])
                 mine = slices[self.rank]
                 reduction.total(self._of_all(mine, start), self._mine(mine, room))
-
-    def _slices(self, chunk: Tensor) -> list[Tensor]:
-        bounds = [chunk.numel() * rank // self.size for rank in range(self.size + 1)]
-        return [chunk[start:end] for start, end in pairwise(bounds)]
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         flat, finish = flat_of(tensor)
@@ -162,7 +146,7 @@ class Collectives:
         for start, chunk in _chunks(flat.view(torch.uint8), DATA_BYTES):
             if self.rank == root:
                 self._mine(chunk).copy_(chunk)
-            yield from self._come(None if start else note)
+            yield from self.come(None if start else note)
             if self.rank != root:
                 chunk.copy_(self._of(root, chunk))
         if self.rank != root:
@@ -170,47 +154,20 @@ class Collectives:
 
     # --- gathering
 
-    def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
-        """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
-        flat, finish = flat_of(output)
-        yield from self._all_gather(flat.view(self.size, tensor.numel()).unbind(), tensor)
-        finish()
-
-    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
-        """The tensors of all ranks, which may differ in size."""
-        flats, finish = _flats(outputs)
-        yield from self._all_gather(flats, tensor)
-        finish()
-
     def _all_gather(self, rows: Sequence[Tensor], tensor: Tensor) -> Steps:
         flat, _ = flat_of(tensor)
-        note, sizes = self._gathering(rows, flat)
+        kind, like, sizes = gathering(rows, flat)
+        note = self.note(kind, like)
         mine, rows = flat.view(torch.uint8), [row.view(torch.uint8) for row in rows]
         for start in range(0, max(1, *(row.numel() for row in rows)), DATA_BYTES):
             chunk = mine[start : start + DATA_BYTES]
             self._mine(chunk).copy_(chunk)
-            yield from self._come(None if start else note, sizes)
+            yield from self.come(None if start else note, sizes)
             for rank, row in enumerate(rows):
                 part = row[start : start + DATA_BYTES]
                 part.copy_(self._of(rank, part))
 
-    def _gathering(self, rows: Sequence[Tensor], flat: Tensor) -> tuple[Note, list[int]]:
-        """The note, and the sizes on which all must agree beside it, if there are several."""
-        sizes = [row.numel() for row in rows]
-        if len(set(sizes)) == 1:
-            return self.note("all_gather", flat), []
-        return self.note("all_gather of several sizes", flat[:0]), sizes
-
     # --- a part for each
-
-    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Steps:
-        """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
-        flat, _ = flat_of(tensor)
-        return self._reduce_scatter(output, flat.view(self.size, output.numel()).unbind(), reduction)
-
-    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
-        """One tensor for every rank; they may differ in size."""
-        return self._reduce_scatter(output, _flats(tensors)[0], reduction)
 
     def _reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], reduction: Reduction) -> Steps:
         """Of each part as much at a time as all parts have room for in a slot."""
@@ -223,15 +180,15 @@ class Collectives:
             for rank, row in enumerate(rows):
                 part = row[start : start + width]
                 self._mine(part, rank * room).copy_(part)
-            yield from self._come(None if start else note, sizes)
+            yield from self.come(None if start else note, sizes)
             part = flat[start : start + width]
             reduction.total(self._of_all(part, self.rank * room), part)
         finish()
 
     def exchange(self, kind: str, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor], root: int = 0) -> Steps:
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter."""
-        sent, _ = _flats(list(inputs.values()))
-        received, finish = _flats(list(outputs.values()))
+        sent, _ = flats_of(list(inputs.values()))
+        received, finish = flats_of(list(outputs.values()))
         note = self.note(kind, next(iter((*sent, *received)))[:0], root=root)
         into = dict(zip(outputs, (flat.view(torch.uint8) for flat in received), strict=True))
         out = dict(zip(inputs, (flat.view(torch.uint8) for flat in sent), strict=True))
@@ -246,7 +203,7 @@ class Collectives:
         yield
         self.compare(written[:HEAD_BYTES])
         table = self._tables()
-        self._fit(note, table)
+        check_sizes(note, table, self.names)
         starts = np.cumsum(table[:, : self.size], axis=1) - table[:, : self.size]
         longest = int(table[:, : self.size].sum(1).max())
         for start in range(0, max(1, longest), DATA_BYTES):
@@ -279,18 +236,20 @@ class Collectives:
         notes = [self.memory.note(rank, parity, length)[HEAD_BYTES:] for rank in range(self.size)]
         return np.stack([np.frombuffer(note, np.int64) for note in notes])
 
-    def _fit(self, note: Note, table: np.ndarray[Any, np.dtype[np.int64]]) -> None:
-        sent, awaited = table[:, : self.size], table[:, self.size :].T
-        for source, target in np.argwhere(sent != awaited)[:1]:
-            raise WorldError(
-                f"{note}: rank {self.names[source]} sends {sent[source, target]} bytes to rank {self.names[target]}, "
-                f"which awaits {awaited[source, target]} from it (number {note.number} of the group of the ranks "
-                f"{', '.join(map(str, self.names))}); both must name the same size"
-            )
 
+def check_sizes(note: Note, table: np.ndarray[Any, np.dtype[np.int64]], names: Sequence[int]) -> None:
+    """Raise `WorldError` where a rank awaits more or less of another one than that sends.
 
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    ``table`` has a row for each rank, with the bytes that it sends to each and those that it awaits from each.
+    """
+    size = len(names)
+    sent, awaited = table[:, :size], table[:, size:].T
+    for source, target in np.argwhere(sent != awaited)[:1]:
+        raise WorldError(
+            f"{note}: rank {names[source]} sends {sent[source, target]} bytes to rank {names[target]}, which awaits "
+            f"{awaited[source, target]} from it (number {note.number} of the group of the ranks "
+            f"{', '.join(map(str, names))}); both must name the same size"
+        )
 
 
 def _chunks(flat: Tensor, most_bytes: int) -> Iterator[tuple[int, Tensor]]:
@@ -298,30 +257,3 @@ def _chunks(flat: Tensor, most_bytes: int) -> Iterator[tuple[int, Tensor]]:
     most = most_bytes // flat.element_size()
     for start in range(0, max(1, flat.numel()), most):
         yield start, flat[start : start + most]
-
-
-def flat_of(tensor: Tensor) -> tuple[Tensor, Callable[[], object]]:
-    """The elements of a tensor in their order, its own memory or a copy; and what writes them back from there.
-
-    Autograd, which counts what is written to a tensor, learns nothing of it, as with other backends.
-    """
-    memory = tensor.data
-    if memory.is_contiguous() and not memory.is_conj() and not memory.is_neg():
-        # Where there is one element, its stride may be any.
-        return memory.as_strided((memory.numel(),), (1,)), _nothing
-    copy = memory.resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-    return copy.as_strided((copy.numel(),), (1,)), lambda: memory.copy_(copy)
-
-
-def _flats(tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], object]]:
-    found = [flat_of(tensor) for tensor in tensors]
-
-    def finish() -> None:
-        for _, write_back in found:
-            write_back()
-
-    return [flat for flat, _ in found], finish
-
-
-def _nothing() -> None:
-    """What need not be written back."""

@@ -14,7 +14,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from shardwright.backends.segment.collectives import Collectives, Steps, flat_of
+from shardwright.backends.segment.collectives import Collectives, Steps
+from shardwright.backends.segment.flats import cut, flat_of, gathering
 from shardwright.backends.segment.memory import HEAD_BYTES, Memory
 from shardwright.backends.segment.notes import Note
 from shardwright.backends.segment.reduction import Reduction
@@ -63,7 +64,7 @@ class Direct(Collectives):
             return
         flat, finish = flat_of(tensor)
         found = yield from self._addresses(self.note("all_reduce", flat, reduction.name), [flat])
-        slices = self._slices(flat)
+        slices = cut(flat, self.size)
         starts = [part.data_ptr() - flat.data_ptr() for part in slices]
         mine = slices[self.rank]
         self._reduce(mine, mine, [address + starts[self.rank] for (address,) in found], reduction)
@@ -90,8 +91,8 @@ class Direct(Collectives):
             yield from super()._all_gather(rows, tensor)
             return
         flat, _ = flat_of(tensor)
-        note, sizes = self._gathering(rows, flat)
-        found = yield from self._addresses(note, [flat], sizes)
+        kind, like, sizes = gathering(rows, flat)
+        found = yield from self._addresses(self.note(kind, like), [flat], sizes)
         for rank, row in enumerate(rows):
             if rank == self.rank:
                 row.copy_(flat)

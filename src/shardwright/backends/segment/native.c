@@ -1,4 +1,4 @@
-/* Waiting for the ranks of a host, and all-reduces, in the memory that these ranks share.
+/* Waiting for the ranks of a host, all-reduces and small all-gathers, in the memory that these ranks share.
  *
  * A rank writes into its slot, stores the number of the stage into its mark, and waits until the marks of all have that
  * number; then it may read all slots of that stage. Each rank has two slots, one for even stages and one for odd ones:
@@ -118,7 +118,7 @@ int shardwright_wait(const struct group *g, uint32_t stage, int64_t timeout_ns) 
 
 /* --- reducing */
 
-enum { SUM, PRODUCT, MAX, MIN, AVERAGE };
+enum { SUM, PRODUCT, MAX, MIN, AVERAGE, GATHER };
 
 /* The result may be what is reduced, element by element: the compiler need not look out for more. */
 #if defined(__clang__)
@@ -159,7 +159,7 @@ enum { SUM, PRODUCT, MAX, MIN, AVERAGE };
         case MIN: REDUCE(type, a < b ? a : b) break;                      \
     }
 
-static const int64_t WIDTHS[] = {4, 8, 4, 8};
+static const int64_t WIDTHS[] = {4, 8, 4, 8, 1};
 
 /* The parts of all ranks into out. */
 static void reduce(const char *const *parts, int size, char *out, int64_t count, int type, int operation) {
@@ -177,6 +177,8 @@ static void reduce(const char *const *parts, int size, char *out, int64_t count,
 /* SMALL: one step, in which each rank reads the parts of all. LARGE: all learn where the tensors lie, and go on by one
  * of the others. SHARED: each rank reduces a slice of them, and writes it to all of them. SLICES: they go through the
  * wide slots chunk by chunk; each rank reduces a slice of each chunk, and the others take that from it one step later.
+ *
+ * An all-gather is a SMALL one whose parts are put one behind the other in place of being reduced.
  */
 enum { SMALL, LARGE, SHARED, SLICES };
 enum { WAITING, DONE, DIFFER };
@@ -184,8 +186,9 @@ enum { WAITING, DONE, DIFFER };
 
 struct all_reduce {
     const char *head;
-    char *data;
-    int64_t count;
+    const char *own; /* what this rank gives */
+    char *data;      /* where the result goes, which is the same for an all-reduce */
+    int64_t count;   /* of what each gives */
     int32_t type;
     int32_t operation;
     int64_t step;
@@ -279,7 +282,7 @@ static int before(const struct group *g, struct all_reduce *r) {
         memcpy(mine, r->head, g->head_bytes);
         place = place_in_arena(g, r);
         memcpy(mine + g->head_bytes, &place, 8);
-        if (r->way == SMALL) memcpy(mine + g->note_bytes, r->data, bytes);
+        if (r->way == SMALL) memcpy(mine + g->note_bytes, r->own, bytes);
         if (r->way == LARGE && place < 0) put(g, r, 0, chunk(g, r, 1, &start));
         return 1;
     }
@@ -318,6 +321,11 @@ static void after(const struct group *g, struct all_reduce *r) {
     if (r->way == SMALL) {
         const char *parts[g->size];
         for (int rank = 0; rank < g->size; rank++) parts[rank] = data_of(g, rank, r->stage);
+        if (r->operation == GATHER) {
+            int64_t bytes = r->count * WIDTHS[r->type];
+            for (int rank = 0; rank < g->size; rank++) memcpy(r->data + rank * bytes, parts[rank], bytes);
+            return;
+        }
         reduce(parts, g->size, r->data, r->count, r->type, r->operation);
         return;
     }

@@ -27,6 +27,7 @@ _COMPILE_TIMEOUT_S = 60.0
 TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 _SPINS = 300  # a few microseconds
 OPERATIONS: Mapping[str, int] = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
+GATHERED = 5, 4  # the operation and the type of an all-gather, which moves bytes
 
 
 class Group(ctypes.Structure):
@@ -56,12 +57,12 @@ class Group(ctypes.Structure):
 
 
 class AllReduce(ctypes.Structure):
-    """What native.c is told of an all-reduce, and how far it has come."""
+    """What native.c is told of an all-reduce or an all-gather, and how far it has come."""
 
     _fields_ = (
-        ("head", ctypes.c_char_p), ("data", ctypes.c_void_p), ("count", ctypes.c_int64), ("type", ctypes.c_int32),
-        ("operation", ctypes.c_int32), ("step", ctypes.c_int64), ("stage", ctypes.c_uint32), ("way", ctypes.c_int32),
-        ("waits", ctypes.c_int32),
+        ("head", ctypes.c_char_p), ("own", ctypes.c_void_p), ("data", ctypes.c_void_p), ("count", ctypes.c_int64),
+        ("type", ctypes.c_int32), ("operation", ctypes.c_int32), ("step", ctypes.c_int64), ("stage", ctypes.c_uint32),
+        ("way", ctypes.c_int32), ("waits", ctypes.c_int32),
     )  # fmt: skip
 
 

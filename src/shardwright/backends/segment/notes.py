@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
+
+from shardwright.backends.segment.memory import HEAD_BYTES
 
 _HEAD = struct.Struct("<IBBBBQQQ")  # 32 bytes
 
@@ -56,3 +60,25 @@ class Note(NamedTuple):
         if self.root and self.kind in ("broadcast", "reduce", "gather", "scatter"):
             parts.append(f"with root {self.root}")
         return " ".join(parts)
+
+
+def unlike(notes: Sequence[bytes], names: Sequence[int], number: int, group: Sequence[int]) -> str:
+    """What to say where ranks, ``names``, have written several notes for one collective, the ``number``-th of a group.
+
+    Behind the head of a note may be sizes.
+    """
+    said = [str(Note.read(note[:HEAD_BYTES])) for note in notes]
+    if len(set(said)) == 1:
+        said = [f"{said[0]} with {np.frombuffer(note[HEAD_BYTES:], np.int64).tolist()}" for note in notes]
+    by_what: dict[str, list[int]] = {}
+    for name, what in zip(names, said, strict=True):
+        by_what.setdefault(what, []).append(name)
+    parts = [f"{_ranks(ranks)} called {what}" for what, ranks in by_what.items()]
+    return (
+        f"the ranks do not call the same: {', '.join(parts)} (number {number} of the group of the ranks "
+        f"{', '.join(map(str, group))}); all must make the same calls, in one order, on tensors that fit"
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

@@ -1,8 +1,9 @@
-"""All-reduces by native code: one call each, unless others are waited for."""
+"""All-reduces and small all-gathers by native code: one call each, unless others are waited for."""
 
 from __future__ import annotations
 
 import struct
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,25 +12,27 @@ from torch import Tensor
 
 from shardwright.backends.segment.arena import Arenas
 from shardwright.backends.segment.collectives import Collectives
-from shardwright.backends.segment.native import OPERATIONS, TYPES, AllReduce, Group, Native
+from shardwright.backends.segment.flats import is_plain
+from shardwright.backends.segment.memory import SMALL_BYTES
+from shardwright.backends.segment.native import GATHERED, OPERATIONS, TYPES, AllReduce, Group, Native
 from shardwright.backends.segment.notes import Note
 
 _WAITING, _DONE, _DIFFER = 0, 1, 2  # what native code answers
 _NUMBER = struct.Struct("<I")  # with which a head begins
-_WITH_ADDRESSES = (Tensor, torch.nn.Parameter)  # of their numbers; a subclass may keep its numbers in other tensors
 _OPERATIONS = {kind: kind.name for kind in dist.ReduceOp.RedOpType.__members__.values()}
+_MOST_KINDS = 1024  # that are remembered: batches of ever new sizes may have any number of them
 
 
 class _Kind(NamedTuple):
     """What calls on tensors of one dtype and size have in common."""
 
     head: bytes  # behind the number
-    numel: int
+    elements: int
     type_code: int
     operation_code: int
 
 
-class NativeAllReduces:
+class NativeCollectives:
     """Those of one group. Ranks that call something else meanwhile meet them at their first stage.
 
     ``arenas``, of which ``group`` has the addresses, live as long as these may be under way.
@@ -38,32 +41,51 @@ class NativeAllReduces:
     def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
         self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
         self.told = AllReduce()  # of the one that is under way: there is one at a time
-        self._kinds: dict[tuple[torch.dtype, int, Any], _Kind | None] = {}
 
-    def of(self, tensor: Tensor, reduce_op: Any) -> NativeAllReduce | None:
+    def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None for what native code does not reduce."""
-        key = tensor.dtype, tensor.numel(), reduce_op.op
-        try:
-            kind = self._kinds[key]
-        except KeyError:
-            kind = self._kinds[key] = self._kind(*key)
-        return None if kind is None else NativeAllReduce(self, kind, tensor)
-
-    def _kind(self, dtype: torch.dtype, numel: int, operation: Any) -> _Kind | None:
-        name = _OPERATIONS[operation]
-        if dtype not in TYPES or name not in OPERATIONS or (name == "AVG" and not dtype.is_floating_point):
+        kind = _reducing(tensor.dtype, tensor.numel(), reduce_op.op)
+        if kind is None:
             return None
-        head = Note(0, "all_reduce", dtype, numel, name).head()[_NUMBER.size :]
-        return _Kind(head, numel, TYPES[dtype], OPERATIONS[name])
+        # Steps in Python would not meet the native code of ranks whose tensors are plain.
+        flat = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
+        return NativeCollective(self, kind, flat, flat, tensor)
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
+        """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
+        if output.nbytes > SMALL_BYTES or not (is_plain(output) and is_plain(tensor)):
+            return None
+        return NativeCollective(self, _gathering(tensor.dtype, tensor.numel()), tensor, output, output)
 
 
-class NativeAllReduce:
-    """One of them, under way."""
+@lru_cache(_MOST_KINDS)
+def _reducing(dtype: torch.dtype, numel: int, operation: Any) -> _Kind | None:
+    name = _OPERATIONS[operation]
+    if dtype not in TYPES or name not in OPERATIONS or (name == "AVG" and not dtype.is_floating_point):
+        return None
+    head = Note(0, "all_reduce", dtype, numel, name).head()[_NUMBER.size :]
+    return _Kind(head, numel, TYPES[dtype], OPERATIONS[name])
 
-    __slots__ = ("_all", "_begun", "_flat", "_head", "_kind", "_tensor")
 
-    def __init__(self, all_reduces: NativeAllReduces, kind: _Kind, tensor: Tensor) -> None:
-        self._all, self._kind, self._tensor, self._begun = all_reduces, kind, tensor, False
+@lru_cache(_MOST_KINDS)
+def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
+    operation, code = GATHERED
+    return _Kind(Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :], numel * dtype.itemsize, code, operation)
+
+
+class NativeCollective:
+    """One of them, under way: what this rank gives, where the result goes, and the ``tensor`` that is to have it."""
+
+    __slots__ = ("_all", "_begun", "_head", "_into", "_kind", "_own", "_tensor")
+
+    def __init__(self, native: NativeCollectives, kind: _Kind, own: Tensor, into: Tensor, tensor: Tensor) -> None:
+        self._all, self._kind, self._own, self._into, self._tensor = native, kind, own, into, tensor
+        self._begun = False
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether the others can end it, once this rank has come to it."""
+        return self._own.nbytes * self._all.collectives.size <= SMALL_BYTES
 
     def advance(self, timeout_s: float) -> bool:
         native, told, rendezvous = self._all.native, self._all.told, self._all.collectives.rendezvous
@@ -75,18 +97,17 @@ class NativeAllReduce:
             return False
         if answer == _DIFFER:
             self._all.collectives.compare(self._head)
-        if self._flat is not self._tensor:
-            self._tensor.data.copy_(self._flat)
+        if self._into is not self._tensor:
+            self._tensor.data.copy_(self._into)
         return True
 
+    wait = advance  # as it is awaited where it is one step of several
+
     def _begin(self, told: AllReduce, stage: int) -> None:
-        tensor, kind, collectives = self._tensor, self._kind, self._all.collectives
-        plain = type(tensor) in _WITH_ADDRESSES and tensor.is_contiguous() and not tensor.is_neg()
-        # Steps in Python would not meet the native code of ranks whose tensors are plain.
-        self._flat = tensor if plain else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
+        kind, collectives = self._kind, self._all.collectives
         collectives.number += 1
         self._head = _NUMBER.pack(collectives.number % (1 << 32)) + kind.head
-        told.head, told.data, told.count = self._head, self._flat.data_ptr(), kind.numel
-        told.type, told.operation = kind.type_code, kind.operation_code
+        told.head, told.own, told.data = self._head, self._own.data_ptr(), self._into.data_ptr()
+        told.count, told.type, told.operation = kind.elements, kind.type_code, kind.operation_code
         told.step, told.waits, told.stage = 0, 0, stage
         self._begun = True

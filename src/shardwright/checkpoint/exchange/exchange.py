@@ -276,12 +276,8 @@ def split(
             barrier.abort()
             raise
 
-    crc = torch.serialization.get_crc32_options()  # of the process; the threads switch it off and on
-    try:
-        with ThreadPoolExecutor(ranks) as pool:
-            saved, *_ = pool.map(save_part, range(ranks))
-    finally:
-        torch.serialization.set_crc32_options(crc)
+    with ThreadPoolExecutor(ranks) as pool:
+        saved, *_ = pool.map(save_part, range(ranks))
     assert saved is not None
     return saved
 

@@ -20,9 +20,10 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.exchange.safetensors_layout import lay_out
+from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.manifest import Box, Entry, TensorEntry, ValueEntry
 from shardwright.checkpoint.format.pieces import cut
-from shardwright.checkpoint.loading.load import memory_of, read_box, read_whole
+from shardwright.checkpoint.loading.load import read_box, read_whole
 from shardwright.checkpoint.loading.source import Source, open_source
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch_private import tree_flatten

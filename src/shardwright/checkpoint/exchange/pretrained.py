@@ -21,8 +21,8 @@ from typing import Any
 from torch import nn
 
 from shardwright.checkpoint.exchange.safetensors_layout import Described, FileLayout, lay_out, size_of, write_box
+from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.pieces import State
-from shardwright.checkpoint.loading.load import memory_of
 from shardwright.checkpoint.saving.save import TO_SAVE, Prepared, prepare
 from shardwright.checkpoint.whole_run.state import broadcast_buffers, model_state, module_of
 from shardwright.errors import CheckpointError, UsageError

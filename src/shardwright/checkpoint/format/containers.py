@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import io
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, BinaryIO, cast
 
 import torch
-import xxhash
 from torch import Tensor
 
-from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Place
+from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Place, between, checksum
 from shardwright.errors import CheckpointError
 from shardwright.pulse import own_pulse
 
 _RECORD = b"archive/data/0"  # the elements' record in the zip archive
+_crc = threading.Lock()
 
 
 @contextmanager
-def without_crc() -> Iterator[None]:
-    """``torch.save`` without CRC-32 sums, which cost more than writing and which its reader does not look at."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
+def _without_crc() -> Iterator[None]:
+    """``torch.save`` without CRC-32 sums, which depend on the elements and which its reader does not look at."""
+    with _crc:  # the option is of the process, and several threads may save
+        before = torch.serialization.get_crc32_options()
+        torch.serialization.set_crc32_options(False)
+        try:
+            yield
+        finally:
+            torch.serialization.set_crc32_options(before)
 
 
 @dataclass(frozen=True)
@@ -68,14 +71,13 @@ class _Rest:
         """What torch.save asks of a file; there is nothing here to flush."""
 
 
+@lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
-    """What `write_tensor` writes around the elements of any tensor like this; call it inside `without_crc`.
-
-    Without sums, nothing of it depends on the elements.
-    """
-    like = torch.empty(shape, dtype=dtype)  # memory that is never touched is none
+    """What ``torch.save`` writes around the elements of any tensor like this: without sums, nothing depends on them."""
+    like = torch.empty(shape, dtype=dtype, device="cpu")  # memory that is never touched is none
     rest = _Rest(like.numel() * like.element_size())
-    torch.save(like, cast(BinaryIO, rest))
+    with _without_crc():
+        torch.save(like, cast(BinaryIO, rest))
     at = _data_at(rest.kept)
     assert at is not None
     return Frame(bytes(rest.kept[:at]), rest.size, bytes(rest.kept[at:]))
@@ -90,50 +92,9 @@ def _data_at(head: bytes | bytearray) -> int | None:
     return name + int.from_bytes(lengths[:2], "little") + int.from_bytes(lengths[2:], "little")
 
 
-class _Summed:
-    """A file in front of ``file`` that notes the checksum of every block, and the first bytes before the elements."""
-
-    def __init__(self, file: BinaryIO) -> None:
-        self.file = file
-        self.length = 0
-        self.head = bytearray()
-        self.checksums: list[str] = []
-        self.failure: BaseException | None = None
-        self._block = xxhash.xxh3_64()
-        self._room = BLOCK_BYTES
-
-    def write(self, data: Any) -> int:
-        view = memoryview(data).cast("B")
-        if (at := _data_at(self.head)) is None or len(self.head) < at:
-            self.head += view[:4096]
-        self.length += len(view)
-        rest = view
-        while rest:
-            part, rest = rest[: self._room], rest[self._room :]
-            self._block.update(part)
-            self._room -= len(part)
-            if not self._room:
-                self._cut()
-            try:
-                self.file.write(part)
-            except BaseException as failure:
-                self.failure = failure
-                raise
-            own_pulse().beat()
-        return len(view)
-
-    def flush(self) -> None:
-        """What torch.save asks of a file; there is nothing here to flush."""
-
-    def _cut(self) -> None:
-        self.checksums.append(self._block.hexdigest())
-        self._block = xxhash.xxh3_64()
-        self._room = BLOCK_BYTES
-
-    def place(self, name: str, start: int, tensor: bool) -> Place:
-        if self._room < BLOCK_BYTES:
-            self._cut()
-        return Place(name, start, self.length, (_data_at(self.head) or 0) if tensor else 0, tuple(self.checksums))
+def memory_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous tensor of the CPU, as bytes to read or to write."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def write_tensor(file: BinaryIO, tensor: Tensor, name: str, start: int) -> Place:
@@ -141,21 +102,9 @@ def write_tensor(file: BinaryIO, tensor: Tensor, name: str, start: int) -> Place
 
     A part of a larger tensor that is contiguous is written from where it lies, without a copy.
     """
-    summed = _Summed(file)
-    try:
-        torch.save(_alone(tensor), cast(BinaryIO, summed))
-    except Exception as error:  # torch tells what it was writing, and not why that failed
-        raise summed.failure or error from None
-    return summed.place(name, start, tensor=True)
-
-
-def _alone(tensor: Tensor) -> Tensor:
-    """The same elements as the only ones of their storage: torch.save writes the whole storage of a view."""
-    tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    size = tensor.element_size()
-    start = tensor.storage_offset() * size
-    storage = tensor.untyped_storage()[start : start + tensor.numel() * size]
-    return torch.empty(0, dtype=tensor.dtype).set_(storage, 0, tensor.shape, tensor.stride())
+    frame = frame_of(tensor.dtype, tensor.shape)
+    elements = memory_of(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    return _write(file, name, start, frame.data, memoryview(frame.head), elements, memoryview(frame.tail))
 
 
 def packed(path: tuple[str, ...], value: Any) -> bytes:
@@ -179,6 +128,16 @@ def packed(path: tuple[str, ...], value: Any) -> bytes:
 
 def write_value(file: BinaryIO, data: bytes, name: str, start: int) -> Place:
     """Write what `packed` made as a container at ``start`` of the file called ``name``."""
-    summed = _Summed(file)
-    summed.write(data)
-    return summed.place(name, start, tensor=False)
+    return _write(file, name, start, 0, memoryview(data))
+
+
+def _write(file: BinaryIO, name: str, start: int, data: int, *parts: memoryview) -> Place:
+    """Write a container whose elements begin at its byte ``data``, block by block, each summed while it is at hand."""
+    length, checksums, pulse = sum(map(len, parts)), [], own_pulse()
+    for first in range(0, length, BLOCK_BYTES):
+        block = between(parts, first, first + BLOCK_BYTES)
+        checksums.append(checksum(*block))
+        for part in block:
+            file.write(part)
+        pulse.beat()
+    return Place(name, start, length, data, tuple(checksums))

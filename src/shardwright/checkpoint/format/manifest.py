@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import xxhash
+from torch import Tensor
 
 from shardwright.errors import CheckpointError
 
@@ -31,9 +32,29 @@ BLOCK_BYTES = 256 << 10
 without reading all of it, and ranks whose parts meet in a block both read no more than that block."""
 
 
-def checksum(data: Any) -> str:
-    """The 64-bit XXH3 of a bytes-like object, as the program ``xxh3sum`` prints it."""
-    return xxhash.xxh3_64_hexdigest(data)
+def checksum(*parts: Any) -> str:
+    """The 64-bit XXH3 of bytes-like objects that follow each other, as the program ``xxh3sum`` prints it."""
+    if len(parts) == 1:
+        return xxhash.xxh3_64_hexdigest(parts[0])
+    state = xxhash.xxh3_64()
+    for part in parts:
+        state.update(part)
+    return state.hexdigest()
+
+
+def between(buffers: Iterable[memoryview], first: int, last: int) -> list[memoryview]:
+    """The bytes from ``first`` to ``last`` of buffers that follow each other, where they lie.
+
+    >>> [bytes(part) for part in between([memoryview(b"abc"), memoryview(b"de"), memoryview(b"fg")], 2, 5)]
+    [b'c', b'de']
+    """
+    found = []
+    for buffer in buffers:
+        size = len(buffer)
+        if first < size and last > 0:
+            found.append(buffer[max(first, 0) : last])
+        first, last = first - size, last - size
+    return found
 
 
 @dataclass(frozen=True)
@@ -58,15 +79,17 @@ class Box:
 
     def common(self, other: Box) -> Box:
         """What both cover; a box without elements where that is nothing."""
-        starts = tuple(max(a, b) for a, b in zip(self.offsets, other.offsets, strict=True))
-        stops = (
-            min(a + n, b + m) for a, n, b, m in zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
-        )
-        return Box(starts, tuple(max(stop - start, 0) for start, stop in zip(starts, stops, strict=True)))
+        dims = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
+        ranges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in dims]
+        return Box(tuple([start for start, _ in ranges]), tuple([max(stop - start, 0) for start, stop in ranges]))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
         """Where this box lies in ``outer``, of which it is a part."""
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes, strict=True))
+
+    def of_tensor(self, tensor: Tensor, outer: Box) -> Tensor:
+        """This part of a tensor that is all of ``outer``."""
+        return tensor if self == outer else tensor[self.slices_in(outer)]
 
 
 @dataclass(frozen=True)
@@ -152,7 +175,7 @@ class Manifest:
             "format": FORMAT,
             "block_bytes": BLOCK_BYTES,
             "info": dict(self.info),
-            "files": {name: asdict(record) for name, record in sorted(self.files.items())},
+            "files": {name: vars(record) for name, record in sorted(self.files.items())},
         }
         head = json.dumps(body, indent=1)[1:-2]
         lines = [f"  {json.dumps(_to_json(entry))}" for _, entry in sorted(self.entries.items())]
@@ -185,8 +208,8 @@ class Manifest:
 
 def _to_json(entry: Entry) -> dict[str, Any]:
     if isinstance(entry, ValueEntry):
-        return {"path": entry.path, **asdict(entry.place)}
-    chunks = [{**asdict(chunk.box), **asdict(chunk.place)} for chunk in entry.chunks]
+        return {"path": entry.path, **vars(entry.place)}
+    chunks = [{**vars(chunk.box), **vars(chunk.place)} for chunk in entry.chunks]
     dtype = str(entry.dtype).removeprefix("torch.")
     return {"path": entry.path, "dtype": dtype, "shape": entry.shape, "chunks": chunks}
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,21 +56,34 @@ class Piece:
 
     def box(self, rank: int) -> Box:
         """What ``rank`` holds."""
-        if not self.mesh.axes:
-            return Box((0,) * len(self.shape), self.shape)
-        return Box.of(self.layout.local_slice(self.shape, self.mesh, rank))
+        return _box(self.shape, self.layout, self.mesh, rank)
 
-    def holders(self, world_size: int) -> dict[Box, list[int]]:
+    def holders(self, world_size: int) -> Mapping[Box, Sequence[int]]:
         """Every different box that has elements, with the ranks that hold it.
 
         A tensor without elements is one box, held by all.
         """
-        held: dict[Box, list[int]] = {}
-        for rank in range(world_size):
-            box = self.box(rank)
-            if box.numel or not math.prod(self.shape):
-                held.setdefault(box, []).append(rank)
-        return held
+        return _holders(self.shape, self.layout, self.mesh, world_size)
+
+
+# The tensors of a state are many and alike: every layer has the same ones, and an optimizer more of each.
+
+
+@lru_cache(maxsize=1024)
+def _box(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Box:
+    if not mesh.axes:
+        return Box((0,) * len(shape), shape)
+    return Box.of(layout.local_slice(shape, mesh, rank))
+
+
+@lru_cache(maxsize=64)
+def _holders(shape: tuple[int, ...], layout: Layout, mesh: Mesh, world_size: int) -> Mapping[Box, Sequence[int]]:
+    held: dict[Box, list[int]] = {}
+    for rank in range(world_size):
+        box = _box(shape, layout, mesh, rank)
+        if box.numel or not math.prod(shape):
+            held.setdefault(box, []).append(rank)
+    return MappingProxyType(held)
 
 
 @dataclass(frozen=True)

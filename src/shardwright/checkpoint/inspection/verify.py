@@ -16,7 +16,6 @@ import torch
 from shardwright.checkpoint.format.dcp import METADATA
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, TensorEntry
 from shardwright.checkpoint.loading.source import (
-    READ_BYTES,
     Damage,
     Source,
     checkpoints,
@@ -68,7 +67,7 @@ class Verified:
 def verify(where: str | os.PathLike[str] | Folder) -> list[Verified]:
     """Read all of a checkpoint, or of every one in a directory of them, the newest first, the directory last.
 
-    Memory: 8 MiB per thread, and the files that are not tensors.
+    Memory: a piece per thread (1 MiB of local files, 8 MiB of others), and the files that are not tensors.
 
     Raises:
         CheckpointError: where there is no checkpoint at all.
@@ -208,7 +207,7 @@ def _gaps(manifest: Manifest, file: str, places: Iterable[Place]) -> Iterator[Da
 
 
 def _blocks(source: Source, name: str, place: Place) -> list[Damage]:
-    step = max(READ_BYTES // BLOCK_BYTES, 1)
+    step = max(source.folder.piece_bytes // BLOCK_BYTES, 1)
     memory = bytearray(min(step * BLOCK_BYTES, place.length))
     found = []
     for index in range(0, len(place.checksums), step):

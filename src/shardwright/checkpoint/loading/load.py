@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Box, Chunk, Manifest, TensorEntry, ValueEntry
 from shardwright.checkpoint.format.pieces import Piece, State
 from shardwright.checkpoint.loading.match import Match, Path, Rename, match
@@ -136,7 +137,7 @@ def _jobs_of(entry: TensorEntry, need: Box, local: Tensor) -> list[_Job]:
         if part.numel:
             count += part.numel
             inside = Box(tuple(a - b for a, b in zip(part.offsets, chunk.box.offsets, strict=True)), part.sizes)
-            jobs.append(_Job(entry, chunk, inside, local[part.slices_in(need)]))
+            jobs.append(_Job(entry, chunk, inside, part.of_tensor(local, need)))
     if count != need.numel:
         raise CheckpointError(
             f"the chunks of {entry.name} in the manifest have {count} of the {need.numel} elements at {need.offsets}, "
@@ -187,11 +188,10 @@ def _fill(source: Source, job: _Job, slabs: _Slabs) -> None:
     strides = _strides(job.chunk.box.sizes)
     item = dtype.itemsize
     straight = job.target.device.type == "cpu" and job.target.dtype == dtype
-    whole = Box(job.part.offsets, job.part.sizes)
-    for part in _slabs(whole, strides, item, job.target if straight else None):
+    for part in _cut(job.part, 0, job.part, strides, item, job.target if straight else None):
         first = sum(a * s for a, s in zip(part.offsets, strides, strict=True))
         start, count = place.data + first * item, _cover(part.sizes, strides)
-        target = job.target[part.slices_in(whole)]
+        target = part.of_tensor(job.target, job.part)
         if straight and count == part.numel and target.is_contiguous():
             source.read(job.entry.name, place, start, memory_of(target))
             torch.autograd.graph.increment_version(target)  # autograd sees no write from outside
@@ -199,11 +199,6 @@ def _fill(source: Source, job: _Job, slabs: _Slabs) -> None:
         raw = slabs.of(count * item)
         source.read(job.entry.name, place, start, memory_of(raw))
         target.copy_(raw.view(dtype).as_strided(part.sizes, strides))
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the CPU, as bytes to read or to write."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
 def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
@@ -215,19 +210,14 @@ def _cover(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1
 
 
-def _slabs(whole: Box, strides: Sequence[int], item: int, target: Tensor | None) -> Iterator[Box]:
-    """Cut a box so that every part is one stretch both in the file and in ``target``, or covers at most a slab.
+def _cut(part: Box, dim: int, whole: Box, strides: Sequence[int], item: int, target: Tensor | None) -> Iterator[Box]:
+    """Cut a part of ``whole``, of which all dims before ``dim`` have one row, so that every part is one stretch both in
+    the file and in ``target``, or covers at most a slab.
 
     Rows with more than a block of other elements between them are not read together.
     """
-
-    yield from _cut(whole, 0, whole, strides, item, target)
-
-
-def _cut(part: Box, dim: int, whole: Box, strides: Sequence[int], item: int, target: Tensor | None) -> Iterator[Box]:
-    """Of a part of ``whole``, of which all dims before ``dim`` have one row."""
     count = _cover(part.sizes, strides)
-    if count == part.numel and target is not None and target[part.slices_in(whole)].is_contiguous():
+    if count == part.numel and target is not None and part.of_tensor(target, whole).is_contiguous():
         yield part
         return
     while dim < len(strides) and part.sizes[dim] == 1:

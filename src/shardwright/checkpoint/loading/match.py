@@ -117,7 +117,9 @@ def match(
     return found
 
 
-def _renamed(entries: Mapping[Path, Entry], rename: Rename | None) -> dict[Path, Entry]:
+def _renamed(entries: Mapping[Path, Entry], rename: Rename | None) -> Mapping[Path, Entry]:
+    if rename is None:
+        return entries
     at = {path: parameter_at(path) for path in entries}
     apply = renamer(rename, dict.fromkeys(path[i] for path, i in at.items() if i is not None))
     found: dict[Path, Entry] = {}

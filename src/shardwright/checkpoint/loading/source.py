@@ -12,20 +12,28 @@ import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
-import xxhash
 
-from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, ValueEntry, checksum
-from shardwright.checkpoint.storage.folders import Folder, LocalFolder, last_part, open_folder
+from shardwright.checkpoint.format.manifest import (
+    BLOCK_BYTES,
+    LATEST,
+    MANIFEST,
+    Manifest,
+    Place,
+    ValueEntry,
+    between,
+    checksum,
+)
+from shardwright.checkpoint.storage.folders import File, Folder, LocalFolder, last_part, open_folder
 from shardwright.errors import CheckpointError, DamageError
+from shardwright.pulse import own_pulse
 from shardwright.world.ranks import Purpose
 
 TO_LOAD = Purpose("loading a checkpoint", CheckpointError)
-READ_BYTES = 8 << 20
-"""So much is asked of a file at once."""
-_MOST = 16  # where all of a block but a sixteenth is wanted, it is read without a copy, and the rest forgotten
+_ASIDE_BYTES = BLOCK_BYTES // 16  # where no more of a block is unwanted, it is read without a copy, and that forgotten
 
 
 @dataclass(frozen=True)
@@ -40,37 +48,24 @@ class Damage:
         return f"{self.file}: {self.what}" + (f" (entry {self.entry})" if self.entry else "")
 
 
-def _checksum(parts: Sequence[memoryview]) -> str:
-    """`manifest.checksum` of bytes that lie in several places."""
-    if len(parts) == 1:
-        return checksum(parts[0])
-    state = xxhash.xxh3_64()
-    for part in parts:
-        state.update(part)
-    return state.hexdigest()
-
-
-def _between(buffers: Sequence[memoryview], first: int, last: int) -> list[memoryview]:
-    """The bytes from ``first`` to ``last`` of buffers that follow each other."""
-    found, at = [], 0
-    for buffer in buffers:
-        low, high = max(first - at, 0), min(last - at, len(buffer))
-        if low < high:
-            found.append(buffer[low:high])
-        at += len(buffer)
-    return found
-
-
 class _Scratch(threading.local):
     """The last block that a thread read of which it needed a part only: the next part is often in it too. ``rest`` is
-    room for what is read and not wanted at all.
+    room for what is read and not wanted at all. The file that it read last stays open.
     """
 
     key: tuple[str, int, int] | None = None
+    name: str | None = None
+    file: File
 
     def __init__(self) -> None:
         self.memory = bytearray(BLOCK_BYTES)
         self.rest = bytearray(BLOCK_BYTES)
+
+    def opened(self, folder: Folder, name: str) -> File:
+        if self.name != name:
+            self.file = folder.open(name)
+            self.name = name
+        return self.file
 
 
 class Source:
@@ -80,6 +75,7 @@ class Source:
         self.folder = folder
         self.manifest = manifest
         self._scratch = _Scratch()
+        self._pulse = own_pulse()
 
     @property
     def where(self) -> str:
@@ -91,38 +87,42 @@ class Source:
         Raises:
             CheckpointError: where a block is not what was written, or the file ends before it.
         """
-        stop, index, end = start + len(buffer), start // BLOCK_BYTES, -(-(start + len(buffer)) // BLOCK_BYTES)
-        while index < end:
-            count = self._wanted(place, index, start, stop)
-            first, last = index * BLOCK_BYTES, min((index + max(count, 1)) * BLOCK_BYTES, place.length)
-            low, high = max(first, start), min(last, stop)
-            part, scratch, key = buffer[low - start : high - start], self._scratch, (place.file, place.start, index)
-            if count and scratch.key != key:
-                scratch.key = None
-                before, after = memoryview(scratch.memory)[: low - first], memoryview(scratch.rest)[: last - high]
-                self._fetch(entry, place, index, before, part, after)
-                index += count
-                continue
-            last = min((index + 1) * BLOCK_BYTES, place.length)
-            high = min(last, stop)
-            block = memoryview(scratch.memory)[: last - first]
-            if scratch.key != key:
-                scratch.key = None
-                self._fetch(entry, place, index, block)
-                scratch.key = key
-            buffer[low - start : high - start] = block[low - first : high - first]
-            index += 1
+        stop = start + len(buffer)
+        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        if first < last and not self._is_straight(place, first, start, stop):
+            self._read_part(entry, place, first, start, buffer)
+            first += 1
+        whole = last - (first < last and not self._is_straight(place, last - 1, start, stop))
+        if first < whole:
+            self._read_straight(entry, place, first, whole, start, buffer)
+        if whole < last:
+            self._read_part(entry, place, whole, start, buffer)
 
-    def _wanted(self, place: Place, index: int, start: int, stop: int) -> int:
-        """How many blocks, from this one on, are wanted (almost) whole, and can be read at once."""
-        count = 0
-        while count < max(READ_BYTES // BLOCK_BYTES, 1) and (index + count) * BLOCK_BYTES < stop:
-            first, last = (index + count) * BLOCK_BYTES, min((index + count + 1) * BLOCK_BYTES, place.length)
-            low, high = max(first, start), min(last, stop)
-            if _MOST * (high - low) < (_MOST - 1) * (last - first):
-                break
-            count += 1
-        return count
+    def _is_straight(self, place: Place, index: int, start: int, stop: int) -> bool:
+        """Whether a block is wanted (almost) whole, and is not here already."""
+        first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
+        unwanted = max(start - first, 0) + max(last - stop, 0)
+        return unwanted <= _ASIDE_BYTES and self._scratch.key != (place.file, place.start, index)
+
+    def _read_straight(self, entry: str, place: Place, first: int, last: int, start: int, buffer: memoryview) -> None:
+        """Read blocks to where they are wanted, and what else is in the outer ones aside."""
+        low, high, scratch = first * BLOCK_BYTES, min(last * BLOCK_BYTES, place.length), self._scratch
+        scratch.key = None
+        before = memoryview(scratch.memory)[: max(start - low, 0)]
+        after = memoryview(scratch.rest)[: max(high - start - len(buffer), 0)]
+        self._fetch(entry, place, first, before, buffer[max(low - start, 0) : high - start], after)
+
+    def _read_part(self, entry: str, place: Place, index: int, start: int, buffer: memoryview) -> None:
+        """Read a block, unless it is here, and take what is wanted of it."""
+        scratch, key = self._scratch, (place.file, place.start, index)
+        first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
+        block = memoryview(scratch.memory)[: last - first]
+        if scratch.key != key:
+            scratch.key = None
+            self._fetch(entry, place, index, block)
+            scratch.key = key
+        low, high = max(first, start), min(last, start + len(buffer))
+        buffer[low - start : high - start] = block[low - first : high - first]
 
     def _fetch(self, entry: str, place: Place, index: int, *buffers: memoryview) -> None:
         if found := self.check_blocks(entry, place, index, *buffers):
@@ -131,16 +131,22 @@ class Source:
     def check_blocks(self, entry: str, place: Place, index: int, *buffers: memoryview) -> list[Damage]:
         """Read the blocks of a container from number ``index`` on into ``buffers``, which together have their size;
         what is wrong with each of them.
+
+        Each is summed as soon as it is there, while the processor has it in its cache.
         """
         start, size = place.start + index * BLOCK_BYTES, sum(map(len, buffers))
-        found, came, first = [], 0, 0
+        piece = max(self.folder.piece_bytes // BLOCK_BYTES, 1) * BLOCK_BYTES
+        found: list[Damage] = []
+        came = 0
         try:
-            for came in self.folder.read_into(place.file, start, *buffers):
-                while first < size and (last := min(first + BLOCK_BYTES, size)) <= came:
-                    if _checksum(_between(buffers, first, last)) != place.checksums[index + first // BLOCK_BYTES]:
-                        what = f"bytes {start + first} to {start + last - 1} are not what was written"
-                        found.append(Damage(place.file, entry, f"{what}: their checksum differs"))
-                    first = last
+            file = self._scratch.opened(self.folder, place.file)
+            for at, end in pairwise([*range(0, max(size - piece // 2, 1), piece), size]):  # none is a mere rest
+                parts = between(buffers, at, end)
+                came += file.read_into(start + at, parts)
+                if came < end:
+                    break
+                self._pulse.beat()
+                found += _altered(entry, place, start + at, parts)
         except FileNotFoundError:
             return [Damage(place.file, entry, "the file is missing")]
         except OSError as error:
@@ -184,6 +190,18 @@ class Source:
     def damaged(self, *found: Damage) -> CheckpointError:
         """The error that tells of damage, and what to do."""
         return damage_error(self.folder, found)
+
+
+def _altered(entry: str, place: Place, start: int, parts: Sequence[memoryview]) -> Iterator[Damage]:
+    """Those blocks of a container in ``parts``, which lie from byte ``start`` of the file on, that are not what was
+    written.
+    """
+    for first in range(0, sum(map(len, parts)), BLOCK_BYTES):
+        block = between(parts, first, first + BLOCK_BYTES)
+        if checksum(*block) != place.checksums[(start + first - place.start) // BLOCK_BYTES]:
+            last = start + first + sum(map(len, block)) - 1
+            what = f"bytes {start + first} to {last} are not what was written: their checksum differs"
+            yield Damage(place.file, entry, what)
 
 
 def damage_error(folder: Folder, found: tuple[Damage, ...] | list[Damage]) -> CheckpointError:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.checkpoint.format.containers import Frame, frame_of, without_crc
+from shardwright.checkpoint.format.containers import Frame, frame_of
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Place, checksum
 from shardwright.checkpoint.saving.room import room_of
 from shardwright.checkpoint.saving.save import NO_BOX, Part, Prepared, Written
@@ -49,7 +49,6 @@ class Image:
 
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
-        self._frames: dict[tuple[torch.dtype, torch.Size], Frame] = {}
 
     def fit(self, prepared: Prepared) -> None:
         """Take the memory for such a state now."""
@@ -66,19 +65,12 @@ class Image:
             found.append(_Container((".".join(path), NO_BOX), data, size, Frame(b"", len(data), b"")))
             size += len(data)
         for part, tensor in prepared.parts.items():
-            frame = self._frame(tensor)
+            frame = frame_of(tensor.dtype, tensor.shape)
             later = part[0] in steady and not tensor.is_inference()  # inference tensors count no versions
             found.append(_Container(part, tensor, size, frame, version(tensor) if later else None))
             size += frame.length
         self._make_room(size, pinned=any(tensor.is_cuda for tensor in prepared.parts.values()))
         return found
-
-    def _frame(self, tensor: Tensor) -> Frame:
-        key = (tensor.dtype, tensor.shape)
-        if key not in self._frames:
-            with without_crc():
-                self._frames[key] = frame_of(*key)
-        return self._frames[key]
 
     def _make_room(self, size: int, pinned: bool) -> None:
         if size <= self.memory.numel():

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwright import __version__
-from shardwright.checkpoint.format.containers import packed, without_crc, write_tensor, write_value
+from shardwright.checkpoint.format.containers import packed, write_tensor, write_value
 from shardwright.checkpoint.format.dcp import METADATA, metadata
 from shardwright.checkpoint.format.manifest import (
     MANIFEST,
@@ -110,7 +110,7 @@ def prepare(state: State, ranks: Ranks, shared: Callable[[Sequence[Piece], int],
 
 def _part(piece: Piece, box: Box, rank: int) -> Tensor:
     """A view of a box that this rank holds."""
-    return piece.local[box.slices_in(piece.box(rank))]
+    return box.of_tensor(piece.local, piece.box(rank))
 
 
 def _name(path: tuple[str, ...]) -> str:
@@ -222,7 +222,7 @@ def _write_share(store: Store, place: WritingPlace, prepared: Prepared, rank: in
         return Written(name, 0, places)
     about = sum(len(data) for data in prepared.values.values()) + sum(part.nbytes for part in prepared.parts.values())
     size = 0
-    with written(store.files, f"{place.directory}/{name}", about) as file, without_crc():
+    with written(store.files, f"{place.directory}/{name}", about) as file:
         for path, data in prepared.values.items():
             places[".".join(path), NO_BOX] = at = write_value(file, data, name, size)
             size += at.length

@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
 import fsspec
 
+from shardwright.checkpoint.format.manifest import between
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.pulse import own_pulse
-
-PIECE_BYTES = 1 << 20
-"""So much of a local file is read at once, which the cache of a core keeps until its checksums are taken."""
 
 # protocol -> the package that speaks it; fsspec has the others on board
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 
 
 class Folder(Protocol):
-    """A directory to read from. ``where`` is how its user calls it."""
+    """A directory to read from. ``where`` is how its user calls it. It is read best by so many ``threads``, in pieces
+    of ``piece_bytes``.
+    """
 
     where: str
     threads: int
+    piece_bytes: int
 
     def sizes(self) -> dict[str, int]:
         """The files in it with their bytes, hidden ones too; empty where there is no such directory."""
@@ -35,18 +37,40 @@ class Folder(Protocol):
 
     def outer(self) -> Folder: ...
 
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> Iterator[int]:
-        """Fill one buffer after the other with what stands in a file from byte ``start`` on; how many bytes have come,
-        after each piece of them.
-        """
+    def open(self, name: str) -> File:
+        """A file in it, which is closed when nobody has it any more."""
 
     def read(self, name: str) -> bytes: ...
+
+
+class File(Protocol):
+    """A file of a folder."""
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        """Fill one buffer after the other with what stands in it from byte ``start`` on; how many bytes came, fewer
+        than there is room for only at its end.
+        """
+
+
+class LocalFile:
+    """A file of this host."""
+
+    def __init__(self, path: str) -> None:
+        self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        came, wanted = 0, sum(map(len, buffers))
+        while came < wanted and (count := os.preadv(self._descriptor, between(buffers, came, wanted), start + came)):
+            came += count
+        return came
 
 
 class LocalFolder:
     """A directory of this host."""
 
     threads = 2
+    piece_bytes = 1 << 20  # which the cache of a core keeps until their checksums are taken
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
         self.where = os.fspath(where).rstrip("/") or "/"
@@ -75,29 +99,33 @@ class LocalFolder:
     def outer(self) -> LocalFolder:
         return LocalFolder(os.path.dirname(os.path.abspath(self.where)))
 
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> Iterator[int]:
-        descriptor = os.open(os.path.join(self.where, name), os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            done, pulse = 0, own_pulse()
-            for buffer in buffers:
-                while buffer:
-                    count = os.preadv(descriptor, [buffer[:PIECE_BYTES]], start + done)
-                    if not count:
-                        return
-                    pulse.beat()
-                    buffer, done = buffer[count:], done + count
-                    yield done
-        finally:
-            os.close(descriptor)
+    def open(self, name: str) -> File:
+        return LocalFile(os.path.join(self.where, name))
 
     def read(self, name: str) -> bytes:
         return Path(self.where, name).read_bytes()
+
+
+class RemoteFile:
+    """A file behind a URL, of which ``get`` returns a range."""
+
+    def __init__(self, get: Callable[..., bytes]) -> None:
+        self._get = get
+
+    def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
+        data, came = memoryview(self._get(start=start, end=start + sum(map(len, buffers)))), 0
+        for buffer in buffers:
+            part = data[came : came + len(buffer)]
+            buffer[: len(part)] = part
+            came += len(part)
+        return came
 
 
 class RemoteFolder:
     """A directory behind a URL."""
 
     threads = 8
+    piece_bytes = 8 << 20  # of one request
 
     def __init__(self, where: str) -> None:
         self.where = where.rstrip("/")
@@ -125,15 +153,8 @@ class RemoteFolder:
     def outer(self) -> RemoteFolder:
         return RemoteFolder(self.where.rsplit("/", 1)[0])
 
-    def read_into(self, name: str, start: int, *buffers: memoryview) -> Iterator[int]:
-        size = sum(map(len, buffers))
-        data = memoryview(self._bytes(name, start=start, end=start + size))
-        own_pulse().beat()
-        rest = data
-        for buffer in buffers:
-            part, rest = rest[: len(buffer)], rest[len(buffer) :]
-            buffer[: len(part)] = part
-        yield len(data)
+    def open(self, name: str) -> File:
+        return RemoteFile(partial(self._bytes, name))
 
     def read(self, name: str) -> bytes:
         return self._bytes(name)

@@ -107,12 +107,15 @@ class Store:
         That is what the pointer says; where the pointer is missing, damaged or names what is not complete, all
         manifests are read.
         """
+        return next(reversed(self._newest()), None)
+
+    def _newest(self) -> dict[str, Manifest]:
+        """The newest complete checkpoint with its manifest, the last entry; nothing where there is none."""
         with contextlib.suppress(OSError, CheckpointError, UnicodeDecodeError):
             name = self.files.read(self.path(LATEST)).decode().removesuffix("\n")
             if _is_name(name):
-                self.manifest(name)
-                return name
-        return next(reversed(self.complete()), None)
+                return {name: self.manifest(name)}
+        return self.complete()
 
     def begin(self, name: str) -> Save:
         """Make room for a checkpoint: take the lock, remove what dead saves left, make the directory to write into.
@@ -131,8 +134,7 @@ class Store:
             try:
                 self._remove_leftovers()
                 nonce = secrets.token_hex(4)
-                newest = self.latest()
-                sequence = 1 + (_sequence(self.manifest(newest)) if newest else 0)
+                sequence = 1 + max(map(_sequence, self._newest().values()), default=0)
                 directory = self._make_room(name, nonce)
             except BaseException:
                 self.files.unlock(lock)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 from torch import Tensor, fx
@@ -38,7 +39,7 @@ def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) 
     last_reads = {operand: at for at, node in enumerate(nodes) for operand in node.all_input_nodes}
     for at, changed in changes:
         for other in storages.get(_storage(changed), ()):
-            lives_on = other.op == "placeholder" or last_reads.get(other, -1) > at
+            lives_on = (other.op == "placeholder" and other.users) or last_reads.get(other, -1) > at
             if groups[other] is not groups[changed] and lives_on:
                 hiding = max(_made_by(changed, groups), _made_by(other, groups), key=nodes.index)
                 raise _error(nodes[at], hiding, source_of)
@@ -47,27 +48,64 @@ def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) 
 def _refuse_one_memory(
     nodes: Sequence[fx.Node], changes: Sequence[tuple[int, fx.Node]], source_of: Callable[[fx.Node], str]
 ) -> None:
-    """Refuse an operator that changes several tensors of one memory: a graph has a result for each of them."""
-    counts = Counter((at, key) for at, changed in changes if (key := _storage(changed)) is not None)
-    for (at, _), count in counts.items():
-        if count > 1:
+    """Refuse an operator that changes several tensors where one sees the change of another.
+
+    A graph has a result for each of them, made of what they all were before.
+    """
+    counts = Counter(nodes[at] for at, _ in changes)
+    for node, count in counts.items():
+        if count > 1 and _sees_changes(node):
             raise CaptureError(
-                f"{nodes[at].target} changes {count} tensors that lie in the same memory, at {source_of(nodes[at])}\n"
-                "Change them one after the other."
+                f"{node.target} changes {count} tensors, and one of them is changed or read as another one is, at "
+                f"{source_of(node)}\nChange them one after the other."
             )
+
+
+def _sees_changes(node: fx.Node) -> bool:
+    """Whether an operator changes or reads in one place of its lists what it changes in another."""
+    lying: defaultdict[object, list[tuple[int, tuple[int, int], bool]]] = defaultdict(list)
+    operands = [(place, of, True) for place, of in enumerate(changed_by(node))]
+    for place, of, changes in [*operands, *((place, of, False) for place, of in _read_by(node))]:
+        if (key := _storage(of)) is not None:
+            lying[key].append((place, _span(of.meta["val"]), changes))
+    pairs = (pair for together in lying.values() for pair in combinations(together, 2))
+    return any(
+        (changes or other_changes) and place != other_place and span[0] < other[1] and other[0] < span[1]
+        for (place, span, changes), (other_place, other, other_changes) in pairs
+    )
+
+
+def _span(tensor: Tensor) -> tuple[int, int]:
+    """Where in its memory a tensor begins and ends, in bytes."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    begin = int(tensor.storage_offset())
+    return begin * tensor.itemsize, (begin + int(last) + 1 if tensor.numel() else begin) * tensor.itemsize
 
 
 def changed_by(node: fx.Node) -> Iterator[fx.Node]:
     """The tensors whose values an operator changes in place."""
+    for at, name in _changed_at(node):
+        yield from _nodes(node.args[at] if at < len(node.args) else node.kwargs.get(name))
+
+
+def _read_by(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The other tensors that an operator takes, with their places in lists; -1 is of no list, and read for all."""
+    positions, names = {at for at, _ in _changed_at(node)}, {name for _, name in _changed_at(node)}
+    given = [arg for at, arg in enumerate(node.args) if at not in positions]
+    for arg in [*given, *(arg for name, arg in node.kwargs.items() if name not in names)]:
+        in_list = isinstance(arg, (list, tuple))
+        yield from ((place if in_list else -1, of) for place, of in enumerate(_nodes(arg)))
+
+
+def _changed_at(node: fx.Node) -> Sequence[tuple[int, str]]:
+    """Position and name of each operand that an operator changes in place."""
     if node.op != "call_function" or not torch_private.is_operator(node.target):
-        return
+        return ()
     hidden = _CHANGED_IF.of(str(node.target))
     if hidden is not None:
         flag, positions = hidden
-        yield from _nodes([node.args[at] for at in positions] if node.args[flag] else [])
-    elif row_of(str(node.target)).identity != "always":
-        for at, name in torch_private.written_operands(node.target):
-            yield from _nodes(node.args[at] if at < len(node.args) else node.kwargs.get(name))
+        return [(at, "") for at in positions] if node.args[flag] else ()
+    return torch_private.written_operands(node.target) if row_of(str(node.target)).identity != "always" else ()
 
 
 def _made_by(node: fx.Node, groups: Mapping[fx.Node, set[fx.Node]]) -> fx.Node:

@@ -29,6 +29,18 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
+def join_names(program: ExportedProgram) -> None:
+    """Let a buffer that is registered under several names, as that of a module in two places, be read by the first."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    first: dict[Any, fx.Node] = {}
+    for name in program.graph_signature.inputs_to_buffers:
+        node = placeholders[name]
+        val = node.meta["val"]
+        known = first.setdefault((torch_private.storage_key(val), val.shape, val.stride(), val.storage_offset()), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+
+
 def _make_copies_even(graph: fx.Graph) -> None:
     """Let what is copied into a tensor have its shape and dtype: a second trace takes the one for the other, and would
     compute with a smaller tensor."""
@@ -61,7 +73,7 @@ def _rewrite(program: ExportedProgram) -> None:
     for spec in signature.input_specs:
         if spec.kind is InputKind.PARAMETER and program.state_dict[str(spec.target)].requires_grad:
             placeholders[spec.arg.name].meta[parts.TRAINED] = True
-    storages = Counter(torch_private.storage_key(node.meta["val"]) for node in placeholders.values())
+    storages = Counter(torch_private.storage_key(node.meta["val"]) for node in placeholders.values() if node.users)
     targets = {
         placeholders[spec.arg.name]: spec.target
         for spec in signature.input_specs

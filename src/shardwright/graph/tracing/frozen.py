@@ -7,7 +7,6 @@ cannot do, such as setting an attribute or drawing Python's random numbers, is w
 from __future__ import annotations
 
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -19,12 +18,15 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.errors import CaptureError
-from shardwright.graph.tracing import sources
-from shardwright.graph.tracing.outside import MISSING, NOT_PLAIN, Place, plain, same, variables
+from shardwright.graph.tracing.outside import MISSING, NOT_PLAIN, OF_TORCH, Place, plain, same, tensors, variables
+from shardwright.graph.tracing.sources import callers_line
+from shardwright.graph.tracing.state.again import Again
+from shardwright.graph.tracing.state.judged import Judged, judged, lost
+from shardwright.graph.tracing.state.left import Left, equal_states
+from shardwright.graph.tracing.state.origins import Origins
+from shardwright.graph.tracing.state.seen import Name, Seen
 
-# Torch's own bookkeeping in every module; only the flag of training decides what a forward does.
-_OWN = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - {"training"}
+_DEFAULT_RNG = np.random.default_rng
 
 
 class FrozenWarning(UserWarning):
@@ -42,10 +44,10 @@ class Reading:
         # By their dictionaries, which the exporter's stand-ins for modules share.
         self._owners = {id(vars(module)): owner for owner, module in traced.named_modules()}
         self._traced = traced
-        self._attributes: dict[Place, None] = {}
-        self._tensors_read: set[tuple[str, str]] = set()  # as they were before the step
-        self._tensors_set: set[tuple[str, str]] = set()
-        self.buffers_set: dict[str, str] = {}  # the path of a buffer -> at which line another stands in its place
+        self._seen, self.origins = Seen(), Origins()
+        self.begins = partial(Left, model, traced, loss_fn)
+        self._tensors = partial(tensors, traced, loss_fn)
+        self._left: list[Judged] = []
         before = {place: plain(value) for place, value in variables(model, loss_fn)}
         self._variables = {place: value for place, value in before.items() if value is not NOT_PLAIN}
         self._now = partial(Place.now, model=model, loss_fn=loss_fn)
@@ -54,24 +56,53 @@ class Reading:
     @property
     def places(self) -> tuple[Place, ...]:
         """Where the plain values stand that the graph may depend on, but for those that the step itself changes."""
-        return (*self._attributes, *(place for place in self._variables if place not in self._changed()))
+        kept = (place for place, value in self._variables.items() if same(plain(self._now(place)), value))
+        return (*self._seen.plain, *kept)
 
-    def _changed(self) -> list[Place]:
-        return [p for p, value in self._variables.items() if not same(plain(self._now(p)), value)]
+    @property
+    def lines(self) -> dict[str, str]:
+        """The paths of what was set on modules, and at which line."""
+        return {".".join(filter(None, name)): line for name, line in self._seen.set.items()}
+
+    def place_of(self, tensor: torch.Tensor) -> Place | None:
+        """Where a tensor stands beside parameters, buffers and the batch; None for one that the step has made."""
+        return next((place for place, found in self._tensors() if found is tensor), None)
 
     def warn(self) -> None:
         """Say what the graph will not do."""
-        for place in self._changed():
-            self._note(
-                f"{place}, is changed by the loss function: a captured step does not do it again; change it outside "
-                "of it, or keep it in a buffer of the model"
-            )
         for text, category in self._warnings.items():
             warnings.warn(category(text), stacklevel=2)
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """While the loss function runs. The generators of Python and NumPy are afterwards as they were before."""
+        """While the loss function runs. The generators of Python and NumPy are afterwards as they were before.
+
+        Raises:
+            CaptureError: where the step sets a parameter.
+        """
+        left = self.begins()
+        try:
+            with self.looked_at():
+                yield
+            self._left = judged(left.changes(), self._seen, self.origins)
+        finally:
+            left.put_back()
+
+    def judge(self, again: Callable[[], Again | None]) -> None:
+        """Note what is lost of what the step has left in Python.
+
+        Args:
+            again: runs further steps.
+
+        Raises:
+            CaptureError: where the next step would read a tensor that this one leaves.
+        """
+        for text in lost(self._left, again):
+            self._note(text)
+
+    @contextmanager
+    def looked_at(self) -> Iterator[None]:
+        """While the loss function runs, whatever it leaves; the same generators are then as they were."""
         with ExitStack() as stack:
             stack.enter_context(self._attributes_watched())
             stack.enter_context(torch_private.checkpoints_call(self._checkpoint))
@@ -79,6 +110,7 @@ class Reading:
             stack.enter_context(
                 self._random_watched(np.random, "numpy.random", np.random.get_state, np.random.set_state)
             )
+            stack.enter_context(torch_private.replaced(np.random, {"default_rng": self._generator}))
             yield
 
     @contextmanager
@@ -86,26 +118,22 @@ class Reading:
         write = nn.Module.__setattr__
 
         def reading(module: nn.Module, name: str) -> Any:
-            value = object.__getattribute__(module, name)
-            if name not in _OWN and not name.startswith("__"):
-                owner = self._owners.get(id(object.__getattribute__(module, "__dict__")))
-                computed = isinstance(getattr(type(module), name, None), property)
-                is_tensor = isinstance(value, torch.Tensor) and not computed
-                if owner is not None and is_tensor and (owner, name) not in self._tensors_set:
-                    self._tensors_read.add((owner, name))
-                if owner is not None and not computed and plain(value) is not NOT_PLAIN:
-                    self._attributes.setdefault(Place("attribute", owner, name))
+            watched = name not in OF_TORCH and not name.startswith("__")
+            owner = self._owners.get(id(object.__getattribute__(module, "__dict__"))) if watched else None
+            try:
+                value = object.__getattribute__(module, name)
+            except AttributeError:
+                if owner is not None:
+                    self._seen.misses(module, (owner, name))
+                raise
+            if owner is not None and not isinstance(getattr(type(module), name, None), property):
+                self._seen.reads((owner, name), value)
             return value
 
         def writing(module: nn.Module, name: str, value: Any) -> None:
             owner = self._owners.get(id(vars(module)))
-            now = plain(value)
-            if owner is not None and isinstance(value, torch.Tensor) and value is not vars(module).get(name):
-                self._set_tensor(module, owner, name)
-            if owner is not None and name not in _OWN and now is not NOT_PLAIN:
-                before = vars(module).get(name, MISSING)
-                if not same(plain(before), now):
-                    self._note_write(Place("attribute", owner, name))
+            if owner is not None and name not in OF_TORCH:
+                self._writes((owner, name), vars(module).get(name, MISSING), value)
             write(module, name, value)
 
         nn.Module.__getattribute__ = reading  # type: ignore[method-assign, assignment]
@@ -116,23 +144,15 @@ class Reading:
             del nn.Module.__getattribute__
             nn.Module.__setattr__ = write  # type: ignore[method-assign]
 
-    def _set_tensor(self, module: nn.Module, owner: str, name: str) -> None:
-        """Raises `CaptureError` for a tensor that is no buffer, if the next step would read it."""
-        if name in torch_private.buffers_in(module):
-            self.buffers_set[".".join(filter(None, (owner, name)))] = _line()
-        elif (owner, name) in self._tensors_read:
-            raise CaptureError(
-                f"{Place('attribute', owner, name)} is read by the step and then set to another tensor{_line()}: a "
-                "captured model runs its graph, not this line, so that the next step would read the old one\n"
-                f"Keep it in a buffer: self.register_buffer({name!r}, ...) in __init__."
+    def _writes(self, name: Name, before: Any, value: Any) -> None:
+        if value is not before:
+            self._seen.sets(name)
+        if plain(value) is not NOT_PLAIN and not same(plain(before), plain(value)):
+            self._note(
+                f"{Place('attribute', *name)} is set while the model runs{callers_line()}: a captured model runs its "
+                "graph, not this line, so the value stays what it was; set it outside the loss function, or keep it in "
+                "a buffer"
             )
-        self._tensors_set.add((owner, name))
-
-    def _note_write(self, place: Place) -> None:
-        self._note(
-            f"{place} is set while the model runs{_line()}: a captured model runs its graph, not this line, so the "
-            "value stays what it was; set it outside the loss function, or keep it in a buffer"
-        )
 
     def _note(self, text: str, category: type[Warning] = FrozenWarning) -> None:
         self._warnings.setdefault(text, category)
@@ -141,20 +161,20 @@ class Reading:
     def _checkpoint(self, problem: str) -> Iterator[None]:
         """Around a function that activation checkpointing calls; ``problem`` is what torch says of it."""
         if problem:
-            self._note(f"torch.utils.checkpoint: {problem}{_line()}", UserWarning)
+            self._note(f"torch.utils.checkpoint: {problem}{callers_line()}", UserWarning)
         if torch.is_grad_enabled() and RecomputationWarning not in self._warnings.values():
             self._note(
-                f"activation checkpointing saves no memory in a captured step{_line()}: the numbers are the same, and "
-                "what would be computed anew in the backward is kept; sw.parallelize(recompute=...) saves it",
+                f"activation checkpointing saves no memory in a captured step{callers_line()}: the numbers are the "
+                "same, and what would be computed anew in the backward is kept; sw.parallelize(recompute=...) saves it",
                 RecomputationWarning,
             )
         before = self._versions()
         yield
         if torch.is_grad_enabled() and self._versions() != before:
             self._note(
-                f"a checkpointed function changes buffers{_line()}: a captured step changes them once, as without "
-                "checkpointing, while torch does it again in the backward, so that running statistics differ from "
-                "those of torch with checkpointing",
+                f"a checkpointed function changes buffers{callers_line()}: a captured step changes them once, as "
+                "without checkpointing, while torch does it again in the backward, so that running statistics differ "
+                "from those of torch with checkpointing",
                 RecomputationWarning,
             )
 
@@ -173,7 +193,7 @@ class Reading:
 
         def noticing(function: Callable[..., Any]) -> Callable[..., Any]:
             def draw(*args: Any, **kwargs: Any) -> Any:
-                self._note_draw(name, _line())
+                self._note_draw(name, callers_line())
                 return function(*args, **kwargs)
 
             return draw
@@ -182,10 +202,16 @@ class Reading:
             with torch_private.replaced(module, {n: noticing(function) for n, function in functions.items()}):
                 yield
         finally:
-            if not _equal_states(before, state()):
+            if not equal_states(before, state()):
                 if not any(text.startswith(f"numbers of {name} ") for text in self._warnings):
                     self._note_draw(name, "")
                 set_state(before)
+
+    def _generator(self, seed: Any = None) -> np.random.Generator:
+        """`np.random.default_rng`, which without a seed makes one that no other step has."""
+        if seed is None:
+            self._note_draw("numpy.random", callers_line())
+        return _DEFAULT_RNG(seed)
 
     def _note_draw(self, name: str, line: str) -> None:
         self._note(
@@ -193,17 +219,6 @@ class Reading:
             " draw with torch, whose random numbers are part of the graph, or outside the loss function and pass them "
             "in the batch"
         )
-
-
-def _line() -> str:
-    frame = sources.users_frame(sys._getframe(2))
-    return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
-
-
-def _equal_states(a: Any, b: Any) -> bool:
-    if isinstance(a, (tuple, list)):
-        return len(a) == len(b) and all(map(_equal_states, a, b))
-    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)
 
 
 def frozen_tensors(

@@ -6,13 +6,14 @@ A buffer that is set, and not written into, is written into at the end of the st
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.graph.tracing.outside import Place
 
 
 class Buffers:
@@ -23,17 +24,25 @@ class Buffers:
         self._before = dict(model.named_buffers(remove_duplicate=False))
 
     def written(
-        self, results: Sequence[torch.Tensor], batch: Sequence[torch.Tensor], lines: Mapping[str, str]
+        self,
+        results: Sequence[torch.Tensor],
+        batch: Sequence[torch.Tensor],
+        lines: Mapping[str, str],
+        *,
+        keeps_new: bool,
     ) -> list[torch.Tensor]:
         """Write into the buffers what the step has set in their places; its ``results``, which do not see that.
 
         Args:
             lines: where buffers were set, by their names.
+            keeps_new: keep buffers that the step has registered, which a graph does not have.
 
         Raises:
             CaptureError: where what was set is no such tensor, or is one that has another name, too.
         """
         now = dict(self._model.named_buffers(remove_duplicate=False))
+        for name in () if keeps_new else now.keys() - self._before.keys():
+            self._put(name, None)
         assigned: dict[str, Any] = {n: now.get(n) for n, buffer in self._before.items() if now.get(n) is not buffer}
         if not assigned:
             return list(results)
@@ -52,9 +61,12 @@ class Buffers:
         kept = [result.clone() if _storage(result) in old else result for result in results]
         values = {name: new.detach().clone() for name, new in assigned.items()}
         for name, value in values.items():
-            owner, _, leaf = name.rpartition(".")
-            torch_private.buffers_in(self._model.get_submodule(owner))[leaf] = self._before[name].copy_(value)
+            self._put(name, self._before[name].copy_(value))
         return kept
+
+    def _put(self, name: str, buffer: torch.Tensor | None) -> None:
+        owner, _, leaf = name.rpartition(".")
+        torch_private.buffers_in(self._model.get_submodule(owner))[leaf] = buffer
 
     def _refuse(self, name: str, new: torch.Tensor | None, line: str) -> None:
         old = self._before[name]
@@ -65,6 +77,20 @@ class Buffers:
             )
 
 
+_BESIDE = (
+    "It does not belong to the model, so that it would not be saved, and ranks would not have the same one. Make it a "
+    "buffer of the model, or what has it a submodule of the model; call eval() of a module that only keeps statistics."
+)
+
+
+def _made_a_buffer(place: Place) -> str:
+    name = "" if place.path else f"({place.name!r}, ...)"
+    return (
+        "It is no buffer, so that it would not be saved, and ranks would not have the same one. Make it a buffer of "
+        f"the model, by self.register_buffer{name} in __init__."
+    )
+
+
 def _described(tensor: torch.Tensor | None) -> str:
     return "none" if tensor is None else f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
@@ -72,23 +98,27 @@ def _described(tensor: torch.Tensor | None) -> str:
 class InPlace:
     """Watches one capture."""
 
-    def __init__(self) -> None:
+    def __init__(self, place_of: Callable[[torch.Tensor], Place | None]) -> None:
+        self._place_of = place_of
         # Of tensors with a gradient that others without one look into; held, so that no other takes its place.
         self._storages: dict[int, Any] = {}
 
     def before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, int]]:
         """The tensors that a function may change, and how often they were changed so far."""
         found = [arg for arg in (*args[:1], kwargs.get("out")) if isinstance(arg, torch.Tensor)]
-        return [(tensor, torch_private.version(tensor)) for tensor in found if torch_private.is_fake(tensor)]
+        return [(tensor, torch_private.version(tensor)) for tensor in found if _counts(tensor)]
 
     def after(self, before: Sequence[tuple[torch.Tensor, int]], result: Any, where: str) -> None:
         """Refuse what a function did, and note what it returns.
 
         Raises:
-            CaptureError: where it changed a tensor that goes on to have a gradient that does not know of it.
+            CaptureError: where it changed a tensor that goes on to have a gradient that does not know of it, or one
+                that stands beside parameters, buffers and the batch.
         """
         for tensor, version in before:
             changed = torch_private.version(tensor) != version
+            if changed:
+                self._refuse_beside(tensor, where)
             if changed and self._loses_gradient(tensor):
                 raise CaptureError(
                     f"a tensor that has a gradient is changed in place behind the back of autograd, at {where}\n"
@@ -97,10 +127,23 @@ class InPlace:
             if _has_gradient(tensor) and _looks_into(result, tensor):
                 self._storages[_storage(tensor)] = tensor.untyped_storage()
 
+    def _refuse_beside(self, tensor: torch.Tensor, where: str) -> None:
+        """Refuse to change what was there before the step, or a view of it, and is no buffer."""
+        base = torch_private.base_of(tensor)
+        place = None if torch_private.is_fake(base) else self._place_of(base)
+        if place is not None:
+            advice = _made_a_buffer(place) if place.kind == "attribute" else _BESIDE
+            raise CaptureError(f"{place}{',' * (place.kind != 'attribute')} is changed in place, at {where}\n{advice}")
+
     def _loses_gradient(self, tensor: torch.Tensor) -> bool:
         if tensor.requires_grad:
             return not tensor.is_leaf and not torch.is_grad_enabled()
         return _storage(tensor) in self._storages
+
+
+def _counts(tensor: torch.Tensor) -> bool:
+    """Whether a tensor knows how often it was changed."""
+    return torch_private.is_fake(tensor) or not tensor.is_inference()
 
 
 def _has_gradient(tensor: torch.Tensor) -> bool:

@@ -7,31 +7,67 @@ closes over, and variables of Python modules. Where each of them stands is a `Pl
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from enum import Enum
-from types import CodeType
+from itertools import islice
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FunctionType,
+    MemberDescriptorType,
+    MethodType,
+    ModuleType,
+)
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import nn
 
+from shardwright import torch_private
 from shardwright.graph.tracing import sources
 
-MISSING = object()
+
+class _Mark:
+    """Prints alike on every rank."""
+
+    def __init__(self, shown: str) -> None:
+        self._shown = shown
+
+    def __repr__(self) -> str:
+        return self._shown
+
+
+MISSING = _Mark("nothing")
 """What stands at a place that is not there (any more)."""
-NOT_PLAIN = object()
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
+NOT_PLAIN = _Mark("an object")
+PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, Enum)
+# Torch's own bookkeeping in every module; only the flag of training decides what a forward does.
+OF_TORCH = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - {"training"}
+HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+CachedFunction = type(functools.cache(len))
+_KEEPS = (list, dict)  # what a default of an argument is changed in
 _LONGEST = 64  # entries of a list that is compared before each step
+_MOST_INSIDE, _DEEPEST = 1000, 12  # entries of a collection that are looked at, and how far inside of each other
+MOST_LEAVES = 20_000  # of what stands in one value, at any depth
+_CLOSED = (torch.Tensor, type, ModuleType, BuiltinFunctionType)
+Entries = list[tuple[Any, Any]]
+Opened = MutableMapping[int, tuple[Any, Entries]]
+_OPENED = ("argparse", "types")  # of Python itself, whose other objects are taken as they are
 
 
 @dataclass(frozen=True)
 class Place:
     """A name in a module of the model (``owner`` is its path), among what the loss function closes over, or in a Python
-    module (``owner`` is its name). ``path`` leads on from there by attributes: "0.weight" of a closed-over module."""
+    module (``owner`` is its name). ``path`` leads on from there as `follow` goes: "0.weight" of a module."""
 
     kind: Literal["attribute", "closure", "global"]
     owner: str
@@ -57,6 +93,17 @@ class Place:
             return vars(module)
         return vars(sys.modules[self.owner]) if self.kind == "global" and self.owner in sys.modules else {}
 
+    def put(self, loss_fn: Callable[..., Any], value: Any) -> None:
+        """Let a variable stand for ``value``, a global one for nothing where that is `MISSING`."""
+        if self.kind == "global" and value is MISSING:
+            del vars(sys.modules[self.owner])[self.name]
+        elif self.kind == "global":
+            vars(sys.modules[self.owner])[self.name] = value
+        if self.kind == "closure" and self.name in (cells := _cells(loss_fn)):
+            cells[self.name].cell_contents = value
+        elif self.kind == "closure" and self.name in getattr(function := called_function(loss_fn), "__dict__", ()):
+            setattr(function, self.name, value)
+
     def _start(self, model: nn.Module, loss_fn: Callable[..., Any]) -> Any:
         if self.kind == "attribute":
             return getattr(follow(model, self.owner), self.name, MISSING)
@@ -66,10 +113,89 @@ class Place:
 
 
 def follow(start: Any, path: str) -> Any:
-    """The attribute of an attribute ... of ``start``."""
+    """The attribute of an attribute ... of ``start``; of collections, the entry; of functions, what they close over."""
     for name in path.split(".") if path else ():
-        start = getattr(start, name, MISSING)
+        start = _entry(start, name)
     return start
+
+
+def _entry(value: Any, name: str) -> Any:
+    number = int(name) if name.isdecimal() else None
+    if isinstance(value, dict):
+        return value.get(name, value.get(number, MISSING))
+    if isinstance(value, (list, tuple, deque)):
+        return value[number] if number is not None and number < len(value) else MISSING
+    if isinstance(value, (FunctionType, functools.partial)):
+        return _closure(value).get(name, MISSING)
+    return getattr(value, name, MISSING)
+
+
+def inside(value: Any, seen: Opened, path: str = "") -> Iterator[tuple[str, Any]]:
+    """What stands in collections, modules, functions and objects of users' classes, at any depth, by its path; else
+    ``value`` itself.
+
+    Args:
+        seen: collections and objects that were looked into, each once, and what stood in them.
+    """
+    yield from islice(_all_inside(value, seen, path), MOST_LEAVES)
+
+
+def _all_inside(value: Any, seen: Opened, path: str) -> Iterator[tuple[str, Any]]:
+    entries = entries_of(value) if path.count(".") < _DEEPEST else None
+    if entries is None:
+        yield path, value
+    elif id(value) not in seen:
+        seen[id(value)] = value, entries
+        for number, (name, entry) in enumerate(entries):
+            shown = _shown(name, number)
+            yield from _all_inside(entry, seen, f"{path}.{shown}" if path else shown)
+
+
+def _shown(name: Any, number: int) -> str:
+    """A key as a part of a path: tensors and objects would print long, and have another address in each copy."""
+    short = plain(name) is not NOT_PLAIN or isinstance(name, str)
+    return f"{name}" if short else f"{type(name).__name__}@{number}"
+
+
+def long_and_plain(value: Any) -> bool:
+    """Whether a value is a long list of numbers or words, which is looked at as one."""
+    numbered = isinstance(value, (list, tuple)) and _LONGEST < len(value) <= MOST_LEAVES
+    return numbered and all(isinstance(entry, PLAIN) for entry in value)
+
+
+def entries_of(value: Any) -> Entries | None:
+    """What stands in a collection or an object by which names; None for what is not looked into."""
+    if isinstance(value, (*PLAIN, *_CLOSED)) or long_and_plain(value):
+        return None
+    if isinstance(value, dict):
+        return list(value.items()) if len(value) <= _MOST_INSIDE else None
+    if isinstance(value, (list, tuple, deque)):
+        return list(enumerate(value)) if len(value) <= _MOST_INSIDE else None
+    if isinstance(value, nn.Module):
+        registered = (*torch_private.members(value), torch_private.buffers_in(value))
+        return [*attributes(value), *(entry for names in registered for entry in names.items())]
+    if isinstance(value, (FunctionType, MethodType, functools.partial)):
+        return list(_closure(value).items())
+    if isinstance(value, CachedFunction):
+        return list(enumerate(_tensors_kept(value)))
+    room = type(value).__module__.partition(".")[0]
+    if room in ("torch", "numpy", "shardwright") or (room in sys.stdlib_module_names and room not in _OPENED):
+        return None
+    slotted = any(vars(base).get("__slots__") for base in type(value).__mro__)
+    if not slotted and not hasattr(value, "__dict__"):
+        return None
+    return [*getattr(value, "__dict__", {}).items(), *in_slots(value)]
+
+
+def in_slots(value: Any) -> Entries:
+    """What stands in the ``__slots__`` of an object."""
+    found: Entries = []
+    for base in type(value).__mro__:
+        for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
+            if isinstance(slot, MemberDescriptorType) and not name.startswith("__"):
+                with suppress(AttributeError):  # not set
+                    found.append((name, slot.__get__(value)))
+    return found
 
 
 def plain(value: Any) -> Any:
@@ -88,35 +214,84 @@ def same(a: Any, b: Any) -> bool:
     return a is b or (type(a) is type(b) and bool(a == b))
 
 
+def _tensors_kept(cached: Any) -> list[torch.Tensor]:
+    """What a function has returned that keeps it, by `functools.lru_cache`, which tells nobody else."""
+    parts = [entry for part in gc.get_referents(cached) for entry in (part.values() if type(part) is dict else [part])]
+    links = [gc.get_referents(part) if type(part).__name__ == "_lru_list_elem" else [part] for part in parts]
+    return [entry for link in links for entry in link if isinstance(entry, torch.Tensor)]
+
+
 def variables(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
-    """What the loss function closes over, and the variables of Python modules that it or a module's forward names."""
-    loss = called_function(loss_fn)
+    """What the loss function closes over, and the variables of Python modules that functions of the step name."""
     for name, value in _closure(loss_fn).items():
         yield Place("closure", "", name), value
-    forwards = {type(module).forward for module in model.modules()}
-    for function in dict.fromkeys([loss, *map(called_function, forwards)]):
-        if function is None or not sources.is_users(function.__code__.co_filename):
-            continue
+    found: set[Place] = set()
+    for function in step_functions(model, loss_fn):
         owner = function.__globals__.get("__name__", "")
         if owner in sys.modules and vars(sys.modules[owner]) is function.__globals__:
-            for name in function.__code__.co_names:
-                if name in function.__globals__ and not name.startswith("__"):
-                    yield Place("global", owner, name), function.__globals__[name]
+            for name in _names(function.__code__):
+                place = Place("global", owner, name)
+                if name in function.__globals__ and not name.startswith("__") and place not in found:
+                    found.add(place)
+                    yield place, function.__globals__[name]
+
+
+def step_functions(model: nn.Module, loss_fn: Callable[..., Any]) -> list[Any]:
+    """The loss function and each module's forward, and what these call of the user's own: methods of modules, functions
+    that are attributes of modules, and functions of Python modules; as far as their names tell."""
+    kinds = {type(module) for module in model.modules()}
+    methods: dict[str, list[Any]] = {}
+    for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
+        for name, value in vars(base).items():
+            if isinstance(value, FunctionType):
+                methods.setdefault(name, []).append(called_function(value))
+    held = [value for module in model.modules() for _, value in attributes(module) if isinstance(value, FunctionType)]
+    waiting = [called_function(loss_fn), *(called_function(kind.forward) for kind in kinds), *held]
+    found: dict[Any, None] = {}
+    while waiting:
+        function = waiting.pop(0)
+        if function in found or function is None or not sources.is_users(function.__code__.co_filename):
+            continue
+        found[function] = None
+        if not sources.package_of(function.__code__.co_filename):
+            names = _names(function.__code__)
+            named = [function.__globals__.get(name) for name in names]
+            waiting += [called_function(value) for value in named if isinstance(value, FunctionType)]
+            waiting += [method for name in names for method in methods.get(name, ())]
+    return list(found)
+
+
+def _names(code: CodeType) -> list[str]:
+    """The names of variables and attributes in a function, and in those that are defined in it."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
+    return list(dict.fromkeys([*code.co_names, *inner]))
 
 
 def tensors(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Place, torch.Tensor]]:
-    """Tensors at such places: attributes of the model's modules that are no buffers, variables, and what modules among
-    the variables hold."""
+    """Tensors at such places: attributes of the model's modules that are no buffers, variables, what stands in these,
+    and what modules among the variables hold."""
+    seen = opened_modules(model)
     for owner, module in model.named_modules():
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor):
-                yield Place("attribute", owner, name), value
+        for name, value in attributes(module):
+            yield from _tensors_inside(Place("attribute", owner, name), value, seen)
     for place, value in variables(model, loss_fn):
-        if isinstance(value, torch.Tensor):
-            yield place, value
-        elif isinstance(value, nn.Module) and value is not model:
-            for path, tensor in (*value.named_parameters(), *value.named_buffers()):
-                yield Place(place.kind, place.owner, place.name, path), tensor
+        yield from _tensors_inside(place, value, seen)
+
+
+def opened_modules(model: nn.Module) -> dict[int, tuple[Any, Entries]]:
+    """The modules of a model, as what `inside` has seen."""
+    return {id(module): (module, []) for module in model.modules()}
+
+
+def _tensors_inside(place: Place, value: Any, seen: Opened) -> Iterator[tuple[Place, torch.Tensor]]:
+    for path, leaf in inside(value, seen):
+        if isinstance(leaf, torch.Tensor) and follow(value, path) is leaf:
+            yield replace(place, path=path), leaf
+
+
+def attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """What users have set on a module, and its flag of training: no parameters, buffers and modules."""
+    return [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
 
 
 def called_function(callable_: Any) -> Any:
@@ -145,14 +320,37 @@ def _ordered(const: Any) -> Any:
 
 
 def _closure(loss_fn: Any) -> dict[str, Any]:
-    """The variables that a function closes over, by their names."""
-    function = called_function(loss_fn)
-    if function is None or function.__closure__ is None:
-        return {}
-    found = {}
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__, strict=True):
-        try:
+    """The variables that a function closes over, by their names, and what it is bound to."""
+    found: dict[str, Any] = {}
+    while isinstance(loss_fn, functools.partial):
+        given = {**{f"argument {i}": value for i, value in enumerate(loss_fn.args)}, **loss_fn.keywords}
+        found |= {name: value for name, value in given.items() if plain(value) is NOT_PLAIN}
+        loss_fn = loss_fn.func
+    if isinstance(loss_fn, MethodType):
+        found["self"] = loss_fn.__self__
+    elif not inspect.isroutine(loss_fn):
+        found["self"] = loss_fn
+    found |= _kept_by(called_function(loss_fn))
+    for name, cell in _cells(loss_fn).items():
+        with suppress(ValueError):  # not assigned yet
             found[name] = cell.cell_contents
-        except ValueError:  # not assigned yet
-            continue
     return found
+
+
+def _kept_by(function: Any) -> dict[str, Any]:
+    """What a user's function keeps from call to call: defaults of its arguments, which may be changed in place, and its
+    attributes."""
+    if function is None or not sources.is_users(function.__code__.co_filename):
+        return {}
+    defaults = function.__defaults__ or ()
+    names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :] if defaults else ()
+    kept = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
+    own = {name: value for name, value in vars(function).items() if not name.startswith("__")}
+    return {name: value for name, value in kept.items() if isinstance(value, _KEEPS) or plain(value) is NOT_PLAIN} | own
+
+
+def _cells(loss_fn: Any) -> dict[str, CellType]:
+    function = called_function(loss_fn)
+    if function is None or function.__closure__ is None or not sources.is_users(function.__code__.co_filename):
+        return {}
+    return dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))

@@ -55,6 +55,20 @@ def transforms_refused() -> Iterator[None]:
         yield
 
 
+def refuse_freezing(function: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    """Refuse to freeze a parameter for a part of the step: a graph takes gradients of all of it or of nothing."""
+    sets = function is torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+    if sets or name == "requires_grad_":
+        wanted = args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+        if isinstance(args[0], torch.nn.Parameter) and args[0].requires_grad != wanted:
+            raise CaptureError(
+                f"requires_grad of a parameter is set while the model is captured, at {where}\n"
+                "Set it outside of the loss function; for a part of the step, give that part parameters without a "
+                "gradient: torch.func.functional_call(module, {n: p.detach() for n, p in module.named_parameters()}, x)"
+                "."
+            )
+
+
 def refuse_hooks(name: str, where: str) -> None:
     """Refuse hooks on tensors of the step, which a graph of the forward does not have."""
     if name in ("register_hook", "register_post_accumulate_grad_hook", "retain_grad"):

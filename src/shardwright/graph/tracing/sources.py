@@ -89,6 +89,12 @@ def callers_place() -> str:
     return place_of(users_frame(sys._getframe(1)))
 
 
+def callers_line() -> str:
+    """The innermost of the user's lines that led to this call, ", at path:line"; nothing where there is none."""
+    frame = users_frame(sys._getframe(1))
+    return f", at {frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
+
+
 def source_in_traceback(trace: TracebackType | None) -> str:
     """The innermost of the user's frames in which an exception passed, ``path:line in function: code``."""
     frames = [frame for frame in traceback.extract_tb(trace) if is_users(frame.filename)]

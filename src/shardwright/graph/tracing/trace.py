@@ -20,13 +20,14 @@ from torch.overrides import TorchFunctionMode
 from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph.functional.hidden_aliases import refuse_hidden_changes
-from shardwright.graph.functional.program import functional
+from shardwright.graph.functional.program import functional, join_names
 from shardwright.graph.tracing import answers, functions, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
 from shardwright.graph.tracing.in_place import Buffers, InPlace, refuse_detaching, refuse_setting_data
 from shardwright.graph.tracing.open_sizes import OpenSizes, Sizes
 from shardwright.graph.tracing.regions import NO_GRADIENT
+from shardwright.graph.tracing.state.again import Again, again
 from shardwright.rules.notation import Operand
 
 LossFunction = Callable[[Any, Any], Any]
@@ -54,10 +55,11 @@ class _Annotate(TorchFunctionMode):
     The exporter keeps no frame of the loss function, and forgets ``no_grad`` where it makes a graph functional.
     """
 
-    def __init__(self, *, beneath_autograd: bool) -> None:
+    def __init__(self, reading: Reading, *, beneath_autograd: bool) -> None:
         super().__init__()
+        self.reading = reading
         self.beneath_autograd = beneath_autograd
-        self.in_place = InPlace()
+        self.in_place = InPlace(reading.place_of)
         self.failed = ""  # where the function stands that raised first
 
     def __torch_function__(
@@ -75,6 +77,7 @@ class _Annotate(TorchFunctionMode):
             raise GradientTaken
         refusals.refuse_reading(name, args, where)
         refusals.refuse_hooks(name, where)
+        refusals.refuse_freezing(func, name, args, kwargs or {}, where)
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
         refusals.refuse_generator(name, (*args, *(kwargs or {}).values()), where)
         refusals.refuse_unknown_classes(name, args, kwargs or {}, where)
@@ -89,6 +92,7 @@ class _Annotate(TorchFunctionMode):
             raise
         refusals.refuse_unknown_shape(name, result, where)
         self.in_place.after(before, result, where)
+        self.reading.origins.after(name, args, kwargs or {}, result)
         return result
 
 
@@ -105,6 +109,7 @@ class _Call:
     batch: Callable[[Sequence[Any]], Any]
     mode: _Annotate
     reading: Reading
+    once: bool  # else the step runs again and again
     aux: Any = None
     returns_aux: bool = False
 
@@ -121,7 +126,9 @@ class _Step(torch.nn.Module):
         call = self.call
         refused = refusals.seeding_refused(), refusals.transforms_refused()
         buffers = Buffers(self.model)
-        with call.mode, call.reading.watch(), functions.captured(), refused[0], refused[1]:
+        call.reading.origins.begin(self.model, tensors)
+        watched = call.reading.watch() if call.once else call.reading.looked_at()
+        with watched, call.mode, functions.captured(), refused[0], refused[1]:
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
         found: list[torch.Tensor] = []
@@ -133,7 +140,7 @@ class _Step(torch.nn.Module):
             return Operand(len(found) - 1)
 
         call.aux, call.returns_aux = torch_private.tree_map(operand, aux), output is not loss
-        return buffers.written([loss, *found], tensors, call.reading.buffers_set)
+        return buffers.written([loss, *found], tensors, call.reading.lines, keeps_new=not call.once)
 
 
 def _loss_and_aux(output: Any) -> tuple[torch.Tensor, Any]:
@@ -184,6 +191,50 @@ def _copy_without_storage(model: torch.nn.Module, device: torch.device, mode: An
         ) from error
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """A step that is to be traced, and the batch for which that is."""
+
+    model: torch.nn.Module
+    loss_fn: LossFunction
+    leaves: Sequence[Any]
+    spec: Any
+    train: bool
+    device: torch.device
+
+    def step(self, mode: Any, *, beneath_autograd: bool, once: bool) -> _Step:
+        """The step of a copy of the model, whose tensors are those of ``mode``, run ``once`` or again and again."""
+        copied = _copy_without_storage(self.model, self.device, mode)
+        if self.model.training != self.train:  # else single modules may be in another mode, which is kept
+            copied.train(self.train)
+        reading = Reading(self.model, copied, self.loss_fn)
+        annotate = _Annotate(reading, beneath_autograd=beneath_autograd)
+        call = _Call(_with_autocast(self.loss_fn, self.device), self._batch, annotate, reading, once)
+        return _Step(copied, call)
+
+    def tensors(self, mode: Any) -> tuple[torch.Tensor, ...]:
+        """Those of the batch, of the same shapes, without storage."""
+        given = [leaf for leaf in self.leaves if isinstance(leaf, torch.Tensor)]
+        return tuple(torch_private.empty_like_on(tensor, self.device, mode) for tensor in given)
+
+    def again(self) -> Again | None:
+        """What the step does when it runs again and again, as the exporter runs it."""
+        mode = torch_private.fake_mode()
+        step = self.step(mode, beneath_autograd=True, once=False)
+        call = step.call
+
+        def run(batch: Sequence[torch.Tensor]) -> Any:
+            return step(*batch), call.aux
+
+        with mode, torch_private.exporting():
+            return again(step.model, run, lambda: self.tensors(mode), call.reading.begins)
+
+    def _batch(self, given: Sequence[Any]) -> Any:
+        tensors = iter(given)
+        filled = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
+        return torch_private.tree_unflatten(filled, self.spec)
+
+
 def trace(
     model: torch.nn.Module,
     loss_fn: LossFunction,
@@ -204,68 +255,57 @@ def trace(
         CaptureError: where the step is not one graph; the message names the user's line and the remedy.
     """
     refusals.refuse_compiled(model)
+    sample = _Sample(model, loss_fn, leaves, spec, train, capture_device(model, device))
     try:
-        return _trace(model, loss_fn, leaves, spec, train=train, open_dims=open_dims, device=device)
+        return _trace(sample, open_dims)
     except GradientTaken:
         if any(open_dims):  # the first of its two traces would not note what it decides
             raise CaptureError("sizes cannot be left open where the loss function takes a gradient") from None
-        return _trace(model, loss_fn, leaves, spec, train=train, beneath_autograd=True, device=device)
+        return _trace(sample, beneath_autograd=True)
 
 
-def _trace(
-    model: torch.nn.Module,
-    loss_fn: LossFunction,
-    leaves: Sequence[Any],
-    spec: Any,
-    *,
-    train: bool,
-    open_dims: Sequence[Collection[int]] = (),
-    beneath_autograd: bool = False,
-    device: torch.device | None = None,
-) -> Trace:
-    device = capture_device(model, device)
+def _trace(sample: _Sample, open_dims: Sequence[Collection[int]] = (), *, beneath_autograd: bool = False) -> Trace:
     mode = torch_private.fake_mode()
-    copied = _copy_without_storage(model, device, mode)
-    if model.training != train:  # else single modules may be in another mode, which is kept
-        copied.train(train)
-    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    tensors = tuple(torch_private.empty_like_on(leaves[i], device, mode) for i in at)
-
-    def batch(given: Sequence[Any]) -> Any:
-        filled = list(leaves)
-        for i, tensor in zip(at, given, strict=True):
-            filled[i] = tensor
-        return torch_private.tree_unflatten(filled, spec)
-
-    reading = Reading(model, copied, loss_fn)
-    call = _Call(_with_autocast(loss_fn, device), batch, _Annotate(beneath_autograd=beneath_autograd), reading)
+    step, tensors = sample.step(mode, beneath_autograd=beneath_autograd, once=True), sample.tensors(mode)
+    call = step.call
     with (
         warnings.catch_warnings(),
         torch_private.quiet_exporter(),
         torch_private.sizes_written_as_numbers(sources.is_users),
         fx_traceback.preserve_node_meta(),
-        torch.set_grad_enabled(train),
-        torch.autocast(device.type, enabled=False),
+        torch.set_grad_enabled(sample.train),
+        torch.autocast(sample.device.type, enabled=False),
     ):
         warnings.simplefilter("ignore")  # the exporter's own deprecations, and advice about its internals
         try:
-            step = _Step(copied, call)
-            exported = Replayed(step, tensors) if beneath_autograd else step
-            shapes = _dynamic_shapes(open_dims)
-            program = torch.export.export(exported, tensors, strict=False, dynamic_shapes=shapes)
-            open_sizes = OpenSizes(_inputs(program))
-            regions.inline(program)
-            refuse_hidden_changes(program.graph, sources.source_of)
-            program = functional(program)
-        except CaptureError as error:
-            raise refusals.of_installed(error, error.__traceback__, copied) from error.__cause__
-        except (ShardwrightError, GradientTaken):
+            program, open_sizes = _exported(step, tensors, open_dims, beneath_autograd=beneath_autograd)
+        except Exception:
+            call.reading.judge(sample.again)  # what a step leaves may be what the exporter stumbles over
             raise
-        except Exception as error:
-            explained = refusals.explained(error, call.mode.failed)
-            explained.__cause__ = error
-            raise refusals.of_installed(explained, error.__traceback__, copied) from error
-    return Trace(program, copied, call.aux, call.returns_aux, reading, open_sizes)
+        call.reading.judge(sample.again)
+    return Trace(program, step.model, call.aux, call.returns_aux, call.reading, open_sizes)
+
+
+def _exported(
+    step: _Step, tensors: tuple[torch.Tensor, ...], open_dims: Sequence[Collection[int]], *, beneath_autograd: bool
+) -> tuple[torch.export.ExportedProgram, OpenSizes]:
+    """The program of functional operators, and the sizes that it leaves open."""
+    try:
+        exported = Replayed(step, tensors) if beneath_autograd else step
+        program = torch.export.export(exported, tensors, strict=False, dynamic_shapes=_dynamic_shapes(open_dims))
+        open_sizes = OpenSizes(_inputs(program))
+        regions.inline(program)
+        join_names(program)
+        refuse_hidden_changes(program.graph, sources.source_of)
+        return functional(program), open_sizes
+    except CaptureError as error:
+        raise refusals.of_installed(error, error.__traceback__, step.model) from error.__cause__
+    except (ShardwrightError, GradientTaken):
+        raise
+    except Exception as error:
+        explained = refusals.explained(error, step.call.mode.failed)
+        explained.__cause__ = error
+        raise refusals.of_installed(explained, error.__traceback__, step.model) from error
 
 
 def _dynamic_shapes(open_dims: Sequence[Collection[int]]) -> Any:

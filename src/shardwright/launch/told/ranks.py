@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.launch.host.protocol import STREAMS
+from shardwright.launch.kept.failure import signal_name
 from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.kept.live import RANKS_FILE, STEPS_FILE
 from shardwright.launch.told.lines import GrowingFile, StepLine, objects, together
@@ -60,7 +61,7 @@ class States:
 
 def _after(before: RankState, line: Mapping[str, Any]) -> RankState:
     state, code = str(line.get("state", "")), line.get("code")
-    detail = str(line.get("signal", "")) if code is None else f"exit code {code}" if code >= 0 else f"signal {-code}"
+    detail = str(line.get("signal", "")) if code is None else f"exit code {code}" if code >= 0 else signal_name(-code)
     return RankState(
         state,
         float(line.get("time_s", 0.0)),

@@ -1,10 +1,21 @@
-"""Which gradients of replicated parameters are reduced together: what programs do, and what plans are priced by."""
+"""What programs communicate together: gradients of replicated parameters, and small parameters that are stored split.
+
+Plans are priced by the former, and hold the latter in memory.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from shardwright.graph.ir import Value
+from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.redistribute import Collective, Step
+from shardwright.plan.pricing.memory import local_bytes
+
+# To copy a parameter of so much into a memory with others, and out of it, takes less than a collective of its own.
+SMALL_WHOLE_BYTES = 32 * 1024
+GATHERED_BYTES = 2**20  # by all gathers that are joined
 _ALONE = 4  # a gradient of more than a bucket's bytes divided by this is reduced alone, where it lies
 
 
@@ -48,3 +59,58 @@ def in_buckets(entering: Sequence[Entering], limit_bytes: int, first_bytes: int)
         filling[one.alike].insert(0, number)
         room[one.alike] -= one.bytes
     return sorted(groups, key=lambda members: -members[0])
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """A small parameter, stored split, that is gathered where it is used; ``bytes`` are those of what comes of it.
+
+    Those that can share a collective have the same ``alike``.
+    """
+
+    bytes: int
+    alike: Hashable
+
+
+def small_gather(value: Value, step: Step, mesh: Mesh) -> Gathered | None:
+    """The gather of a parameter as it is stored, where it is one that may be joined with others."""
+    if step.kind != "all_gather" or mesh.extent(step.axes) == 1:
+        return None
+    size = local_bytes(value, step.after, mesh)
+    if size > SMALL_WHOLE_BYTES:
+        return None
+    return Gathered(size, (step.axes, value.dtype, step.adjoint, value.needs_gradient))
+
+
+def in_gathers(gathers: Sequence[Gathered]) -> list[list[int]]:
+    """What is gathered together, by its rising numbers in the order of the program; some are by themselves."""
+    groups: dict[Hashable, list[list[int]]] = {}
+    room: dict[Hashable, int] = {}  # the bytes that still fit
+    for number, one in enumerate(gathers):
+        if one.alike not in room or one.bytes > room[one.alike]:
+            groups.setdefault(one.alike, []).append([])
+            room[one.alike] = GATHERED_BYTES
+        groups[one.alike][-1].append(number)
+        room[one.alike] -= one.bytes
+    return [members for alike in groups.values() for members in alike]
+
+
+def beside_together(collective: Collective, mesh: Mesh) -> int:
+    """What it takes to move a tensor together with others, beside what that starts from and results in.
+
+    To gather: this rank's part behind those of others, and what all ranks have sent. To scatter sums: this rank's whole
+    behind others, and what all ranks have sent for its part.
+    """
+    own = collective.bytes // mesh.extent(collective.axes) if collective.kind == "all_gather" else collective.bytes
+    return own + collective.bytes
+
+
+def together_bytes(moved: Sequence[tuple[Value, Step]], mesh: Mesh) -> int:
+    """What is there at most of parameters that are gathered together: all of them, or the gradients of all, which wait
+    for the last of them, and what it takes to move them."""
+    forward = backward = 0
+    for value, step in moved:
+        there, back = step.collectives(value.shape, value.dtype.itemsize, mesh)
+        forward += beside_together(there, mesh) if there else 0
+        backward += beside_together(back, mesh) if back and value.needs_gradient else 0
+    return sum(local_bytes(value, step.after, mesh) for value, step in moved) + max(forward, backward)

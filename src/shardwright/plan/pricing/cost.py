@@ -26,7 +26,7 @@ from shardwright.graph.facts import bytes_moved, flops
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Link, Mesh
-from shardwright.mesh.redistribute import Collective, Step
+from shardwright.mesh.redistribute import Collective, Step, enters
 from shardwright.plan.pricing.buckets import travels_alone
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.pricing.links import LinkKind, link_along, per_host_along
@@ -78,7 +78,7 @@ def transfer_collectives(value: Value, steps: Sequence[Step], mesh: Mesh) -> lis
 
 def reduced_in_buckets(value: Value, steps: Sequence[Step]) -> bool:
     """Whether a transfer does nothing but add up the gradient of a replicated parameter, together with others."""
-    return value.kind == "parameter" and [step.kind for step in steps] == ["enter"]
+    return value.kind == "parameter" and enters(steps)
 
 
 def largest_buffer(value: Value, steps: Sequence[Step], collectives: Iterable[Collective]) -> int:
@@ -184,7 +184,7 @@ class Seconds:
 
     def _joining_s(self, size_bytes: int) -> float:
         """What it takes to copy a gradient into a bucket."""
-        alone = travels_alone(size_bytes, self.hardware.bucket_bytes)
+        alone = travels_alone(size_bytes, self.hardware.buckets.bytes)
         return 0.0 if alone else 2 * size_bytes / self.hardware.memory_bandwidth
 
 

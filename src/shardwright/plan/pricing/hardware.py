@@ -19,17 +19,17 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from shardwright.backends.table import BACKENDS
+from shardwright.backends.table import Buckets, backend_called, usual_backend
 from shardwright.errors import UsageError
 from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.plan.pricing.known_gpus import profile_of
 from shardwright.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
 from shardwright.whole_file import write_whole
-from shardwright.world.gradients import BUCKET_BYTES
 
 FORMAT = "shardwright hardware profile"
 VERSION = 1
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
+_AMONG_CPUS = usual_backend("cpu", one_host=True).name
 T = TypeVar("T")
 
 
@@ -63,15 +63,13 @@ class Hardware:
     hides_gradients: float = 0.0
     backend: str = ""
 
-    @property
-    def bucket_bytes(self) -> int:
-        """As many bytes of gradients are joined for one all-reduce."""
-        return BACKENDS[self.backend].bucket_bytes if self.backend in BACKENDS else BUCKET_BYTES
-
-    @property
-    def first_bucket_bytes(self) -> int:
-        """The same of those that the backward comes to first."""
-        return BACKENDS[self.backend].first_bucket_bytes if self.backend in BACKENDS else BUCKET_BYTES
+    @cached_property
+    def buckets(self) -> Buckets:
+        """How gradients are joined for all-reduces."""
+        if not self.backend:
+            return Buckets(first_bytes=Buckets.bytes)
+        backend = backend_called(self.backend)
+        return backend.buckets if self.ranks_per_host is None else backend.buckets_between
 
     @cached_property
     def _flops(self) -> dict[str, float]:
@@ -97,7 +95,7 @@ class Hardware:
         self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind, per_host: int = 1
     ) -> float:
         """The share that ``size_bytes`` have in the time of a collective that moves many such values at once."""
-        return self.collective_s(kind, self.bucket_bytes, ranks, where, per_host) * size_bytes / self.bucket_bytes
+        return self.collective_s(kind, self.buckets.bytes, ranks, where, per_host) * size_bytes / self.buckets.bytes
 
     @cached_property
     def _times(self) -> dict[tuple[CollectiveKind, int, LinkKind, int], LinkTime]:
@@ -243,7 +241,6 @@ def _positive(found: Any, name: str) -> float:
     return value
 
 
-ALIASES = {"cpu": "cpu_host"}
 _FOLDER = resources.files("shardwright.plan.pricing") / "profiles"
 
 
@@ -257,28 +254,30 @@ def shipped_names() -> tuple[str, ...]:
 @cache
 def shipped(name: str) -> Hardware:
     """The shipped profile of that name; raises `UsageError` where there is none."""
-    name = ALIASES.get(name, name)
     if name not in shipped_names():
         raise UsageError(f"there is no shipped profile {name!r}; the names are {', '.join(shipped_names())}")
     return Hardware.from_json((_FOLDER / f"{name}.json").read_text(), f"the shipped profile {name}")
 
 
-def read_hardware(given: Hardware | str | os.PathLike[str]) -> Hardware:
-    """Hardware as a user names it: a value, the name of a shipped profile, or the path of a file.
+def read_hardware(given: Hardware | str | os.PathLike[str], backend: str = _AMONG_CPUS) -> Hardware:
+    """Hardware as a user names it: a value, the name of a shipped profile, or the path of a file; "cpu" is the shipped
+    profile of CPUs whose ranks have that ``backend``.
 
-    >>> read_hardware("cpu").name
-    'cpu_host'
+    >>> read_hardware("cpu").name, read_hardware("cpu", "gloo").name
+    ('cpu_host_shm', 'cpu_host')
 
     Raises:
         UsageError: where it is none of these.
     """
     if isinstance(given, Hardware):
         return given
-    if isinstance(given, str) and ALIASES.get(given, given) in shipped_names():
+    if given == "cpu":
+        return for_device("cpu", backend=backend)
+    if isinstance(given, str) and given in shipped_names():
         return shipped(given)
     if Path(given).suffix != ".json" and not Path(given).exists():
         raise UsageError(
-            f"{given} is no hardware that is known; type one of {', '.join([*ALIASES, *shipped_names()])}, or the path "
+            f"{given} is no hardware that is known; type one of {', '.join(['cpu', *shipped_names()])}, or the path "
             "of a profile that `shardwright bench --save-profile FILE.json` wrote"
         )
     return Hardware.load(given)

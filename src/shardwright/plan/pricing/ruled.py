@@ -45,6 +45,10 @@ class RuledGraph:
             rules[node.name] = alike[key]
         return RuledGraph(capture, rules)
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but ``known``, whose keys are identities that other processes give to something else."""
+        return {name: of for name, of in self.__dict__.items() if name != "known"}
+
     @cached_property
     def known(self) -> dict[Hashable, Any]:
         """What others have worked out of the graph alone, for all who ask again."""
@@ -84,6 +88,20 @@ class RuledGraph:
     def producers(self) -> Mapping[str, tuple[Node, int]]:
         """Name of a result -> its node and the position among the node's results."""
         return {name: (node, i) for node in self.capture.nodes for i, name in enumerate(node.results)}
+
+    @cached_property
+    def alike(self) -> Mapping[str, int]:
+        """By the name of an operator a number that it shares with those which cost the same under any strategy."""
+        numbers: dict[Hashable, int] = {}
+        return {node.name: numbers.setdefault(self._facts(node), len(numbers)) for node in self.capture.nodes}
+
+    def _facts(self, node: Node) -> Hashable:
+        """What the costs of an operator follow from."""
+        values = [self.capture.values[name] for name in node.operands + node.results]
+        names = list(dict.fromkeys(node.operands))  # an operand that is read twice counts once
+        repeated = tuple(names.index(name) for name in node.operands)
+        facts = tuple((value.shape, value.dtype, value.needs_gradient) for value in values)
+        return node.op, node.args, node.kwargs, repeated, facts
 
     @cached_property
     def unlisted(self) -> tuple[Node, ...]:

@@ -29,7 +29,7 @@ def target_of(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mes
     if key not in known:
         layout = rule.operand_layout(index, strategy).normalised(value.shape, mesh)
         partial = rule.operand_gradient_partial(index, strategy, mesh) if value.needs_gradient else ()
-        known[key] = Target(layout, partial)
+        known[key] = the_one(graph, Target(layout, partial), mesh)
     found: Target = known[key]
     return found
 
@@ -41,6 +41,12 @@ def made_by(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mesh:
     if key not in known:
         known[key] = rule.result_layout(index, strategy, mesh).normalised(shape, mesh)
     found: Layout = known[key]
+    return found
+
+
+def the_one(graph: RuledGraph, target: Target, mesh: Mesh) -> Target:
+    """Of equal targets the one that is the same object."""
+    found: Target = _known(graph, mesh).setdefault(target, target)
     return found
 
 

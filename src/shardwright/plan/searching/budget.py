@@ -20,12 +20,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardwright.errors import PlanError
+from shardwright.plan.minima.narrow import NothingBelow
+from shardwright.plan.minima.tables import Table
 from shardwright.plan.pricing.optimizers import OptimizerStates
-from shardwright.plan.searching.narrow import NothingBelow
 from shardwright.plan.searching.space import Choice
 
 MOST_PRICES = 16
-CLOSE = 1e-4  # a gap that is not worth another search
+FURTHER = 4.0  # a price follows others, where the bound rises or falls at all of these
+CLOSE = 5e-4  # a gap that is not worth another search
 # At these prices a part of the budget counts as much as the whole step, a third and then a millionth, until something
 # fits; at last with buffers of collectives that are not the largest.
 _DEAR = ((3.0, True), (1e6, True), (1e6, False))
@@ -35,12 +37,19 @@ def _same(choice: Choice) -> Choice:
     return choice
 
 
-def _none(choice: Choice) -> Choice | None:
+def _none(choice: Choice, limit_bytes: int) -> Choice | None:
     return None
 
 
 class OverBudget(PlanError):
-    """Nothing that was found fits the budget."""
+    """Nothing that was found fits the budget.
+
+    ``least_bytes`` are those of what was found to hold least, and ``bound`` is what nothing that fits costs less than.
+    """
+
+    def __init__(self, message: str, least_bytes: int = 0, bound: float = 0.0) -> None:
+        super().__init__(message)
+        self.least_bytes, self.bound = least_bytes, bound
 
 
 @dataclass(frozen=True)
@@ -50,18 +59,22 @@ class Budget:
     limit_bytes: int
     optimizer: OptimizerStates
     weigh: Callable[[Choice], int]
-    refuse: Callable[[Choice], str]
-    """What is said of the choice that holds least, where that is too much."""
+    refuse: Callable[[Choice, float], OverBudget]
+    """What is raised where even the choice that holds least holds too much, by that and by the bound."""
     settle: Callable[[Choice], Choice] = _same
     """A choice with what it costs to compute its blocks, and to gather its values, again."""
-    fewest: Callable[[Choice], Choice | None] = _none
-    """The same with the fewest blocks computed again with which it fits; None where it never does."""
+    fewest: Callable[[Choice, int], Choice | None] = _none
+    """The same with the fewest blocks computed again with which it holds no more; None where it always does."""
     price: float = 0.0
     """Of a byte, at which a plan was found that is to be beaten; 0 where there is none."""
     once: bool = False
     """Whether nothing is looked at but that price."""
+    divides: bool = False
+    """Whether choices are divided where a gap is left."""
     near: float = 1e-3
     """The share by which a price must differ from others to be looked at."""
+    close: float = CLOSE
+    """A gap, as a share of the cost, that is not worth another search."""
 
 
 @dataclass(frozen=True)
@@ -72,21 +85,47 @@ class Priced:
     cost: float
     total: float
     bytes: int
+    line: Line | None = None
+    """What the bound is no more than at other prices, by the first that a search has found."""
 
     @staticmethod
-    def of(choice: Choice, total: float, budget: Budget) -> Priced:
-        return Priced(choice, choice.cost or 0.0, total, budget.weigh(choice))
+    def of(choice: Choice, total: float, budget: Budget, line: Line | None = None) -> Priced:
+        return Priced(choice, choice.cost or 0.0, total, budget.weigh(choice), line)
+
+
+@dataclass(frozen=True)
+class Line:
+    """By a choice that was found at a price: the bound there, and by how much it rises with the price at most."""
+
+    price: float
+    total: float
+    above: float
+
+    def at(self, price: float) -> float:
+        """What the bound is no more than at a price."""
+        return self.total + (price - self.price) * self.above
 
 
 class Solve(Protocol):
     """What is asked at a price of a byte."""
 
-    def __call__(self, price: float, below: float, *, alone: bool = False) -> tuple[Sequence[Choice], float]:
-        """The choice with the least cost + price * (bytes - budget), others that are near it, and a bound of that.
+    def __call__(
+        self, price: float, below: float, *, alone: bool = False, forbidding: Sequence[Table] = ()
+    ) -> tuple[Sequence[Choice], float, float]:
+        """The choice with the least cost + price * (bytes - budget), others that are near it, a bound of that, and by
+        how many bytes the first is above the budget, as they are counted.
 
         The bound is one for all choices but those where it is no less than ``below``, which is to be beaten. With
-        ``alone`` there are no others: largest buffers count nothing.
+        ``alone`` there are no others: largest buffers count nothing. Choices that the tables of ``forbidding`` forbid
+        are left out.
         """
+
+
+class Closer(Protocol):
+    """What looks for cheaper choices, and for a better bound, where a gap is left."""
+
+    def __call__(self, best: Choice, found: Sequence[Priced], price: float) -> Choice:
+        """The cheapest choice that fits, with the bound of all, by those that were found at prices up to the last."""
 
 
 def fitting(
@@ -94,6 +133,7 @@ def fitting(
     solve: Solve,
     budget: Budget,
     below: float = math.inf,
+    closer: Closer | None = None,
 ) -> Choice:
     """The cheapest choice found that fits ``budget``.
 
@@ -101,6 +141,7 @@ def fitting(
         free: the choice without a budget.
         solve: what is chosen at a price of a byte.
         below: what a plan costs that is known; the search ends where nothing that fits costs less.
+        closer: what is done where a gap is left.
 
     Raises:
         NothingBelow: where none that fits costs less than ``below``.
@@ -111,67 +152,155 @@ def fitting(
         return free
     if budget.once:
         return _beating(below, free, solve, budget)
-    bound = over.total
-    found, tried = [over], [0.0]
+    tried = _Tried(over, solve, budget, below)
     if budget.price:
-        tried.append(budget.price)
-        found += _priced(solve, budget.price, below, budget)
-        bound = max(bound, found[-1].total)
-        if bound >= below:
-            raise NothingBelow(bound)
+        tried.at(budget.price)
     for times, alone in _DEAR:
-        if _those_that_fit(found, budget.limit_bytes):
+        if tried.fit:
             break
-        tried.append(times * max(over.cost, 1e-9) / budget.limit_bytes)
-        found += _priced(solve, tried[-1], below, budget, alone=alone)
-    if not _those_that_fit(found, budget.limit_bytes):
-        raise OverBudget(budget.refuse(min(found, key=lambda one: one.bytes).choice))
-    for _ in range(MOST_PRICES):
-        price = _next_price(found, budget.limit_bytes)
-        cheapest = min(_those_that_fit(found, budget.limit_bytes), key=lambda one: one.cost)
-        if any(math.isclose(price, of, rel_tol=budget.near) for of in tried):
-            break
-        if cheapest.cost - bound <= CLOSE * cheapest.cost:
-            break
-        tried.append(price)
+        tried.at(times * max(over.cost, 1e-9) / budget.limit_bytes, alone=alone)
+    if not tried.fit:
+        tried.hold_less()
+    while tried.is_worth_another:
+        tried.another()
+    best = tried.best()
+    return best if closer is None else closer(best, [*tried.fit, *tried.above], best.price)
+
+
+def priced(
+    solve: Solve,
+    price: float,
+    below: float,
+    budget: Budget,
+    *,
+    alone: bool = False,
+    forbidding: Sequence[Table] = (),
+) -> list[Priced]:
+    """What is found at a price of a byte."""
+    choices, total, above = solve(price, below, alone=alone, forbidding=forbidding)
+    lines = [Line(price, total, above), *(None for _ in choices[1:])]
+    return [Priced.of(choice, total, budget, line) for choice, line in zip(choices, lines, strict=True)]
+
+
+class _Tried:
+    """What was found at the prices that were tried, and what nothing that fits costs less than.
+
+    At one price of a byte all blocks that are alike are computed again or none. Between the two it is some of them: so
+    what is found first at a price is looked at with as few blocks computed again as the budget asks for, too.
+    """
+
+    def __init__(self, over: Priced, solve: Solve, budget: Budget, below: float) -> None:
+        self._solve, self._budget, self._below = solve, budget, below
+        self._prices, self._price = [0.0], 0.0
+        self._bound = over.total
+        self._with_fewest: set[int] = set()  # choices, by identity: all are held
+        self.fit: list[Priced] = []
+        """What fits."""
+        self.above: list[Priced] = []
+        """What does not."""
+        self.is_worth_another = True
+        """Whether one more price may have something that costs less, or a higher bound."""
+        self._add([over])
+
+    def at(self, price: float, *, alone: bool = False) -> None:
+        """Try a price.
+
+        Raises:
+            NothingBelow: where none that fits costs less than what is to be beaten, or nothing was found.
+        """
+        self._price = price
+        self._prices.append(price)
         try:
-            new = _priced(solve, price, min(below, cheapest.cost), budget)
+            found = priced(self._solve, price, min(self._below, self._least), self._budget, alone=alone)
         except NothingBelow as nothing:
-            bound = max(bound, nothing.bound)
-            if bound >= below:
-                raise NothingBelow(bound) from None
-            break
-        found += new
-        if new[0].total >= below:
-            raise NothingBelow(new[0].total)
-        if new[0].total <= bound and all(one.cost >= cheapest.cost for one in _those_that_fit(new, budget.limit_bytes)):
-            break
-        bound = max(bound, new[0].total)
-    near = min(_above(found, budget.limit_bytes), key=lambda one: one.cost + price * one.bytes)
-    cheapest = min(_those_that_fit(found, budget.limit_bytes), key=lambda one: one.cost)
-    best = _with_fewest([cheapest.choice, near.choice, free], bound, budget)
-    return replace(best, price=price)
+            self._raise_to(nothing.bound)
+            if not self.fit:
+                raise
+            self.is_worth_another = False
+            return
+        self._raise_to(found[0].total)
+        self._add(found)
+
+    def hold_less(self) -> None:
+        """Compute as many more blocks again of what holds least of all that was found as it takes to fit.
+
+        Raises:
+            OverBudget: where it never does.
+        """
+        least = min(self.above, key=lambda one: one.bytes)
+        self._compute_fewer_again(least)
+        if not self.fit:
+            raise self._budget.refuse(least.choice, self._bound)
+
+    def another(self) -> None:
+        """Try the next price, where one is worth it."""
+        least, bound, budget = self._least, self._bound, self._budget
+        self._price = next_price([*self.fit, *self.above], budget.limit_bytes)
+        known = any(math.isclose(self._price, of, rel_tol=budget.near) for of in self._prices)
+        if known or len(self._prices) > MOST_PRICES or least - bound <= budget.close * least:
+            self.is_worth_another = False
+        else:
+            self.at(self._price)
+            self.is_worth_another &= self._bound > bound or self._least < least
+
+    def best(self) -> Choice:
+        """The cheapest that fits."""
+        near = min(self.above, key=lambda one: one.cost + self._price * one.bytes)
+        cheapest = min(self.fit, key=lambda one: one.cost)
+        for one in (cheapest, near):
+            self._compute_fewer_again(one)
+        best = min(self.fit, key=lambda one: one.cost).choice
+        return replace(best, bound=min(self._bound, best.cost or 0.0), price=self._price)
+
+    @property
+    def _least(self) -> float:
+        return min((one.cost for one in self.fit), default=math.inf)
+
+    def _raise_to(self, bound: float) -> None:
+        self._bound = max(self._bound, bound)
+        if self._bound >= self._below:
+            raise NothingBelow(self._bound)
+
+    def _add(self, found: Sequence[Priced]) -> None:
+        for one in found:
+            (self.fit if one.bytes <= self._budget.limit_bytes else self.above).append(one)
+        self._compute_fewer_again(found[0])
+
+    def _compute_fewer_again(self, one: Priced) -> None:
+        limit_bytes = self._budget.limit_bytes
+        needs = one.bytes > limit_bytes or one.choice.recomputed
+        if needs and id(one.choice) not in self._with_fewest:
+            self._with_fewest.add(id(one.choice))
+            if (fewest := self._budget.fewest(one.choice, limit_bytes)) is not None:
+                self._with_fewest.add(id(fewest))
+                self.fit.append(replace(one, choice=fewest, cost=fewest.cost or 0.0, bytes=limit_bytes))
 
 
-def _those_that_fit(found: Sequence[Priced], limit_bytes: int) -> list[Priced]:
-    return [one for one in found if one.bytes <= limit_bytes]
+def highest(lines: Sequence[Line]) -> float:
+    """The price at which the bound may be the largest: no line is below it there (Kelley, *The cutting-plane method for
+    solving convex programs*, 1960).
+
+    Where all of them rise it is a higher price, and where none does a lower one.
+    """
+    rising, falling = [of for of in lines if of.above > 0], [of for of in lines if of.above <= 0]
+    if not rising or not falling:
+        return FURTHER * max(of.price for of in rising) if rising else min(of.price for of in falling) / FURTHER
+    meeting = ((low.at(0.0) - up.at(0.0)) / (up.above - low.above) for up in rising for low in falling)
+    prices = [price for price in meeting if price > 0] or [of.price for of in lines]
+    return max(prices, key=lambda price: min(of.at(price) for of in lines))
 
 
-def _above(found: Sequence[Priced], limit_bytes: int) -> list[Priced]:
-    return [one for one in found if one.bytes > limit_bytes]
-
-
-def _next_price(found: Sequence[Priced], limit_bytes: int) -> float:
+def next_price(found: Sequence[Priced], limit_bytes: int) -> float:
     """The price of a byte at which of those that fit, and of those that do not, the best of each cost the same.
 
     The lower convex hull of what was found, as costs over bytes, falls so steeply where it passes the limit.
     """
-    above = _above(found, limit_bytes)
+    fit, above = ([one for one in found if (one.bytes <= limit_bytes) == fits] for fits in (True, False))
 
     def steepest(fit: Priced) -> float:
         return max((fit.cost - over.cost) / (over.bytes - fit.bytes) for over in above)
 
-    return max(0.0, min(map(steepest, _those_that_fit(found, limit_bytes))))
+    return max(0.0, min(map(steepest, fit)))
 
 
 def _beating(below: float, free: Choice, solve: Solve, budget: Budget) -> Choice:
@@ -180,25 +309,11 @@ def _beating(below: float, free: Choice, solve: Solve, budget: Budget) -> Choice
     Raises:
         NothingBelow: where none was found.
     """
-    choices, total = solve(budget.price, below)
+    choices, total, _ = solve(budget.price, below)
     bound = max(free.bound or 0.0, total)
-    found = [choice for choice in map(budget.fewest, [*choices, free]) if choice is not None]
+    tried = (budget.fewest(choice, budget.limit_bytes) for choice in (*choices, free))
+    found = [choice for choice in tried if choice is not None]
     best = min(found, key=lambda choice: choice.cost or 0.0, default=None)
     if best is None or (best.cost or 0.0) >= below:
         raise NothingBelow(bound)
     return replace(best, bound=min(bound, best.cost or 0.0), price=budget.price)
-
-
-def _priced(solve: Solve, price: float, below: float, budget: Budget, *, alone: bool = False) -> list[Priced]:
-    choices, total = solve(price, below, alone=alone)
-    return [Priced.of(choice, total, budget) for choice in choices]
-
-
-def _with_fewest(found: Sequence[Choice], bound: float, budget: Budget) -> Choice:
-    """The cheapest of those that were found, each with as few blocks computed again as the budget asks for.
-
-    At one price of a byte all blocks that are alike are computed again or none. Between the two it is some of them.
-    """
-    fitting_ones = [found[0], *(choice for choice in map(budget.fewest, found) if choice is not None)]
-    best = min(fitting_ones, key=lambda choice: choice.cost or 0.0)
-    return replace(best, bound=min(bound, best.cost or 0.0))

@@ -4,27 +4,41 @@
 
 The second part is no sum, but it divides the choices: of those whose buffers are all within some size the least is
 found as without such a limit, with all others forbidden. So the minimum of cost + price * bytes is found from above.
+
+Some of these buffers are sums themselves: that of the gradients which are reduced together, up to the bytes of a
+bucket, and those of small parameters that are gathered together. Where one is the largest, it counts in place of all
+others.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import TypeVar
 
 import numpy as np
 
 from shardwright.errors import PlanError
+from shardwright.graph.ir import Value
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.redistribute import redistribute
+from shardwright.plan.minima.exact import TooWide
+from shardwright.plan.minima.narrow import NothingBelow
+from shardwright.plan.minima.tables import Costs, Table, cost_at
+from shardwright.plan.pricing.buckets import GATHERED_BYTES, SMALL_WHOLE_BYTES, small_gather, together_bytes
+from shardwright.plan.pricing.memory import Kept, local_bytes
 from shardwright.plan.pricing.targets import Target
-from shardwright.plan.searching.exact import Costs, Table, TooWide
-from shardwright.plan.searching.narrow import NothingBelow
 from shardwright.plan.searching.problem import Problem
+from shardwright.world.gradients import BUCKET_BYTES
 
-WORTH = 1e-4
+WORTH = 1e-3
 """What smaller buffers could save, as a share of the total, that is worth another search."""
 FAR = 3e-3
 """How far below the rest the bound of a part is, as a share, that is worth another search."""
+LEAST_TIMES = 2
+"""So often at least, with its buffers, a small parameter is there while it is gathered."""
 
 T = TypeVar("T")
 
@@ -52,6 +66,102 @@ class Buffers:
             if self._limited[key].any():
                 found.append(Table(table.scope, self._limited[key]))
         return found
+
+
+class Joined:
+    """What is held together: gradients of replicated parameters, by the axes and the dtype that they share, and small
+    parameters that are stored split and gathered, of those that the backward never gathers again."""
+
+    def __init__(self, problem: Problem) -> None:
+        self._problem = problem
+        self._known: dict[Hashable, Costs] = {}
+        self._gathers: dict[Hashable, Mapping[Hashable, Costs]] = {}
+        self._held: list[object] = []  # so that no identity is given to another object
+        self._groups: dict[Hashable, list[Table]] = defaultdict(list)
+        self._again = {name for block in problem.space.blocks for name in block.names}
+        self._most_bytes: dict[Hashable, int] = {}  # that what is joined surely has, where there is more of it
+        for value in problem.space.graph.capture.of_kind("parameter"):
+            if value.needs_gradient:
+                self._add(value)
+            if self._is_gathered_once(value):
+                self._add_gathers(value)
+        self._shares = {
+            group: min(1.0, self._most_bytes[group] / sum(float(table.costs.max()) for table in tables))
+            for group, tables in self._groups.items()
+        }
+        """Of a sum that may be larger than what is joined so much, so that none counts more than that."""
+
+    def largest(self, picked: Sequence[int]) -> tuple[Hashable, float]:
+        """The largest of these buffers under one choice for every variable, at least, and whose it is."""
+        sizes = {group: self._shares[group] * cost_at(tables, picked) for group, tables in self._groups.items()}
+        return max(sizes.items(), key=lambda of: of[1], default=(None, 0.0))
+
+    def at(self, group: Hashable, price: float) -> list[Table]:
+        """Tables of what one of them counts at so much for a byte."""
+        times = price * self._shares[group]
+        priced = {id(table.costs): table.costs * times for table in self._groups[group]}
+        return [Table(table.scope, priced[id(table.costs)]) for table in self._groups[group]]
+
+    def _add(self, value: Value) -> None:
+        """Whoever reads a parameter counts an equal part of its gradient: those who demand the same sum it once."""
+        producer, layouts = self._problem.produced(value.name)
+        readers = self._problem.consumers(value.name)
+        for variable, targets in readers:
+            for axes in dict.fromkeys(target.gradient_partial for target in targets if target.gradient_partial):
+                key = value.shape, value.dtype, layouts, id(targets), axes, len(readers)
+                if key not in self._known:
+                    self._held.append(targets)
+                    self._known[key] = self._entering(value, layouts, targets, axes) / len(readers)
+                if self._known[key].any():
+                    self._groups[axes, value.dtype].append(Table((producer, variable), self._known[key]))
+                    self._most_bytes[axes, value.dtype] = BUCKET_BYTES
+
+    def _is_gathered_once(self, value: Value) -> bool:
+        """Whether no backward can gather a small parameter again, as nobody keeps it, or computes with it again."""
+        space = self._problem.space
+        graph, kept = space.graph, space.graph.once(Kept)
+        if value.bytes > SMALL_WHOLE_BYTES * space.mesh.size:  # no way gathers it with others
+            return False
+        uses = graph.uses[value.name]
+        return not any(use.node.name in self._again or kept.times(use.node, use.index) for use in uses)
+
+    def _add_gathers(self, value: Value) -> None:
+        """Whoever reads a parameter counts an equal part of what it takes to gather it with others."""
+        producer, layouts = self._problem.produced(value.name)
+        readers = self._problem.consumers(value.name)
+        for variable, targets in readers:
+            key = value.shape, value.dtype, value.needs_gradient, layouts, id(targets), len(readers)
+            if key not in self._gathers:
+                self._held.append(targets)
+                self._gathers[key] = self._gathered(value, layouts, targets, len(readers))
+            for alike, sizes in self._gathers[key].items():
+                self._groups[alike].append(Table((producer, variable), sizes))
+                self._most_bytes[alike] = LEAST_TIMES * (GATHERED_BYTES - SMALL_WHOLE_BYTES)
+
+    def _gathered(
+        self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target], readers: int
+    ) -> Mapping[Hashable, Costs]:
+        """What is held where a parameter is gathered with others, by what these have alike."""
+        mesh = self._problem.space.mesh
+        found: dict[Hashable, Costs] = defaultdict(lambda: np.zeros((len(layouts), len(targets))))
+        moves = self._problem.known.pairs.moves(value.shape, layouts, targets)
+        for i, j in np.argwhere(moves.possible & moves.copies).tolist():
+            target = targets[j]
+            step = redistribute(layouts[i], target.layout, target.gradient_partial, value.shape, mesh)[0]
+            gathered = small_gather(value, step, mesh)
+            if gathered is not None and gathered.bytes:
+                found[gathered.alike][i, j] = together_bytes([(value, step)], mesh) / readers
+        return found
+
+    def _entering(
+        self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target], axes: tuple[str, ...]
+    ) -> Costs:
+        """The bytes of a gradient that is summed over these axes and stays where it is."""
+        mesh = self._problem.space.mesh
+        sizes = np.array([local_bytes(value, layout, mesh) for layout in layouts], dtype=float)
+        summed = np.array([target.gradient_partial == axes for target in targets])
+        moves = self._problem.known.pairs.moves(value.shape, layouts, targets)
+        return np.where(moves.possible & moves.enters & summed, sizes[:, None], 0.0)
 
 
 def buffers_of(problem: Problem) -> Buffers:

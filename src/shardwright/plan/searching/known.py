@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -12,19 +13,23 @@ import numpy.typing as npt
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.minima.tables import Costs
 from shardwright.plan.pricing.cost import Objective, operator_collectives
+from shardwright.plan.pricing.pairs import pairs_on
 from shardwright.plan.pricing.ruled import RuledGraph, Use
 from shardwright.plan.pricing.targets import Target, made_by, target_of
-from shardwright.plan.searching.exact import Costs
-from shardwright.plan.searching.pairs import pairs_on
 from shardwright.rules.notation import Strategy
 
 # Larger three-way tables are not worth their sharing: the consumers of such a value are charged singly.
 SHARING_LIMIT = 4_000_000
 
+T = TypeVar("T")
+
 
 class Known:
     """What costs and layouts were worked out, by the facts that they follow from: equal layers share whole arrays.
+
+    All searches on one mesh for one objective share it, whatever each may choose: none prices again what another has.
 
     Rules and lists of strategies are told apart by identity, as equal ones are one object in a `RuledGraph` and a
     `Space`.
@@ -33,8 +38,9 @@ class Known:
     def __init__(self, graph: RuledGraph, objective: Objective, mesh: Mesh) -> None:
         self.graph, self.objective, self.mesh = graph, objective, mesh
         self.pairs = pairs_on(objective, mesh)
-        self._kept: list[object] = []  # so that no identity is given to another object
+        self._kept: dict[int, object] = {}  # so that no identity is given to another object
         self._operators: dict[Hashable, Costs] = {}
+        self._prices: dict[Hashable, dict[Strategy, float]] = {}
         self._layouts: dict[Hashable, tuple[Layout, ...]] = {}
         self._targets: dict[Hashable, tuple[Target, ...]] = {}
         self._same: dict[tuple[Target, ...], tuple[Target, ...]] = {}
@@ -42,6 +48,12 @@ class Known:
         self._arrays: dict[Hashable, Costs] = {}
         self._edges: dict[Hashable, Edges] = {}
         self._buffers: dict[Hashable, Costs] = {}
+        self._alone: dict[Any, Any] = {}
+
+    def alone(self, choice: T) -> tuple[T, ...]:
+        """A list of choices that has one alone: equal ones are one object."""
+        found: tuple[T, ...] = self._alone.setdefault(choice, (choice,))
+        return found
 
     def operator(self, node: Node, strategies: Sequence[Strategy]) -> Costs:
         """What an operator costs under each strategy."""
@@ -56,15 +68,13 @@ class Known:
         return self._operator(_largest_inside, node, strategies)
 
     def _operator(self, cost: Callable[..., float], node: Node, strategies: Sequence[Strategy]) -> Costs:
-        values = self.graph.capture.values
-        facts = tuple(
-            (values[n].shape, values[n].dtype, values[n].needs_gradient) for n in node.operands + node.results
-        )
-        names = list(dict.fromkeys(node.operands))  # an operand that is read twice counts once
-        repeated = tuple(names.index(name) for name in node.operands)
-        key = cost.__name__, node.op, node.args, node.kwargs, repeated, facts, self._identity(strategies)
+        key = cost.__name__, self.graph.alike[node.name], self._identity(strategies)
         if key not in self._operators:
-            self._operators[key] = np.array([cost(self.graph, node, s, self.mesh) for s in strategies])
+            prices = self._prices.setdefault(key[:2], {})
+            for strategy in strategies:
+                if strategy not in prices:
+                    prices[strategy] = cost(self.graph, node, strategy, self.mesh)
+            self._operators[key] = np.array([prices[strategy] for strategy in strategies])
         return self._operators[key]
 
     def layouts(self, node: Node, index: int, strategies: Sequence[Strategy]) -> tuple[Layout, ...]:
@@ -116,7 +126,7 @@ class Known:
         return self._buffers[key]
 
     def _identity(self, kept: object) -> int:
-        self._kept.append(kept)
+        self._kept[id(kept)] = kept
         return id(kept)
 
 

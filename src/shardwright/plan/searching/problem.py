@@ -16,7 +16,7 @@ upper bound of the plan's cost, else it is equal to it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
 
@@ -25,12 +25,12 @@ import numpy as np
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.redistribute import possible
+from shardwright.plan.minima.learned import Learned
+from shardwright.plan.minima.narrow import ENOUGH, least
+from shardwright.plan.minima.tables import Minimum, Table, cost_at
 from shardwright.plan.pricing.targets import Target
-from shardwright.plan.searching.exact import Table
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.narrow import ENOUGH, Learned, Minimum, least
 from shardwright.plan.searching.space import Space
-from shardwright.plan.searching.tables import cost_at
 from shardwright.rules.notation import Strategy
 
 Solution = tuple[float, dict[str, Strategy], dict[str, Layout]]
@@ -105,6 +105,17 @@ class Problem:
     @cached_property
     def _learned(self) -> Learned:
         return Learned.nothing(self.domains)
+
+    def picked(self, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout], blocks: Set[str]) -> list[int]:
+        """The values of the variables under decisions; of those between consumers of a value the first."""
+        found = [0] * len(self.domains)
+        for name, variable in self.node_variables.items():
+            found[variable] = self.space.strategies[name].index(strategies[name])
+        for name, variable in self.leaf_variables.items():
+            found[variable] = self.space.leaves[name].index(leaves[name])
+        for name, variable in self.block_variables.items():
+            found[variable] = int(name in blocks)
+        return found
 
     def cost_of(self, picked: Sequence[int]) -> float:
         """What a choice for every variable costs."""

@@ -20,10 +20,10 @@ import numpy.typing as npt
 
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
+from shardwright.plan.minima.tables import Costs, Table
 from shardwright.plan.pricing.blocks import Block, moved_inside
 from shardwright.plan.pricing.memory import Kept, local_bytes
 from shardwright.plan.pricing.targets import Target
-from shardwright.plan.searching.exact import Costs, Table
 from shardwright.plan.searching.problem import Problem
 
 
@@ -119,8 +119,9 @@ class Recomputing:
     ) -> Costs:
         """The cost by layout and target; with ``free`` there is another target that costs nothing."""
         leaf = value.kind != "result"
-        key = value.shape, value.dtype, leaf, given, free, tuple(layouts), tuple(targets)
+        key = value.shape, value.dtype, leaf, given, free, id(layouts), id(targets)
         if key not in self._ways:
+            self._held += layouts, targets
             pairs = self._problem.known.pairs
             costs, moves = pairs.costs(value, layouts, targets), pairs.moves(value.shape, layouts, targets)
             inside = moves.possible & (self._larger(value, layouts, targets) & moves.copies if given else True)

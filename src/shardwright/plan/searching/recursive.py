@@ -14,15 +14,24 @@ from dataclasses import replace
 from shardwright.mesh.layout import WHOLE, Layout, Split
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.searching.budget import Budget
+from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.search import search
 from shardwright.plan.searching.space import Choice, Space
 from shardwright.rules.notation import Strategy
 
 NEAR = 2e-2
 """Prices of a byte that differ by a smaller share tell an axis nothing that it is worth to know."""
+ROUGH = 1e-2
+"""A gap that is worth no further price before the last axis, as what follows is not known there."""
 
 
-def recursive(space: Space, objective: Objective, budget: Budget | None = None, below: float = math.inf) -> Choice:
+def recursive(
+    space: Space,
+    objective: Objective,
+    budget: Budget | None = None,
+    below: float = math.inf,
+    known: Known | None = None,
+) -> Choice:
     """A choice that is the best at every axis, given what was decided for the axes before it.
 
     The axes to come divide what a device holds by no more than their size, so that at each of them the budget is that
@@ -34,16 +43,17 @@ def recursive(space: Space, objective: Objective, budget: Budget | None = None, 
         PlanError: where nothing is possible.
     """
     rules = space.graph.rules
-    budget = budget and replace(budget, near=NEAR)
+    budget = budget and replace(budget, near=NEAR, divides=False)
     decided: Mapping[str, Strategy] = {node.name: rules[node.name].replicated() for node in space.graph.capture.nodes}
     choice = None
     for count in range(1, len(space.mesh.axes) + 1):
         to_come = space.mesh.extent(space.mesh.names[count:])
         within, to_beat = budget, below
         if to_come > 1:
-            within = budget and replace(budget, limit_bytes=budget.limit_bytes * to_come, price=0.0, once=False)
+            limit_bytes = budget.limit_bytes * to_come if budget else 0
+            within = budget and replace(budget, limit_bytes=limit_bytes, price=0.0, once=False, close=ROUGH)
             to_beat = math.inf
-        choice = search(_along(space, space.mesh.names[:count], decided), objective, within, to_beat)
+        choice = search(_along(space, space.mesh.names[:count], decided), objective, within, to_beat, known)
         decided = choice.strategies
     return replace(choice, bound=None) if choice else search(space, objective, budget)
 

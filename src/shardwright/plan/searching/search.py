@@ -16,12 +16,14 @@ from functools import cache, cached_property, partial
 
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
+from shardwright.plan.minima.exact import TooWide, minimise
+from shardwright.plan.minima.narrow import ENOUGH, NothingBelow, beside
+from shardwright.plan.minima.tables import Minimum, Table
 from shardwright.plan.pricing.cost import Objective
-from shardwright.plan.searching.budget import Budget, fitting
-from shardwright.plan.searching.buffers import Buffers, buffers_of, by_buffers
-from shardwright.plan.searching.exact import Table, TooWide, minimise
+from shardwright.plan.searching.budget import Budget, Priced, fitting
+from shardwright.plan.searching.buffers import Buffers, Joined, buffers_of, by_buffers
+from shardwright.plan.searching.dividing import Division, Part, Parts
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.narrow import ENOUGH, Minimum, NothingBelow, beside
 from shardwright.plan.searching.problem import Problem, Solution
 from shardwright.plan.searching.space import FEW_AXES, Choice, Space
 from shardwright.plan.searching.weights import Weights
@@ -30,59 +32,98 @@ from shardwright.rules.notation import Strategy
 # A value from the batch that one operator reads ties nothing together.
 MANY_READERS = 2
 # A gap that is worth no further round to a minimum that is one of several.
-ENOUGH_AMONG = 1e-3
+ENOUGH_AMONG = 3e-3
+# Gradients that are reduced together count from so much of the budget on.
+WORTH_BYTES = 1e-3
 # A gap that is worth a search of all at once, where that needs no table of more entries; on more axes a larger one.
 CLOSE, TIED, CLOSE_ON_MORE = 1e-6, 1_000_000, 1e-4
 
 
-def search(space: Space, objective: Objective, budget: Budget | None = None, below: float = math.inf) -> Choice:
+def search(
+    space: Space,
+    objective: Objective,
+    budget: Budget | None = None,
+    below: float = math.inf,
+    known: Known | None = None,
+) -> Choice:
     """The choice with the least cost, of those that hold no more than ``budget`` where there is one.
 
     Args:
         below: what a plan costs that is known; the search ends where nothing costs less.
+        known: what other searches on this mesh have worked out for this objective.
 
     Raises:
         NothingBelow: where no choice was found that costs less than ``below``.
         OverBudget: where none that was found fits the budget.
         PlanError: where the search would be too large, or nothing is possible.
     """
-    both = _Both(space, objective)
-    free = both.at(below=below)[0]
+    both = _Both(space, objective, known)
     if budget is None:
-        return _all_at_once(both, free)
-    free = _fitting_closer(both, free, budget)
+        return _all_at_once(both, both.at(below=below)[0])
+    free = _free(both, budget, below)
     if free.bound is not None and free.bound >= below:
         raise NothingBelow(free.bound)
     # Neither is needed where the choice without a budget fits.
     weigh = cache(lambda: Weights(both.main, budget.optimizer))
     buffers = cache(lambda: buffers_of(both.main))
+    joined = cache(lambda: Joined(both.main))
 
-    def solve(price: float, below: float, *, alone: bool = False) -> tuple[list[Choice], float]:
+    def solve(
+        price: float, below: float, *, alone: bool = False, forbidding: Sequence[Table] = ()
+    ) -> tuple[list[Choice], float, float]:
         weights = weigh()
         above_bytes = weights.fixed_bytes - budget.limit_bytes
         tables = weights.at(price)
 
-        def chosen(forbidding: Sequence[Table]) -> tuple[Choice, float, list[int]]:
-            choice, total, picked = both.at(tables, forbidding, below=below - price * above_bytes, enough=ENOUGH_AMONG)
+        def chosen(
+            beside_these: Sequence[Table], more: Sequence[Table] = ()
+        ) -> tuple[tuple[Choice, list[int]], float, list[int]]:
+            to_beat, out = below - price * above_bytes, [*forbidding, *beside_these]
+            choice, total, picked = both.at([*tables, *more], out, below=to_beat, enough=ENOUGH_AMONG)
             again, recomputed = weights.again(price, picked), weights.recomputing.chosen(picked)
-            return budget.settle(replace(choice, again=again, recomputed=recomputed)), total, picked
+            return (budget.settle(replace(choice, again=again, recomputed=recomputed)), picked), total, picked
 
         with beside(price * above_bytes):
-            choices, total = by_buffers(chosen, Buffers(()) if alone else buffers(), price)
-        return choices, total + price * above_bytes
+            found, total = by_buffers(chosen, Buffers(()) if alone else buffers(), price)
+            picked = found[0][1]
+            group, size = joined().largest(picked)
+            if not alone and size > max(WORTH_BYTES * budget.limit_bytes, buffers().of(picked)):
+                one, with_joined, _ = chosen((), joined().at(group, price))
+                found, total = [one, *found], max(total, with_joined)
+        choice, picked = found[0]
+        largest = 0.0 if alone else max(buffers().of(picked), joined().largest(picked)[1])
+        above = weights.of(picked, choice.again) + largest - budget.limit_bytes
+        return [choice for choice, _ in found], total + price * above_bytes, above
 
-    return fitting(free, solve, budget, below)
+    def closer(best: Choice, found: Sequence[Priced], price: float) -> Choice:
+        parts = Parts(best, solve, budget, Division(both.main, weigh()), below)
+        return parts.divided(Part((), list(found), best.bound or 0.0, price))
+
+    return fitting(free, solve, budget, below, closer if budget.divides else None)
 
 
-def _fitting_closer(both: _Both, free: Choice, budget: Budget) -> Choice:
-    """The choice that was found, settled; or one nearer to the minimum, where that fits the budget as this does."""
+def _free(both: _Both, budget: Budget, below: float) -> Choice:
+    """The choice with the least cost, settled; where that does not fit the budget, one whose gap may be larger."""
+    free = both.at(below=below, enough=max(ENOUGH_AMONG, budget.close))[0]
     settled = budget.settle(free)
     if budget.weigh(settled) > budget.limit_bytes:
         return settled
-    closer = budget.settle(_all_at_once(both, free))
+    closer = budget.settle(_all_at_once(both, _nearer(both, free, budget.close)))
     if budget.weigh(closer) <= budget.limit_bytes:
         return closer
     return replace(settled, bound=max(settled.bound or 0.0, closer.bound or 0.0))
+
+
+def _nearer(both: _Both, free: Choice, close: float) -> Choice:
+    """The same, or what costs less, with a bound that is nearer where the gap is more than ``close``."""
+    cost, bound = free.cost or 0.0, free.bound or 0.0
+    if cost - bound <= close * cost:
+        return free
+    try:
+        nearer = both.at(below=cost, enough=close)[0]
+    except NothingBelow as nothing:
+        return replace(free, bound=min(cost, max(bound, nothing.bound)))
+    return min(nearer, replace(free, bound=nearer.bound), key=lambda choice: choice.cost or 0.0)
 
 
 def _all_at_once(both: _Both, free: Choice) -> Choice:
@@ -92,25 +133,19 @@ def _all_at_once(both: _Both, free: Choice) -> Choice:
     return free
 
 
-def least_cost(space: Space, objective: Objective) -> float:
+def least_cost(space: Space, known: Known) -> float:
     """A cost that no choice is below: what the operators cost at least, each by itself."""
-    known, beside, rules = Known(space.graph, objective, space.mesh), operators_beside(space), space.graph.rules
-    total = 0.0
-    for node in space.graph.capture.nodes:
-        least = float(known.operator(node, space.strategies[node.name]).min())
-        if node.name in beside:
-            least = min(least, objective.operator(space.graph, node, rules[node.name].replicated(), space.mesh))
-        total += least
-    return total
+    choices = {**space.strategies, **_choices_beside(space, operators_beside(space))}
+    return sum(float(known.operator(node, choices[node.name]).min()) for node in space.graph.capture.nodes)
 
 
 class _Both:
     """What is searched first, and what stands beside it."""
 
-    def __init__(self, space: Space, objective: Objective) -> None:
+    def __init__(self, space: Space, objective: Objective, known: Known | None = None) -> None:
         self._space, self.beside = space, operators_beside(space)
         self.close = CLOSE if len(space.mesh.axes) <= FEW_AXES else CLOSE_ON_MORE
-        self._known = Known(space.graph, objective, space.mesh)
+        self._known = known or Known(space.graph, objective, space.mesh)
         self.main = self._first()
 
     def _first(self) -> Problem:
@@ -165,7 +200,11 @@ class _Both:
         return Choice(*problem.decided(picked), cost, cost)
 
     def _following(self, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout]) -> Solution:
-        return _beside(self.beside, self._space, self._known, strategies, leaves).solved()
+        return self._beside.following(strategies, leaves, self._known).solved()
+
+    @cached_property
+    def _beside(self) -> _Beside:
+        return _Beside(self._space, self.beside)
 
     @cached_property
     def _without_sums(self) -> Problem:
@@ -176,27 +215,42 @@ class _Both:
     @cached_property
     def _least(self) -> float:
         """What the operators beside the rest cost at least."""
-        graph, strategies = self._space.graph, self._space.strategies
-        nodes = [node for node in graph.capture.nodes if node.name in self.beside]
-        choices = ((node, [graph.rules[node.name].replicated(), *strategies[node.name]]) for node in nodes)
-        return sum(float(self._known.operator(node, options).min()) for node, options in choices)
+        nodes = [node for node in self._space.graph.capture.nodes if node.name in self.beside]
+        return sum(float(self._known.operator(node, self._beside.choices[node.name]).min()) for node in nodes)
 
 
-def _beside(
-    beside: Set[str], space: Space, known: Known, decided: Mapping[str, Strategy], leaves: Mapping[str, Layout]
-) -> Problem:
-    """What is left to decide when all but the operators ``beside`` the rest is: these follow who reads them."""
-    graph = space.graph
-    nodes = graph.capture.nodes
-    made = {name for node in nodes if node.name in beside for name in (*node.operands, *node.results)}
-    readers = {use.node.name for name in made for use in graph.uses[name]} - beside
-    strategies: dict[str, Sequence[Strategy]] = {name: (decided[name],) for name in readers}
+class _Beside:
+    """What is left to decide when all but the operators beside the rest is: these follow who reads them."""
+
+    def __init__(self, space: Space, beside: Set[str]) -> None:
+        graph, nodes = space.graph, space.graph.capture.nodes
+        self._space, self._names = space, beside
+        self._made = {name for node in nodes if node.name in beside for name in (*node.operands, *node.results)}
+        self._readers = {use.node.name for name in self._made for use in graph.uses[name]} - beside
+        self._taken = {name for node in nodes if node.name not in beside for name in node.operands}
+        self.choices = _choices_beside(space, beside)
+
+    def following(self, decided: Mapping[str, Strategy], leaves: Mapping[str, Layout], known: Known) -> Problem:
+        """The problem of these operators where the rest is decided."""
+        space = self._space
+        strategies = self.choices | {name: known.alone(decided[name]) for name in self._readers}
+        free = {
+            name: layouts if name not in self._taken else known.alone(leaves[name])
+            for name, layouts in space.leaves.items()
+            if name in self._made
+        }
+        within = replace(space, strategies=strategies, leaves=free, blocks=())
+        return Problem(within, known, self._names | self._readers, priced=self._names, values=self._made)
+
+
+def _choices_beside(space: Space, beside: Set[str]) -> dict[str, tuple[Strategy, ...]]:
+    """What operators beside the rest may choose, whole on every rank before all else; equal lists are one object."""
+    same: dict[tuple[Strategy, ...], tuple[Strategy, ...]] = {}
+    found = {}
     for name in beside:
-        strategies[name] = tuple(dict.fromkeys([graph.rules[name].replicated(), *space.strategies[name]]))
-    taken = {name for node in nodes if node.name not in beside for name in node.operands}
-    free = {name: space.leaves[name] if name not in taken else (leaves[name],) for name in space.leaves if name in made}
-    within = replace(space, strategies=strategies, leaves=free)
-    return Problem(within, known, beside | readers, priced=beside, values=made)
+        options = tuple(dict.fromkeys([space.graph.rules[name].replicated(), *space.strategies[name]]))
+        found[name] = same.setdefault(options, options)
+    return found
 
 
 def operators_beside(space: Space) -> frozenset[str]:

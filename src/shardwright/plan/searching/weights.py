@@ -17,20 +17,21 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
+from shardwright.plan.minima.tables import Costs, Table, cost_at
 from shardwright.plan.pricing.blocks import Block
 from shardwright.plan.pricing.memory import Kept, local_bytes
 from shardwright.plan.pricing.optimizers import OptimizerStates
+from shardwright.plan.pricing.pairs import Moves
 from shardwright.plan.pricing.ruled import Use
 from shardwright.plan.pricing.targets import Target
-from shardwright.plan.searching.exact import Costs, Table
-from shardwright.plan.searching.pairs import Moves
 from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.recomputing import Recomputing
 from shardwright.rules.notation import Strategy
@@ -119,12 +120,33 @@ class Weights:
                 costs[of.value] += of.again.costs[at]
         return frozenset(name for name in saved if saved[name] * price > costs[name])
 
-    def of(self, picked: Sequence[int]) -> float:
-        """The bytes of one choice for every variable, where nothing is gathered again."""
-        parts = [(table, 1.0) for table in self.tables]
-        parts += [(of.kept, of.made_again if of.is_recomputed(picked) else 1.0) for of in self.gathered]
-        found = (part * table.at(picked) for table, part in parts)
-        return self.fixed_bytes + sum(found)
+    def of(self, picked: Sequence[int], again: Set[str] = frozenset()) -> float:
+        """The bytes of one choice for every variable, where these values are gathered again."""
+        total = self.fixed_bytes + cost_at(self.tables, picked)
+        for of in self.gathered:
+            size, at = of.kept.at(picked), tuple(picked[v] for v in of.kept.scope)
+            if of.value in again and math.isfinite(of.again.costs[at]):
+                size = min(size, float(of.again.bytes[at]))
+            total += size * (of.made_again if of.is_recomputed(picked) else 1.0)
+        return total
+
+    def of_each(self, variable: int, picked: Sequence[int]) -> Costs:
+        """What each value of a variable weighs beside what does not depend on it, where the others are as picked."""
+        found = np.zeros(self._problem.domains[variable])
+        for table, part in self._touching[variable]:
+            others = tuple(slice(None) if v == variable else picked[v] for v in table.scope)
+            found = found + table.costs[others] * (part.made_again if part and part.is_recomputed(picked) else 1.0)
+        return found
+
+    @cached_property
+    def _touching(self) -> Mapping[int, list[tuple[Table, Operand | None]]]:
+        """By variable the tables that mention it, and which operands are theirs."""
+        found: dict[int, list[tuple[Table, Operand | None]]] = defaultdict(list)
+        tables: list[tuple[Table, Operand | None]] = [(table, None) for table in self.tables]
+        for table, of in [*tables, *((of.kept, of) for of in self.gathered)]:
+            for v in table.scope:
+                found[v].append((table, of))
+        return found
 
     def _leaves(self) -> list[Table]:
         found = []
@@ -225,7 +247,7 @@ class Weights:
         # What is moved is the whole parameter, of which a memory may be a part.
         share = self._share(use) * _size(self._value(self._memory[name]), parameter)
         shapes = parameter.shape, self._value(name).shape
-        key = "view", *shapes, parameter.dtype, layouts, made, *map(self._identity, (there, kept)), share
+        key = "view", *shapes, parameter.dtype, *map(self._identity, (layouts, made, there, kept)), share
         if key not in self._gatherings:
             stays = problem.known.pairs.moves(self._value(name).shape, made, kept)
             self._gatherings[key] = self._for_view(parameter, layouts, there, stays, share)
@@ -284,7 +306,7 @@ class Weights:
             value.needs_gradient,
             in_place,
             moved,
-            layouts,
+            self._identity(layouts),
             self._identity(targets),
         )
         if key not in self._gatherings:
@@ -315,7 +337,7 @@ class Weights:
             return None
         producer, layouts = problem.produced(name)
         targets = problem.known.targets(use, problem.space.strategies[use.node.name])
-        key = value.shape, value.dtype, least, *shares, layouts, self._identity(targets)
+        key = value.shape, value.dtype, least, *shares, self._identity(layouts), self._identity(targets)
         if key not in self._known:
             moves = problem.known.pairs.moves(value.shape, layouts, targets)
             there = self._parts(value, [target.layout for target in targets])[None]

@@ -14,7 +14,7 @@ from shardwright.report.plans.step_line import Event, events_of
 from shardwright.report.plans.summary import PlanSummary, plan_summary
 from shardwright.report.plans.tree import FoldedModule, FoldedOperator, Tree
 
-MOST_ASKED = 150  # operators that are asked why: to find the next best way of one takes some 20 ms
+MOST_ASKED = 150  # operators that are asked why: to find the next best way of one takes 20 to 200 ms
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from shardwright.launch.kept.failure import signal_name
 from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.kept.live import RANKS_FILE, STEPS_FILE
 from shardwright.launch.told.lines import GrowingFile, StepLine, objects, together
@@ -121,7 +122,7 @@ def _events(folder: JobFolder) -> list[dict[str, Any]]:
             stopped.discard(rank)
             found.append({"at": value["time_s"], "text": f"rank {rank} went on"})
         elif state == "ended" and value.get("code"):
-            how = f"with code {value['code']}" if value["code"] > 0 else f"by signal {-value['code']}"
+            how = f"with code {value['code']}" if value["code"] > 0 else f"by {signal_name(-value['code'])}"
             found.append({"at": value["time_s"], "text": f"rank {rank} ended {how}"})
     return [*found, *_cause(folder)]
 

@@ -1,7 +1,8 @@
 """The gradients of replicated parameters, joined and reduced while the backward runs.
 
 A bucket is two functions of the local program. ``reduce_gradients`` is the identity forward; backward it begins one
-flat all-reduce in place. ``later``, with which the program begins, is the identity too; backward it waits for that.
+flat all-reduce in place. ``later``, with which the program begins, is the identity too; backward it waits for that; a
+single bucket with which the backward ends waits for itself.
 Autograd comes last to what was made first, so that all the rest of the backward runs in between. Both stand inside
 autograd's dataflow: `torch.autograd.grad`, hooks on parameters and ``.grad`` all see reduced gradients.
 """
@@ -44,13 +45,12 @@ class GradientReduction:
         return found
 
     def __call__(self, comm: Communicator, axes: Axes, **parameters: Tensor) -> tuple[Tensor, ...]:
-        """Parameters as `later` gave them."""
-        flight = getattr(next(iter(parameters.values())).grad_fn, "flight", None)
-        if flight is None:  # no gradients will be asked for
-            return tuple(parameters.values())
-        result: tuple[Tensor, ...] = _Bucket.apply(  # type: ignore[no-untyped-call]
-            self, comm, axes, flight, tuple(parameters), *parameters.values()
-        )
+        """Parameters as `later` gave them, or, with which the backward ends, as they are."""
+        given = tuple(parameters.values())
+        if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in given)):
+            return given
+        flight = getattr(given[0].grad_fn, "flight", None)
+        result: tuple[Tensor, ...] = _Bucket.apply(self, comm, axes, flight, tuple(parameters), *given)  # type: ignore[no-untyped-call]
         return result
 
     @property
@@ -97,28 +97,40 @@ class GradientReduction:
     def reduce(
         self,
         keys: Sequence[str],
-        gradients: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
         comm: Communicator,
         axes: Axes,
-        flight: Flight,
+        flight: Flight | None,
         owned: bool,
     ) -> list[Tensor | None]:
         """The sums over the ranks, to be read when they have landed, or None for each where reduction is deferred.
 
         Args:
+            gradients: None for a parameter of which what was differentiated does not depend, on all ranks alike: it has
+                a place in the bucket, and no sum.
+            flight: what they land with; without one they are waited for here.
             owned: whether nobody else has the gradient, where it is a single one.
         """
         if self._deferring:
             for key, gradient in zip(keys, gradients, strict=True):
-                kept = self._kept.setdefault(key, {})
-                kept[axes] = (kept[axes][0] + gradient if axes in kept else gradient.clone()), comm
+                if gradient is not None:
+                    kept = self._kept.setdefault(key, {})
+                    kept[axes] = (kept[axes][0] + gradient if axes in kept else gradient.clone()), comm
             return [None] * len(keys)
-        flat, pieces = (gradients[0], gradients[:1]) if owned else _joined(gradients, comm, axes)
-        for key, piece in zip(keys, pieces, strict=True):
-            if axes in self._kept.get(key, {}):
-                piece += self._kept[key].pop(axes)[0]
-        flight.start(keys, partial(comm.start_all_reduce, flat, axes))  # what is kept over other axes, `join` adds
-        return list(pieces)
+        known = [g is not None or axes in self._kept.get(key, {}) for key, g in zip(keys, gradients, strict=True)]
+        found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
+        flat, pieces = (found[0], found) if owned else _joined(found, comm, axes)
+        if self._kept:
+            for key, piece in zip(keys, pieces, strict=True):
+                if axes in self._kept.get(key, {}):
+                    piece += self._kept[key].pop(axes)[0]
+        if flight is None:
+            comm.all_reduce(flat, axes)
+        else:
+            flight.start(keys, partial(comm.start_all_reduce, flat, axes))
+        # What is kept over other axes, `join` adds.
+        return [piece if is_known else None for piece, is_known in zip(pieces, known, strict=True)]
 
     def landed(self, flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same gradients, once they have been reduced."""
@@ -153,18 +165,20 @@ class _Bucket(torch.autograd.Function):
         reduction: GradientReduction,
         comm: Communicator,
         axes: Axes,
-        flight: Flight,
+        flight: Flight | None,
         keys: Sequence[str],
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.reduction, ctx.comm, ctx.axes, ctx.keys, ctx.flight = reduction, comm, axes, keys, flight
+        ctx.parameters = parameters
+        ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        owned = len(gradients) == 1 and is_owned(gradients[0])
-        reduced = ctx.reduction.reduce(ctx.keys, gradients, ctx.comm, ctx.axes, ctx.flight, owned)
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        owned = len(gradients) == 1 and gradients[0] is not None and is_owned(gradients[0])
+        reduced = ctx.reduction.reduce(ctx.keys, ctx.parameters, gradients, ctx.comm, ctx.axes, ctx.flight, owned)
         return None, None, None, None, None, *reduced
 
 

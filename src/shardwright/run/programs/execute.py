@@ -21,7 +21,7 @@ from shardwright.lower.guard import Guard
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.lower.randomness import mixed
 from shardwright.lower.recomputed import recomputed
-from shardwright.mesh import collectives
+from shardwright.mesh import collectives, together
 from shardwright.mesh.collectives import Communicator
 from shardwright.pulse import own_pulse
 from shardwright.rules.table import key_of
@@ -38,7 +38,8 @@ Pass = Literal["forward", "reduced", "deferred"]
 """A forward alone, one whose backward reduces the gradients, or one whose backward leaves them to a later one."""
 
 _STEPS = (
-    "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "all_reduce_together", "enter",
+    "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
+    "all_reduce_together", "all_gather_together",
 )  # fmt: skip
 # What the source of a program may name.
 _NAMES = {
@@ -48,7 +49,7 @@ _NAMES = {
     "kernels": kernels,
     "ops": operators,
     "recomputed": recomputed,
-    **{name: getattr(collectives, name) for name in _STEPS},
+    **{name: getattr(together if name.endswith("_together") else collectives, name) for name in _STEPS},
 }
 
 

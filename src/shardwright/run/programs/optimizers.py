@@ -138,27 +138,28 @@ def _standing_in(optimizer: torch.optim.Optimizer, parts: dict[Tensor, Tensor]) 
     for group in optimizer.param_groups:
         group["params"] = [parts.get(parameter, parameter) for parameter in group["params"]]
     optimizer.state = defaultdict(dict)
-    for parameter, kept in state.items():
-        optimizer.state[parts.get(parameter, parameter)] = kept if parameter not in parts else _parts_of(kept)
-    for parameter, part in parts.items():
-        part.grad = _part_of(parameter.grad)
+    with torch.no_grad():
+        for parameter, kept in state.items():
+            optimizer.state[parts.get(parameter, parameter)] = kept if parameter not in parts else _parts_of(kept)
+        for parameter, part in parts.items():
+            part.grad = _part_of(parameter.grad)
     try:
         yield
     finally:
         now, optimizer.state = optimizer.state, state
         for group, parameters in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = parameters
-        for parameter, part in parts.items():
-            part.grad = None
-            if part in now:
-                _keep(state[parameter], now.pop(part), parameter, part)
+        with torch.no_grad():
+            for parameter, part in parts.items():
+                part.grad = None
+                if part in now:
+                    _keep(state[parameter], now.pop(part), parameter, part)
         state.update(now)  # of plain parameters
 
 
 def _part_of(value: Any) -> Any:
-    """What this rank holds of a DTensor; any other value as it is."""
-    with torch.no_grad():
-        return value.to_local() if isinstance(value, DTensor) else value
+    """What this rank holds of a DTensor; any other value as it is. Without gradients torch takes no time for it."""
+    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _parts_of(kept: dict[str, Any]) -> dict[str, Any]:

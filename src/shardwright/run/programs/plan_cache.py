@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from shardwright import __version__, package
+from shardwright.backends.table import BACKENDS
 from shardwright.errors import PlanError
 from shardwright.graph.ir import Capture
 from shardwright.plan.make import make_plan
@@ -29,8 +30,9 @@ def cache_directory() -> Path:
 
 @cache
 def planner_digest() -> str:
-    """A hash of everything that decides a plan: the sources of the planner, torch's version, the size of a bucket."""
-    text = hashlib.sha256(f"{torch.__version__} {BUCKET_BYTES}".encode())
+    """A hash of everything that decides a plan: the sources of the planner, torch's version, the sizes of buckets."""
+    of_backends = [(row.name, row.buckets, row.buckets_between) for row in BACKENDS.values()]
+    text = hashlib.sha256(f"{torch.__version__} {BUCKET_BYTES} {of_backends}".encode())
     for name, source in package.sources("mesh", "rules", "graph", "plan").items():
         text.update(name.encode() + source)
     return text.hexdigest()[:32]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardwright.backends.table import backend_moving
 from shardwright.errors import CaptureError, PlanError
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import StepKind
@@ -135,9 +136,12 @@ class Planner:
 
 
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:
-    """What plans for these ranks are priced by: what was asked for or the shipped profile, on the hosts there are."""
+    """What plans for these ranks are priced by: what was asked for or the shipped profile, on the hosts and with the
+    backend that there are, whichever the figures are of."""
     told = None if world.rank == 0 else str  # what other ranks believe decides nothing, and they need not warn
-    return (asked or for_device(world.device.type, told, world.backend)).on_hosts(world.hosts)
+    known = asked or for_device(world.device.type, told, world.backend)
+    backend = backend_moving(world.device.type, world.backend).name
+    return replace(known, backend=backend).on_hosts(world.hosts)
 
 
 def _unchanged(first: Plan, capture: Capture, kind: StepKind) -> Plan | None:

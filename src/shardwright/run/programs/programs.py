@@ -21,7 +21,7 @@ from shardwright.mesh.layout import Layout
 from shardwright.plan.plan import Plan
 from shardwright.report.ir import save_graphs
 from shardwright.run.compiled.compiler import Compiler
-from shardwright.run.graphs.looks import Keys, Look, look_at
+from shardwright.run.graphs.looks import Keys, look_at
 from shardwright.run.graphs.remembered import Remembered
 from shardwright.run.programs.batches import described, difference
 from shardwright.run.programs.buckets import GradientReduction
@@ -99,6 +99,15 @@ class Step(NamedTuple):
     rows: Rows
     key: Hashable
 
+    @staticmethod
+    def of(kind: StepKind, batch: Any, key: str, tensors: Sequence[Tensor], rows: Rows) -> Step:
+        """A step on the global batch of which ``batch`` is this rank's part: equal on every rank without talking.
+
+        Args:
+            key: that of `Programs.keys`.
+        """
+        return Step(kind, batch, rows, (key, global_shapes(tensors, rows)))
+
 
 class Programs:
     """Makes each program at its first use, on all ranks together, and keeps it.
@@ -138,13 +147,9 @@ class Programs:
     def add_first(self, sample_batch: Any, rows: Rows) -> None:
         """Make the program of the first plan."""
         self._sample = described(sample_batch)
-        self._prepare(self.step("training", sample_batch, rows, look_at(sample_batch)), self._first, "")
-
-    def step(self, kind: StepKind, batch: Any, rows: Rows, look: Look | None) -> Step:
-        """A step on the global batch of which ``batch``, which looks so, is this rank's part: equal on every rank
-        without talking."""
-        tensors = look.tensors if look else [leaf for _, leaf in tree_flatten(batch)[0] if isinstance(leaf, Tensor)]
-        return Step(kind, batch, rows, (self.keys.of(kind, batch, look), global_shapes(tensors, rows)))
+        tensors = [leaf for _, leaf in tree_flatten(sample_batch)[0] if isinstance(leaf, Tensor)]
+        key = self.keys.of("training", sample_batch, look_at(sample_batch))
+        self._prepare(Step.of("training", sample_batch, key, tensors, rows), self._first, "")
 
     def known(self, step: Step) -> Kept | None:
         """The program of a step, where it is there. To ask does not use it: ranks ask for others, and forget alike."""
@@ -190,7 +195,8 @@ class Programs:
         self._make_room()
         self._warn_of_many(known, remembered)
         backend = backend_moving(self._world.device.type, self._world.backend)
-        program = lower(plan, self._world.rank, backend.bucket_bytes, backend.first_bucket_bytes)
+        buckets = backend.buckets if len(set(self._world.hosts)) == 1 else backend.buckets_between
+        program = lower(plan, self._world.rank, buckets.bytes, buckets.first_bytes)
         if self._dumps:
             save_graphs(self._dumps, plan, program, number=self._made)
         axes = {collective.axes for _, _, collective in program.collectives()}

@@ -19,7 +19,7 @@ from shardwright.graph.ir import Node, Value
 from shardwright.lower.program import LocalProgram
 from shardwright.pulse import NOWHERE, Pulse, site
 
-_NAMED = 3  # parameters of a bucket
+_NAMED = 3  # parameters of a bucket, or of a gather
 _NO_LABELS = (NOWHERE, NOWHERE)
 
 
@@ -105,10 +105,11 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
     instruction = program.instructions[at]
     if instruction.kind == "later":
         return "", ""  # `Sites.watched_later` tells of each bucket
-    if instruction.kind == "bucket":
+    if instruction.bucket and all(value.kind == "parameter" for value, _ in instruction.bucket):
         names = [value.label for value, _ in instruction.bucket]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-        return "", f"the gradients of {', '.join(names[:_NAMED])}{more}"
+        named = f"{', '.join(names[:_NAMED])}{more}"
+        return ("" if instruction.kind == "bucket" else named), f"the gradients of {named}"
     user, value = _user(program, at), instruction.value
     used = "" if user is None else _name(user)
     sums = instruction.steps()

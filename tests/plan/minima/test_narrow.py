@@ -8,10 +8,12 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from shardwright.errors import PlanError
-from shardwright.plan.searching import narrow
-from shardwright.plan.searching.exact import Table, TooWide, minimise
-from shardwright.plan.searching.narrow import Learned, Minimum, NothingBelow, least
-from shardwright.plan.searching.tables import cost_at
+from shardwright.plan.minima import narrow
+from shardwright.plan.minima.bounds import Bounds
+from shardwright.plan.minima.exact import TooWide, minimise
+from shardwright.plan.minima.learned import Learned
+from shardwright.plan.minima.narrow import NothingBelow, least
+from shardwright.plan.minima.tables import Minimum, Table, cost_at
 
 
 def chain_with_common(seed, length, size, common):
@@ -64,7 +66,7 @@ def test_what_is_left_out_is_in_no_least_assignment(seed, forbidden):
         with pytest.raises(PlanError, match="no assignment is possible"):
             least(domains, tables, limit=1)
         return
-    bounds = narrow._Bounds(domains, tables)
+    bounds = Bounds(domains, tables)
     bounds.sweep()
     bounds.leave_out_above(every.min())
     bounds.sweep()
@@ -104,15 +106,46 @@ def test_what_a_search_has_learned_is_true_for_the_next(seed):
     domains, tables = problem(seed)
     best, _ = minimise(domains, tables)
     learned, lower = Learned.nothing(domains), [Table(t.scope, t.costs * 0.99) for t in tables]
-    first = narrow._Bounds(domains, tables, learned)
+    first = Bounds(domains, tables, learned)
     first.sweep()
     first.leave_messages()
-    assert narrow._Bounds(domains, lower).bound < narrow._Bounds(domains, lower, learned).bound <= 0.99 * best + 1e-9
+    assert Bounds(domains, lower).bound < Bounds(domains, lower, learned).bound <= 0.99 * best + 1e-9
     assert least(domains, tables, limit=50, below=best + 0.5, learned=learned).cost == pytest.approx(best)
     assert sum(map(len, learned.left)) < sum(domains)
     found = least(domains, lower, limit=50, learned=learned)
     assert found.cost == pytest.approx(0.99 * best)
     assert cost_at(tables, found.picked) == pytest.approx(best)
+
+
+@pytest.mark.parametrize("seed", [0, 2, 4, 7])
+def test_messages_of_values_that_were_left_out_are_a_beginning_too(seed):
+    """For a search that looks at them, too."""
+    domains, tables = problem(seed)
+    best, _ = minimise(domains, tables)
+    learned = Learned.nothing(domains)
+    bounds = Bounds(domains, tables, learned)
+    bounds.sweep()
+    bounds.leave_out_above(best)
+    bounds.sweep()
+    bounds.leave_messages()
+    assert sum(map(len, bounds._left)) < sum(domains)
+    assert Bounds(domains, tables, learned).bound > Bounds(domains, tables).bound
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_eliminated_first_is_no_less_true(seed, monkeypatch):
+    """A chain, which small tables decide, beside what these do not; also where another search has looked at it all."""
+    domains, tables = problem(seed)
+    draw = np.random.default_rng(seed)
+    domains += [6, 6]
+    tables += [Table((4, 5), draw.random((6, 6))), Table((5, 6), draw.random((6, 6)))]
+    best, _ = minimise(domains, tables)
+    learned = Learned.nothing(domains)
+    for early in (36, 1):
+        monkeypatch.setattr(narrow, "EARLY", early)
+        found = least(domains, tables, limit=36, below=best + 0.5, learned=learned)
+        assert found.cost == pytest.approx(cost_at(tables, found.picked), rel=1e-12)
+        assert found.cost == pytest.approx(best, rel=1e-12)
 
 
 def test_what_is_tied_too_much_has_a_bound():
@@ -127,7 +160,7 @@ def test_what_is_tied_too_much_has_a_bound():
 def test_equal_layers_are_heard_once():
     """Along a chain of equal layers messages are soon the same: most of them are looked up."""
     between = np.random.default_rng(0).random((8, 8))
-    bounds = narrow._Bounds([8] * 400, [Table((v, v + 1), between) for v in range(399)])
+    bounds = Bounds([8] * 400, [Table((v, v + 1), between) for v in range(399)])
     bounds.sweep()
     assert len(bounds._known) < 500  # of 1596
 

@@ -21,15 +21,24 @@ import numpy.typing as npt
 from shardwright.graph.ir import Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import Collective, CollectiveKind, Step, copies, moves_alone, possible, redistribute
+from shardwright.mesh.redistribute import (
+    Collective,
+    CollectiveKind,
+    Step,
+    copies,
+    enters,
+    moves_alone,
+    possible,
+    redistribute,
+)
 from shardwright.mesh.ways import Axes, Change, Part, Way, way_of
 from shardwright.plan.pricing.cost import Objective, largest_buffer, transfer_collectives
 from shardwright.plan.pricing.targets import Target
-from shardwright.plan.searching.tables import Costs
 from shardwright.world.gradients import BUCKET_BYTES
 
 Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
+Costs = npt.NDArray[np.float64]
 
 # In the place of the number of a way: no steps lead from the layout to the target; the steps of this pair are asked.
 IMPOSSIBLE, BY_STEPS = -1, -2
@@ -41,11 +50,13 @@ PARTS = 16
 
 @dataclass(frozen=True)
 class Moves:
-    """For each layout and target: whether it is possible, leaves a copy, and sums nothing."""
+    """For each layout and target: whether it is possible, leaves a copy, sums nothing, and whether it sums a gradient
+    and does nothing else."""
 
     possible: Flags
     copies: Flags
     alone: Flags
+    enters: Flags
 
 
 class Pairs:
@@ -112,8 +123,8 @@ class Pairs:
         flags = self._flags[np.maximum(numbers, 0)]
         for i, j in np.argwhere(numbers == BY_STEPS).tolist():
             steps = self._steps(shape, layouts[i], targets[j])
-            flags[i, j] = copies(steps), moves_alone(steps), False
-        return Moves(numbers != IMPOSSIBLE, flags[:, :, 0], flags[:, :, 1])
+            flags[i, j] = copies(steps), moves_alone(steps), enters(steps)
+        return Moves(numbers != IMPOSSIBLE, flags[:, :, 0], flags[:, :, 1], flags[:, :, 2])
 
     # The numbers of ways
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
 from shardwright.errors import PlanError
-from shardwright.plan.searching import exact
-from shardwright.plan.searching.exact import Table, TooWide, minimise
-from shardwright.plan.searching.tables import cost_at
+from shardwright.plan.minima import exact
+from shardwright.plan.minima.exact import TooWide, minimise, without_narrow
+from shardwright.plan.minima.tables import Table, cost_at
 
 
 @st.composite
@@ -34,6 +34,17 @@ def test_the_minimum_over_all_assignments(problem, slab):
         found, assignment = minimise(domains, tables)
     assert found == best
     assert cost_at(tables, assignment) == best
+
+
+@given(problems(), st.sampled_from([1, 4, 30]))
+def test_what_small_tables_decide_is_eliminated_and_follows_from_the_rest(problem, limit):
+    domains, tables = problem
+    rest = without_narrow(domains, tables, limit)
+    gone = {step.variable for step in rest.steps}
+    assert all(gone.isdisjoint(table.scope) for table in rest.tables)
+    assert all(step.entries <= limit for step in rest.steps)
+    found, assignment = minimise(domains, [*rest.tables, Table((), np.array(rest.total))])
+    assert found == minimise(domains, tables)[0] == cost_at(tables, rest.completed(assignment))
 
 
 def test_variables_without_a_choice_widen_no_table():
@@ -108,3 +119,17 @@ def test_too_wide_is_said_not_approximated():
     tables = [Table((a, b), random.random((10, 10))) for a, b in itertools.combinations(range(6), 2)]
     with pytest.raises(TooWide, match="1,000,000 entries"):
         minimise([10] * 6, tables, limit=1000)
+
+
+@given(problems(), st.sampled_from([1, 4, 30]))
+def test_variables_are_settled_until_no_table_is_larger(problem, limit):
+    """And none where none is."""
+    domains, tables = problem
+    scopes, sizes, settled = tuple(table.scope for table in tables), [*domains], []
+    first = exact.widest(sizes, scopes)[0]
+    while exact.widest(sizes, scopes, limit)[0] > limit:
+        settled += (found := list(exact.settling(sizes, scopes, limit)))
+        sizes = [1 if v in found else size for v, size in enumerate(sizes)]
+    assert len(set(settled)) == len(settled)
+    assert bool(settled) == (first > limit)
+    assert all(domains[v] > 1 for v in settled)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,6 +24,15 @@ class Table:
         return float(self.costs[tuple(picked[v] for v in self.scope)])
 
 
+@dataclass(frozen=True)
+class Minimum:
+    """A choice for every variable, what it costs, and what no choice is below."""
+
+    cost: float
+    bound: float
+    picked: list[int]
+
+
 def cost_at(tables: Iterable[Table], picked: Sequence[int]) -> float:
     """What tables cost together where every variable has the value that was picked for it."""
     return sum(table.at(picked) for table in tables)
@@ -42,6 +51,17 @@ def without_singles(tables: Sequence[Table], domains: Sequence[int]) -> list[Tab
         shape = tuple(domains[v] for v in scope)
         same = reshaped.setdefault((id(table.costs), shape), table.costs.reshape(shape))
         found.append(Table(scope, same))
+    return found
+
+
+def among(values: Sequence[Indices], tables: Sequence[Table], known: dict[Hashable, Costs]) -> list[Table]:
+    """The tables for some values of every variable alone; equal ones are one array, and kept in ``known``."""
+    found = []
+    for table in tables:
+        key = "among", id(table.costs), tuple(values[v].tobytes() for v in table.scope)
+        if key not in known:
+            known[key] = table.costs[np.ix_(*(values[v] for v in table.scope))]
+        found.append(Table(table.scope, known[key]))
     return found
 
 

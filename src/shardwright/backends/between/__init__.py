@@ -1,0 +1,1 @@
+"""Collectives of ranks on several hosts, with several on each."""

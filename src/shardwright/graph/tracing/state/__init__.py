@@ -1,0 +1,1 @@
+"""Sees what a step leaves in Python for the next one."""

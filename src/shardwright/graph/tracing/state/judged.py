@@ -1,0 +1,207 @@
+"""Whether what a step leaves in Python would be read by the next one, which is refused, or is lost, which is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from shardwright import torch_private
+from shardwright.errors import CaptureError
+from shardwright.graph.tracing.outside import HOOKS, MISSING, NOT_PLAIN, Place, plain
+from shardwright.graph.tracing.state.again import Again
+from shardwright.graph.tracing.state.left import Change
+from shardwright.graph.tracing.state.origins import Origins
+from shardwright.graph.tracing.state.seen import Seen
+
+
+@dataclass(frozen=True)
+class Judged:
+    """A change that one step leaves.
+
+    text: what is told of it where it does no harm, nothing where that is not worth it.
+    grows: the same where each step adds to it.
+    refusal: what is raised where a further step reads it; None where none can.
+    asked: whether the step reads what stands there, and a tensor stands there at its end.
+    likely: whether that is another one in every step.
+    """
+
+    place: Place
+    text: str
+    grows: str
+    refusal: CaptureError | None
+    asked: bool
+    likely: bool
+
+    @property
+    def root(self) -> Place:
+        return replace(self.place, path="")
+
+    def is_refused(self, steps: Again | None) -> bool:
+        """Whether further steps do otherwise for it; where they cannot be run, whether they might."""
+        if steps is None:
+            return self.likely
+        if steps.differs and self.asked and (self.likely or not steps.counted):
+            return True
+        return steps.are_among(self.place, steps.read) if self.likely else self.place in steps.reached
+
+
+def judged(changes: Iterable[Change], seen: Seen, origins: Origins) -> list[Judged]:
+    """What one step tells of its changes.
+
+    Raises:
+        CaptureError: where a parameter is set.
+    """
+    return [_judged(change, seen, origins) for change in changes]
+
+
+def lost(changes: Sequence[Judged], again: Callable[[], Again | None]) -> Iterator[str]:
+    """What is to be told, one text for each name.
+
+    Args:
+        again: runs further steps, which takes its time.
+
+    Raises:
+        CaptureError: where the next step would read a tensor, and may find another one than this step has found.
+    """
+    steps = again() if any(change.refusal for change in changes) else Again()
+    for change in sorted(changes, key=lambda change: steps is not None and change.place not in steps.read):
+        if change.refusal is not None and change.is_refused(steps):
+            raise change.refusal from None
+    told: set[Place] = set()
+    for change in changes:
+        text = change.grows if steps is not None and change.root in steps.grown else change.text
+        if text and change.root not in told:
+            told.add(change.root)
+            yield text
+
+
+def _judged(change: Change, seen: Seen, origins: Origins) -> Judged:
+    if isinstance(change.after, torch.nn.Parameter) or isinstance(change.before, torch.nn.Parameter):
+        raise _parameter_set(change, seen)
+    refusal = _refusal(change, seen) if _may_be_read(change, seen, origins) else None
+    text, asked = _text(change, seen, origins), _is_asked(change, seen, origins)
+    likely = asked and origins.follows(change.after)
+    return Judged(change.place, text, _text_of_growth(change, seen) or text, refusal, asked, likely)
+
+
+def _may_be_read(change: Change, seen: Seen, origins: Origins) -> bool:
+    """Whether a further step may read a tensor that was left: only such a step can tell."""
+    if not isinstance(change.after, torch.Tensor) or origins.before_moves(change.after) is change.before:
+        return False
+    return change.place.kind != "attribute" or change.place.name in HOOKS or not _is_of_this_step(change, seen)
+
+
+def _is_asked(change: Change, seen: Seen, origins: Origins) -> bool:
+    if not _may_be_read(change, seen, origins):
+        return False
+    if change.place.kind != "attribute" or change.place.name in HOOKS:
+        return isinstance(change.before, torch.Tensor) and origins.was_used(change.before)
+    if change.place.path and isinstance(change.before, torch.Tensor) and not torch_private.is_fake(change.before):
+        return origins.was_used(change.before)
+    return True
+
+
+def _is_of_this_step(change: Change, seen: Seen) -> bool:
+    """Whether a name has been set before it was read, if it was."""
+    name = change.place.owner, change.place.name
+    return name not in seen.read and (name in seen.set or (change.before is MISSING and not change.place.path))
+
+
+def _line(change: Change, seen: Seen) -> str:
+    name = change.place.owner, change.place.name
+    return seen.set.get(name) or seen.read.get(name, "")
+
+
+def _text(change: Change, seen: Seen, origins: Origins) -> str:
+    """What is told of a change, nothing where that has been told or is not worth it."""
+    place, name = change.place, (change.place.owner, change.place.name)
+    if isinstance(change.after, torch.Tensor) and place.path and not origins.follows(change.after):
+        return ""  # made when it is first needed
+    if change.before is None and isinstance(change.after, str):
+        return ""  # decided when it is first needed, as which kind of loss follows from the labels
+    if place.kind != "attribute":
+        return (
+            f"{replace(place, path='')}, is changed by the loss function: a captured step does not do it again; change "
+            "it outside of it, or keep it in a buffer of the model"
+        )
+    if isinstance(change.after, torch.Tensor) and place.name not in HOOKS:
+        return _text_of_tensor(change, seen, origins)
+    if _is_of_this_step(change, seen):
+        return ""
+    if name in seen.set and not place.path and plain(change.after) is not NOT_PLAIN:
+        return ""  # told at its line
+    return (
+        f"{replace(place, path='')} is changed while the model runs{_line(change, seen)}: a captured model runs its "
+        "graph, not this line, so that it stays what it was; change it outside the loss function, or keep it in a "
+        "buffer"
+    )
+
+
+def _text_of_tensor(change: Change, seen: Seen, origins: Origins) -> str:
+    place, name = change.place, (change.place.owner, change.place.name)
+    if origins.was_used(change.after) if place.path else name in seen.read or name in seen.read_then:
+        return ""
+    return (
+        f"{place} is set to a tensor while the model runs{seen.set.get(name, '')}, which the step does not read then: "
+        "a captured model does not set it; to have it after a step, return it beside the loss"
+    )
+
+
+def _text_of_growth(change: Change, seen: Seen) -> str:
+    if change.place.kind != "attribute" or change.place.name in HOOKS:
+        return ""
+    return (
+        f"{replace(change.place, path='')} gets another tensor at each step{_line(change, seen)}: a captured model "
+        "runs its graph, not this line, so that it stays what it was; to have a tensor after a step, return it beside "
+        "the loss"
+    )
+
+
+def _parameter_set(change: Change, seen: Seen) -> CaptureError:
+    name = ".".join(filter(None, (change.place.owner, change.place.name)))
+    return CaptureError(
+        f"the parameter {name} is set while the model runs{_line(change, seen)}: a captured model runs its graph, not "
+        "this line\nParameters are changed by the optimizer alone. Keep what the step changes itself in a buffer: "
+        f"self.register_buffer({change.place.name!r}, ...) in __init__."
+    )
+
+
+def _refusal(change: Change, seen: Seen) -> CaptureError:
+    place, name = change.place, (change.place.owner, change.place.name)
+    read, line = seen.read.get(name, ""), _line(change, seen)
+    keep = f"self.register_buffer({place.name!r}, ...) in __init__"
+    if place.kind != "attribute" or place.name in HOOKS:
+        return CaptureError(
+            f"{place}{',' * (place.kind != 'attribute')} is read by the step, which then puts another tensor there: a "
+            "captured step does not do it again, so that the next one would read the old one\n"
+            "Keep it in a buffer of the model, by self.register_buffer in __init__."
+        )
+    if place.path and not isinstance(change.before, torch.Tensor):
+        was = "not there" if change.before is MISSING else change.before
+        return CaptureError(
+            f"{place} is {was} when the step begins, which looks into {replace(place, path='')}{read}, and leaves a "
+            "tensor there: a captured model runs its graph, not Python, so that every step would find it so\n"
+            "Keep what the next step reads in a buffer, by self.register_buffer in __init__; return what is read after "
+            f"the step beside the loss. What is of one step alone is made anew in each: set self.{place.name} before "
+            f"it is read, as by self.{place.name} = [] in place of self.{place.name}.clear()."
+        )
+    if place.path:
+        return CaptureError(
+            f"{replace(place, path='')} is read by the step{read}, and holds another tensor at its end, {place}: a "
+            "captured model runs its graph, not Python, so that the next step would find what was there before\n"
+            "Keep each tensor that the next step reads in a buffer, by self.register_buffer in __init__. What is of "
+            f"one step alone is made anew in each: set self.{place.name} before it is read."
+        )
+    if isinstance(change.before, torch.Tensor):
+        return CaptureError(
+            f"{place} is read by the step and then set to another tensor{line}: a captured model runs its graph, not "
+            f"this line, so that the next step would read the old one\nKeep it in a buffer: {keep}."
+        )
+    return CaptureError(
+        f"{place} is {'not there' if change.before is MISSING else change.before} when the step reads it{read}, and is "
+        f"then set to a tensor{line}: a captured model runs its graph, not this line, so that every step would find it "
+        f"so\nKeep it in a buffer that has its shape from the start: {keep}; a buffer of one number can tell the first "
+        "step from the others, by torch.where."
+    )

@@ -1,0 +1,279 @@
+"""What stands in Python before a step, and what it has changed there when it ends, also inside of collections."""
+
+from __future__ import annotations
+
+import functools
+import random
+import weakref
+from collections import ChainMap, OrderedDict, deque
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from operator import is_
+from types import FunctionType, MemberDescriptorType, MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from shardwright import torch_private
+from shardwright.graph.tracing.outside import (
+    HOOKS,
+    MISSING,
+    OF_TORCH,
+    PLAIN,
+    CachedFunction,
+    Entries,
+    Place,
+    attributes,
+    entries_of,
+    follow,
+    in_slots,
+    inside,
+    long_and_plain,
+    opened_modules,
+    same,
+    variables,
+)
+
+_MOST = 100_000  # entries of an array that are looked at
+
+
+@dataclass(frozen=True)
+class Change:
+    """What stood at a place before a step, and after it; `MISSING` where nothing did."""
+
+    place: Place
+    before: Any
+    after: Any
+
+
+class _Same(list[Any]):
+    """Objects that are compared by which they are."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and len(self) == len(other) and all(map(is_, self, other))
+
+
+class Left:
+    """Watches one capture. ``traced`` is the copy of ``model`` that runs."""
+
+    def __init__(self, model: nn.Module, traced: nn.Module, loss_fn: Callable[..., Any]) -> None:
+        self._model, self._traced, self._loss_fn = model, traced, loss_fn
+        self._buffers = {name for name, _ in traced.named_buffers(remove_duplicate=False)}
+        self._modules = opened_modules(model) | opened_modules(traced)
+        self._variables = [(place, value, self._opened(value)) for place, value in self._held()]
+        self._before = self._look()
+
+    def changes(self) -> Iterator[Change]:
+        """What is not as it was."""
+        now = self._look()
+        for place in dict.fromkeys([*self._before, *now]):
+            old, new = self._before.get(place, {}), now.get(place, {})
+            for path in dict.fromkeys([*old, *new]):
+                before, after = old.get(path, (MISSING, None)), new.get(path, (MISSING, None))
+                parameters = path and isinstance(before[0], nn.Parameter) and isinstance(after[0], nn.Parameter)
+                if not parameters and not _unchanged(before, after):  # a list of them, as the exporter puts others in
+                    yield Change(replace(place, path=path), before[0], after[0])
+
+    def put_back(self, *, everything: bool = False) -> None:
+        """Let variables that hold tensors of the trace be as they were, as nobody could use these; or all of them, and
+        what generators, arrays, sets and long lists held."""
+        changes = [(replace(change.place, path=""), change.after) for change in self.changes()]
+        ours = {place for place, _, _ in self._variables} if everything else ()
+        places = dict.fromkeys(place for place, after in changes if _is_of_the_trace(after) or place in ours)
+        for place, value, opened in self._variables:
+            if place in places:
+                del places[place]
+                self._put(place, value)
+                for collection, entries in opened:
+                    with suppress(Exception):  # a collection of a user's class may not be as others are
+                        _refill(collection, entries)
+        for place in places:
+            self._put(place, MISSING)
+        if everything:
+            self._restore()
+
+    def _restore(self) -> None:
+        for leaf, state in (found for leaves in self._before.values() for found in leaves.values()):
+            if state is not None and not equal_states(state, _state(leaf)):
+                with suppress(Exception):  # of a user's class, or of another size now
+                    _set_state(leaf, state)
+
+    def _put(self, place: Place, value: Any) -> None:
+        """Let a variable, or an attribute of a module's class, stand for ``value``; others are of the copy alone."""
+        if place.kind != "attribute":
+            with suppress(KeyError):  # gone
+                place.put(self._loss_fn, value)
+            return
+        module = follow(self._traced, place.owner)
+        owners = [base for base in type(module).__mro__ if place.name in vars(base)]
+        if owners and vars(owners[0])[place.name] is not value and place.name not in vars(module):
+            delattr(owners[0], place.name)
+            if getattr(owners[0], place.name, MISSING) is not value and value is not MISSING:
+                setattr(owners[0], place.name, value)
+
+    def _look(self) -> dict[Place, dict[str, tuple[Any, Any]]]:
+        """What stands at each place, with what can change of it."""
+        opened = dict(self._modules)
+        return {
+            place: {path: (leaf, _state(leaf)) for path, leaf in inside(value, opened)}
+            for place, value in self._places()
+        }
+
+    def _places(self) -> Iterator[tuple[Place, Any]]:
+        """Attributes of modules, parameters, buffers that were none before, and modules in modules; and what is held
+        beside the copy of the model."""
+        for owner, module in self._traced.named_modules():
+            prefix = f"{owner}." * bool(owner)
+            children, parameters = torch_private.members(module)
+            buffers = {n: b for n, b in torch_private.buffers_in(module).items() if prefix + n not in self._buffers}
+            own = dict(attributes(module))
+            for name, value in {**own, **children, **parameters, **buffers}.items():
+                yield Place("attribute", owner, name), value
+        yield from self._held()
+
+    def _held(self) -> Iterator[tuple[Place, Any]]:
+        """Variables, and what no copy of the model copies: what modules share by their class, and functions, as hooks
+        are."""
+        yield from variables(self._model, self._loss_fn)
+        for owner, module in self._traced.named_modules():
+            for name, value in _shared(type(module)).items():
+                if name not in vars(module):
+                    yield Place("attribute", owner, name), value
+            for name in filter(vars(module).get, HOOKS):
+                yield Place("attribute", owner, name), vars(module)[name]
+
+    def _opened(self, value: Any) -> list[tuple[Any, Entries]]:
+        """The collections and objects in a value, and what stands in each."""
+        opened = ChainMap({}, self._modules)
+        deque(inside(value, opened), maxlen=0)
+        return list(opened.maps[0].values())
+
+
+def _is_of_the_trace(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and torch_private.is_fake(value)
+
+
+def _refill(collection: Any, entries: Entries) -> None:
+    """Let a collection hold what it did, by the methods of Python's own, as those of its class may do more."""
+    now = entries_of(collection)
+    if now is not None and len(now) == len(entries) and all(map(_is_entry, now, entries)):
+        return
+    if isinstance(collection, list):
+        list.__setitem__(collection, slice(None), [entry for _, entry in entries])
+    elif isinstance(collection, deque):
+        deque.clear(collection)
+        deque.extend(collection, [entry for _, entry in entries])
+    elif isinstance(collection, CachedFunction):
+        if any(_is_of_the_trace(entry) for _, entry in now or ()):
+            collection.cache_clear()
+    elif isinstance(collection, nn.Module):
+        _refill_module(collection, entries)
+    elif isinstance(collection, (FunctionType, functools.partial)):
+        for name, entry in entries:
+            Place("closure", "", name).put(collection, entry)
+    elif not isinstance(collection, (tuple, MethodType)):
+        _refill_object(collection, entries)
+
+
+def _refill_module(module: nn.Module, entries: Entries) -> None:
+    before = {name for name, _ in entries}
+    registered: list[dict[str, Any]] = [*torch_private.members(module), torch_private.buffers_in(module)]
+    for names in (vars(module), *registered):
+        for name in [name for name in names if name not in before and name not in OF_TORCH]:
+            del names[name]
+    for name, entry in entries:
+        next((names for names in registered if name in names), vars(module))[name] = entry
+
+
+def _refill_object(collection: Any, entries: Entries) -> None:
+    slots = {} if isinstance(collection, dict) else dict(in_slots(collection))
+    for name in slots:
+        object.__delattr__(collection, name)
+    values = collection if isinstance(collection, dict) else getattr(collection, "__dict__", {})
+    kind: Any = OrderedDict if isinstance(values, OrderedDict) else dict
+    kind.clear(values)
+    for name, entry in entries:
+        if collection is not values and isinstance(getattr(type(collection), name, None), MemberDescriptorType):
+            object.__setattr__(collection, name, entry)
+        else:
+            kind.__setitem__(values, name, entry)
+
+
+def _is_entry(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
+    (name, value), (name_before, value_before) = now, before
+    return value is value_before and (name is name_before or (isinstance(name, int) and bool(name == name_before)))
+
+
+def _shared(kind: type) -> dict[str, Any]:
+    """What the instances of a user's class share, but for its functions."""
+    found: dict[str, Any] = {}
+    for base in reversed(kind.__mro__):
+        if base.__module__.partition(".")[0] not in ("torch", "builtins"):
+            found |= {n: v for n, v in vars(base).items() if not n.startswith("__") and _is_shared(v)}
+    return found
+
+
+def _is_shared(value: Any) -> bool:
+    return isinstance(value, CachedFunction) or not hasattr(value, "__get__")
+
+
+def _state(leaf: Any) -> Any:
+    """What of a leaf can change while it stays the same object."""
+    if isinstance(leaf, torch.Tensor):
+        counts = not isinstance(leaf, nn.Parameter) and not leaf.is_inference()  # parameters are refused by the line
+        return torch_private.version(leaf) if counts else None
+    if isinstance(leaf, random.Random):
+        return None if isinstance(leaf, random.SystemRandom) else leaf.getstate()
+    if isinstance(leaf, np.random.Generator):
+        return leaf.bit_generator.state
+    if isinstance(leaf, np.random.RandomState):
+        return leaf.get_state()
+    if isinstance(leaf, np.ndarray) and leaf.size <= _MOST:
+        return leaf.dtype, leaf.shape, _Same(leaf.flat) if leaf.dtype.hasobject else leaf.tobytes()
+    if long_and_plain(leaf):
+        return tuple(leaf)
+    if isinstance(leaf, (set, frozenset)) and len(leaf) <= _MOST:
+        return leaf.copy()
+    return repr(leaf) if type(leaf).__module__ == "itertools" else None
+
+
+def _set_state(leaf: Any, state: Any) -> None:
+    """Let what stays the same object hold what `_state` has found in it."""
+    if isinstance(leaf, random.Random):
+        leaf.setstate(state)
+    elif isinstance(leaf, np.random.Generator):
+        leaf.bit_generator.state = state
+    elif isinstance(leaf, np.random.RandomState):
+        leaf.set_state(state)
+    elif isinstance(leaf, np.ndarray) and not leaf.dtype.hasobject:
+        leaf[...] = np.frombuffer(state[2], leaf.dtype).reshape(state[1])
+    elif isinstance(leaf, list):
+        list.__setitem__(leaf, slice(None), state)
+    elif isinstance(leaf, set):
+        set.clear(leaf)
+        set.update(leaf, state)
+
+
+def _unchanged(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
+    if isinstance(before[0], weakref.ref):  # of LSTMs, to parameters
+        return True
+    if before[0] is after[0] or (isinstance(before[0], PLAIN) and same(before[0], after[0])):
+        return equal_states(before[1], after[1])
+    copies = isinstance(before[0], (set, frozenset, np.ndarray, list, tuple)) and type(before[0]) is type(after[0])
+    return copies and before[1] is not None and equal_states(before[1], after[1])
+
+
+def equal_states(a: Any, b: Any) -> bool:
+    """Whether two states of generators of random numbers, or two collections of plain values, are equal."""
+    if a is b:  # as what is not a number, which does not equal itself
+        return True
+    if isinstance(a, _Same):
+        return bool(a == b)
+    if isinstance(a, (tuple, list)):
+        return isinstance(b, (tuple, list)) and len(a) == len(b) and all(map(equal_states, a, b))
+    if isinstance(a, Mapping) and isinstance(b, Mapping):
+        return a.keys() == b.keys() and all(equal_states(value, b[name]) for name, value in a.items())
+    return bool(np.array_equal(a, b)) if isinstance(a, np.ndarray) else bool(a == b)

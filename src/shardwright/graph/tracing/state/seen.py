@@ -1,0 +1,49 @@
+"""What a step reads and sets of the attributes of modules, in which order, and at which lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from shardwright import torch_private
+from shardwright.graph.tracing.outside import NOT_PLAIN, PLAIN, Place, plain
+from shardwright.graph.tracing.sources import callers_line
+
+Name = tuple[str, str]
+"""The path of a module, and an attribute of it."""
+
+
+class Seen:
+    """Watches one capture. Lines are as `callers_line` gives them."""
+
+    def __init__(self) -> None:
+        self.plain: dict[Place, None] = {}  # where plain values were read, or nothing
+        self.read: dict[Name, str] = {}  # what a step may change, or nothing, before the step set it
+        self.set: dict[Name, str] = {}
+        self.read_then: set[Name] = set()  # once it was set
+
+    def reads(self, name: Name, value: Any) -> None:
+        """An attribute is read, and is ``value``."""
+        if plain(value) is not NOT_PLAIN:
+            self.plain.setdefault(Place("attribute", *name))
+        if name in self.set:
+            self.read_then.add(name)
+        elif name not in self.read and (value is None or not (isinstance(value, PLAIN) or callable(value))):
+            self.read[name] = callers_line()
+
+    def misses(self, module: nn.Module, name: Name) -> None:
+        """An attribute is read that a module does not have; parameters, buffers and modules are none either."""
+        registered = (*torch_private.members(module), torch_private.buffers_in(module))
+        if any(known.get(name[1]) is not None for known in registered):
+            self.read_then.add(name)
+            return
+        if name not in self.set:
+            self.read.setdefault(name, callers_line())
+        finds_more = type(module).__getattr__ is not nn.Module.__getattr__  # as wrappers do, in the module they wrap
+        if not finds_more and not any(name[1] in known for known in registered):
+            self.plain.setdefault(Place("attribute", *name))
+
+    def sets(self, name: Name) -> None:
+        """An attribute is set to another object."""
+        self.set.setdefault(name, callers_line())

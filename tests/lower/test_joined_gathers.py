@@ -1,0 +1,34 @@
+"""Small parameters that are stored split are gathered by one collective, and their gradients scattered by one."""
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from shardwright.graph.step import captured_step
+from shardwright.lower.lower import lower
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.known_plans import fully_sharded
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.request import PlanRequest
+from shardwright.training.prediction import collectives_of
+from whole import communicated, plain, planned, run, same
+
+
+def loss_fn(model, batch):
+    return F.cross_entropy(model(batch[0]), batch[1])
+
+
+def test_those_of_a_network_in_uneven_parts_are_gathered_together_and_give_what_one_device_gives(monkeypatch):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16), nn.ReLU(), nn.Linear(16, 96), nn.Linear(96, 96)).double()
+    batch = torch.randn(10, 8).double(), torch.randint(96, (10,))
+    graph = RuledGraph.of(captured_step(model, loss_fn, batch, {}))
+    plan = fully_sharded(graph, PlanRequest(Mesh.of(d=3)))
+    program = lower(plan, 0)
+    gathers = [i for i in program.instructions if "all_gather" in i.text]
+    assert [(i.kind, len(i.outputs), i.again) for i in gathers] == [("joined", 7, 0), ("redistribution", 1, 1)]
+    same(run(plan, model, batch), plain(model, loss_fn, batch), 1e-12)
+    assert communicated(plan, model, batch, monkeypatch) == planned(plan)
+    scattered = [c.bytes for c in collectives_of(program, {"reduced": 1}) if c.kind == "reduce_scatter"]
+    assert len(scattered) == 2
+    assert sum(scattered) == planned(plan)["reduce_scatter", plan.mesh.names]

@@ -1,0 +1,33 @@
+"""The results name benchmarks, and options of them, that there are; and they open with one table."""
+
+import re
+import shlex
+from datetime import date
+from pathlib import Path
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+RESULTS = (FOLDER / "RESULTS.md").read_text()
+COMMANDS = sorted(set(re.findall(r"`[^`\n]*?python benchmarks/(\w+)\.py([^`\n]*)`", RESULTS)))
+
+
+def test_the_commands_name_files_and_options_that_there_are():
+    assert len({name for name, _ in COMMANDS}) > 10
+    unknown = []
+    for name, words in COMMANDS:
+        source = (FOLDER / f"{name}.py").read_text()
+        source += (FOLDER / "quiet.py").read_text() if "add_busy(" in source else ""
+        options = [word for word in shlex.split(words) if word.startswith("--")]
+        unknown += [f"{name}.py {option}" for option in options if f'"{option}"' not in source]
+    assert not unknown
+
+
+def test_the_results_open_with_what_was_measured_beside_whom_and_how():
+    lines = RESULTS.splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("|"))
+    table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first : lines.index("", first)]]
+    assert table[0] == ["what", "rival", "ratio", "date", "command"]
+    for row in table[2:]:
+        *_, ratio, day, command = row
+        assert re.match(r"\d+\.\d\d", ratio), row
+        assert date.fromisoformat(day[:10]), row
+        assert re.fullmatch(r"`.*python benchmarks/\w+\.py.*`", command), row
