@@ -83,3 +83,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         module = getattr(item, "module", None)
         if module is not None and known.setdefault(module, starts_processes(module)):
             item.add_marker(pytest.mark.processes)
+            item.add_marker(pytest.mark.flaky(reruns=1))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say what failed at first and passed when run again: by chance, a defect of the test or of what it tests."""
+    failed = {report.nodeid for how in ("failed", "error") for report in terminalreporter.getreports(how)}
+    for report in terminalreporter.getreports("rerun"):
+        if report.nodeid not in failed:
+            terminalreporter.section(f"failed once, passed when run again: {report.nodeid}")
+            terminalreporter.line(report.longreprtext)
