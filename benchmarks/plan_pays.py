@@ -46,7 +46,7 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 import shardwright as sw
-from shardwright.plan.prices import Prices
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.run.programs.planner import hardware_of
 from shardwright.zoo import GPT

@@ -33,7 +33,7 @@ import shardwright as sw
 from shardwright.graph.step import captured_step
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.decisions import Transfer
+from shardwright.plan.decided.decisions import Transfer
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.cost import BACKWARD, Seconds, operator_collectives

@@ -21,7 +21,7 @@ INSIDE = {
     "backends": ("segment", "between"),
     "checkpoint": ("format", "storage", "saving", "loading", "whole_run", "exchange", "inspection"),
     "graph": ("functional", "tracing"),
-    "plan": ("pricing", "minima", "searching"),
+    "plan": ("pricing", "decided", "minima", "searching"),
     "report": ("pages", "plans", "runs"),
     "training": ("records",),
     "run": ("graphs", "overlap", "compiled", "programs", "placing"),

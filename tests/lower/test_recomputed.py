@@ -14,7 +14,7 @@ from shardwright.lower.liveness import peak_of
 from shardwright.lower.lower import lower
 from shardwright.lower.recomputed import recomputed
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.holding import held_by
+from shardwright.plan.decided.holding import held_by
 from shardwright.plan.pricing.optimizers import ADAMW
 from whole import communicated, losses_of, measured_peak, measuring, plan_of, planned, run, same
 

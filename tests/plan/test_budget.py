@@ -18,7 +18,7 @@ from ranks import run_ranks
 from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan import make
+from shardwright.plan import make, weighing
 from shardwright.plan.known_plans import KNOWN_PLANS
 from shardwright.plan.minima.exact import minimise
 from shardwright.plan.minima.learned import Learned
@@ -240,7 +240,7 @@ def test_a_budget_that_nothing_keeps_says_what_the_floor_is(mesh, options):
 
 def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch):
     """By parameters, gradients and states alone: 12,876 parameters of sixteen bytes."""
-    monkeypatch.setattr(make, "search", None)
+    monkeypatch.setattr(weighing, "search", None)
     match = (
         r"^no plan was found under which a device holds 20.0 kB or less, and there is none: however they are split, .* "
         r"\(12.9 kB\), their gradients \(12.9 kB\) and the states of adamw \(25.8 kB\) take 51.5 kB on each of "
@@ -256,7 +256,7 @@ def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
     """So that a bound by these bytes is one for what is held; and near them, so that it is a good one."""
     build, loss_fn, batch_of = NETWORKS[name]
     spaces = []
-    monkeypatch.setattr(make, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    monkeypatch.setattr(weighing, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
     plan = plan_of(build(), loss_fn, batch_of(24), Mesh.of(a=2, b=3), "auto")
     both = search._Both(spaces[0], Seconds(shipped("cpu_host")))
     weights, buffers, joined = Weights(both.main, ADAMW), buffers_of(both.main), Joined(both.main)
@@ -289,7 +289,7 @@ class Fused(torch.nn.Module):
 
 def test_parts_of_one_memory_and_views_of_gathered_weights_are_counted(monkeypatch):
     spaces, batch = [], torch.randn(480, 16)
-    monkeypatch.setattr(make, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    monkeypatch.setattr(weighing, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
     plan = plan_of(Fused(), lambda m, b: m(b).square().sum(), batch, Mesh.of(a=2, b=2), "auto")
     both = search._Both(spaces[0], Seconds(shipped("cpu_host")))
     weights, random = Weights(both.main, ADAMW), np.random.default_rng(0)

@@ -8,7 +8,7 @@ from models import NETWORKS, Transformer, next_token
 from shardwright.errors import UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.holding import held_by
+from shardwright.plan.decided.holding import held_by
 from shardwright.plan.make import make_plan
 from shardwright.plan.pricing.optimizers import ADAMW, states_of
 from shardwright.plan.request import PlanRequest

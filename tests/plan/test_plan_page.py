@@ -11,7 +11,7 @@ import torch
 from decoder import Decoder, batch_of, loss_fn
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan.explain import joined, template
+from shardwright.plan.decided.shown import joined, template
 from shardwright.plan.make import make_plan
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.request import PlanRequest

@@ -5,13 +5,13 @@ import torch
 
 from shardwright.errors import PlanError, UsageError
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan import make
+from shardwright.plan import others, weighing
 from shardwright.plan.minima.exact import TooWide
 from shardwright.plan.searches import SEARCHES
 from shardwright.zoo import TwoMatmuls
 from whole import plan_of, run, same
 
-SEARCH = make.search
+SEARCH = weighing.search
 EIGHT = Mesh.of(d=8)
 
 
@@ -29,7 +29,8 @@ def plan(monkeypatch):
                 raise TooWide("the search would need a table")
             return SEARCH(space, objective)
 
-        monkeypatch.setattr(make, "search", search)
+        for file in (weighing, others):
+            monkeypatch.setattr(file, "search", search)
         torch.manual_seed(0)
         model, batch = TwoMatmuls(16, 8).double(), (torch.randn(16, 16, dtype=torch.float64),)
         found = plan_of(model, square, batch, mesh, "auto", **options)

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from shardwright.errors import PlanError
-from shardwright.plan.prices import Prices
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.report.plans.document import document_of
 from shardwright.report.plans.html import in_html, save_html

@@ -26,9 +26,9 @@ from shardwright.lower.lower import lower
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import simulate
+from shardwright.plan.decided.prices import gathered_again, repeated_costs
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import gathered_again, repeated_costs
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.request import PlanRequest
 from shardwright.run.compiled.compiler import Compiler

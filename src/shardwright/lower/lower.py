@@ -21,7 +21,7 @@ from shardwright.lower.passes import join_buckets, join_gathers, join_sums, sum_
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
 from shardwright.mesh.redistribute import FUNCTION_NAMES, Shape, Step
-from shardwright.plan.decisions import Transfer
+from shardwright.plan.decided.decisions import Transfer
 from shardwright.plan.plan import Plan
 from shardwright.rules.notation import Operand
 from shardwright.torch_private import returns_list, tensors_returned

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 
-from shardwright.plan.decisions import Decisions
-from shardwright.plan.holding import Held, held_by
+from shardwright.plan.decided.decisions import Decisions
+from shardwright.plan.decided.holding import Held, held_by
+from shardwright.plan.decided.shown import in_ranks, in_tuples, layers_computed_again, table
 from shardwright.plan.searches import SEARCHES, Search
 from shardwright.words import in_bytes
-
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)")
 
 
 def explain(plan: Decisions) -> str:
@@ -49,14 +47,6 @@ def computed_again(plan: Decisions) -> Iterator[str]:
     """What is said of modules of whose inside nothing is kept."""
     if names := layers_computed_again(plan):
         yield f"the backward computes again, in place of keeping what lies inside: {names}"
-
-
-def layers_computed_again(plan: Decisions) -> str:
-    """Those modules, equal ones once."""
-    alike: dict[str, list[str]] = {}
-    for block in plan.blocks:
-        alike.setdefault(template(block.name), []).append(block.name)
-    return ", ".join(map(joined, alike.values()))
 
 
 def certificate(plan: Decisions) -> Iterator[str]:
@@ -101,7 +91,7 @@ def _collectives(plan: Decisions) -> str:
     found = list(plan.collectives())
     for priced in found:
         c = priced.collective
-        ranks = _ranks(plan.mesh.group(0, c.axes))
+        ranks = in_ranks(plan.mesh.group(0, c.axes))
         rows.append((c.kind, priced.direction, "·".join(c.axes), ranks, priced.cause, in_bytes(priced.bytes)))
     return table(rows) if found else "no collectives"
 
@@ -119,47 +109,3 @@ def _modules(plan: Decisions) -> str:
     for module in dict.fromkeys([*held, *sent]):
         rows.append((module or "-", in_bytes(held.get(module, 0)), in_bytes(sent.get(module, 0))))
     return table(rows)
-
-
-def in_tuples(strategies: Sequence[tuple[int, ...]]) -> str:
-    """Slices per dim of several tensors: ``(2,4) (4,1)``."""
-    return " ".join(str(strategy).replace(" ", "") for strategy in strategies) or "-"
-
-
-def _ranks(ranks: Sequence[int], most: int = 8) -> str:
-    shown = ", ".join(map(str, ranks[:most]))
-    return f"({shown})" if len(ranks) <= most else f"({shown}, ... {len(ranks)} in all)"
-
-
-def template(name: str) -> str:
-    """A name without its numbers, by which equal layers are told: ``h.*.attn``."""
-    return _NUMBER.sub("*", name)
-
-
-def joined(names: Sequence[str]) -> str:
-    """One name for those that differ in numbers alone, ``h.0-47.attn``; a dash for the model itself."""
-    numbers = zip(*(map(int, _NUMBER.findall(name)) for name in names), strict=True)
-    ranges = iter([_ranges(sorted(set(of))) for of in numbers])
-    return _NUMBER.sub(lambda _: next(ranges), names[0]) or "-"
-
-
-def short(op: str) -> str:
-    """An operator as people call it: ``aten.linear.default`` is a linear."""
-    return op.split(".")[1]
-
-
-def _ranges(numbers: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ",".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
-
-
-def table(rows: Sequence[Sequence[str]]) -> str:
-    """Rows of cells in columns, the first one as a head."""
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
-    return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])

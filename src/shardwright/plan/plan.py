@@ -1,7 +1,7 @@
 """The plan: a layout for every value and a strategy for every operator, as one frozen value.
 
-A plan is its decisions (`decisions.py`) as people and jobs meet them: printed as tables (`explain.py`), written to a
-file and read back for the same graph, taken over for that graph at other sizes.
+A plan is its decisions (`decided/decisions.py`) as people and jobs meet them: printed as tables (`explain.py`), written
+to a file and read back for the same graph, taken over for that graph at other sizes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from shardwright.errors import PlanError, UsageError
 from shardwright.graph.ir import Capture
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Axis, Link, Mesh
-from shardwright.plan.decisions import Decisions
-from shardwright.plan.difference import difference
+from shardwright.plan.decided.decisions import Decisions
+from shardwright.plan.decided.difference import difference
+from shardwright.plan.decided.holding import Held, Memory
 from shardwright.plan.explain import explain
-from shardwright.plan.holding import Held, Memory
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph

@@ -17,9 +17,9 @@ from functools import cached_property
 from shardwright.errors import PlanError, UsageError
 from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
-from shardwright.plan.decisions import Decisions
-from shardwright.plan.explain import in_tuples, joined, short, table, template
-from shardwright.plan.prices import Moved, Prices
+from shardwright.plan.decided.decisions import Decisions
+from shardwright.plan.decided.prices import Moved, Prices
+from shardwright.plan.decided.shown import in_tuples, joined, short, table, template
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.pricing.targets import target_of

@@ -13,7 +13,7 @@ from torch import nn
 from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan import make
+from shardwright.plan import make, meshes
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.memory import repeatable
@@ -52,7 +52,7 @@ def some(of, most, draw):
 @pytest.fixture
 def spaces(monkeypatch):
     """What is searched, by mesh: of all strategies and layouts two."""
-    found, space_of = {}, make.space_of
+    found, space_of = {}, meshes.space_of
 
     def narrowed(graph, mesh, request, row):
         space, alike = space_of(graph, mesh, request, row), {}
@@ -65,7 +65,7 @@ def spaces(monkeypatch):
             found[mesh] = space
         return space
 
-    monkeypatch.setattr(make, "space_of", narrowed)
+    monkeypatch.setattr(meshes, "space_of", narrowed)
     return found
 
 

@@ -9,8 +9,8 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.make import make_plan
-from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest

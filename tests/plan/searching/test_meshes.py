@@ -9,7 +9,7 @@ import torch
 from shardwright.errors import PlanError
 from shardwright.graph.ir import Capture, Node, Pin, Value
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan import make
+from shardwright.plan import others, weighing
 from shardwright.plan.make import make_plan
 from shardwright.plan.minima.exact import TooWide
 from shardwright.plan.plan import Plan
@@ -71,7 +71,7 @@ def test_the_cheapest_mesh_is_taken_and_all_are_told():
 
 
 def test_a_mesh_on_which_nothing_can_be_cheaper_is_not_searched(monkeypatch):
-    monkeypatch.setattr(make, "least_cost", lambda space, objective: 1.0)
+    monkeypatch.setattr(weighing, "least_cost", lambda space, objective: 1.0)
     plan = planned(64)
     told = [" not searched: nothing on it costs less than 1000 ms" in line for line in plan.considered]
     assert told == [0, 1, 1, 0, 0, 0]
@@ -116,7 +116,7 @@ def test_within_a_budget_finer_meshes_are_to_beat_the_plan_that_is_there():
 @pytest.mark.parametrize("share", [0.5, 0.9, 3.0])
 def test_a_mesh_on_which_nothing_fits_counts_with_what_its_search_has_proven(monkeypatch, share):
     """Nothing that fits on it costs less than so much of the plan on the other mesh."""
-    one, searched = cuts(Mesh.of(d=64), None, 2)[1], make.search
+    one, searched = cuts(Mesh.of(d=64), None, 2)[1], weighing.search
     cost = planned(64, axes=one).cost
 
     def search(space, *more):
@@ -124,8 +124,8 @@ def test_a_mesh_on_which_nothing_fits_counts_with_what_its_search_has_proven(mon
             raise OverBudget("nothing fits", 5000, share * cost)
         return searched(space, *more)
 
-    monkeypatch.setattr(make, "search", search)
-    monkeypatch.setattr(make, "in_any_parts", lambda *given: (_ for _ in ()).throw(given[-1]))
+    monkeypatch.setattr(weighing, "search", search)
+    monkeypatch.setattr(others, "in_any_parts", lambda *given: (_ for _ in ()).throw(given[-1]))
     plan = planned(64, memory=1 << 50)
     assert (plan.mesh, plan.cost) == (one, cost)
     assert plan.bound == pytest.approx(min(share, 1.0) * cost)
@@ -134,14 +134,14 @@ def test_a_mesh_on_which_nothing_fits_counts_with_what_its_search_has_proven(mon
 
 def test_fewer_axes_are_told(monkeypatch):
     """And a mesh that was too wide beside another that was not."""
-    searched = make.search
+    searched = weighing.search
 
     def search(space, *more):
         if [axis.size for axis in space.mesh.axes] != [4, 16]:
             raise TooWide("the search would need a table of 9 entries")
         return searched(space, *more)
 
-    monkeypatch.setattr(make, "search", search)
+    monkeypatch.setattr(weighing, "search", search)
     plan = planned(64)
     assert str(plan.mesh) == "d.0=4 d.1=16"
     assert plan.considered[0] == "d.0=8 d.1=8 has no plan: the search would need a table of 9 entries"

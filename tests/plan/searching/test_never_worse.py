@@ -17,9 +17,10 @@ from shardwright.graph.ir import Capture, Node, Value
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.known_plans import KNOWN_PLANS
-from shardwright.plan.make import Weighing, make_plan, or_known
+from shardwright.plan.make import make_plan
 from shardwright.plan.minima.exact import minimise
 from shardwright.plan.minima.tables import Table
+from shardwright.plan.others import or_known
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW
@@ -34,6 +35,7 @@ from shardwright.plan.searching.search import search
 from shardwright.plan.searching.space import Choice, Space
 from shardwright.plan.searching.weights import Weights
 from shardwright.plan.spaces import space_of
+from shardwright.plan.weighing import Weighing
 from shardwright.rules.notation import Operand
 from shardwright.zoo import GPT
 
@@ -274,13 +276,13 @@ def test_where_a_gap_is_left_the_best_of_what_is_known_is_taken():
     whole = {node.name: graph.rules[node.name].replicated() for node in capture.nodes}
     poor = Choice(whole, {name: of[0] for name, of in space.leaves.items()}, 1e9, 0.0)
     weighing = Weighing(mesh, request, space, OBJECTIVE)
-    found = or_known(poor, space, row, request, weighing)
+    found = or_known(poor, row, weighing)
     assert found.bound == 0.0
     others = [planned(capture, mesh, "recursive"), planned(capture, mesh, "propagation")]
     others += [planned(capture, mesh, None, "data"), *(make(graph, request) for make in KNOWN_PLANS.values())]
     assert all(found.cost <= cost(other) * (1 + 1e-12) for other in others)
     exact = planned(capture, mesh, "exact")
-    assert or_known(replace(poor, cost=1.0, bound=1.0), space, row, request, weighing).strategies == whole
+    assert or_known(replace(poor, cost=1.0, bound=1.0), row, weighing).strategies == whole
     assert exact.cost <= found.cost
 
 
@@ -292,9 +294,7 @@ def test_however_small_the_gap_is_the_others_are_looked_at():
     space = space_of(graph, mesh, request, row)
     other = planned(capture, mesh, "recursive")
     near = Choice(other.strategies, other.leaves, other.cost * (1 + 1e-6), other.cost * (1 - 1e-6))
-    assert or_known(near, space, row, request, Weighing(mesh, request, space, OBJECTIVE)).cost <= other.cost * (
-        1 + 1e-12
-    )
+    assert or_known(near, row, Weighing(mesh, request, space, OBJECTIVE)).cost <= other.cost * (1 + 1e-12)
 
 
 def test_searches_share_what_they_work_out(monkeypatch):
@@ -312,7 +312,7 @@ def test_searches_share_what_they_work_out(monkeypatch):
     assert shared.gap > 0  # so that the others were asked
     assert len(priced) == len(set(priced))
     count = len(priced)
-    monkeypatch.setattr(Weighing, "known", property(lambda of: Known(of._space.graph, OBJECTIVE, of.mesh)))
+    monkeypatch.setattr(Weighing, "known", property(lambda of: Known(of.space.graph, OBJECTIVE, of.mesh)))
     alone = within(capture, mesh, "exact", memory)
     assert (alone.strategies, alone.leaves, alone.again) == (shared.strategies, shared.leaves, shared.again)
     assert (alone.cost, alone.bound) == (shared.cost, shared.bound)

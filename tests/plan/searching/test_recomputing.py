@@ -12,9 +12,9 @@ from models import NETWORKS, Transformer
 from shardwright.errors import PlanError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
-from shardwright.plan import make
+from shardwright.plan import make, meshes, weighing
+from shardwright.plan.decided.prices import repeated_costs
 from shardwright.plan.minima.tables import Table, cost_at
-from shardwright.plan.prices import repeated_costs
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW
@@ -53,8 +53,8 @@ def test_against_every_plan_of_a_small_graph_the_gap_is_true(monkeypatch):
         spaces.append(replace(space, strategies=strategies, leaves={n: of[:1] for n, of in space.leaves.items()}))
         return spaces[-1]
 
-    space_of = make.space_of
-    monkeypatch.setattr(make, "space_of", few)
+    space_of = meshes.space_of
+    monkeypatch.setattr(meshes, "space_of", few)
     request = PlanRequest(Mesh.of(d=2), "auto", hardware=HARDWARE, memory=1 << 40)
     free = make.make_plan(captured, request)
     [space], objective = spaces, Seconds(HARDWARE)
@@ -88,7 +88,7 @@ def test_against_every_plan_of_a_small_graph_the_gap_is_true(monkeypatch):
 def test_the_bytes_of_the_search_are_never_above_those_held(monkeypatch):
     """Nor is what it counts for computing again above what that costs."""
     spaces = []
-    monkeypatch.setattr(make, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    monkeypatch.setattr(weighing, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
     captured = captured_step(Transformer(layers=3), *NETWORKS["transformer"][1:2], NETWORKS["transformer"][2](24), {})
     request = PlanRequest(Mesh.of(a=2, b=3), "auto", hardware=HARDWARE, memory=1 << 40)
     plan = make.make_plan(captured, request)

@@ -11,8 +11,8 @@ from torch.nn import functional as F
 
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.make import make_plan
-from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searching.budget import OverBudget

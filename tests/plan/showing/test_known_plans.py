@@ -11,9 +11,9 @@ from shardwright.graph.ir import Value
 from shardwright.graph.step import captured_step
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.known_plans import KNOWN_PLANS, fully_sharded, tensor_parallel
 from shardwright.plan.make import make_plan
-from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest

@@ -8,8 +8,8 @@ import torch
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.make import make_plan
-from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.cost import Seconds
 from shardwright.plan.pricing.hardware import shipped
 from shardwright.plan.pricing.optimizers import ADAMW, states_of

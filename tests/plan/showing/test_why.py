@@ -13,8 +13,8 @@ from decoder import Decoder, batch_of, loss_fn
 from shardwright.errors import PlanError, UsageError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.make import make_plan
-from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.why import Why

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from shardwright.errors import PlanError
-from shardwright.plan.explain import table
+from shardwright.plan.decided.prices import Prices
+from shardwright.plan.decided.shown import table
 from shardwright.plan.known_plans import KNOWN_PLANS
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.request import PlanRequest
 from shardwright.words import in_bytes, in_time

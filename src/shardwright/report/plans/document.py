@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.why import Why
 from shardwright.report.plans.step_line import Event, events_of

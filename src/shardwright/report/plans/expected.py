@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import Prices
 from shardwright.plan.pricing.hardware import Hardware
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 from shardwright.graph.ir import Node
-from shardwright.plan.decisions import Transfer
+from shardwright.plan.decided.decisions import Transfer
+from shardwright.plan.decided.prices import Prices
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import Prices
 
 Lane = Literal["computes", "communicates"]
 

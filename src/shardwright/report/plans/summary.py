@@ -13,10 +13,11 @@ from dataclasses import dataclass, field
 from shardwright.graph.ir import Node, Value
 from shardwright.lower.liveness import peak_of
 from shardwright.lower.lower import lower
-from shardwright.plan.decisions import Decisions
-from shardwright.plan.explain import joined, search_of, template
+from shardwright.plan.decided.decisions import Decisions
+from shardwright.plan.decided.prices import Moved, Prices
+from shardwright.plan.decided.shown import joined, template
+from shardwright.plan.explain import search_of
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import Moved, Prices
 from shardwright.plan.pricing.cost import BACKWARD
 from shardwright.plan.pricing.hardware import Hardware
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from shardwright.plan.explain import certificate, computed_again, holds, in_tuples, short, table
+from shardwright.plan.decided.shown import in_tuples, short, table
+from shardwright.plan.explain import certificate, computed_again, holds
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.report.plans.summary import ModuleRow, OperatorRow, PlanSummary, plan_summary

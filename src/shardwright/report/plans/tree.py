@@ -8,9 +8,9 @@ from dataclasses import dataclass, field
 
 from shardwright.graph.ir import Node
 from shardwright.mesh.layout import Layout
-from shardwright.plan.explain import joined, template
+from shardwright.plan.decided.prices import Moved, Prices
+from shardwright.plan.decided.shown import joined, template
 from shardwright.plan.plan import Plan
-from shardwright.plan.prices import Moved, Prices
 
 
 @dataclass(frozen=True)

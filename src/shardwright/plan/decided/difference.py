@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from shardwright.graph.ir import Node
 from shardwright.mesh.layout import Layout
-from shardwright.plan.decisions import Decisions
-from shardwright.plan.explain import joined, layers_computed_again, short, table, template
+from shardwright.plan.decided.decisions import Decisions
+from shardwright.plan.decided.shown import joined, layers_computed_again, short, table, template
 from shardwright.words import in_bytes
 
 

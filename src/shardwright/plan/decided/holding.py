@@ -10,7 +10,7 @@ from shardwright.graph.ir import Node, Value
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import copies
-from shardwright.plan.decisions import Decisions, Transfer
+from shardwright.plan.decided.decisions import Decisions, Transfer
 from shardwright.plan.pricing.blocks import Block
 from shardwright.plan.pricing.buckets import Gathered, in_gathers, small_gather, together_bytes
 from shardwright.plan.pricing.cost import reduced_in_buckets

@@ -1,0 +1,167 @@
+"""What choices on a mesh hold and cost, all of it, and the search among them within a budget."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+from shardwright.mesh.layout import Layout
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.decided.prices import gathered_again, repeated_costs
+from shardwright.plan.explain import holds
+from shardwright.plan.plan import Plan
+from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.request import PlanRequest
+from shardwright.plan.searches import Search
+from shardwright.plan.searching.budget import Budget, OverBudget
+from shardwright.plan.searching.known import Known
+from shardwright.plan.searching.recursive import recursive
+from shardwright.plan.searching.search import least_cost, search
+from shardwright.plan.searching.space import Choice, Space
+from shardwright.words import in_bytes, typed_bytes
+
+LAST = 8  # plans whose decisions may be asked about again
+
+
+class Weighing:
+    """What choices hold and cost on a mesh, all of it."""
+
+    def __init__(self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective) -> None:
+        self.mesh, self.request, self.space, self._objective = mesh, request, space, objective
+        self._last: list[Plan] = []
+        self.price = 0.0
+        """Of a byte, at which the plan was found that is to be beaten; 0 where there is none."""
+
+    @cached_property
+    def least(self) -> float:
+        """What the operators alone cost at least."""
+        return least_cost(self.space, self.known)
+
+    @cached_property
+    def known(self) -> Known:
+        """What searches have worked out here, for those that follow."""
+        return Known(self.space.graph, self._objective, self.mesh)
+
+    def forget(self) -> None:
+        """Leave what was worked out for searches, which takes more memory than all else, once these were made."""
+        self._last = []
+        self.__dict__.pop("known", None)
+
+    def budget(self) -> Budget | None:
+        """What a device may hold; None where that is not limited."""
+        request = self.request
+        if request.memory is None:
+            return None
+        return Budget(
+            request.memory,
+            request.optimizer,
+            lambda choice: self.plan(choice).held.total,
+            lambda choice, bound: self.refusal([choice], bound),
+            self.settle,
+            self.fewest,
+            self.price,
+            once=bool(self.price),
+        )
+
+    def first(self, row: Search, below: float = math.inf, *, divides: bool = False) -> Choice:
+        """What the search finds; with ``divides`` it looks closer where a budget leaves a gap.
+
+        Raises:
+            NothingBelow: where no choice was found that costs less than ``below``.
+            PlanError: where there is none at all, or none that fits.
+        """
+        budget, below = self.budget(), math.inf if row.by_axes else below
+        budget = budget and replace(budget, divides=divides)
+        choice = (recursive if row.by_axes else search)(self.space, self._objective, budget, below, self.known)
+        return choice if budget else self.settle(choice)
+
+    def refusal(self, choices: Sequence[Choice], bound: float) -> OverBudget:
+        """What is raised where none of these fits, not even with all blocks computed again."""
+        plans = [self.plan(choice) for choice in choices]
+        plans += [plan.computing_again({block.name for block in self.space.blocks}) for plan in plans]
+        least = min(plans, key=lambda plan: plan.held.total)
+        return OverBudget(_too_much(least), least.held.total, bound)
+
+    def plan(self, choice: Choice) -> Plan:
+        """The plan of a choice; what follows from decisions is worked out once for those that were asked for last."""
+        for plan in self._last:
+            if (plan.again, plan.leaves, plan.strategies) == (choice.again, choice.leaves, choice.strategies):
+                found = plan if plan.recomputed == choice.recomputed else plan.computing_again(choice.recomputed)
+                return found.costing(choice.cost, choice.bound)
+        found = _plan(self.space.graph, self.mesh, self.request, choice, self.space.outputs)
+        self._last = [found, *self._last[: LAST - 1]]
+        return found
+
+    def settle(self, choice: Choice) -> Choice:
+        """The same with the blocks that the request names computed again, and with all that the backward does again."""
+        choice = replace(choice, recomputed=choice.recomputed | self.space.demanded)
+        if choice.cost is None or not (choice.recomputed or choice.again):
+            return choice
+        plan = self.plan(choice)
+        repeated = sum(repeated_costs(plan, self._objective).values()) if choice.recomputed else 0.0
+        return replace(choice, cost=choice.cost + repeated + gathered_again(plan, self._objective))
+
+    def within(self, choice: Choice) -> Choice | None:
+        """The same where it fits, with as few more blocks computed again as that takes; None where it never does."""
+        choice, limit = self.settle(choice), self.request.memory
+        if limit is None or self.plan(choice).held.total <= limit:
+            return choice
+        return self.fewest(choice, limit)
+
+    def fewest(self, choice: Choice, limit: int) -> Choice | None:
+        """The same with the fewest blocks computed again with which it holds no more; None where it always does.
+
+        Those that save most come first.
+        """
+        demanded = self.space.demanded
+        everything = self.plan(choice).computing_again({block.name for block in self.space.blocks})
+        costs, sizes = repeated_costs(everything, self._objective), everything.holding.remade(everything)
+        names = [name for name in costs if name not in demanded and sizes[name]]
+        names.sort(key=lambda name: costs[name] / sizes[name])
+
+        def fits(count: int) -> bool:
+            return everything.computing_again(demanded.union(names[:count])).held.total <= limit
+
+        count = bisect_left(range(len(names)), True, key=fits)
+        if not fits(count):
+            return None
+        recomputed = demanded.union(names[:count])
+        once = (choice.cost or 0.0) - sum(costs[name] for name in choice.recomputed)
+        once -= gathered_again(self.plan(choice), self._objective)
+        again = gathered_again(everything.computing_again(recomputed), self._objective)
+        return replace(choice, recomputed=recomputed, cost=once + sum(costs[name] for name in recomputed) + again)
+
+
+def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, outputs: Mapping[str, Layout]) -> Plan:
+    method = request.searched or "none"
+    return Plan(
+        graph,
+        mesh,
+        request.mesh,
+        request.mode,
+        method,
+        choice.strategies,
+        choice.leaves,
+        outputs,
+        choice.cost,
+        choice.bound,
+        request.optimizer,
+        request.memory,
+        choice.again,
+        hardware=request.hardware,
+        recomputed=choice.recomputed,
+    )
+
+
+def _too_much(plan: Plan) -> str:
+    """What is said of a plan that holds more than it may, none that was found holding less."""
+    enough = typed_bytes(plan.held.total)
+    return (
+        f"no plan was found under which a device holds {in_bytes(plan.memory or 0)} or less: on the mesh {plan.mesh}, "
+        f"mode {plan.mode}, the one that holds least holds {holds(plan, plan.held)}; type memory='{enough}' "
+        f"(--memory {enough}) or more, more devices, a smaller batch, or an optimizer that keeps less"
+    )
