@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Container, Iterator
 from typing import Any
 
+from shardwright.errors import UsageError
 from shardwright.hosts.port import lease_port
 
 # With what a capture and a group import on their first use, a second for each rank 0.
@@ -38,6 +39,15 @@ def free_port() -> Iterator[int]:
         yield lease.port
     finally:
         lease.close()
+
+
+def given_port() -> int:
+    """A free port for a program that is told its own: among those that neither launchers nor the kernel choose from."""
+    for port in range(2_000 + os.getpid() % 7_000, 10_000):
+        with contextlib.suppress(UsageError):
+            lease_port(port).close()
+            return port
+    raise RuntimeError("no free port below 10000")
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from pathlib import Path
 import pytest
 
 from hosts import HostNetwork
-from shardwright.hosts.port import lease_port
+from ranks import given_port
 
 _PATH = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/sbin"
 _PROGRAMS = ("slurmctld", "slurmd", "srun", "salloc", "sbatch", "scancel", "sinfo", "munged", "setpriv")
@@ -100,12 +100,10 @@ def _configure(network: HostNetwork, folder: Path, cpus: int) -> None:
     (folder / "cgroup.conf").write_text("CgroupPlugin=cgroup/v1\n")
     for name in network.hosts:
         (folder / f"spool.{name}").mkdir()
-    free = lease_port(None)
-    free.close()
     nodes = [
         f"NodeName={name} NodeAddr={host.address} CPUs={cpus} State=UNKNOWN" for name, host in network.hosts.items()
     ]
-    text = _CONFIGURATION.format(name=socket.gethostname(), address=network.address, port=free.port, folder=folder)
+    text = _CONFIGURATION.format(name=socket.gethostname(), address=network.address, port=given_port(), folder=folder)
     partition = "PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP"
     (folder / "slurm.conf").write_text("\n".join([text, *nodes, partition, ""]))
 

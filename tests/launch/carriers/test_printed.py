@@ -10,6 +10,7 @@ import pytest
 import yaml
 from click.testing import CliRunner
 
+from ranks import given_port
 from shardwright.cli import cli
 from shardwright.errors import ShardwrightError
 
@@ -165,7 +166,7 @@ def test_what_is_printed_for_kubernetes_runs_with_the_variables_of_its_operator(
     script = launching.write("train.py", SUM)
     text = launching.run("-H", "a:2,b:2", "--python", sys.executable, "--print", "k8s", script).stdout
     [container] = pods_of(text)[1]["Master"]["containers"]
-    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "23456"}
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(given_port())}
     pods = []
     for pod in ("0", "1"):
         of_pod = {"RANK": pod, "WORLD_SIZE": "4", "PET_NODE_RANK": pod, "PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}
