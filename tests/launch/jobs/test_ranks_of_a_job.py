@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -9,8 +10,9 @@ import sys
 import pytest
 
 from launching import COMMAND
-from shardwright.hosts.port import lease_port
+from ranks import given_port
 from shardwright.launch.host.program import Program
+from shardwright.launch.kept.failure import read_error_file
 from shardwright.launch.supervisor import zygote
 
 REPORT = """
@@ -46,17 +48,16 @@ def test_ranks_differ_in_their_rank_alone(launching):
 
 
 def test_variables_and_devices_from_the_command_line(launching):
-    free = lease_port(None)
-    free.close()
+    port = given_port()
     script = launching.write("train.py", REPORT)
     ended = launching.run(
         "-n", "1", "-x", "A=b=c", "-x", "PASSED", "-x", "OMP_NUM_THREADS=3", "--devices", "5,4",
-        "--port", str(free.port), "--", sys.executable, script, env={"PASSED": "on", "CUDA_VISIBLE_DEVICES": "4,5,6"},
+        "--port", str(port), "--", sys.executable, script, env={"PASSED": "on", "CUDA_VISIBLE_DEVICES": "4,5,6"},
     )  # fmt: skip
     assert ended.code == 0, ended.stderr
     (zero,) = environments(launching, 1)
     assert (zero["A"], zero["PASSED"], zero["OMP_NUM_THREADS"]) == ("b=c", "on", "3")
-    assert (zero["CUDA_VISIBLE_DEVICES"], zero["MASTER_PORT"]) == ("5,4", str(free.port))
+    assert (zero["CUDA_VISIBLE_DEVICES"], zero["MASTER_PORT"]) == ("5,4", str(port))
 
 
 def test_variables_are_in_place_before_torch_is_imported(launching):
@@ -118,6 +119,22 @@ def test_an_uncaught_exception_is_reported_as_by_the_interpreter(launching):
     plain = subprocess.run([sys.executable, script], cwd=launching.folder, capture_output=True, text=True, timeout=60)
     launching.run("-n", "1", "--tee", "none", script, env=launching.light_torch())
     assert launching.log(0, "stderr") == plain.stderr
+
+
+def test_an_error_file_is_whole_or_not_there(tmp_path, monkeypatch):
+    path = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(path))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20, limits[1]))  # as on a full disk
+    try:
+        zygote._write_error_file(ValueError("x"), 7.25)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    for error in (ValueError("x"), ValueError("a later one")):
+        zygote._write_error_file(error, 7.25)
+    assert list(tmp_path.iterdir()) == [path]
+    assert read_error_file(path) == ("ValueError: x", 7.25)
 
 
 @pytest.mark.slow

@@ -156,7 +156,7 @@ def _hide_our_frames(error: BaseException) -> None:
 
 def _write_error_file(error: Exception, happened_s: float) -> None:
     """Write the error down in torchelastic's format, unless the script wrote it itself: the launcher orders failures by
-    its time.
+    its time. The file is there whole or not at all, since others may fail meanwhile, and the launcher then reads it.
     """
     message = {
         "message": f"{type(error).__name__}: {error}",
@@ -166,8 +166,14 @@ def _write_error_file(error: Exception, happened_s: float) -> None:
             "timestamp_s": happened_s,
         },
     }
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None or os.path.exists(path):
+        return
+    draft = f"{path}.{os.getpid()}"
     try:
-        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "x") as file:
+        with open(draft, "w") as file:
             json.dump({"message": message}, file)
-    except (OSError, KeyError):
-        return  # a full disk, or written before; the traceback reaches the log through the pipe
+        os.rename(draft, path)
+    except OSError:  # a full disk; the traceback reaches the log through the pipe
+        with contextlib.suppress(OSError):
+            os.unlink(draft)
