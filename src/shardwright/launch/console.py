@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import threading
 import time
 from collections import deque
@@ -67,15 +68,21 @@ class _WriterThread:
                 self._written_bytes += written
 
     def close(self, patience_s: float) -> None:
-        """Wait until all is written, or until for ``patience_s`` nothing could be."""
+        """Wait until all is written, or until for ``patience_s`` nobody takes it."""
         with self._changed:
             self._closed = True
             self._changed.notify()
         while True:
             before = self._written_bytes
             self._thread.join(patience_s)
-            if not self._thread.is_alive() or self._written_bytes == before:
+            if not self._thread.is_alive() or (self._written_bytes == before and not self._is_taken()):
                 return
+
+    def _is_taken(self) -> bool:
+        """Whether more could be written at once: then it is the thread that had no processor."""
+        poll = select.poll()
+        poll.register(self.fd, select.POLLOUT)
+        return bool(poll.poll(0))
 
 
 class _UnfinishedLine:
