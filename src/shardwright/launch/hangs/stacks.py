@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -105,6 +105,8 @@ def observe(targets: Mapping[int, Target]) -> list[Observation]:
             busy = (now[1] - then[1]) / (time.monotonic() - began_s)
             observations[rank] = replace(observations[rank], busy=round(busy, 2))
     observations = _with_faulthandler(observations, targets)
+    able = [pulse for rank, pulse in asked.items() if observations[rank].state not in ("T", "t")]
+    _wait_for_recorded(able, began_s + _WINDOW_S + _ANSWER_S)
     for rank, pulse in asked.items():
         lines = tuple(line[:_TEXT] for line in (pulse.recorded() or "").splitlines()[-_RECORDED_LINES:])
         observations[rank] = replace(observations[rank], recorded=lines)
@@ -112,11 +114,17 @@ def observe(targets: Mapping[int, Target]) -> list[Observation]:
 
 
 def _ask_for_recorded(targets: Mapping[int, Target]) -> dict[int, PulseFile]:
-    """Ask the ranks that follow a GPU what torch has recorded, which they answer before they have been looked at."""
+    """Ask the ranks that follow a GPU what torch has recorded, which they answer while they are looked at."""
     asked = {rank: t.pulse for rank, t in targets.items() if t.pulse is not None and t.pulse.read().queued >= 0}
     for pulse in asked.values():
         pulse.ask()
     return asked
+
+
+def _wait_for_recorded(pulses: Sequence[PulseFile], until_s: float) -> None:
+    """Wait until each has told what torch has recorded, or the time is over."""
+    while time.monotonic() < until_s and any(pulse.recorded() is None for pulse in pulses):
+        time.sleep(_TICK_S)
 
 
 def _python_of(target: Target) -> int:
