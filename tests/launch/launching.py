@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -18,6 +19,27 @@ import pytest
 
 COMMAND = str(Path(sys.executable).with_name("shardwright"))
 _MARK = "SHARDWRIGHT_TEST"
+# A launcher that restarts a job at once after its first failure, and after the next one waits for somebody to end it.
+PATIENT = [
+    sys.executable, "-c",
+    "from shardwright.cli import main\n"
+    "from shardwright.launch import restarts\n"
+    "pause = restarts._Attempts._pause\n"
+    "def waits(self, failed):\n"
+    "    restarts.PAUSE_S = 600.0 if len(self.past) > 1 else 0.01\n"
+    "    pause(self, failed)\n"
+    "restarts.LONGEST_PAUSE_S, restarts._Attempts._pause = 600.0, waits\n"
+    "main()",
+    "launch",
+]  # fmt: skip
+# In a rank: its supervisor has woken three times, more than a second apart, and has looked where the rank is.
+SEEN_BY_SUPERVISOR = """
+    import os, time
+    for times in (1, 2, 3):
+        time.sleep(1.1)
+        print("here", flush=True)
+        while open(f"log_output/1/rank.{os.environ['RANK']}/stdout").read().count("here") < times: time.sleep(0.01)
+"""
 
 
 @dataclass
@@ -85,7 +107,7 @@ class Launching:
                 continue
         return found
 
-    def assert_none_left(self, within_s: float = 30.0) -> None:
+    def assert_none_left(self, within_s: float = 60.0) -> None:
         try:
             wait_until(lambda: not self.survivors(), within_s, "the end of all processes")
         except AssertionError:
@@ -119,7 +141,8 @@ class Launching:
                     stream.close()
             launcher.wait()
         for pid in self.survivors():
-            os.kill(pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def is_alive(pid: int) -> bool:
@@ -150,7 +173,7 @@ class MemoryGroup:
         pytest.skip("this user may not make a control group with a memory limit")
 
     def __exit__(self, *_: object) -> None:
-        wait_until(self._removed, 30, "the control group is empty")
+        wait_until(self._removed, 60, "the control group is empty")
 
     def _removed(self) -> bool:
         try:

@@ -16,7 +16,7 @@ from launching import Launching, wait_until
 PYTHON = ["--", sys.executable]
 BOTH = ["-H", "host1:1,host2:1"]
 LEASE_S = 2.0
-SLACK_S = 10.0  # of a busy machine
+SLACK_S = 60.0  # of a busy machine
 # What an account may do to a program that ssh starts, by the key with which one logs in: see `add_accounts`.
 NOISY = "echo Welcome to this host; echo 'load: 3 %'; exec sh -c \\\"$SSH_ORIGINAL_COMMAND\\\""
 NO_PYTHON = "exec /nowhere/python"
@@ -64,7 +64,7 @@ def jobs_on(network: HostNetwork, folder: Path) -> Iterator[ManyHosts]:
         yield job
         job.assert_none_left()
         left = [Path(path.read_text()) for path in folder.glob("scratch.*")]
-        wait_until(lambda: not any(path.exists() for path in left), 30, "the job's folders on the hosts are removed")
+        wait_until(lambda: not any(path.exists() for path in left), 60, "the job's folders on the hosts are removed")
     finally:
         job.close()
 

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launching import MemoryGroup, wait_until
+from launching import SEEN_BY_SUPERVISOR, MemoryGroup, wait_until
 from many_hosts import BOTH, LEASE_S, PYTHON, SLACK_S, SLEEP, STUBBORN, UP, failed, wait_until_alone
 
 pytestmark = pytest.mark.slow
@@ -34,9 +35,10 @@ def run_json(job):
 def test_a_rank_that_fails_is_named_with_its_host(job, how, code, cause):
     script = job.write(
         "train.py",
-        UP + "    signal.signal(15, lambda *_: (open(f'told.{rank}', 'w').write("
+        "    import signal\n    signal.signal(15, lambda *_: (open(f'told.{rank}', 'w').write("
         "str(os.path.exists(os.environ['SHARDWRIGHT_FAILED_MARK']))), sys.exit(0)))\n"
-        f"    wait()\n    if rank == 1: {how}\n    time.sleep(100)\n",
+        + UP
+        + f"    wait()\n    if rank == 1: {how}\n    time.sleep(100)\n",
     )
     ended = job.run(*BOTH, *PYTHON, script)
     assert ended.code == code, ended.stderr
@@ -56,11 +58,9 @@ def test_of_two_failures_50_ms_apart_the_first_is_named_though_a_clock_is_5_s_ah
         UP
         + f"""
     wait()
-    if rank == 0:
-        with open("new.at", "w") as file: file.write(repr(time.time() + 0.5))
-        os.rename("new.at", "at")
-    while not os.path.exists("at"): time.sleep(0.005)
-    time.sleep(max(0, float(open("at").read()) + (0 if rank == {first} else 0.05) - time.time()))
+    ended = '"rank": {first}, "state": "ended"'
+    while rank != {first} and ended not in open("log_output/1/ranks.jsonl").read(): time.sleep(0.005)
+    time.sleep(0.05)
     os._exit(10 + rank)
     """,
     )
@@ -71,10 +71,10 @@ def test_of_two_failures_50_ms_apart_the_first_is_named_though_a_clock_is_5_s_ah
     )  # fmt: skip
     assert ended.returncode == 10 + first, ended.stderr
     assert f"rank {first} on host{first + 1} failed first: exit code {10 + first}" in ended.stderr
-    assert abs(failed(job)["time_s"] - time.time()) < 4
+    assert run_json(job)["started_s"] < failed(job)["time_s"] < run_json(job)["ended_s"], "by this host's clock"
     ahead = {host["name"]: host["clock_ahead_s"] for host in run_json(job)["hosts"]}
-    assert ahead["host1"] == pytest.approx(5, abs=0.1)
-    assert ahead["host2"] == pytest.approx(0, abs=0.1)
+    assert ahead["host1"] == pytest.approx(5, abs=1)
+    assert ahead["host2"] == pytest.approx(0, abs=1)
 
 
 def test_a_stopped_rank_is_named_and_ctrl_c_ends_the_job(job):
@@ -219,12 +219,14 @@ def test_all_hosts_that_cannot_be_used_are_listed_at_once(job):
     assert not (job.folder / "log_output").exists() or not list((job.folder / "log_output").iterdir())
 
 
-# The host that is not there must be asked for longer than Ctrl-C takes: not so on a busy machine.
-def test_ctrl_c_while_hosts_are_asked(job):
-    launcher = job.start("-H", "host1:1,gone:1", "--connect-timeout", "60", "--", "true")
-    wait_until(lambda: len(job.clients()) == 2, 10, "ssh runs")
-    launcher.send_signal(signal.SIGINT)
-    ended = job.finish(launcher)
+def test_ctrl_c_while_hosts_are_asked(job, network):
+    with socket.create_server((network.address, 0)) as mute:  # takes what ssh says, and answers nothing
+        with network.config.open("a") as file:
+            file.write(f"Host mute\n  HostName {network.address}\n  Port {mute.getsockname()[1]}\n")
+        launcher = job.start("-H", "host1:1,mute:1", "--connect-timeout", "600", "--", "true")
+        wait_until(lambda: len(job.clients()) == 2, 60, "ssh runs")
+        launcher.send_signal(signal.SIGINT)
+        ended = job.finish(launcher)
     assert ended.code == 130
     assert "Traceback" not in ended.stderr
     assert not list((job.folder / "log_output").iterdir())
@@ -283,12 +285,15 @@ def test_ranks_beyond_the_slots_and_an_interface_that_is_not_there(job):
 
 
 def test_ctrl_c_once_lets_ranks_end_and_twice_kills(job):
-    wait = UP + "    signal.signal(2, lambda *_: (print('saved', flush=True), rank and sys.exit(0)))\n"
-    launcher = job.start(*BOTH, "--grace", "60", *PYTHON, job.write("train.py", wait + "    while True: time.sleep(1)"))
+    heed = "    import signal\n    signal.signal(2, lambda *_: (print('saved', flush=True), rank and sys.exit(0)))\n"
+    wait = heed + UP
+    launcher = job.start(
+        *BOTH, "--grace", "600", *PYTHON, job.write("train.py", wait + "    while True: time.sleep(1)")
+    )
     job.wait_for_ranks(2)
     launcher.send_signal(signal.SIGINT)
-    assert "SIGINT: ending 2 ranks, which have 60 s" in launcher.stderr.readline()
-    wait_until(lambda: all("saved" in job.log(rank) for rank in (0, 1)), 10, "the ranks have heard of it")
+    assert "SIGINT: ending 2 ranks, which have 600 s" in launcher.stderr.readline()
+    wait_until(lambda: all("saved" in job.log(rank) for rank in (0, 1)), 60, "the ranks have heard of it")
     launcher.send_signal(signal.SIGINT)
     ended = job.finish(launcher)
     assert ended.code == 130
@@ -312,12 +317,13 @@ def test_an_out_of_memory_kill_is_told(job):
         + """
     if rank == 1:
         while not os.path.exists("go"): time.sleep(0.01)
-        for _ in range(3):  # the supervisor wakes, and looks where the rank is
-            print("here", flush=True)
-            time.sleep(1.1)
-        everything = bytearray(200 << 20)
-        everything[::4096] = bytes(len(everything[::4096]))
-    time.sleep(100)
+    else:
+        time.sleep(100)
+    """
+        + SEEN_BY_SUPERVISOR
+        + """
+    everything = bytearray(200 << 20)
+    everything[::4096] = bytes(len(everything[::4096]))
     """,
     )
     with MemoryGroup(64 << 20) as group:
@@ -346,11 +352,11 @@ def test_a_slow_line_holds_no_rank_up_and_what_it_loses_is_counted(job, network)
     network.slow("host2", 1_000_000)
     try:
         launcher = job.start(*BOTH, "--tee", "none", *PYTHON, script)
-        took_s = float(job.wait_for_file("took.1", 30))
+        took_s = float(job.wait_for_file("took.1"))
         ended = job.finish(launcher, 90)
     finally:
         network.unslow("host2")
-    assert took_s < 20
+    assert took_s < 60
     assert ended.code == 0, ended.stderr
     log = job.log(1)
     assert "bytes are missing here: the line between the hosts did not take them]" in log
@@ -384,8 +390,8 @@ def test_a_console_that_nobody_reads_holds_no_rank_up(job):
     )
     launcher = job.start(*BOTH, "--tee", "all", *PYTHON, script)
     for rank in (0, 1):
-        job.wait_for_file(f"done.{rank}", 30)
-    assert job.finish(launcher, 30).code == 0
+        job.wait_for_file(f"done.{rank}")
+    assert job.finish(launcher).code == 0
     assert [len(job.log(rank)) for rank in (0, 1)] == [20_000_000] * 2
 
 

@@ -1,17 +1,22 @@
 """A job that fails begins again: when, how often, with what, and what is told and kept of it."""
 
 import json
+import math
 import os
 import re
 import signal
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
+from launching import PATIENT
+from ranks import given_port
 from shardwright.errors import LaunchError, UsageError
 from shardwright.hosts.hosts import Hosts
 from shardwright.hosts.placement import Placement
+from shardwright.launch import restarts
 from shardwright.launch.asked.carrier_facts import TORCHRUN
 from shardwright.launch.asked.host_options import PerHost, RemoteOptions
 from shardwright.launch.asked.options import LaunchOptions
@@ -101,10 +106,11 @@ def test_logs_follow_a_job_over_its_restarts(launching):
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_a_signal_in_the_pause_ends_the_job_at_once(launching, signum):
     script = launching.write("train.py", ATTEMPT + "    os._exit(3)\n")
-    launcher = launching.start("-n", "1", "--max-restarts", "9", *PYTHON, script)
-    lines = []
-    while "in 2 s" not in (lines or [""])[-1]:
-        lines.append(launcher.stderr.readline())
+    launcher = launching.start("-n", "1", "--max-restarts", "9", *PYTHON, script, line=PATIENT)
+    said = "first"
+    while said and "restart 2 of 9" not in said:
+        said = launcher.stderr.readline()
+    assert "in 600 s" in said
     launcher.send_signal(signum)
     ended = launching.finish(launcher)
     assert ended.code == 128 + signum
@@ -112,6 +118,17 @@ def test_a_signal_in_the_pause_ends_the_job_at_once(launching, signum):
     report = read(launching, "run.json")
     assert (report["status"], report["exit_code"], len(report["attempts"])) == ("interrupted", 128 + signum, 2)
     assert read(launching, "job.json")["status"] == "interrupted"
+
+
+def test_the_pause_is_doubled_for_what_fails_as_soon_as_it_has_started():
+    waited = []
+    attempts = restarts._Attempts(RestartOptions(9), None, None, None, waited.append)
+    attempts.console = SimpleNamespace(say=lambda text: None)
+    for all_started_s in (None, None, None, None, None, -math.inf, None):
+        kept, outcome = SimpleNamespace(hosts=["a"]), SimpleNamespace(cause="rank 0 failed first")
+        failed = SimpleNamespace(all_started_s=all_started_s, unsure_until_s=-math.inf, kept=kept, outcome=outcome)
+        attempts._pause(failed)
+    assert waited == [1.0, 2.0, 4.0, 8.0, 8.0, 1.0, 1.0]
 
 
 def test_a_signal_while_the_job_runs_or_ends_restarts_nothing(launching):
@@ -176,10 +193,7 @@ def test_a_full_log_disk_is_no_reason_not_to_begin_again(launching):
 
 @pytest.mark.slow
 def test_a_given_port_serves_every_attempt(launching):
-    import socket
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = given_port()
     script = launching.write("train.py", FAILS_ONCE)
     ended = launching.run("-n", "2", "--max-restarts", "1", "--port", str(port), *PYTHON, script)
     assert ended.code == 0, ended.stderr
