@@ -20,7 +20,6 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.launch.host.processes import start_ticks
-from shardwright.launch.kept.job import replace_file
 
 RUNNING, RESTARTING, STOPPING, LOST = "running", "restarting", "stopping", "lost"
 _SHOWN_LOST_S = 60.0
@@ -72,7 +71,9 @@ class JobRecord:
     def write(self) -> None:
         """Write the record. Raises `OSError`."""
         make_private(jobs_folder())
-        replace_file(self.path, asdict(self))
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # several may find at once that a job is lost
+        draft.write_text(json.dumps(asdict(self)))
+        draft.replace(self.path)
 
     def remove(self) -> None:
         for path in (self.path, self.told_path):
@@ -131,6 +132,8 @@ def _seen(record: JobRecord) -> JobRecord | None:
         return replace(record, state=STOPPING) if record.told_path.exists() else record
     now_s = time.time()
     if record.lost_s is None:
+        if not record.path.exists():  # its launcher has removed it and ended, since it was read
+            return None
         record = replace(record, state=LOST, lost_s=now_s)
         with contextlib.suppress(OSError):
             record.write()
