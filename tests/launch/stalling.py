@@ -18,9 +18,10 @@ TRAINING = """
     from shardwright.mesh.processes import ProcessCommunicator
     all_reduce = ProcessCommunicator.all_reduce
     def hurt(self, tensor, axes):
-        if step == 4 and world.rank == RANK:
-            up.set()
-            HOW
+        if step == 4:
+            up.set()  # from here on all are quiet
+            if world.rank == RANK:
+                HOW
         return all_reduce(self, tensor, axes)
     start = ProcessCommunicator.start_all_reduce
     def left_out(self, tensor, axes):
@@ -30,6 +31,5 @@ TRAINING = """
         loss = parallel(batch)
         loss.backward()
         optimizer.step(); optimizer.zero_grad()
-        if step == 3: up.set()
     time.sleep(100)
 """

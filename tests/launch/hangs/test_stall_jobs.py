@@ -36,15 +36,30 @@ def test_a_rank_that_sleeps_is_shown_though_it_was_not_forked_from_the_zygote(la
 
 @pytest.mark.slow
 def test_a_hang_that_is_only_reported_goes_on(launching):
-    text = "import time\nprint('up', flush=True)\ntime.sleep(4)\nprint('on', flush=True)\ntime.sleep(4)\n"
-    script = launching.write("t.py", text)
-    words = ["--stall-timeout", "1", "--on-stall", "report", "--", sys.executable, script]
-    ended = launching.run("-n", "1", *words, timeout_s=60)
-    assert ended.code == 0, ended.stderr
-    said = "no rank has finished a step or written anything for 1 s: rank 0 is "
-    assert ended.stderr.count(said) == 2, "once for each hang"
-    assert ended.stderr.count("  the job goes on (--on-stall report); Ctrl-C ends it") == 2
-    assert ended.stderr.count("shardwright: the ranks get on again") == 2
+    script = launching.write(
+        "t.py",
+        """
+    import os, time
+    for name in ("first", "second"):
+        print("on", flush=True)
+        while not os.path.exists(name): time.sleep(0.01)
+    """,
+    )
+    words = ["--stall-timeout", "3", "--on-stall", "report", "--", sys.executable, script]
+    launcher = launching.start("-n", "1", *words)
+    said = ""
+    for hangs, name in enumerate(("first", "second"), 1):
+        while said.count("  the job goes on (--on-stall report); Ctrl-C ends it") < hangs:
+            line = launcher.stderr.readline()
+            assert line, said
+            said += line
+        launching.write(name, "")
+    ended = launching.finish(launcher)
+    assert ended.code == 0, said + ended.stderr
+    said += ended.stderr
+    told = "no rank has finished a step or written anything for 3 s: rank 0 is "
+    assert said.count(told) == 2, "once for each hang"
+    assert said.count("shardwright: the ranks get on again") == 2
     assert not (launching.folder / "log_output/1/failed.json").exists()
     assert (run_json(launching)["stalls"], run_json(launching)["exit_code"]) == (["stall-1.txt", "stall-2.txt"], 0)
 
@@ -53,12 +68,15 @@ def test_without_the_option_a_quiet_job_is_told_of_it_once(launching):
     text = "import sys; from shardwright.launch.hangs import stall; stall.HINT_S = 0.5\n"
     text += "from shardwright.cli import main; main()"
     line = [sys.executable, "-c", text, "launch"]
-    ended = launching.run("-n", "1", "--", "sh", "-c", "echo up; sleep 1; echo on; sleep 1", line=line)
-    assert (ended.code, ended.stderr.splitlines()) == (
-        0,
-        ["shardwright: no rank has written anything for 3 minutes; should the job hang, `--stall-timeout SECONDS` "
-         "shows where each rank is, and ends it"],
-    )  # fmt: skip
+    job = "echo up; until [ -e go ]; do sleep 0.05; done; echo on; sleep 1"
+    launcher = launching.start("-n", "1", "--", "sh", "-c", job, line=line)
+    assert launcher.stderr.readline() == (
+        "shardwright: no rank has written anything for 3 minutes; should the job hang, `--stall-timeout SECONDS` "
+        "shows where each rank is, and ends it\n"
+    )
+    launching.write("go", "")
+    ended = launching.finish(launcher)
+    assert (ended.code, ended.stderr) == (0, ""), "it is not told again"
     refused = launching.run("-n", "1", "--on-stall", "report", "--", "true")
     assert (refused.code, "--on-stall report without --stall-timeout: nobody" in refused.stderr) == (2, True)
 
@@ -76,13 +94,13 @@ def test_who_writes_or_takes_steps_now_and_then_is_left_alone(launching):
     import os, sys, time
     from shardwright.pulse import own_pulse
     print("up", flush=True)
-    for i in range(16):
-        time.sleep(0.4)
-        if i < 8 and i % 2 == int(os.environ["RANK"]): print(i, file=sys.stderr, flush=True)
-        if i >= 8: own_pulse().begin_step()
+    for i in range(48):
+        time.sleep(0.2)
+        if i < 24 and i % 2 == int(os.environ["RANK"]): print(i, file=sys.stderr, flush=True)
+        if i >= 24: own_pulse().begin_step()
     """,
     )
-    ended = launching.run("-n", "2", "--stall-timeout", "3", "--tee", "none", "--", sys.executable, script)
+    ended = launching.run("-n", "2", "--stall-timeout", "8", "--tee", "none", "--", sys.executable, script)
     assert (ended.code, ended.stderr) == (0, "")
 
 

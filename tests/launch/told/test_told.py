@@ -46,6 +46,12 @@ class Clock:
         self.now_s += seconds
 
 
+@pytest.fixture
+def clock_stands(monkeypatch):
+    now_s = time.time()
+    monkeypatch.setattr(time, "time", lambda: now_s)
+
+
 def told(lines):
     return [{k: v for k, v in json.loads(line).items() if k != "time_s"} for line in lines]
 
@@ -114,6 +120,7 @@ def test_without_a_listener_nothing_is_done():
     assert not steps.told
 
 
+@pytest.mark.usefixtures("clock_stands")
 def test_marks_name_who_is_stopped_who_is_slow_and_who_is_quiet(tmp_path):
     made, live = job(tmp_path)
     watched = Watched(made.path)
@@ -246,6 +253,7 @@ def lines_of(seen, width, height=24):
     return console.export_text().splitlines()
 
 
+@pytest.mark.usefixtures("clock_stands")
 @pytest.mark.parametrize("width", [60, 80, 120])
 def test_the_screen_is_readable_at_any_width(tmp_path, width):
     made, live = job(tmp_path)
@@ -280,6 +288,7 @@ def test_a_job_of_which_nothing_was_told_says_why(tmp_path):
     assert lines[1].startswith("ranks.jsonl is missing in its folder")
 
 
+@pytest.mark.usefixtures("clock_stands")
 def test_what_people_wait_for_is_shown_in_place_of_a_quiet_rank(tmp_path):
     made, live = job(tmp_path, ranks=2)
     watched = Watched(made.path)

@@ -41,7 +41,8 @@ def folder_of(launching):
 
 def steps_of(launching, rank):
     path = folder_of(launching) / f"rank.{rank}" / "steps.jsonl"
-    values = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    whole = path.read_text().rpartition("\n")[0] if path.exists() else ""  # the last line may be half written
+    values = [json.loads(line) for line in whole.splitlines()]
     return [value for value in values if "step" in value]
 
 
@@ -91,7 +92,7 @@ class Terminal:
 
     def tmux(self, *words):
         done = subprocess.run(
-            ["tmux", "-L", self.socket, *words], capture_output=True, text=True, timeout=20, check=True
+            ["tmux", "-L", self.socket, *words], capture_output=True, text=True, timeout=60, check=True
         )
         return done.stdout
 
@@ -102,7 +103,7 @@ class Terminal:
         self.tmux("resize-window", "-x", str(columns), "-y", str(rows))
 
     def close(self):
-        subprocess.run(["tmux", "-L", self.socket, "kill-server"], capture_output=True, timeout=20, check=False)
+        subprocess.run(["tmux", "-L", self.socket, "kill-server"], capture_output=True, timeout=60, check=False)
 
 
 def row(terminal, rank):
@@ -141,43 +142,45 @@ def test_in_a_terminal_ranks_appear_a_stopped_one_is_marked_and_it_can_be_resize
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed: apt-get install tmux")
     script = launching.write("train.py", TRAIN.replace('    print("rank", rank, "trains", flush=True)\n', LATE[1:]))
-    launcher = launching.start("-n", "2", "--", os.sys.executable, script, "60", "0")
-    wait_until((folder_of(launching) / "job.json").exists, 20, "the job has begun")
+    launcher = launching.start("-n", "2", "--", os.sys.executable, script, "600", "0")
+    wait_until((folder_of(launching) / "job.json").exists, 60, "the job has begun")
     watch = f"COLUMNS=80 LINES=24 {COMMAND} watch log_output/1"  # which a shell may have left there
-    terminal = Terminal(100, 30, launching.folder, f"{watch}; sleep 60")
+    terminal = Terminal(100, 30, launching.folder, f"{watch}; sleep 600")
     try:
-        wait_until(lambda: " ms " in row(terminal, 1), 20, "rank 1 has appeared with its steps")
+        wait_until(lambda: " ms " in row(terminal, 1), 60, "rank 1 has appeared with its steps")
         assert " ms " not in row(terminal, 0)
-        wait_until(lambda: any("capturing Net: " in line for line in terminal.lines()), 20, "what takes long is said")
+        wait_until(lambda: any("capturing Net: " in line for line in terminal.lines()), 60, "what takes long is said")
         launching.write("go", "")
-        wait_until(lambda: " ms " in row(terminal, 0), 20, "rank 0 has appeared, too")
+        wait_until(lambda: " ms " in row(terminal, 0), 60, "rank 0 has appeared, too")
         assert not any("capturing" in line for line in terminal.lines())
         states = [json.loads(line) for line in (folder_of(launching) / "ranks.jsonl").read_text().splitlines()]
         [pid] = [state["pid"] for state in states if state.get("rank") == 1 and "pid" in state]
         os.kill(pid, signal.SIGSTOP)
         wait_until(
-            lambda: any("stopped (SIGSTOP)" in line for line in terminal.lines()), 10, "the stopped one is marked"
+            lambda: any("stopped (SIGSTOP)" in line for line in terminal.lines()), 60, "the stopped one is marked"
         )
         for columns, rows in ((60, 20), (140, 40)):
             terminal.resize(columns, rows)
             time.sleep(1.5)  # what was shown before is gone
-            wait_until(lambda: is_whole(terminal.lines(), columns), 10, f"all is shown on {columns} columns")  # noqa: B023
+            wait_until(lambda: is_whole(terminal.lines(), columns), 60, f"all is shown on {columns} columns")  # noqa: B023
         os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: not any("stopped" in line for line in terminal.lines()), 10, "it is no longer marked")
+        wait_until(lambda: not any("stopped" in line for line in terminal.lines()), 60, "it is no longer marked")
         launcher.send_signal(signal.SIGTERM)
         assert launching.finish(launcher).code == 143
-        wait_until(lambda: any("job 1 interrupted" in line for line in terminal.lines()), 10, "the end is told")
+        wait_until(lambda: any("job 1 interrupted" in line for line in terminal.lines()), 60, "the end is told")
     finally:
         terminal.close()
 
 
 WAITS = """
-    import time
+    import os, time
     from shardwright.waiting import waiting_for
+    def wait_for(name):
+        while not os.path.exists(name): time.sleep(0.01)
     with waiting_for("saving step-7"):
-        time.sleep(4)
+        wait_for("go")
     print("saved", flush=True)
-    time.sleep(2)
+    wait_for("end")
 """
 
 
@@ -186,11 +189,16 @@ def test_a_launcher_in_a_terminal_shows_once_what_is_waited_for(launching):
     if shutil.which("tmux") is None:
         pytest.skip("tmux is not installed: apt-get install tmux")
     words = f"{COMMAND} launch -n 2 --tee all -- {os.sys.executable} {launching.write('train.py', WAITS)}"
-    terminal = Terminal(80, 24, launching.folder, f"{words}; sleep 60")
+    terminal = Terminal(80, 24, launching.folder, f"{words}; sleep 600")
+
+    def lines():
+        return sorted(line for line in terminal.lines() if line)
+
     try:
-        wait_until(lambda: [line for line in terminal.lines() if line] == ["saving step-7: 3 s"], 30, "it is shown")
-        wait_until(lambda: sorted(line for line in terminal.lines() if line)
-                   == ["[rank 0] saved", "[rank 1] saved"], 20, "it is gone")  # fmt: skip
+        wait_until(lambda: re.fullmatch(r"saving step-7: \d+ s", "\n".join(lines())), 60, "it is shown")
+        launching.write("go", "")
+        wait_until(lambda: lines() == ["[rank 0] saved", "[rank 1] saved"], 60, "it is gone")
+        launching.write("end", "")
     finally:
         terminal.close()
     assert launching.run("-n", "2", "--", os.sys.executable, "train.py").stderr == ""
