@@ -188,8 +188,8 @@ def test_a_console_that_nobody_reads_stops_no_rank(launching, blocked):
         "train.py",
         """
     import os, sys
-    for i in range(100):
-        os.write(1, b"x" * 999_999 + b"\\n"); os.write(2, b"y" * 99_999 + b"\\n")
+    for i in range(80):
+        os.write(1, b"x" * 999_999 + b"\\n"); os.write(2, b"y" * 9_999 + b"\\n")
     open("done", "w").write("done")
     """,
     )
@@ -206,14 +206,20 @@ def test_a_console_that_nobody_reads_stops_no_rank(launching, blocked):
         os.close(read)
         os.close(write)
     assert ended.code == 0
-    assert len(launching.log(0)) == 100_000_000
+    assert len(launching.log(0)) == 80_000_000
     if blocked == "stdout":
         text = said.read_text()
         assert re.search(r"shardwright: \d+ bytes were not shown, since the console did not take them", text)
 
 
 def test_a_console_that_goes_away_ends_nothing(launching):
-    script = launching.write("train.py", "for i in range(100_000): print('line', i)")
+    script = launching.write(
+        "train.py",
+        r"""
+    import os
+    for begin in range(0, 100_000, 100): os.write(1, b"".join(b"line %d\n" % i for i in range(begin, begin + 100)))
+    """,
+    )
     launcher = launching.start("-n", "1", *PYTHON, script)
     launcher.stdout.readline()
     launcher.stdout.close()
@@ -241,8 +247,8 @@ def test_a_full_log_disk_is_reported_and_stops_no_rank(launching, code):
         "train.py",
         f"""
     import os, sys, time
-    for i in range(3000):
-        print("x" * 999)
+    for i in range(100):
+        os.write(1, 30 * (999 * b"x" + b"\\n"))
     open(f"done.{{os.environ['RANK']}}", "w").write("done")
     while not (os.path.exists("done.0") and os.path.exists("done.1")): time.sleep(0.01)
     sys.exit({code})
@@ -349,7 +355,7 @@ def test_logs_of_no_job(launching):
 
 def test_a_stopped_launcher_holds_its_ranks_but_loses_nothing(launching):
     """Ctrl-Z: the ranks wait once the pipes are full, and go on with the launcher."""
-    script = launching.write("train.py", "for i in range(20_000): print('x' * 999)")
+    script = launching.write("train.py", "import os\nfor i in range(200): os.write(1, b'x' * 100_000)")
     launcher = launching.start("-n", "1", "--tee", "none", *PYTHON, script)
     wait_until(lambda: (launching.folder / "log_output/1/rank.0/stdout").exists(), 60, "the log exists")
     os.kill(launcher.pid, signal.SIGSTOP)
