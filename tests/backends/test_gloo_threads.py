@@ -1,5 +1,6 @@
 """Gloo's receiving threads are batch work from the first collective on, those of every group."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -11,10 +12,12 @@ from shardwright.mesh.processes import ProcessCommunicator
 
 def policies():
     """The scheduling policies of this process's receiving threads, and of its main one."""
-    threads = [
-        path for path in Path("/proc/self/task").iterdir() if path.joinpath("comm").read_text() == "gloo_tcp_loop\n"
-    ]
-    return [os.sched_getscheduler(int(path.name)) for path in threads], os.sched_getscheduler(0)
+    found = []
+    for path in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # a thread of a group that was closed, which has just ended
+            if path.joinpath("comm").read_text() == "gloo_tcp_loop\n":
+                found.append(os.sched_getscheduler(int(path.name)))
+    return found, os.sched_getscheduler(0)
 
 
 def in_groups():

@@ -147,7 +147,7 @@ def test_lines_and_totals_on_no_terminal(tree):
         ]
         * 2
     )
-    assert re.fullmatch(r"eth0: 0 B in, 0 B out in \d\.\d s; no errors or drops", lines[-1])
+    assert re.fullmatch(r"eth0: 0 B in, 0 B out in \d+\.\d s; no errors or drops", lines[-1])
     assert len(lines) == 8
 
 
@@ -215,10 +215,10 @@ def one_side(names):
                     received += len(chunk)
         assert received == SENT_BYTES
     else:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while True:
             try:
-                connection = socket.create_connection((ADDRESSES[1], 7000), timeout=30)
+                connection = socket.create_connection((ADDRESSES[1], 7000), timeout=60)
                 break
             except OSError:
                 assert time.monotonic() < deadline

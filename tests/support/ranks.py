@@ -64,7 +64,7 @@ def _omp_one_thread() -> Iterator[None]:
             os.environ["OMP_NUM_THREADS"] = before
 
 
-def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any) -> None:
+def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any, stay: bool) -> None:
     os.environ.update(env)
     try:
         if env.get("SHARDWRIGHT_TEST_DEVICE"):  # which has been looked at before
@@ -75,6 +75,8 @@ def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], p
     except BaseException:
         result = (False, traceback.format_exc())
     pipe.send_bytes(pickle.dumps(result))  # by value: torch's own pickler would share memory that ends with us
+    if stay:
+        pipe.poll(None)  # until the other end is closed
     pipe.close()
 
 
@@ -89,15 +91,18 @@ def run_ranks(
     timeout: float = 60,
     env: dict[str, str] | None = None,
     dying: Container[int] = (),
+    stay: bool = False,
 ) -> list[Any]:
     """Call ``fn(*args)`` on ``n`` processes and return their results in rank order.
 
     ``fn`` must be importable (defined at the top of a module). Raises `RankFailed` with the traceback of
     the rank that failed first, or with the names of the ranks that had not finished after ``timeout`` seconds;
     no process outlives the call. The result of a rank in ``dying``, which may end without one, is its exit code.
+    With ``stay`` the process of each rank lives until all have returned, so that nobody meets the end of another one:
+    where ranks raise errors, rank 0, which serves the store, waits for a few seconds alone until others have read why.
     """
     with free_port() as port:
-        return _run(port, n, fn, args, timeout, env, dying)
+        return _run(port, n, fn, args, timeout, env, dying, stay)
 
 
 def _run(
@@ -108,17 +113,18 @@ def _run(
     timeout: float,
     env: dict[str, str] | None,
     dying: Container[int],
+    stay: bool,
 ) -> list[Any]:
     children, pipes = [], {}
     with _omp_one_thread():
         for rank in range(n):
-            ours, theirs = _context.Pipe(duplex=False)
+            ours, theirs = _context.Pipe(duplex=stay)
             variables = {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n),
                 "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
                 "SHARDWRIGHT_TEST_DEVICE": os.environ.get("SHARDWRIGHT_TEST_DEVICE", ""),
             } | (env or {})  # fmt: skip
-            child = _context.Process(target=_child, args=(variables, fn, args, theirs), daemon=True)
+            child = _context.Process(target=_child, args=(variables, fn, args, theirs, stay), daemon=True)
             child.start()
             theirs.close()
             children.append(child)
@@ -144,6 +150,8 @@ def _run(
                 if not ok:
                     raise RankFailed(f"rank {rank} of {n} raised:\n{value}")
                 results[rank] = value
+        for pipe in pipes:
+            pipe.close()
         for child in children:
             child.join(10)
     finally:

@@ -55,6 +55,6 @@ class SimulatedRanks:
 
     def _next(self, queue: SimpleQueue[Any]) -> Any:
         try:
-            return queue.get(timeout=20)
+            return queue.get(timeout=60)
         except Empty:
-            return Lost("did not answer within 20 s")
+            return Lost("did not answer within 60 s")

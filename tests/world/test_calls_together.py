@@ -4,11 +4,13 @@ import gc
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
 
 from shardwright.errors import UsageError, WorldError
+from shardwright.world import lockstep
 from shardwright.world.lockstep import Lockstep
 
 
@@ -33,6 +35,12 @@ def together(*calls):
     with ThreadPoolExecutor(len(calls)) as pool:
         futures = [pool.submit(call) for call in calls]
     return [future.exception() or future.result() for future in futures]
+
+
+def without_sleep(monkeypatch):
+    """Of this room alone: other threads of this process may sleep."""
+    own = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: pytest.fail("rank 0 waits though all have ended"))
+    monkeypatch.setattr(lockstep, "time", own)
 
 
 def ranks():
@@ -125,7 +133,7 @@ def test_ranks_that_end_in_different_calls_do_not_wait_for_each_other(monkeypatc
             with mine.call():
                 pass
         mine.end()
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("rank 0 waits though all have ended"))
+    without_sleep(monkeypatch)
     first.wait_until_all("ended", 60)
 
 
@@ -146,5 +154,5 @@ def test_ranks_whose_last_call_was_refused_are_not_waited_for(monkeypatch):
     assert together(lambda: refused(first, "a"), lambda: refused(second, "b")) == [None, None]
     gc.collect()
     assert first._told() is second._told() is None
-    monkeypatch.setattr(time, "sleep", lambda seconds: pytest.fail("rank 0 waits though all have ended"))
+    without_sleep(monkeypatch)
     first.wait_until_all("ended", 60)
