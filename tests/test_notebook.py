@@ -67,7 +67,7 @@ def test_an_interrupted_cell_leaves_no_rank(tmp_path):
     rank = int(cell.stdout.readline())
     os.kill(cell.pid, signal.SIGINT)
     cell.communicate(timeout=60)
-    deadline_s = time.monotonic() + 20
+    deadline_s = time.monotonic() + 60
     while psutil.pid_exists(rank) and time.monotonic() < deadline_s:
         time.sleep(0.1)
     assert not psutil.pid_exists(rank)

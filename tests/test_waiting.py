@@ -51,13 +51,21 @@ def test_what_is_soon_done_is_not_shown():
     assert said == []
 
 
+def read_all(screen, count):
+    """A terminal gives what it has, which may come piece by piece."""
+    found = b""
+    while len(found) < count:
+        found += screen.read(count + 1 - len(found))
+    return found
+
+
 def test_rank_0_says_it_on_its_terminal_and_others_do_not(monkeypatch):
     ours, theirs = os.openpty()
     with os.fdopen(theirs, "w") as stderr, os.fdopen(ours, "rb", buffering=0) as screen:
         monkeypatch.setattr("sys.stderr", stderr)
         show = waiting._find_show()
         show("saving: 3 s\x1b[2J")
-        assert screen.read(100) == b"\r\x1b[Ksaving: 3 s?[2J"
+        assert read_all(screen, 19) == b"\r\x1b[Ksaving: 3 s?[2J"
         for name, value in {"WORLD_SIZE": "2", "MASTER_ADDR": "here", "MASTER_PORT": "1", "RANK": "1"}.items():
             monkeypatch.setenv(name, value)
         assert waiting._find_show() is None

@@ -318,7 +318,7 @@ def stress(seconds, *groups_of):
     together, own, count = random.Random(7), random.Random(rank), 0
     end = time.monotonic() + seconds
     while True:
-        go_on = torch.tensor([time.monotonic() < end])
+        go_on = torch.tensor([time.monotonic() < end or count < 200])
         dist.broadcast(go_on, 0)
         if not go_on:
             return count
@@ -391,6 +391,13 @@ def exact():
     return {"exact": [verified(name, options) for name in NETWORKS for options in EXACT[dist.get_world_size()]]}
 
 
+def until(condition):
+    """For a minute."""
+    end_s = time.monotonic() + 60
+    while not condition() and time.monotonic() < end_s:
+        time.sleep(0.02)
+
+
 def told_of_the_end():
     """What a small and a large collective raise where a rank has gone, which is the same, and after how long."""
     start, said = time.monotonic(), []
@@ -414,6 +421,8 @@ def dies(how):
         if how == "killed":
             os.kill(os.getpid(), 9)
         time.sleep(600)
+    if how == "hangs":
+        dist.group.WORLD.lane.timeout_s = 6.0  # from here on, since ranks may take longer to meet
     dist.all_reduce(torch.ones(3))
     return {}
 

@@ -112,14 +112,13 @@ def test_training_is_exact(way, ranks, tmp_path):
 @pytest.mark.parametrize("way", [pytest.param("mpirun", marks=slow), "launch"])
 def test_a_rank_that_goes_ends_the_job(way, how, code, cause, tmp_path):
     mark = f"mpi-test-{os.getpid()}-{time.monotonic_ns()}"
-    limit = "6" if how == "hangs" else "600"
-    ended = run(way, 2, PROGRAM, "dies", how, folder=tmp_path, TIMEOUT=limit, timeout_s=60, MARK=mark)
+    ended = run(way, 2, PROGRAM, "dies", how, folder=tmp_path, TIMEOUT="600", timeout_s=110, MARK=mark)
     assert ended.returncode == code, ended.stderr
     assert "ANSWER" not in ended.stdout
     if way == "launch":
         assert cause in ended.stderr
         assert f"its log: {Path('log_output/1/rank')}." in ended.stderr
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 60
     while left := living(mark):
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

@@ -88,7 +88,7 @@ def every_run(sizes, ranks):
 
 
 def parallel_run(sizes, kind, gradients, lr):
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     model = Net()
     if world.rank:
         with torch.no_grad():
@@ -133,7 +133,7 @@ def test_losses_gradients_and_parameters_are_those_of_one_device(ranks):
 
 
 def single_run(gradients):
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     model = Net()
     with torch.no_grad():
         model.body[0].weight.add_(world.rank)
@@ -160,7 +160,7 @@ def test_single_computes_the_whole_batch_on_every_rank(ranks):
 
 
 def accumulating_run(gradients):
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     model = Net()
     batches = [part_of(global_batch(size, size), world.rank, world.size) for size in (8, 6, 1)]
     parallel = parallelize_eagerly(model, cross_entropy, batches[0], gradients=gradients)
@@ -219,7 +219,7 @@ def test_two_forwards_before_a_backward_give_the_sum_or_are_refused():
 
 
 def aux_run():
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     batch = part_of(global_batch(2), world.rank, world.size)
     parallel = parallelize_eagerly(Net(), with_aux, batch)
     loss, aux = parallel.eval()(batch)
@@ -251,7 +251,7 @@ class PartlyUsed(nn.Module):
 
 
 def partly_used_run():
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     model = PartlyUsed()
     batch = part_of(global_batch(3), world.rank, world.size)
     parallel = parallelize_eagerly(model, cross_entropy, batch)
@@ -270,7 +270,7 @@ def test_parameters_that_the_loss_does_not_use_get_no_gradient():
 
 
 def trial_run():
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)).double()
     before = torch.random.get_rng_state()
     parallelize_eagerly(model, cross_entropy, part_of(global_batch(8), world.rank, world.size))
@@ -283,7 +283,7 @@ def test_trying_the_loss_function_leaves_no_trace():
 
 
 def state_run():
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     batch = part_of(global_batch(8), world.rank, world.size)
     parallel = parallelize_eagerly(Net(), cross_entropy, batch)
     state = {name: torch.zeros_like(value) for name, value in parallel.state_dict().items()}
@@ -366,7 +366,7 @@ def part_in_single(rank):
 
 
 def refused(build):
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     model, loss_fn, batch, options = build(world.rank)
     try:
         parallelize_eagerly(model, loss_fn, batch, **({"batch": "local"} | options))

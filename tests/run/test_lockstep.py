@@ -121,7 +121,7 @@ EACH = [pytest.param(*case, marks=[] if at in FAST else pytest.mark.slow) for at
 
 @pytest.mark.parametrize(("how", "batch", "model", "text"), EACH)
 def test_all_ranks_learn_that_one_has_another_batch(how, batch, model, text):
-    first, second = run_ranks(2, odd, how, batch, model)
+    first, second = run_ranks(2, odd, how, batch, model, stay=True)
     assert first.startswith(text), first
     if how in OF_ITSELF:
         assert second.startswith(OF_ITSELF[how]), second
@@ -135,7 +135,7 @@ def last_is_shorter(parallel, rank):
 
 @pytest.mark.slow
 def test_of_four_ranks_all_name_the_same_two():
-    everyone = run_ranks(4, odd, last_is_shorter, "global", Mean)
+    everyone = run_ranks(4, odd, last_is_shorter, "global", Mean, stay=True)
     passed = r"rank [012] passes a batch of float32\[8, 3, 4\], rank 3 passes a batch of float32\[6, 3, 4\]; all ranks"
     for found in everyone:
         assert re.search(passed, found), found

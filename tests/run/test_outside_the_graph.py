@@ -257,7 +257,7 @@ def every_refusal():
 
 @on_two_and_four
 def test_what_ranks_have_otherwise_is_refused(ranks):
-    for said in run_ranks(ranks, every_refusal):
+    for said in run_ranks(ranks, every_refusal, stay=True):
         for what, text in REFUSALS.items():
             assert said[what].startswith(text), (what, said[what])
 

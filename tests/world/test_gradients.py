@@ -18,7 +18,7 @@ def parameter(value, shape, dtype=torch.float64, has_gradient=True):
 
 
 def reduce_some(op, bucket_bytes):
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     gradients.BUCKET_BYTES = bucket_bytes
     value = world.rank + 1.0
     some = [
@@ -52,7 +52,7 @@ def test_large_gradients_travel_in_several_buckets():
 
 
 def one_lacks():
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     some = [parameter(world.rank + 1.0, (2,)), parameter(1.0, (3, 4), has_gradient=world.rank == 1)]
     try:
         sw.reduce_gradients(some)
@@ -70,7 +70,7 @@ def test_a_gradient_that_some_ranks_lack_is_named_before_anything_changes():
 
 
 def refuse_sparse():
-    sw.init(timeout=30)
+    sw.init(timeout=60)
     embedding = torch.nn.Embedding(4, 2, sparse=True)
     embedding(torch.tensor([1])).sum().backward()
     said = []

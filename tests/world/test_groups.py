@@ -26,7 +26,7 @@ def on_two_hosts():
     for name in ("RANK", "WORLD_SIZE"):
         del os.environ[name]
     os.environ.update({f"SLURM_{name}": str(value) for name, value in slurm.items()})
-    world = sw.init(timeout=30)
+    world = sw.init(timeout=60)
     ranks = [4, 1, 3]
     group = sw.create_group(ranks)
     if rank not in ranks:
@@ -67,7 +67,7 @@ def test_a_group_over_two_hosts():
 
 
 def misuse():
-    sw.init(timeout=30)
+    sw.init(timeout=60)
     return [said_by(sw.create_group, ranks) for ranks in ([], [0, 0], [0, 2], [-1])] + [said_by(sw.destroy_group, None)]
 
 
@@ -85,7 +85,7 @@ def test_there_are_no_ranks_before_init():
 
 def one_after_the_other():
     """Rank 1 has one group more than its peers when they meet again; groups end and come again."""
-    sw.init(timeout=30)
+    sw.init(timeout=60)
     rank, sums = sw.get_rank(), []
     for ranks in ([0, 1], [1, 2], [0, 1], [0, 1, 2], [1, 2]):
         group = sw.create_group(ranks)

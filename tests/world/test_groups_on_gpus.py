@@ -1,8 +1,11 @@
 """What groups and objects do where NCCL moves the data, seen without a GPU: on a process group that only pretends."""
 
+import os
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
@@ -15,7 +18,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import communicator_over
 from shardwright.run.parts import Parts
 from shardwright.run.programs.storage import agree_on_weights
-from shardwright.world import control
+from shardwright.world import control, ranks
 from shardwright.world.agreement import from_all_ranks, from_rank_zero
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.ranks import ranks_by_collectives
@@ -98,19 +101,42 @@ def test_gloo_needs_no_group_beside_itself():
 
 
 def plan_longer_than_the_timeout():
-    sw.init("gloo", timeout=3.0)
-    return from_rank_zero(ranks_by_collectives("making the plan"), lambda: time.sleep(4.0) or "plan")
+    sw.init("gloo", timeout=60)
+    distributed_c10d._set_pg_timeout(timedelta(seconds=10))  # of the collectives alone
+    return from_rank_zero(ranks_by_collectives("making the plan"), lambda: time.sleep(12) or "plan")
 
 
+@pytest.mark.slow
 def test_a_long_search_on_rank_0_ends_no_connection():
     assert run_ranks(2, plan_longer_than_the_timeout) == ["plan", "plan"]
+
+
+def searched_while_another_waits(folder):
+    """Whether rank 1, when it waited for what rank 0 makes, was in no collective, whose time goes by."""
+    sw.init("gloo")
+    waits, collective, told = folder / "waits", folder / "collective", dist.broadcast_object_list
+    if dist.get_rank():
+        ranks.time = SimpleNamespace(sleep=lambda seconds: waits.touch() or time.sleep(seconds))
+        dist.broadcast_object_list = lambda *args, **how: collective.touch() or told(*args, **how)
+
+    def search():
+        until_s = time.monotonic() + 60
+        while not waits.exists() and time.monotonic() < until_s:
+            time.sleep(0.01)
+        return waits.exists() and not collective.exists()
+
+    return from_rank_zero(ranks_by_collectives("making the plan"), search), collective.exists()
+
+
+def test_who_waits_for_a_long_search_on_rank_0_is_in_no_collective(tmp_path):
+    assert run_ranks(2, searched_while_another_waits, tmp_path)[1] == (True, True)
 
 
 def rank_zero_ends():
     world = sw.init()
     dist.barrier()  # the other one has met this one, too
     if world.rank == 0:
-        return "gone"
+        os._exit(0)
     planning = ranks_by_collectives("making the plan")
     try:
         return from_rank_zero(planning, lambda: "plan")
@@ -119,7 +145,7 @@ def rank_zero_ends():
 
 
 def test_who_waits_for_a_rank_0_that_has_ended_is_told():
-    assert run_ranks(2, rank_zero_ends)[1] == "rank 0 has ended, or whoever serves the store of the job"
+    assert run_ranks(2, rank_zero_ends, dying=(0,))[1] == "rank 0 has ended, or whoever serves the store of the job"
 
 
 def test_a_group_of_two_backends_is_waited_for_as_each_of_them_does(monkeypatch):

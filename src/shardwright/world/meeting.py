@@ -29,6 +29,7 @@ from shardwright.whole_file import write_whole
 
 _LOOPBACK = "127.0.0.1"
 _QUIET_S = 5.0  # for which nobody is told that it is waited
+_READERS_S = 5.0  # for which who serves the store waits for those that are to read why the world did not come about
 _SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
@@ -334,7 +335,7 @@ def join_ranks(ranks: list[int]) -> str:
 def _wait_for_readers(store: Store, expected: int) -> None:
     """Serve the verdict to all that came, and to those of ``expected`` ranks that come a little later."""
     store.add("read", 1)
-    for _ in Deadline.after(5.0).pauses():
+    for _ in Deadline.after(_READERS_S).pauses():
         if store.add("read", 0) >= max(store.add("arrived", 0), expected):
             return
 
