@@ -104,7 +104,7 @@ def test_four_ranks_measure_pairs_and_all_four():
     assert all([size for size, _ in link.points] == [64, 4096, 65536] for link in hardware.links)
     assert all(len(link.residuals()) == 3 for link in hardware.links)
     assert [name for name, _ in hardware.flops] == ["float32", "float64", "bfloat16"]
-    assert (hardware.ranks_per_host, hardware.launch_s < 1e-2) == (None, True)
+    assert (hardware.ranks_per_host, hardware.launch_s > 0) == (None, True)
     assert "measured 20" in hardware.sources[0]
     assert "4 ranks on 1 host, gloo" in hardware.sources[0]
     text = found[0][1]

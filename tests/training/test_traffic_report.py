@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import itertools
 import os
 import re
 import socket
@@ -47,11 +48,21 @@ def quiet():
         time.sleep(0.03)
 
 
-def communicate(name):
+def communicate(name, folder):
     """(kind, bytes) -> what this rank's namespace moved for `TIMES` collectives of ours, without packet headers."""
     enter(name)
     torch.set_num_threads(1)
-    size = sw.init().size
+    size, met = sw.init().size, itertools.count()
+
+    def meet():
+        """By files, which move nothing over the loopback."""
+        number = next(met)
+        (folder / f"{number}.{os.environ['RANK']}").touch()
+        until_s = time.monotonic() + 60
+        while len(list(folder.glob(f"{number}.*"))) < size:
+            assert time.monotonic() < until_s
+            time.sleep(0.002)
+
     comm = ProcessCommunicator(Mesh.of(x=size))
     comm.prepare([AXES])
     found = {}
@@ -65,24 +76,24 @@ def communicate(name):
                 "all_to_all": lambda x=pieces: comm.all_to_all(x, AXES),
             }[kind]
             run()
-            time.sleep(0.05)  # longer than any rank is behind another after a collective
+            meet()
             quiet()
             before = loopback_payload()
-            time.sleep(0.1)
+            meet()
             for _ in range(TIMES):
                 run()
-            time.sleep(0.05)
+            meet()
             quiet()
             found[kind, elements * size * 4] = loopback_payload() - before
-            time.sleep(0.05)  # the others read too before anything is sent
+            meet()  # the others read too before anything is sent
     return found
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4])
-def test_gloo_moves_what_the_table_of_ways_says(size):
+def test_gloo_moves_what_the_table_of_ways_says(size, tmp_path):
     with namespaces(1) as (name,):
-        measured = run_ranks(size, communicate, name)[0]
+        measured = run_ranks(size, communicate, name, tmp_path)[0]
     for (kind, buffer_bytes), payload in measured.items():
         counted = {Collective(kind, AXES, buffer_bytes): TIMES}
         predicted = flows_between(counted, Mesh.of(x=size), ["here"] * size, GLOO)["here", "here"]

@@ -6,7 +6,7 @@ import signal
 import pytest
 
 from launching import COMMAND, wait_until
-from many_hosts import BOTH, PYTHON, SLEEP, STUBBORN
+from many_hosts import BOTH, PYTHON, SLEEP, STUBBORN, wait_until_alone
 
 pytestmark = pytest.mark.slow
 ON = ["-H", "host1,host2"]
@@ -33,7 +33,7 @@ def test_a_launcher_that_is_elsewhere_is_asked_to_end_its_job(job, network):
     ended = job.finish(launcher)
     assert ended.code == 143, "as by `shardwright stop`, and without a restart"
     assert "`shardwright stop -H host" in ended.stderr
-    assert row(job, "far") is None
+    wait_until(lambda: row(job, "far") is None, 60, "it is shown no more")
 
 
 def test_now_kills_what_would_not_end(job):
@@ -53,11 +53,13 @@ def test_what_nobody_watches_any_more_is_shown_and_ended(job):
     for pid in [job.agent("host2"), *supervisors]:
         os.kill(pid, signal.SIGKILL)
     assert job.finish(launcher, 60).code == 1
-    assert wait_until(lambda: row(job, "lost"), 30, "it is shown") == ("left", "host2", 1, "-")
+    wait_until(
+        lambda: row(job, "lost") == ("left", "host2", 1, "-"), 60, "it is shown, without the rank that was killed"
+    )
     stopped = job.run(*ON, "lost", command="stop", timeout_s=60)
     assert stopped.code == 0, stopped.stdout + stopped.stderr
     assert "its processes, which nobody watches, are told to end" in stopped.stdout
-    assert not job.on_host("host2")
+    wait_until_alone(job, "host2", 60)
     for path in job.folder.glob("scratch.1"):
         path.unlink()  # who would have removed the folder of the job there was killed
 
