@@ -52,7 +52,7 @@ def communicate(name, folder):
     """(kind, bytes) -> what this rank's namespace moved for `TIMES` collectives of ours, without packet headers."""
     enter(name)
     torch.set_num_threads(1)
-    size, met = sw.init().size, itertools.count()
+    size, met = sw.init("gloo").size, itertools.count()
 
     def meet():
         """By files, which move nothing over the loopback."""
@@ -245,7 +245,7 @@ def test_with_several_ranks_on_each_host_only_what_crosses_is_predicted_for_the_
 def train_within_a_host(name):
     enter(name, "alone")
     torch.set_num_threads(1)
-    sw.init()
+    sw.init("gloo")  # shared memory goes over no device
     data = [wide_batch(12, 0)] * 3
     parallel = sw.parallelize(Wide(), wide_loss, data[0], "data", batch="global")
     with contextlib.redirect_stdout(io.StringIO()) as out:
