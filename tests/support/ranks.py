@@ -88,7 +88,7 @@ def run_ranks(
     n: int,
     fn: Callable[..., Any],
     *args: Any,
-    timeout: float = 60,
+    timeout: float = 120,
     env: dict[str, str] | None = None,
     dying: Container[int] = (),
     stay: bool = False,

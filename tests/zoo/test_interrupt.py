@@ -37,7 +37,6 @@ CASES = {
 }
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("how", [pytest.param(n, marks=pytest.mark.slow if n == "alone" else ()) for n in CASES])
 def test_an_interrupted_training_ends_in_one_line_and_leaves_no_process(how, tmp_path):
     words, line = CASES[how]
