@@ -165,6 +165,14 @@ def test_a_job_that_ends_between_two_looks_is_not_lost(folder):
     assert list(folder.iterdir()) == []
 
 
+def test_a_job_among_other_processes_is_left_alone(folder):
+    """As of a container that shares /tmp and the name of this host: nobody here knows whether its launcher lives."""
+    record(start_ticks=1, processes="pid:[1]").write()
+    before = {path: path.read_text() for path in folder.glob("*.json")}
+    assert known_jobs() == []
+    assert {path: path.read_text() for path in folder.glob("*.json")} == before
+
+
 def test_names_that_are_none_or_several(folder):
     with pytest.raises(UsageError, match=r"no job a of this user was launched on this host .*; there is none"):
         find_job("a")

@@ -26,12 +26,21 @@ _SHOWN_LOST_S = 60.0
 _TOP = Path("/tmp")  # whatever TMPDIR is in the shell that asks
 
 
+def _own_processes() -> str:
+    """What names the processes that this one may know by their numbers: those of its container, or of the host."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
 @dataclass(frozen=True)
 class JobRecord:
     """What is known of a job: ``folder`` has the logs; ``marks`` are what processes of the job carry; times in seconds
     since the epoch.
 
-    ``lease_s`` is None for a job on its launcher's host alone, ``lost_s`` when its launcher was first found gone.
+    ``lease_s`` is None for a job on its launcher's host alone, ``lost_s`` when its launcher was first found gone;
+    ``processes`` are those among which ``pid`` is a number.
     """
 
     name: str
@@ -48,6 +57,7 @@ class JobRecord:
     lease_s: float | None = None
     marks: list[str] = field(default_factory=list)
     lost_s: float | None = None
+    processes: str = field(default_factory=_own_processes)
 
     @property
     def path(self) -> Path:
@@ -113,8 +123,9 @@ def known_jobs() -> list[JobRecord]:
                 path.unlink(missing_ok=True)
     except OSError as error:
         raise UsageError(f"the jobs of this host cannot be listed: {error}") from None
-    # A container may share /tmp, and not the processes.
-    here = [record for record in records if record.host == socket.gethostname()]
+    # A container may share /tmp, and the host's name as well, but not the processes.
+    own = socket.gethostname(), _own_processes()
+    here = [record for record in records if (record.host, record.processes) == own]
     return sorted((seen for record in here if (seen := _seen(record))), key=lambda record: record.started_s)
 
 
