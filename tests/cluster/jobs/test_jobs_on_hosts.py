@@ -49,9 +49,11 @@ def test_what_nobody_watches_any_more_is_shown_and_ended(job):
     launcher = job.start(*BOTH, "--job", "lost", "--grace", "1", *PYTHON, job.write("train.py", STUBBORN))
     job.wait_for_ranks(2)
     job.wait_for_file("grandchild.1")
+    agent = job.agent("host2")
     supervisors = [pid for pid, command in job.on_host("host2").items() if "launch.supervisor" in command]
-    for pid in [job.agent("host2"), *supervisors]:
-        os.kill(pid, signal.SIGKILL)
+    for signum in (signal.SIGSTOP, signal.SIGKILL):  # neither has time to act on the end of the other
+        for pid in [agent, *supervisors]:
+            os.kill(pid, signum)
     assert job.finish(launcher, 60).code == 1
     wait_until(
         lambda: row(job, "lost") == ("left", "host2", 1, "-"), 60, "it is shown, without the rank that was killed"
