@@ -77,16 +77,17 @@ def compiled(model: str) -> tuple[Ours, ...]:
 
 
 class Jobs:
-    """Runs ways as jobs of their own."""
+    """Runs ways as jobs of their own, whose ranks run ``script`` with these and more words."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self.options, self.folder = options, folder
+    def __init__(self, options: argparse.Namespace, folder: Path, script: Path = RANKS, *words: str) -> None:
+        self.options, self.folder, self.script, self.words = options, folder, script, words
 
     def answer(self, model: str, way: str, check: bool = False) -> dict[str, Any]:
         """What the ranks of one job say."""
         answer, source = self.folder / "answer", self.options.before if way == "before" else SOURCE
         answer.unlink(missing_ok=True)
-        words = [str(RANKS), "--model", model, "--way", "ours" if way == "before" else way, "--answer", str(answer)]
+        words = [str(self.script), *self.words, "--model", model, "--answer", str(answer)]
+        words += ["--way", "ours" if way == "before" else way]
         words += ["--compiled"] * self.options.compiled + ["--check"] * check
         environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
         command = [*self._launcher(way), *words]

@@ -131,11 +131,15 @@ class Case:
 
     @staticmethod
     def of(name: str, dtype: torch.dtype, compiled: bool) -> Case:
+        return Case.made(MODELS[name], dtype, compiled)
+
+    @staticmethod
+    def made(trained: Trained, dtype: torch.dtype, compiled: bool) -> Case:
         torch.manual_seed(0)
-        model, (x, y) = MODELS[name].make()
+        model, (x, y) = trained.make()
         x = x.to(dtype) if x.is_floating_point() else x
         place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return Case(model.to(dtype), (x, y), MODELS[name].layers(model), *place, compiled)
+        return Case(model.to(dtype), (x, y), trained.layers(model), *place, compiled)
 
     @property
     def rows(self) -> Batch:
@@ -360,7 +364,8 @@ def around(name: str) -> dict[str, float]:
 
     sw.init()
     case = Case.of(name, torch.float32, False)
-    parallel = sw.parallelize(case.model, loss_fn, case.rows, mode="data", batch="local")
+    rows = case.rows
+    parallel = sw.parallelize(case.model, loss_fn, rows, mode="data", batch="local")
     outputs: dict[Execution, Any] = {}
     run = Execution.__call__
 
