@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from ranks import run_ranks
 from shardwright.checkpoint.loading.source import open_source
 from shardwright.data.digits import write_digits
 from shardwright.data.random_images import RandomDataWarning
+from shardwright.plan.pricing.hardware import read_hardware
+from shardwright.plan.pricing.links import Curve, Segment
 from shardwright.zoo.config import load_config, shipped_names
 
 BIN = Path(sys.executable).parent
@@ -110,6 +113,24 @@ def test_what_a_configuration_can_ask_for_works_together(tmp_path):
     state = {entry.path[2] for entry in manifest.entries.values() if entry.path[:2] == ("optimizer", "state")}
     assert state <= {"w"}  # w2 is frozen
     assert manifest.info["step"] == 4
+
+
+def priced(hardware, output):
+    """By which profile a run priced its plan, and how many seconds it said of a step."""
+    from shardwright.zoo.train import train
+
+    asked = ["parallel.mode=auto", f"parallel.hardware={hardware}", "train.steps=1", "train.checkpoint=none"]
+    plan = train("quickstart", [*asked, f"train.output_dir={output}"]).parallel.plan
+    return plan.hardware.name, plan.hardware.backend, plan.cost
+
+
+def test_plans_are_priced_by_the_profile_that_is_named(tmp_path):
+    cpu = read_hardware("cpu", "shm")
+    slow = tuple(replace(link, curve=Curve((Segment(0, 10.0, 1.0),))) for link in cpu.links)
+    replace(cpu, name="slow links", links=slow).save(tmp_path / "slow.json")
+    name, backend, step_s = run_ranks(2, priced, str(tmp_path / "slow.json"), str(tmp_path))[0]
+    assert (name, backend) == ("slow links", "shm")
+    assert step_s > 10  # each rank has its rows, so that the loss at least is communicated
 
 
 def resumed(folders, output):

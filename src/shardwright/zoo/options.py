@@ -38,6 +38,7 @@ class ParallelOptions:
     pins: dict[str, Any] = field(default_factory=dict)
     gradients: Reduction = "mean"
     batch_norm: Literal["global", "per-replica"] = "global"
+    hardware: str | None = None
     memory: str | None = None
     save_graphs: str | None = None
     compile: bool = False
