@@ -1,6 +1,7 @@
 """Plans are remembered between jobs, for the same question to the same planner alone."""
 
 from dataclasses import replace
+from datetime import datetime
 
 import pytest
 import torch
@@ -49,6 +50,24 @@ def test_a_plan_is_made_once_for_a_question(graph):
     assert (made, made_again) == (True, False)
     assert again == first
     assert ask(graph, PlanRequest(Mesh.of(ranks=4), "data"))[1]
+
+
+@pytest.mark.parametrize(("mode", "searched"), [("data", False), ("auto", True)])
+def test_who_looks_is_told_of_a_search_that_was_saved_and_how_to_search_anew(graph, capsys, mode, searched):
+    request = PlanRequest(Mesh.of(ranks=2), mode)
+    ask(graph, request)
+    assert capsys.readouterr().err == ""
+    ask(graph, request)
+    [path] = plan_cache.cache_directory().iterdir()
+    day = datetime.fromtimestamp(path.stat().st_mtime)
+    said = (
+        f"shardwright: nothing was searched: an earlier start found this plan on {day:%Y-%m-%d at %H:%M}; delete "
+        f"{path} to search anew\n"
+    )
+    assert capsys.readouterr().err == said * searched
+    path.unlink()
+    assert ask(graph, request)[1]
+    assert capsys.readouterr().err == ""
 
 
 def test_another_planner_is_not_answered_for(graph, monkeypatch):

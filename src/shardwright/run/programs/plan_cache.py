@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable
+from datetime import datetime
 from functools import cache
 from pathlib import Path
 
@@ -44,21 +46,41 @@ def _rules_of_users(graph: RuledGraph) -> dict[str, str]:
     return {op: rule for op, rule in registered_rules().items() if op in operators}
 
 
+def _on_standard_error(text: str) -> None:
+    print(f"shardwright: {text}", file=sys.stderr, flush=True)
+
+
+def _said(path: Path) -> str:
+    """Where a plan was found, of when it is, and how to be rid of it."""
+    try:
+        saved = f" on {datetime.fromtimestamp(path.stat().st_mtime):%Y-%m-%d at %H:%M}"
+    except OSError:  # another job has deleted it since
+        saved = ""
+    return f"nothing was searched: an earlier start found this plan{saved}; delete {path} to search anew"
+
+
 def remembered(
-    graph: RuledGraph, request: PlanRequest, make: Callable[[Capture, PlanRequest], Plan] = make_plan
+    graph: RuledGraph,
+    request: PlanRequest,
+    make: Callable[[Capture, PlanRequest], Plan] = make_plan,
+    say: Callable[[str], None] = _on_standard_error,
 ) -> Plan:
     """The plan of an earlier job for the same graph and request, else a new one.
 
     A plan made by another planner is not met again. A file that cannot be read or written is ignored: the cache is
-    never needed.
+    never needed. Where that saves a search, it is said.
     """
     text = f"{__version__} {planner_digest()} {graph.capture.digest} {request.digest} {_rules_of_users(graph)}"
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
     path = cache_directory() / f"{key}.json"
     try:
-        return Plan.load(path, graph)
+        plan = Plan.load(path, graph)
     except PlanError:
         plan = make(graph.capture, request)
+    else:
+        if request.searched is not None:
+            say(_said(path))
+        return plan
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         plan.save(path)
