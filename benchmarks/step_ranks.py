@@ -377,7 +377,7 @@ def around(name: str) -> dict[str, float]:
     for _ in range(30):
         start = time.process_time()
         for _ in range(100):
-            parallel(case.rows)
+            parallel(rows)
         took.append((time.process_time() - start) / 100)
     return {"around_s": statistics.median(took)}
 

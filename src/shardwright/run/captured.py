@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,21 +57,24 @@ class Options:
     compile: bool = False
 
 
-@dataclass(frozen=True)
-class _Given:
-    """What this rank was given for a step, on its device; ``key`` says on what the graph depends beside its sizes, and
-    ``asked`` is the question which rows the others have."""
+class _Given(NamedTuple):
+    """What this one of ``size`` ranks was given for a step, on its device.
+
+    ``key`` says on what the graph depends beside its sizes, and ``asked`` is the question which rows the others have.
+    One is made at each step.
+    """
 
     kind: StepKind
     batch: Any
     key: str
     tensors: Sequence[Tensor]
     by: BatchKind | None
+    size: int
     asked: Asked | None = None
 
     def rows(self) -> Rows:
         """Which rows this rank was given."""
-        return rows_of(self.batch, self.tensors, self.by) if self.asked is None else self.asked.rows()
+        return rows_of(self.batch, self.tensors, self.by, self.size) if self.asked is None else self.asked.rows()
 
 
 class Parallel(ParallelModel):
@@ -97,7 +100,7 @@ class Parallel(ParallelModel):
         self._closed = False
         self._between_steps = True
         seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
-        rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch)
+        rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch, world.size)
         self.plan = planner.first_plan(sample_batch, rows, plan)
         lockstep = Lockstep() if self.plan.mode == "single" else Lockstep.of_all_ranks()
         self._same_batch, self._parts = SameBatch(lockstep), Parts(lockstep, world.device.type != "cpu")
@@ -176,7 +179,7 @@ class Parallel(ParallelModel):
     def samples(self, batch: Any) -> int:
         if isinstance(batch, Batch):
             return batch.global_size
-        return rows_of(batch, flatten_batch(batch), self.options.batch).total
+        return rows_of(batch, flatten_batch(batch), self.options.batch, self.world.size).total
 
     def replay(self, batch: Any) -> Replay:
         with self._lockstep.call():
@@ -251,13 +254,14 @@ class Parallel(ParallelModel):
         self._structure.refuse_changes()
         look = look_at(batch)
         found = look.tensors if look else tensors_of(batch)
-        tensors = [tensor.to(self.world.device, non_blocking=True) for tensor in found]
+        device = self.world.device
+        tensors = [x if x.device == device else x.to(device, non_blocking=True) for x in found]
         key = self._programs.keys.of(kind, batch, look)
         if isinstance(batch, Batch) or self.options.batch != "local" or self.world.size == 1:
             if self.options.batch == "global" and not isinstance(batch, Batch):
                 self._same_batch.check(tensors)
-            return _Given(kind, batch, key, tensors, self.options.batch)
-        return _Given(kind, batch, key, tensors, self.options.batch, self._parts.ask(tensors, key))
+            return _Given(kind, batch, key, tensors, self.options.batch, self.world.size)
+        return _Given(kind, batch, key, tensors, self.options.batch, self.world.size, self._parts.ask(tensors, key))
 
     def _ready(self, given: _Given, rows: Rows) -> tuple[PreparedProgram, list[Tensor]]:
         """The program for what was given, and this rank's part of its inputs."""

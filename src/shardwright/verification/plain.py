@@ -36,7 +36,9 @@ class PlainModel(ParallelModel):
         return nullcontext()
 
     def samples(self, batch: Any) -> int:
-        return batch.global_size if isinstance(batch, Batch) else rows_of(batch, flatten_batch(batch), "global").total
+        return (
+            batch.global_size if isinstance(batch, Batch) else rows_of(batch, flatten_batch(batch), "global", 1).total
+        )
 
     def replay(self, batch: Any) -> None:
         return None

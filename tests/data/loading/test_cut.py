@@ -32,7 +32,7 @@ class Plan:
 
 def mine(batch, comm):
     """This rank's part of a batch of one tensor."""
-    cuts, _ = cuts_of([DATA.shape], [BY_PAIRS], rows_of(batch, list(batch), None), comm)
+    cuts, _ = cuts_of([DATA.shape], [BY_PAIRS], rows_of(batch, list(batch), None, comm.mesh.size), comm)
     return local_inputs(list(batch), cuts, comm)
 
 

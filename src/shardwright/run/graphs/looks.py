@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -13,6 +14,7 @@ from shardwright.graph.step import StepKind
 from shardwright.graph.tracing.trace import capture_device
 from shardwright.run.graphs.captures import Captures
 
+_REQUIRES_GRAD = attrgetter("requires_grad")
 _MOST = 1024  # batches that are remembered
 
 
@@ -84,7 +86,7 @@ class Keys:
         if look is None:
             return self._captures.key(kind, batch)
         autocast = torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device)
-        seen = kind, look.form, autocast, tuple([parameter.requires_grad for parameter in self._parameters])
+        seen = kind, look.form, autocast, tuple(map(_REQUIRES_GRAD, self._parameters))
         key = self._known.get(seen)
         if key is None:
             if len(self._known) >= _MOST:

@@ -6,9 +6,8 @@ import linecache
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,11 +52,10 @@ _NAMES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
-class StepArguments:
+class StepArguments(NamedTuple):
     """What a program is called with: this rank's parts in the program's order, and what fixes its random numbers.
 
-    ``seed`` and ``step`` do that together with global positions.
+    ``seed`` and ``step`` do that together with global positions. One is made at each step.
     """
 
     parameters: Sequence[Tensor]

@@ -45,13 +45,13 @@ def shapes_of(capture: Capture) -> str:
     return ", ".join(f"{in_batch(value.label)}: {list(value.shape)}" for value in capture.of_kind("input"))
 
 
-def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None) -> Rows:
-    """Which rows this rank has; it exchanges sizes where plain tensors are each rank's own part.
+def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None, size: int) -> Rows:
+    """Which of the rows that ``size`` ranks have this one has; it exchanges sizes where plain tensors are each rank's
+    own part.
 
     Raises:
         UsageError: where plain tensors come without saying whether they are the whole batch or a part of it.
     """
-    size = dist.get_world_size() if dist.is_initialized() else 1
     height = height_of(tensors)
     if isinstance(batch, Batch):
         ranges = batch.ranges or (((0, height),) if size == 1 else None)
@@ -90,18 +90,32 @@ def shown(tensors: Sequence[Tensor]) -> str:
 
 def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
     """The shapes of the global batch: the first dim counts rows in every tensor that has as many as the first one."""
-    height = rows.mine[1] - rows.mine[0]
-    return tuple((rows.total, *t.shape[1:]) if t.ndim and t.shape[0] == height else tuple(t.shape) for t in tensors)
+    return _global(tuple([tensor.shape for tensor in tensors]), rows.mine[1] - rows.mine[0], rows.total)
+
+
+@lru_cache(maxsize=1 << 10)
+def _global(shapes: tuple[Shape, ...], height: int, total: int) -> tuple[Shape, ...]:
+    return tuple((total, *s[1:]) if s and s[0] == height else tuple(s) for s in shapes)
 
 
 class Cut(NamedTuple):
     """Where this rank's part of an input lies: in what it was given, or in the whole, from the rows of all ranks."""
 
     part: tuple[slice, ...]
+    all_of: Shape
+    """The shape of a tensor of which that is everything."""
     exchanged: tuple[Range, ...] | None = None
+
+    @staticmethod
+    def to(part: tuple[slice, ...], exchanged: tuple[Range, ...] | None = None) -> Cut:
+        """That part."""
+        # A tensor has no size of -1: where something stands before the part, it is everything of none.
+        return Cut(part, tuple(-1 if cut.start else cut.stop for cut in part), exchanged)
 
     def of(self, tensor: Tensor) -> Tensor:
         """The part of a tensor; torch takes microseconds to index one."""
+        if tensor.shape == self.all_of:
+            return tensor
         for dim, (part, size) in enumerate(zip(self.part, tensor.shape, strict=True)):
             if part.start != 0 or part.stop != size:
                 tensor = tensor.narrow(dim, part.start, part.stop - part.start)
@@ -123,14 +137,14 @@ def cuts_of(
         wanted = [layout.local_slice(shape, comm.mesh, rank) for rank in range(comm.mesh.size)]
         part = wanted[comm.rank]
         if not shape or shape[0] != rows.total:
-            cuts.append(Cut(part))
+            cuts.append(Cut.to(part))
         elif all(
             have[0] <= want[0].start and want[0].stop <= have[1] for have, want in zip(ranges, wanted, strict=True)
         ):
             start = ranges[comm.rank][0]
-            cuts.append(Cut((slice(part[0].start - start, part[0].stop - start), *part[1:])))
+            cuts.append(Cut.to((slice(part[0].start - start, part[0].stop - start), *part[1:])))
         else:
-            cuts.append(Cut(part, ranges))
+            cuts.append(Cut.to(part, ranges))
     return cuts, talked
 
 

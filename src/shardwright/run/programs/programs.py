@@ -153,7 +153,10 @@ class Programs:
 
     def known(self, step: Step) -> Kept | None:
         """The program of a step, where it is there. To ask does not use it: ranks ask for others, and forget alike."""
-        return next((kept for kept in self._by_key.get(step.key, ()) if kept.remembered.holds()), None)
+        for kept in self._by_key.get(step.key, ()):
+            if kept.remembered.holds():
+                return kept
+        return None
 
     def come(self, step: Step, kept: Kept) -> PreparedProgram:
         """Use a program that is known for a step to which all ranks come; each says so, where it came to another."""
