@@ -13,6 +13,7 @@ from types import ModuleType
 
 import pytest
 from hypothesis import HealthCheck, settings
+from hypothesis.internal.conjecture import providers
 
 # Before anything is imported that could start the fork server, whose children inherit the environment of its start.
 _native = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")) / "shardwright/native"
@@ -29,6 +30,8 @@ settings.register_profile(
     "any machine", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("any machine")
+# It would take some numbers from the package's modules that are imported by then, as tests before have left them.
+providers._get_local_constants = providers.Constants
 
 
 def pytest_configure() -> None:
