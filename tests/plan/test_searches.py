@@ -1,7 +1,9 @@
 """The tables of modes and searches: everything that offers a choice takes it from there."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -48,3 +50,36 @@ def test_a_row_that_is_added_is_a_choice(monkeypatch):
 def test_the_tables_do_not_wait_for_torch():
     code = "import sys, shardwright.cli.planning; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+SAID = """
+import torch
+from models import NETWORKS
+from shardwright.graph.step import captured_step
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.pricing.hardware import read_hardware
+from shardwright.plan.request import PlanRequest
+torch.manual_seed(0)
+make, loss_fn, batch_of = NETWORKS["perceptron"]
+captured = captured_step(make(), loss_fn, batch_of(24), {})
+plan = make_plan(captured, PlanRequest(Mesh.of(a=2, b=2), "auto", "exact", hardware=read_hardware("h100")))
+print(plan.to_json(), plan, *(plan.explain(node.name) for node in captured.nodes))
+"""
+
+
+def said(hash_seed):
+    environment = os.environ | {"PYTHONHASHSEED": hash_seed, "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[1] / "support")
+    return subprocess.run(
+        [sys.executable, "-c", SAID], env=environment, capture_output=True, text=True, check=True, timeout=280
+    ).stdout
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_of_choices_that_cost_the_same_every_process_says_the_same():
+    """In the order of sets of names, which is another one in every process, there were others."""
+    first = said("1")
+    assert "The next best strategy" in first
+    assert said("2") == first

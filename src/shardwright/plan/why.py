@@ -325,7 +325,8 @@ class Why:
     ) -> Problem:
         """The choices of the operators ``free``, where all others are as the plan says."""
         plan, graph = self.plan, self.plan.graph
-        touched = {name for at in free for name in (*self.nodes[at].operands, *self.nodes[at].results)}
+        # In an order that is the same in every process: it decides among choices that cost the same.
+        touched = dict.fromkeys(name for at in free for name in (*self.nodes[at].operands, *self.nodes[at].results))
         beside = {use.node.name for name in touched for use in graph.uses[name]}
         beside |= {graph.producers[name][0].name for name in touched if name in graph.producers}
         strategies: dict[str, Sequence[Strategy]] = {
@@ -337,7 +338,7 @@ class Why:
         if not planned:
             leaves |= self._stored_freely(leaves, strategies, set(free), other_layout)
         space = Space(graph, plan.mesh, strategies, leaves, plan.outputs)
-        return Problem(space, self.known, set(strategies), priced=set(free), values=touched)
+        return Problem(space, self.known, set(strategies), priced=set(free), values=touched.keys())
 
     def _stored_freely(
         self,

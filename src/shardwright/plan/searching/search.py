@@ -225,7 +225,8 @@ class _Beside:
     def __init__(self, space: Space, beside: Set[str]) -> None:
         graph, nodes = space.graph, space.graph.capture.nodes
         self._space, self._names = space, beside
-        self._made = {name for node in nodes if node.name in beside for name in (*node.operands, *node.results)}
+        made = (name for node in nodes if node.name in beside for name in (*node.operands, *node.results))
+        self._made = dict.fromkeys(made).keys()  # in an order that is the same in every process
         self._readers = {use.node.name for name in self._made for use in graph.uses[name]} - beside
         self._taken = {name for node in nodes if node.name not in beside for name in node.operands}
         self.choices = _choices_beside(space, beside)
