@@ -1,7 +1,10 @@
 """Checkpoints behind URLs: nothing is renamed there, and locks are leases."""
 
+import itertools
+import time
 import uuid
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import fsspec
 import pytest
@@ -12,6 +15,7 @@ from faulty_files import Faulty, Killed
 from saved import good_step, save_step, state_of
 from shardwright.checkpoint.format.manifest import MANIFEST
 from shardwright.checkpoint.saving.save import save
+from shardwright.checkpoint.storage import objects
 from shardwright.checkpoint.storage.objects import MARK, ObjectFiles, ObjectStore, open_store
 from shardwright.checkpoint.storage.retention import Retention
 from shardwright.checkpoint.storage.store import Store
@@ -146,7 +150,7 @@ def test_a_failure_is_an_error_and_leaves_nothing(url, at):
 
 def test_a_second_job_is_refused_while_the_first_lives_and_waits_for_the_lease_of_a_dead_one(url):
     system, root = fsspec.core.url_to_fs(url)
-    store = ObjectStore(root, ObjectFiles(system, lease_s=1.5))
+    store = ObjectStore(root, ObjectFiles(system, lease_s=3))
     save_step(store, 1)
     lock = store.files.lock(f"{root}/.lock", "process 7 on host there, since noon")
     with pytest.raises(CheckpointError, match=r"another save into .*runs is under way, by process 7 on host there"):
@@ -154,3 +158,29 @@ def test_a_second_job_is_refused_while_the_first_lives_and_waits_for_the_lease_o
     lock.stop()
     save_step(store, 3)
     assert good_step(store) == 3
+
+
+class WritingFiles(ObjectFiles):
+    """Objects that are empty every other time that they are read, as a file is that is being written."""
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self._reads = itertools.count()
+
+    def read(self, path):
+        found = super().read(path)
+        return found if next(self._reads) % 2 else b""
+
+
+@pytest.mark.parametrize("files", [ObjectFiles, WritingFiles])
+def test_the_lock_of_a_live_job_is_found_whatever_the_clock_says_and_while_it_is_written(url, monkeypatch, files):
+    """As after the host of both stood still: the holder has not written yet, and the lease is long over."""
+    clock = itertools.count(step=100)
+    monkeypatch.setattr(objects, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=time.sleep))
+    system, root = fsspec.core.url_to_fs(url)
+    holder = ObjectFiles(system, lease_s=3)
+    holder.make_directory(root)
+    lock = holder.lock(f"{root}/.lock", "process 7 on host there")
+    with pytest.raises(objects.Locked, match=r"^process 7 on host there$"):
+        files(system, lease_s=3).lock(f"{root}/.lock", "process 8")
+    holder.unlock(lock)
