@@ -17,12 +17,14 @@ PLAN = {
 }
 
 
-def job(folder, ranks=4, hosts=("first", "second"), name="digits", **state):
-    """A job with a folder, and its live files; no rank has told of anything."""
+def job(folder, ranks=4, hosts=("first", "second"), name="digits", lasted_s=None, **state):
+    """A job with a folder, and its live files; no rank has told of anything. Without ``lasted_s`` it still runs."""
+    started_s = time.time() - 151
+    ended_s = None if lasted_s is None else started_s + lasted_s
     made = JobFolder(folder / name)
     made.path.mkdir()
     made.make_ranks(ranks)
-    made.write_state(JobState(["script", "train.py"], ranks, "elsewhere", 1, 1, time.time() - 151, **state))
+    made.write_state(JobState(["script", "train.py"], ranks, "elsewhere", 1, 1, started_s, ended_s=ended_s, **state))
     live = LiveFiles(made, 0, ranks)
     for rank in range(ranks):
         live.became(rank, "running", pid=100 + rank, host=hosts[rank * len(hosts) // ranks])

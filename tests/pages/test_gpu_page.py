@@ -39,7 +39,7 @@ def test_a_step_that_cannot_begin_fails_or_takes_too_long_is_told_and_the_next_o
         "hangs": "import time; time.sleep(60)",
     }
     command = lambda step, device, quick, answer: [sys.executable, "-c", f"answer={answer!r}\n{programs[step.name]}"]  # noqa: E731
-    steps = [first.Step(name, "", 20) for name in ("fine", "breaks")]
+    steps = [first.Step(name, "", 60) for name in ("fine", "breaks")]
     steps += [first.Step("hangs", "", 1), first.Step("on a GPU", "", 5, "GPU")]
     monkeypatch.setattr(first, "command", command)
     monkeypatch.setattr(first, "STEPS", steps)

@@ -10,6 +10,7 @@ import pytest
 
 QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
          "--disable-component-update", "--disable-sync")  # fmt: skip
+_LIMIT_MS = 60_000  # of whatever is waited for
 
 
 @contextmanager
@@ -21,9 +22,10 @@ def opened(file: Path, **options: Any) -> Iterator[Any]:
         pytest.skip("chromium is not installed: apt-get install chromium")
     said: list[str] = []
     with playwright.sync_playwright() as running:
-        browser = running.chromium.launch(executable_path=chromium, args=list(QUIET))
+        browser = running.chromium.launch(executable_path=chromium, args=list(QUIET), timeout=_LIMIT_MS)
         try:
             page = browser.new_context(offline=True, **options).new_page()
+            page.set_default_timeout(_LIMIT_MS)
             page.on("console", lambda message: said.append(message.text))
             page.on("pageerror", lambda error: said.append(str(error)))
             page.goto(file.as_uri())

@@ -21,7 +21,7 @@ def document(made, ranks=4):
 @pytest.fixture
 def run(tmp_path):
     """A run of 1,000 lines for each rank, one of which held the others up, which failed at the end."""
-    made, live = job(tmp_path, status="failed", exit_code=3, ended_s=time.time())
+    made, live = job(tmp_path, status="failed", exit_code=3, lasted_s=151)
     live.told(0, json.dumps({"plan": PLAN}).encode() + b"\n")
     for number in range(1000):
         for rank in range(4):
@@ -95,7 +95,7 @@ def test_in_a_browser(run, tmp_path):
     assert (tmp_path / "run.html").stat().st_size < 5_000_000
     with opened(tmp_path / "run.html", color_scheme="dark") as shown:
         assert shown.inner_text("h1") == "Job digits"
-        assert shown.inner_text("#sentence").startswith("failed (exit code 3) after 0:02:3")
+        assert shown.inner_text("#sentence").startswith("failed (exit code 3) after 0:02:31")
         assert "4 ranks on 2 hosts; step 5000" in shown.inner_text("#sentence")
         assert shown.locator("#loss path").count() == 1
         assert shown.locator("#loss circle").count() == 1
