@@ -1,9 +1,13 @@
 """The starter of test ranks itself: it must report failures, not hide them."""
 
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import ranks
 from ranks import RankFailed, run_ranks
 
 
@@ -56,3 +60,19 @@ def test_ranks_can_talk():
 def test_failures_are_reported(fn, message, timeout):
     with pytest.raises(RankFailed, match=message):
         run_ranks(2, fn, timeout=timeout)
+
+
+ASKS = """
+import os
+import ranks
+ranks._context.set_forkserver_preload([])
+os.environ["SET_BY_A_TEST"] = "1"
+print(ranks.run_ranks(1, os.getenv, "SET_BY_A_TEST"), os.environ["SET_BY_A_TEST"])
+"""
+
+
+def test_ranks_have_the_environment_of_before_all_tests():
+    """Those of all later tests would have what the first test with ranks has set for itself."""
+    environment = os.environ | {"PYTHONPATH": str(Path(ranks.__file__).parent)}
+    asked = subprocess.run([sys.executable, "-c", ASKS], env=environment, capture_output=True, text=True, timeout=60)
+    assert asked.stdout == "[None] 1\n", asked.stderr

@@ -50,18 +50,25 @@ def given_port() -> int:
     raise RuntimeError("no free port below 10000")
 
 
+# Before any test has changed it for itself: ranks of all later tests have the environment of the first that starts any.
+_ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
 @contextlib.contextmanager
-def _omp_one_thread() -> Iterator[None]:
+def _environment_of_ranks() -> Iterator[None]:
     """The fork server inherits the environment at its start, before it imports torch."""
-    before = os.environ.get("OMP_NUM_THREADS")
-    os.environ["OMP_NUM_THREADS"] = "1"
+    before = dict(os.environ)
     try:
+        _set_environment(_ENVIRONMENT)
         yield
     finally:
-        if before is None:
-            del os.environ["OMP_NUM_THREADS"]
-        else:
-            os.environ["OMP_NUM_THREADS"] = before
+        _set_environment(before)
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    for name in os.environ.keys() - variables.keys():
+        del os.environ[name]
+    os.environ.update(variables)
 
 
 def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any, stay: bool) -> None:
@@ -116,7 +123,7 @@ def _run(
     stay: bool,
 ) -> list[Any]:
     children, pipes = [], {}
-    with _omp_one_thread():
+    with _environment_of_ranks():
         for rank in range(n):
             ours, theirs = _context.Pipe(duplex=stay)
             variables = {
