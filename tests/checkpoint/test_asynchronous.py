@@ -381,7 +381,7 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
 def _train_and_save(directory):
     """All-reduces of the training go on between the same ranks while a save is under way."""
     dist.init_process_group("gloo")
-    saver = AsyncSaver(Store(directory), own_ranks(timeout_s=30))
+    saver = AsyncSaver(Store(directory), own_ranks(timeout_s=60))
     weight = torch.zeros(1000)
     sums = []
     for step in range(1, 31):

@@ -351,7 +351,7 @@ def _save_on_a_mesh(directory):
     placements = [[Shard(0), Shard(1)], [Shard(0), Shard(0)], [Replicate(), Shard(1)]]
     state = {("model", f"w{i}"): distribute_tensor(whole, mesh, placed)
              for i, (whole, placed) in enumerate(zip(wholes, placements, strict=True))}  # fmt: skip
-    save(Store(directory), "step-1", state, {}, {}, ProcessRanks(TO_SAVE, timeout_s=30))
+    save(Store(directory), "step-1", state, {}, {}, ProcessRanks(TO_SAVE, timeout_s=60))
     torch.distributed.destroy_process_group()
     return wholes
 

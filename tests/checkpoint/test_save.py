@@ -202,7 +202,7 @@ def _two_real_ranks(directory):
     cut = DTensor.from_local(whole.chunk(2)[rank].clone(), mesh, [Shard(0)], shape=(7, 5), stride=(5, 1))
     same_on_all = DTensor.from_local(whole, mesh, [Replicate()])
     state = {("model", "cut"): cut, ("model", "same"): same_on_all, ("model", "plain"): whole}
-    save(Store(directory), "s", state, {"step": 1}, {}, ProcessRanks(TO_SAVE, timeout_s=30))
+    save(Store(directory), "s", state, {"step": 1}, {}, ProcessRanks(TO_SAVE, timeout_s=60))
     zeros = [DTensor.from_local(torch.zeros_like(t.to_local()), mesh, t.placements, shape=t.shape, stride=t.stride())
              for t in (cut, same_on_all)]  # fmt: skip
     wanted = {"model": {"cut": zeros[0], "same": zeros[1], "plain": torch.zeros(7, 5)}}

@@ -55,7 +55,7 @@ def hold(program):
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-9, atol=1e-9)
 
 
-@settings(max_examples=5, derandomize=True, database=None)
+@settings(max_examples=5)
 @given(PROGRAMS)
 def test_a_few_random_changes(program):
     hold(program)
@@ -63,7 +63,7 @@ def test_a_few_random_changes(program):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@settings(max_examples=300, derandomize=False, suppress_health_check=list(HealthCheck))
+@settings(max_examples=300, suppress_health_check=list(HealthCheck))
 @given(PROGRAMS)
 def test_random_changes(program):
     hold(program)
