@@ -23,7 +23,7 @@ from shardwright.backends import shm_meeting
 from shardwright.backends.segment import native
 from shardwright.backends.segment.direct import Direct, can_read
 from shardwright.errors import WorldError
-from shardwright.mesh.processes import all_gather_single
+from shardwright.mesh.processes import all_gather_single, reduce_scatter_single
 
 slow = pytest.mark.slow
 
@@ -123,6 +123,50 @@ def in_shared_memory(sharing):
 @pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=slow)])
 def test_sums_go_in_the_order_of_the_ranks(ranks, direct):
     assert len(set(map(tuple, run_ranks(ranks, large, direct)))) == 1
+
+
+def in_rows(direct):
+    """Rank 1 calls by lists, which steps in Python go through, where the others call native code."""
+    if not direct:
+        through_slots()
+    sw.init("shm", timeout=60)
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    native = [group._native.reduce_scatter, group._native.all_gather]
+    courses = []
+    group._native.reduce_scatter, group._native.all_gather = (
+        lambda *given, made=made: courses.append(made(*given)) or courses[-1] for made in native
+    )
+    for numel in (0, 70_001, 300_001, 1_100_001):  # in one chunk, in several, and more than goes through slots
+        for dtype in (torch.float32, torch.bfloat16):
+            wholes = [
+                torch.randn(size, numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)
+            ]
+            mine, everyone = torch.empty(numel, dtype=dtype), torch.empty(size, numel, dtype=dtype)
+            if rank == 1:
+                dist.reduce_scatter(mine, list(wholes[rank].unbind()))
+                dist.all_gather(list(everyone.unbind()), mine)
+            else:
+                reduce_scatter_single(mine, wholes[rank].flatten())
+                all_gather_single(everyone.flatten(), mine)
+            total = functools.reduce(torch.add, [whole.float() for whole in wholes]).to(dtype)
+            assert torch.equal(everyone, total), (numel, dtype)
+    with pytest.raises(WorldError, match="reduce_scatter"):
+        reduce_scatter_single(torch.ones(5 + rank), torch.ones(size * (5 + rank)))
+    overlapping = torch.arange(300_001.0 * size)
+    mine = overlapping[300_001 * rank : 300_001 * (rank + 1)]
+    wanted = size * mine
+    reduce_scatter_single(mine, overlapping)
+    assert torch.equal(mine, wanted)
+    return [course is not None for course in courses]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=slow)])
+def test_native_code_and_steps_in_python_gather_and_scatter_alike(ranks, direct):
+    by_native, by_lists, *_ = run_ranks(ranks, in_rows, direct)
+    # A gather and a scatter of each size: native code has no bfloat16 to reduce, and leaves the largest to Python.
+    assert by_native == [True, True, False, True] * 3 + [False, False, False, True] + [True, True]
+    assert by_lists == [True, True]
 
 
 def wrapped():

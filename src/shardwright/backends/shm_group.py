@@ -56,7 +56,7 @@ class Members:
         rendezvous = BySemaphores(self.memory) if native is None else ByNative(*native)
         if self.direct:
             pids = [process.pid for process in self.processes]
-            return Direct(self.memory, rendezvous, self.names, table.SHM.name, pids)
+            return Direct(self.memory, rendezvous, self.names, table.SHM.name, pids, native is not None)
         return Collectives(self.memory, rendezvous, self.names, table.SHM.name)
 
 
@@ -171,6 +171,17 @@ class ShmGroup(LaneGroup):
             if course is not None:
                 return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
         return super().all_gather_single(output, tensor, opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
+        if self._native is not None and opts is not None:
+            what = "reduce_scatter_tensor"
+            self.check_memory(what, output)
+            self.check_memory(what, tensor)
+            self.check_whole(what, "input", tensor, "output", output)
+            course = self._native.reduce_scatter(output, tensor, opts.reduceOp)
+            if course is not None:
+                return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
+        return super().reduce_scatter_single(output, tensor, opts)
 
 
 class _Received(dist.Work):

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from shardwright.backends.segment.collectives import Collectives, Steps
 from shardwright.backends.segment.flats import cut, flat_of, gathering
-from shardwright.backends.segment.memory import HEAD_BYTES, Memory
+from shardwright.backends.segment.memory import HEAD_BYTES, SLOTS_BYTES, Memory
+from shardwright.backends.segment.native import reduces
 from shardwright.backends.segment.notes import Note
 from shardwright.backends.segment.reduction import Reduction
 from shardwright.backends.segment.waiting import Rendezvous
@@ -26,13 +27,22 @@ _CHUNK_BYTES = 1 << 18  # so much is reduced at a time, while it is in the cache
 
 
 class Direct(Collectives):
-    """Those of ranks whose processes, ``pids``, may read each other's memory."""
+    """Those of ranks whose processes, ``pids``, may read each other's memory.
+
+    ``native``: ranks may meet here that gather and scatter by native code, which takes other sizes through the slots.
+    """
 
     def __init__(
-        self, memory: Memory, rendezvous: Rendezvous, names: Sequence[int], backend: str, pids: Sequence[int]
+        self,
+        memory: Memory,
+        rendezvous: Rendezvous,
+        names: Sequence[int],
+        backend: str,
+        pids: Sequence[int],
+        native: bool = False,
     ) -> None:
         super().__init__(memory, rendezvous, names, backend)
-        self._pids = tuple(pids)
+        self._pids, self._slots_bytes = tuple(pids), SLOTS_BYTES if native else DIRECT_BYTES
         self._scratch = torch.empty(self.size, _CHUNK_BYTES, dtype=torch.uint8)
 
     def _read(self, rank: int, address: int, into: Tensor) -> None:
@@ -87,7 +97,7 @@ class Direct(Collectives):
         yield
 
     def _all_gather(self, rows: Sequence[Tensor], tensor: Tensor) -> Steps:
-        if max(row.nbytes for row in rows) <= DIRECT_BYTES:
+        if max(row.nbytes for row in rows) <= self._slots_bytes:
             yield from super()._all_gather(rows, tensor)
             return
         flat, _ = flat_of(tensor)
@@ -101,7 +111,8 @@ class Direct(Collectives):
         yield
 
     def _reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], reduction: Reduction) -> Steps:
-        if max(row.nbytes for row in rows) <= DIRECT_BYTES:
+        known = reduces(output.dtype, reduction.name)
+        if max(row.nbytes for row in rows) <= (self._slots_bytes if known else DIRECT_BYTES):
             yield from super()._reduce_scatter(output, rows, reduction)
             return
         flat, finish = flat_of(output)

@@ -1,4 +1,4 @@
-/* Waiting for the ranks of a host, all-reduces and small all-gathers, in the memory that these ranks share.
+/* Waiting for the ranks of a host, all-reduces, all-gathers and reduce-scatters, in the memory that they share.
  *
  * A rank writes into its slot, stores the number of the stage into its mark, and waits until the marks of all have that
  * number; then it may read all slots of that stage. Each rank has two slots, one for even stages and one for odd ones:
@@ -172,29 +172,31 @@ static void reduce(const char *const *parts, int size, char *out, int64_t count,
     }
 }
 
-/* --- all-reduces, in steps each of which ends with a stage */
+/* --- collectives, in steps each of which ends with a stage */
 
 /* SMALL: one step, in which each rank reads the parts of all. LARGE: all learn where the tensors lie, and go on by one
  * of the others. SHARED: each rank reduces a slice of them, and writes it to all of them. SLICES: they go through the
  * wide slots chunk by chunk; each rank reduces a slice of each chunk, and the others take that from it one step later.
  *
- * An all-gather is a SMALL one whose parts are put one behind the other in place of being reduced.
+ * GATHERED and SCATTERED: parts, or rows of parts, go through the slots chunk by chunk, as the steps in Python have them.
  */
-enum { SMALL, LARGE, SHARED, SLICES };
+enum { SMALL, LARGE, SHARED, SLICES, GATHERED, SCATTERED };
 enum { WAITING, DONE, DIFFER };
 #define BLOCK_BYTES (1 << 13) /* reduced at a time, which stay in the nearest cache */
 
-struct all_reduce {
+struct collective {
     const char *head;
-    const char *own; /* what this rank gives */
-    char *data;      /* where the result goes, which is the same for an all-reduce */
-    int64_t count;   /* of what each gives */
+    int64_t note_bytes; /* of the head and what stands behind it, on which all must agree */
+    const char *own;    /* what this rank gives */
+    char *data;         /* where the result goes, which is the same for an all-reduce */
+    int64_t count;      /* of what each gives, or gets where it gives a row to each */
     int32_t type;
     int32_t operation;
     int64_t step;
     uint32_t stage; /* to which this rank has come */
     int32_t way;
     int32_t waits; /* whether it waits for others there */
+    int32_t scatters;
 };
 
 /* Which elements of a chunk, or of the whole, are those of a rank. */
@@ -212,13 +214,13 @@ static char *reduced_slice(const struct group *g, int rank, uint32_t stage) {
 }
 
 /* The chunk of a step: its elements, 0 behind the last one. */
-static int64_t chunk(const struct group *g, const struct all_reduce *r, int64_t step, int64_t *start) {
+static int64_t chunk(const struct group *g, const struct collective *r, int64_t step, int64_t *start) {
     int64_t most = slice_room(g) * g->size / WIDTHS[r->type];
     *start = (step - 1) * most;
     return *start < r->count ? least(most, r->count - *start) : 0;
 }
 
-static void share(const struct group *g, const struct all_reduce *r) {
+static void share(const struct group *g, const struct collective *r) {
     int64_t width = WIDTHS[r->type], most = BLOCK_BYTES / width, places[g->size];
     int64_t start = slice_start(r->count, g->rank, g->size), end = slice_start(r->count, g->rank + 1, g->size);
     char total[BLOCK_BYTES];
@@ -233,7 +235,7 @@ static void share(const struct group *g, const struct all_reduce *r) {
 }
 
 /* The slices that others reduce of a chunk, into the slot for the next stage. */
-static void put(const struct group *g, const struct all_reduce *r, int64_t start, int64_t count) {
+static void put(const struct group *g, const struct collective *r, int64_t start, int64_t count) {
     int64_t width = WIDTHS[r->type], first = slice_start(count, g->rank, g->size) * width;
     int64_t last = slice_start(count, g->rank + 1, g->size) * width;
     char *to = wide_of(g, g->rank, r->stage + 1), *from = r->data + start * width;
@@ -242,7 +244,7 @@ static void put(const struct group *g, const struct all_reduce *r, int64_t start
 }
 
 /* This rank's slice of a chunk, reduced, for itself and into the slot for the next stage. */
-static void take(const struct group *g, const struct all_reduce *r, int64_t start, int64_t count) {
+static void take(const struct group *g, const struct collective *r, int64_t start, int64_t count) {
     int64_t width = WIDTHS[r->type], first = slice_start(count, g->rank, g->size);
     int64_t own = slice_start(count, g->rank + 1, g->size) - first, most = BLOCK_BYTES / width;
     char *mine = r->data + (start + first) * width, *reduced = reduced_slice(g, g->rank, r->stage + 1);
@@ -257,7 +259,7 @@ static void take(const struct group *g, const struct all_reduce *r, int64_t star
 }
 
 /* The slices of a chunk that others have reduced. */
-static void collect(const struct group *g, const struct all_reduce *r, int64_t start, int64_t count) {
+static void collect(const struct group *g, const struct collective *r, int64_t start, int64_t count) {
     int64_t width = WIDTHS[r->type];
     for (int rank = 0; rank < g->size; rank++) {
         int64_t first = slice_start(count, rank, g->size), last = slice_start(count, rank + 1, g->size);
@@ -267,19 +269,67 @@ static void collect(const struct group *g, const struct all_reduce *r, int64_t s
     }
 }
 
-static int64_t place_in_arena(const struct group *g, const struct all_reduce *r) {
+/* Bytes of a part, or of a row of it, that go through a slot at a time. */
+static int64_t rows_room(const struct group *g, const struct collective *r) {
+    int64_t room = g->slot_bytes - g->note_bytes;
+    return r->way == SCATTERED ? room / g->size / 64 * 64 : room;
+}
+
+/* The bytes of a step: how many, and from where; 0 behind the last one. */
+static int64_t rows_chunk(const struct group *g, const struct collective *r, int64_t *start) {
+    int64_t bytes = r->count * WIDTHS[r->type], room = rows_room(g, r);
+    *start = r->step * room;
+    return *start < bytes ? least(room, bytes - *start) : 0;
+}
+
+/* What others read of this rank, into the slot for the next stage; 0 where that was all. */
+static int put_rows(const struct group *g, const struct collective *r) {
+    int64_t bytes = r->count * WIDTHS[r->type], room = rows_room(g, r), start, some = rows_chunk(g, r, &start);
+    char *to = data_of(g, g->rank, r->stage + 1);
+    if (r->way == GATHERED) memcpy(to, r->own + start, some);
+    for (int rank = 0; r->way == SCATTERED && rank < g->size; rank++) {
+        if (rank != g->rank) memcpy(to + rank * room, r->own + rank * bytes + start, some);
+    }
+    return some || r->step == 0;
+}
+
+static void gather_rows(const struct group *g, const struct collective *r) {
+    int64_t bytes = r->count * WIDTHS[r->type], start, some = rows_chunk(g, r, &start);
+    for (int rank = 0; rank < g->size; rank++) {
+        memcpy(r->data + rank * bytes + start, data_of(g, rank, r->stage), some);
+    }
+}
+
+static void reduce_row(const struct group *g, const struct collective *r) {
+    int64_t width = WIDTHS[r->type], room = rows_room(g, r), start, some = rows_chunk(g, r, &start);
+    const char *mine = r->own + g->rank * r->count * width + start, *parts[g->size];
+    char total[BLOCK_BYTES]; /* the result may lie where this rank's row does, which is not the first to be reduced */
+    for (int64_t at = 0; at < some; at += BLOCK_BYTES) {
+        for (int rank = 0; rank < g->size; rank++) {
+            parts[rank] = (rank == g->rank ? mine : data_of(g, rank, r->stage) + g->rank * room) + at;
+        }
+        int64_t bytes = least(BLOCK_BYTES, some - at);
+        reduce(parts, g->size, total, bytes / width, r->type, r->operation);
+        memcpy(r->data + start + at, total, bytes);
+    }
+}
+
+static int64_t place_in_arena(const struct group *g, const struct collective *r) {
     int64_t place = g->arenas ? r->data - g->arenas[g->rank] : -1;
     return place >= 0 && place < g->arena_bytes ? place : -1;
 }
 
 /* Write what this rank has for the next stage; 0 where there is no further one. */
-static int before(const struct group *g, struct all_reduce *r) {
+static int before(const struct group *g, struct collective *r) {
     int64_t start, bytes = r->count * WIDTHS[r->type], place;
     if (r->step == 0) {
         char *mine = slot_of(g, g->rank, r->stage + 1);
         r->way = bytes * g->size <= g->small_bytes ? SMALL : LARGE;
+        if (r->operation == GATHER) r->way = GATHERED;
+        if (r->scatters) r->way = SCATTERED;
         memcpy(g->places + g->rank * g->place_bytes + g->head_at, r->head, g->head_bytes);
-        memcpy(mine, r->head, g->head_bytes);
+        memcpy(mine, r->head, r->note_bytes);
+        if (r->way == GATHERED || r->way == SCATTERED) return put_rows(g, r);
         place = place_in_arena(g, r);
         memcpy(mine + g->head_bytes, &place, 8);
         if (r->way == SMALL) memcpy(mine + g->note_bytes, r->own, bytes);
@@ -291,20 +341,21 @@ static int before(const struct group *g, struct all_reduce *r) {
         return r->step == 1;
     }
     if (r->way == SMALL) return 0;
+    if (r->way == GATHERED || r->way == SCATTERED) return put_rows(g, r);
     int64_t count = chunk(g, r, r->step, &start);
     if (count) put(g, r, start, count);
     return count || chunk(g, r, r->step - 1, &start);
 }
 
-static int same(const struct group *g, const struct all_reduce *r) {
+static int same(const struct group *g, const struct collective *r) {
     for (int rank = 0; rank < g->size; rank++) {
-        if (memcmp(slot_of(g, rank, r->stage), r->head, g->head_bytes)) return 0;
+        if (memcmp(slot_of(g, rank, r->stage), r->head, r->note_bytes)) return 0;
     }
     return 1;
 }
 
 /* By where the tensors of all lie; where none lies in an arena all have put their first chunks already. */
-static void choose(const struct group *g, struct all_reduce *r) {
+static void choose(const struct group *g, struct collective *r) {
     int shared = 0;
     for (int rank = 0; rank < g->size; rank++) {
         int64_t place;
@@ -316,19 +367,16 @@ static void choose(const struct group *g, struct all_reduce *r) {
 }
 
 /* Read what others have for this stage, to which all have come. */
-static void after(const struct group *g, struct all_reduce *r) {
+static void after(const struct group *g, struct collective *r) {
     int64_t start, count;
     if (r->way == SMALL) {
         const char *parts[g->size];
         for (int rank = 0; rank < g->size; rank++) parts[rank] = data_of(g, rank, r->stage);
-        if (r->operation == GATHER) {
-            int64_t bytes = r->count * WIDTHS[r->type];
-            for (int rank = 0; rank < g->size; rank++) memcpy(r->data + rank * bytes, parts[rank], bytes);
-            return;
-        }
         reduce(parts, g->size, r->data, r->count, r->type, r->operation);
         return;
     }
+    if (r->way == GATHERED) gather_rows(g, r);
+    if (r->way == SCATTERED) reduce_row(g, r);
     if (r->way == LARGE) choose(g, r);
     if (r->way == SLICES && r->step > 0) {
         if (r->step > 1 && (count = chunk(g, r, r->step - 1, &start))) collect(g, r, start, count);
@@ -336,9 +384,9 @@ static void after(const struct group *g, struct all_reduce *r) {
     }
 }
 
-/* DONE when the data are reduced, WAITING when the time is over before all have come, to be called again; DIFFER where
+/* DONE when the data are there, WAITING when the time is over before all have come, to be called again; DIFFER where
  * the heads of two ranks do. */
-int shardwright_all_reduce(const struct group *g, struct all_reduce *r, int64_t timeout_ns) {
+int shardwright_collective(const struct group *g, struct collective *r, int64_t timeout_ns) {
     for (;;) {
         if (!r->waits) {
             if (!before(g, r)) return DONE;

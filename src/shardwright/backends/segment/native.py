@@ -30,6 +30,11 @@ OPERATIONS: Mapping[str, int] = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AV
 GATHERED = 5, 4  # the operation and the type of an all-gather, which moves bytes
 
 
+def reduces(dtype: torch.dtype, operation: str) -> bool:
+    """Whether native code does, by the operation of that name."""
+    return dtype in TYPES and operation in OPERATIONS and (operation != "AVG" or dtype.is_floating_point)
+
+
 class Group(ctypes.Structure):
     """What native.c is told of a group."""
 
@@ -56,13 +61,13 @@ class Group(ctypes.Structure):
         )  # fmt: skip
 
 
-class AllReduce(ctypes.Structure):
-    """What native.c is told of an all-reduce or an all-gather, and how far it has come."""
+class Told(ctypes.Structure):
+    """What native.c is told of a collective, and how far it has come."""
 
     _fields_ = (
-        ("head", ctypes.c_char_p), ("own", ctypes.c_void_p), ("data", ctypes.c_void_p), ("count", ctypes.c_int64),
-        ("type", ctypes.c_int32), ("operation", ctypes.c_int32), ("step", ctypes.c_int64), ("stage", ctypes.c_uint32),
-        ("way", ctypes.c_int32), ("waits", ctypes.c_int32),
+        ("head", ctypes.c_char_p), ("note_bytes", ctypes.c_int64), ("own", ctypes.c_void_p), ("data", ctypes.c_void_p),
+        ("count", ctypes.c_int64), ("type", ctypes.c_int32), ("operation", ctypes.c_int32), ("step", ctypes.c_int64),
+        ("stage", ctypes.c_uint32), ("way", ctypes.c_int32), ("waits", ctypes.c_int32), ("scatters", ctypes.c_int32),
     )  # fmt: skip
 
 
@@ -76,8 +81,8 @@ class Native:
         self.arrive.argtypes, self.arrive.restype = (group, ctypes.c_uint32), None
         self.wait = library.shardwright_wait
         self.wait.argtypes = (group, ctypes.c_uint32, ctypes.c_int64)
-        self.all_reduce = library.shardwright_all_reduce
-        self.all_reduce.argtypes = (group, ctypes.POINTER(AllReduce), ctypes.c_int64)
+        self.collective = library.shardwright_collective
+        self.collective.argtypes = (group, ctypes.POINTER(Told), ctypes.c_int64)
 
 
 def built() -> Path | None:

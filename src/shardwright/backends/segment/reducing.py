@@ -1,4 +1,4 @@
-"""All-reduces and small all-gathers by native code: one call each, unless others are waited for."""
+"""All-reduces, all-gathers and reduce-scatters by native code: one call each, unless others are waited for."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor
 from shardwright.backends.segment.arena import Arenas
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.flats import is_plain
-from shardwright.backends.segment.memory import SMALL_BYTES
-from shardwright.backends.segment.native import GATHERED, OPERATIONS, TYPES, AllReduce, Group, Native
+from shardwright.backends.segment.memory import DATA_BYTES, SLOTS_BYTES, SMALL_BYTES
+from shardwright.backends.segment.native import GATHERED, OPERATIONS, TYPES, Group, Native, Told, reduces
 from shardwright.backends.segment.notes import Note
 
 _WAITING, _DONE, _DIFFER = 0, 1, 2  # what native code answers
@@ -26,10 +26,12 @@ _MOST_KINDS = 1024  # that are remembered: batches of ever new sizes may have an
 class _Kind(NamedTuple):
     """What calls on tensors of one dtype and size have in common."""
 
-    head: bytes  # behind the number
+    head: bytes  # behind the number, and what follows it on which all must agree
     elements: int
     type_code: int
     operation_code: int
+    one_stage: bool
+    scatters: bool = False
 
 
 class NativeCollectives:
@@ -40,11 +42,11 @@ class NativeCollectives:
 
     def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
         self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
-        self.told = AllReduce()  # of the one that is under way: there is one at a time
+        self.told = Told()  # of the one that is under way: there is one at a time
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None for what native code does not reduce."""
-        kind = _reducing(tensor.dtype, tensor.numel(), reduce_op.op)
+        kind = _reducing(tensor.dtype, tensor.numel(), reduce_op.op, self.collectives.size)
         if kind is None:
             return None
         # Steps in Python would not meet the native code of ranks whose tensors are plain.
@@ -53,24 +55,44 @@ class NativeCollectives:
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
         """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
-        if output.nbytes > SMALL_BYTES or not (is_plain(output) and is_plain(tensor)):
+        if tensor.nbytes > SLOTS_BYTES or not (is_plain(output) and is_plain(tensor)):
             return None
         return NativeCollective(self, _gathering(tensor.dtype, tensor.numel()), tensor, output, output)
 
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
+        """The next one; None as for `all_gather`, and for what native code does not reduce."""
+        if output.nbytes > SLOTS_BYTES or not (is_plain(output) and is_plain(tensor)):
+            return None
+        kind = _scattering(output.dtype, output.numel(), reduce_op.op, self.collectives.size)
+        return None if kind is None else NativeCollective(self, kind, tensor, output, output)
+
 
 @lru_cache(_MOST_KINDS)
-def _reducing(dtype: torch.dtype, numel: int, operation: Any) -> _Kind | None:
+def _reducing(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
     name = _OPERATIONS[operation]
-    if dtype not in TYPES or name not in OPERATIONS or (name == "AVG" and not dtype.is_floating_point):
+    if not reduces(dtype, name):
         return None
     head = Note(0, "all_reduce", dtype, numel, name).head()[_NUMBER.size :]
-    return _Kind(head, numel, TYPES[dtype], OPERATIONS[name])
+    return _Kind(head, numel, TYPES[dtype], OPERATIONS[name], numel * dtype.itemsize * size <= SMALL_BYTES)
+
+
+@lru_cache(_MOST_KINDS)
+def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
+    name = _OPERATIONS[operation]
+    if not reduces(dtype, name):
+        return None
+    note = Note(0, "reduce_scatter", dtype, 0, name).head()[_NUMBER.size :] + struct.pack(f"={size}q", *[numel] * size)
+    one_stage = numel * dtype.itemsize * size <= SMALL_BYTES
+    return _Kind(note, numel, TYPES[dtype], OPERATIONS[name], one_stage, scatters=True)
 
 
 @lru_cache(_MOST_KINDS)
 def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
     operation, code = GATHERED
-    return _Kind(Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :], numel * dtype.itemsize, code, operation)
+    nbytes = numel * dtype.itemsize
+    return _Kind(
+        Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :], nbytes, code, operation, nbytes <= DATA_BYTES
+    )
 
 
 class NativeCollective:
@@ -85,13 +107,13 @@ class NativeCollective:
     @property
     def one_stage(self) -> bool:
         """Whether the others can end it, once this rank has come to it."""
-        return self._own.nbytes * self._all.collectives.size <= SMALL_BYTES
+        return self._kind.one_stage
 
     def advance(self, timeout_s: float) -> bool:
         native, told, rendezvous = self._all.native, self._all.told, self._all.collectives.rendezvous
         if not self._begun:
             self._begin(told, rendezvous.stage)
-        answer = native.all_reduce(self._all.group, told, int(timeout_s * 1e9))
+        answer = native.collective(self._all.group, told, int(timeout_s * 1e9))
         rendezvous.stage = told.stage
         if answer == _WAITING:
             return False
@@ -103,11 +125,12 @@ class NativeCollective:
 
     wait = advance  # as it is awaited where it is one step of several
 
-    def _begin(self, told: AllReduce, stage: int) -> None:
+    def _begin(self, told: Told, stage: int) -> None:
         kind, collectives = self._kind, self._all.collectives
         collectives.number += 1
         self._head = _NUMBER.pack(collectives.number % (1 << 32)) + kind.head
-        told.head, told.own, told.data = self._head, self._own.data_ptr(), self._into.data_ptr()
-        told.count, told.type, told.operation = kind.elements, kind.type_code, kind.operation_code
+        told.head, told.note_bytes = self._head, len(self._head)
+        told.own, told.data, told.count = self._own.data_ptr(), self._into.data_ptr(), kind.elements
+        told.type, told.operation, told.scatters = kind.type_code, kind.operation_code, kind.scatters
         told.step, told.waits, told.stage = 0, 0, stage
         self._begun = True
