@@ -1,6 +1,7 @@
 """A redistribution turns a value and its gradient into what the contract says, on every mesh and shape."""
 
 import math
+import pickle
 
 import pytest
 import torch
@@ -235,3 +236,12 @@ def test_the_call_names_what_differs_from_the_default():
     assert step.call("h_3", (8, 6)) == "all_to_all(h_3, comm, dim=0, to_dim=1, axes=('a',), size=8, to_size=6)"
     assert one(PARTIAL, WHOLE, (), (8, 6), AB).call("x", (8, 6)) == "all_reduce(x, comm, axes=('a',))"
     assert str(step) == "all-to-all over a: [a, -] -> [-, a]"
+
+
+def test_a_layout_is_sent_without_its_hash():
+    """Which is another one in each process, as those of texts are."""
+    layout = Layout.split(2, {1: ["a"]}, ["b"])
+    known = hash(layout)
+    sent = pickle.loads(pickle.dumps(layout))
+    assert vars(sent) == {"dims": layout.dims, "partial": layout.partial}
+    assert (hash(sent), sent) == (known, layout)

@@ -63,6 +63,17 @@ class Layout:
     dims: tuple[Split, ...]
     partial: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        # Searches look layouts up by the million.
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = hash((self.dims, self.partial))
+        return known
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without its hash, which is another one in other processes."""
+        return {"dims": self.dims, "partial": self.partial}
+
     @staticmethod
     def replicated(ndim: int) -> Layout:
         """Every rank holds the whole tensor."""

@@ -186,9 +186,12 @@ class Decisions:
     def _nodes(self) -> Mapping[str, Node]:
         return {node.name: node for node in self.capture.nodes}
 
-    def computing_again(self, names: Set[str]) -> Self:
-        """The same with other modules computed again; what does not depend on these is not worked out anew."""
-        found = replace(self, recomputed=frozenset(names))
+    def computing_again(self, names: Set[str], again: frozenset[str] | None = None) -> Self:
+        """The same with other modules computed again, and with other values gathered ``again`` where these are given.
+
+        What does not depend on them is not worked out anew.
+        """
+        found = replace(self, recomputed=frozenset(names), again=self.again if again is None else again)
         for known in self._of_any_recomputed:
             found.__dict__[known] = getattr(self, known)
         return found
@@ -199,7 +202,7 @@ class Decisions:
         found.__dict__.update({name: of for name, of in self.__dict__.items() if name not in found.__dict__})
         return found
 
-    _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "transfers", "way")
+    _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "transfers", "way", "_moved_inside")
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
@@ -236,9 +239,21 @@ class Decisions:
         if maker is not None and self.block_of.get(maker[0].name) == block:
             return block
         alone = all(self.block_of.get(name) == block for name, _ in transfer.consumers)
-        value = self.capture.values[transfer.value]
-        sizes = (local_bytes(value, layout, self.mesh) for layout in (self.layout(value.name), transfer.target.layout))
-        return block if alone and copies(transfer.steps) and moved_inside(value, *sizes) else ""
+        return block if alone and copies(transfer.steps) and self._is_moved_inside(transfer) else ""
+
+    def _is_moved_inside(self, transfer: Transfer) -> bool:
+        """Whether a block that is given the value of a transfer moves it itself."""
+        first, known = transfer.consumers[0], self._moved_inside
+        if first not in known:
+            value = self.capture.values[transfer.value]
+            layouts = self.layout(value.name), transfer.target.layout
+            known[first] = moved_inside(value, *(local_bytes(value, layout, self.mesh) for layout in layouts))
+        return known[first]
+
+    @cached_property
+    def _moved_inside(self) -> dict[tuple[str, int], bool]:
+        """What is known of that, by the first consumer of a transfer, which no other one has."""
+        return {}
 
     def repeats(self, transfer: Transfer) -> int:
         """How often the backward repeats the steps of a transfer."""

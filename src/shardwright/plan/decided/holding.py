@@ -78,15 +78,16 @@ class Memory:
 
     def held(self, plan: Decisions, optimizer: OptimizerStates) -> Held:
         """What is held under a plan of these decisions."""
+        lying = self._lying(plan)
         return Held(
             parameters=self._leaves["parameter"],
             gradients=sum(self._trained),
             optimizer=sum(map(optimizer.bytes_for, self._trained)),
-            activations=sum(self._saved(plan).values()),
+            activations=sum(_saved(plan, lying).values()),
             buffers=self._leaves["buffer"] + self._leaves["constant"],
             inputs=self._leaves["input"],
             communication=max(self._largest_buffer, self._gathered_together(plan)),
-            recomputed=max(self.remade(plan).values(), default=0),
+            recomputed=max(_remade(plan, lying).values(), default=0),
         )
 
     def _gathered_together(self, plan: Decisions) -> int:
@@ -98,27 +99,7 @@ class Memory:
 
     def remade(self, plan: Decisions) -> dict[str, int]:
         """What the backward makes again and then holds of each block, by its name, beside what the block is given."""
-        lying, made = self._lying(plan), {}
-        for block in plan.blocks:
-            inside: dict[Storage, int] = {}
-            for node in block.nodes:
-                inside |= lying.kept_by[node.name]
-            given = lying.given_to(block, plan)
-            made[block.name] = sum(size for storage, size in inside.items() if storage not in given)
-        return made
-
-    def _saved(self, plan: Decisions) -> dict[Storage, int]:
-        """What is kept for the backward, each storage once; leaves are held all the same, and left out.
-
-        Of a block that the backward computes again it is what the block is given.
-        """
-        lying, found = self._lying(plan), {}
-        for node in plan.capture.nodes:
-            if node.name not in plan.block_of:
-                found.update(lying.kept_by[node.name])
-        for block in plan.blocks:
-            found.update(lying.given_to(block, plan))
-        return found
+        return _remade(plan, self._lying(plan))
 
     def _lying(self, plan: Decisions) -> _Lying:
         """Where everything lies: that depends on the blocks by what is gathered again for them."""
@@ -184,6 +165,32 @@ class _Lying:
                 value = plan.capture.values[name]
                 found["before", block.name, name] = local_bytes(value, plan.leaves[name], plan.mesh, self._rank)
         return found
+
+
+def _remade(plan: Decisions, lying: _Lying) -> dict[str, int]:
+    """What the backward makes again and then holds of each block, by its name, beside what the block is given."""
+    made = {}
+    for block in plan.blocks:
+        inside: dict[Storage, int] = {}
+        for node in block.nodes:
+            inside |= lying.kept_by[node.name]
+        given = lying.given_to(block, plan)
+        made[block.name] = sum(size for storage, size in inside.items() if storage not in given)
+    return made
+
+
+def _saved(plan: Decisions, lying: _Lying) -> dict[Storage, int]:
+    """What is kept for the backward, each storage once; leaves are held all the same, and left out.
+
+    Of a block that the backward computes again it is what the block is given.
+    """
+    found: dict[Storage, int] = {}
+    for node in plan.capture.nodes:
+        if node.name not in plan.block_of:
+            found.update(lying.kept_by[node.name])
+    for block in plan.blocks:
+        found.update(lying.given_to(block, plan))
+    return found
 
 
 def _moved(plan: Decisions) -> Iterator[tuple[tuple[str, int], Storage]]:
