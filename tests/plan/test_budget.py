@@ -328,6 +328,22 @@ def test_what_fits_with_a_block_computed_again_says_the_first_price_and_is_to_be
     assert (found.cost, found.bound, found.recomputed) == (14.0, pytest.approx(14.0), {"block"})
 
 
+@pytest.mark.parametrize(("middle", "asked"), [(12.5, [3.0, 1 / 3, 1.0]), (11.33, [3.0, 1 / 3, 1.0, 0.995])])
+def test_a_price_near_another_is_tried_where_the_bound_may_be_larger_at_it(middle, asked):
+    """What fits is a little cheaper at the third price, which makes the fourth differ from it by half a percent."""
+    held, tried = {10.0: 20, 14.0: 8, 11.0: 11, 13.985: 8}, []
+    found = {3.0: (14.0, 8.0, -2), 1 / 3: (11.0, middle, 1), 1.0: (13.985, 11.98, -2), 0.995: (13.985, 11.98, -2)}
+
+    def solve(price, below, *, alone=False, forbidding=()):
+        tried.append(price)
+        cost, total, above = found[min(found, key=lambda of: abs(of - price))]
+        return [Choice({}, {}, cost, cost)], total, above
+
+    best = fitting(Choice({}, {}, 10.0, 10.0), solve, Budget(10, ADAMW, lambda choice: held[choice.cost], refused))
+    assert tried == pytest.approx(asked)
+    assert (best.cost, best.bound) == (13.985, max(middle, 11.98))
+
+
 @pytest.mark.parametrize(("bound", "asked"), [(10.0, [0.4]), (13.95, [])])
 def test_choices_are_divided_where_a_gap_is_left_and_from_the_price_between_the_two_that_are_known(bound, asked):
     """No price has been tried, so that no line says where the bound may be the largest."""

@@ -40,11 +40,18 @@ def searched(weighing: Weighing, row: Search, below: float) -> Choice:
         NothingBelow: where no choice was found that costs less than ``below``.
         PlanError: where there is none at all, or none that fits.
     """
+    asked = False
+
+    def beside(choice: Choice) -> Choice:
+        nonlocal asked
+        asked = True
+        return or_known(choice, row, weighing)
+
     try:
-        choice = weighing.first(row, below, divides=True)
+        choice = weighing.first(row, below, beside)
     except OverBudget as over:
         return in_any_parts(weighing, row, over)
-    return or_known(choice, row, weighing)
+    return choice if asked else beside(choice)
 
 
 def in_any_parts(weighing: Weighing, row: Search, over: OverBudget) -> Choice:
@@ -77,11 +84,19 @@ def or_known(choice: Choice, row: Search, weighing: Weighing) -> Choice:
     if choice.cost is None or choice.bound is None or choice.bound >= choice.cost * (1 - EQUAL):
         return choice
     best, space, request = choice, weighing.space, weighing.request
+    costs: dict[tuple[int, int], float] = {}  # by what was decided: what is gathered again does not count here
+    held: list[Choice] = []  # so that no identity is given to another object
     for find in _others(row, weighing, choice.price):
         least = best.cost or 0.0
         with suppress(PlanError):  # impossible on this mesh, too wide, or nothing cheaper
             other = find(least)
-            if not _allowed(other, space, request) or (cost := _cost(other, space, weighing.known)) >= least:
+            if not _allowed(other, space, request):
+                continue
+            held.append(other)
+            decided = id(other.strategies), id(other.leaves)
+            if decided not in costs:
+                costs[decided] = _cost(other, space, weighing.known)
+            if (cost := costs[decided]) >= least:
                 continue
             within = weighing.within(replace(other, cost=cost, price=choice.price))
             if within is not None and (within.cost or 0.0) < least:
@@ -95,9 +110,10 @@ def _known_by_name(space: Space, request: PlanRequest) -> Iterator[Choice]:
     graph, mesh = space.graph, space.mesh
     data = data_parallel(graph, mesh, space.leaves, space.outputs)
     parts = {v.name: in_parts(v, mesh) for v in graph.capture.of_kind("parameter") if v.name not in request.storage}
+    sharded = replace(data, leaves={**data.leaves, **parts})
     yield data
-    yield replace(data, leaves={**data.leaves, **parts})
-    yield replace(data, leaves={**data.leaves, **parts}, again=frozenset(parts))
+    yield sharded
+    yield replace(sharded, again=frozenset(parts))
 
 
 def _itself(choice: Choice, below: float) -> Choice:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
@@ -67,15 +67,15 @@ class Weighing:
             once=bool(self.price),
         )
 
-    def first(self, row: Search, below: float = math.inf, *, divides: bool = False) -> Choice:
-        """What the search finds; with ``divides`` it looks closer where a budget leaves a gap.
+    def first(self, row: Search, below: float = math.inf, beside: Callable[[Choice], Choice] | None = None) -> Choice:
+        """What the search finds; where a budget leaves a gap it looks closer, by what is ``beside`` if that is given.
 
         Raises:
             NothingBelow: where no choice was found that costs less than ``below``.
             PlanError: where there is none at all, or none that fits.
         """
         budget, below = self.budget(), math.inf if row.by_axes else below
-        budget = budget and replace(budget, divides=divides)
+        budget = budget and replace(budget, beside=beside)
         choice = (recursive if row.by_axes else search)(self.space, self._objective, budget, below, self.known)
         return choice if budget else self.settle(choice)
 
@@ -89,8 +89,9 @@ class Weighing:
     def plan(self, choice: Choice) -> Plan:
         """The plan of a choice; what follows from decisions is worked out once for those that were asked for last."""
         for plan in self._last:
-            if (plan.again, plan.leaves, plan.strategies) == (choice.again, choice.leaves, choice.strategies):
-                found = plan if plan.recomputed == choice.recomputed else plan.computing_again(choice.recomputed)
+            if (plan.leaves, plan.strategies) == (choice.leaves, choice.strategies):
+                same = (plan.again, plan.recomputed) == (choice.again, choice.recomputed)
+                found = plan if same else plan.computing_again(choice.recomputed, choice.again)
                 return found.costing(choice.cost, choice.bound)
         found = _plan(self.space.graph, self.mesh, self.request, choice, self.space.outputs)
         self._last = [found, *self._last[: LAST - 1]]

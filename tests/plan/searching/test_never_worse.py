@@ -16,6 +16,7 @@ from decoder import loss_fn as decoder_loss
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan import others
 from shardwright.plan.known_plans import KNOWN_PLANS
 from shardwright.plan.make import make_plan
 from shardwright.plan.minima.exact import minimise
@@ -29,6 +30,7 @@ from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import MINDSPORE, SEARCHES
 from shardwright.plan.searching import recursive as axis_by_axis
 from shardwright.plan.searching.budget import OverBudget
+from shardwright.plan.searching.dividing import Division
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.problem import Problem
 from shardwright.plan.searching.search import search
@@ -295,6 +297,23 @@ def test_however_small_the_gap_is_the_others_are_looked_at():
     other = planned(capture, mesh, "recursive")
     near = Choice(other.strategies, other.leaves, other.cost * (1 + 1e-6), other.cost * (1 - 1e-6))
     assert or_known(near, row, Weighing(mesh, request, space, OBJECTIVE)).cost <= other.cost * (1 + 1e-12)
+
+
+def test_the_others_are_looked_at_once_and_before_choices_are_divided(monkeypatch):
+    """So that what they find is to be beaten there: here nothing can be, and no division is made."""
+    capture, mesh = graph_of(200), Mesh.of(a=2, b=2)
+    memory, asked = int(planned(capture, mesh, "exact").held.total * 0.7), []
+    without = within(capture, mesh, "exact", memory)
+
+    def known(choice, row, weighing):
+        asked.append(choice)
+        return replace(choice, cost=choice.bound)
+
+    monkeypatch.setattr(others, "or_known", known)
+    monkeypatch.setattr(Division, "halves", None)
+    found = within(capture, mesh, "exact", memory)
+    assert len(asked) == 1
+    assert found.cost == found.bound <= without.cost
 
 
 def test_searches_share_what_they_work_out(monkeypatch):

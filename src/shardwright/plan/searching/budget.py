@@ -28,6 +28,9 @@ from shardwright.plan.searching.space import Choice
 MOST_PRICES = 16
 FURTHER = 4.0  # a price follows others, where the bound rises or falls at all of these
 CLOSE = 5e-4  # a gap that is not worth another search
+ALIKE = (
+    1e-2  # prices that differ by a smaller share find the same, mostly: one where the bound cannot rise is not tried
+)
 # At these prices a part of the budget counts as much as the whole step, a third and then a millionth, until something
 # fits; at last with buffers of collectives that are not the largest.
 _DEAR = ((3.0, True), (1e6, True), (1e6, False))
@@ -69,8 +72,9 @@ class Budget:
     """Of a byte, at which a plan was found that is to be beaten; 0 where there is none."""
     once: bool = False
     """Whether nothing is looked at but that price."""
-    divides: bool = False
-    """Whether choices are divided where a gap is left."""
+    beside: Callable[[Choice], Choice] | None = None
+    """A choice or what costs less of other ways to plan: what is to be beaten where choices are divided, as a gap is
+    left. Without it they are not divided."""
     near: float = 1e-3
     """The share by which a price must differ from others to be looked at."""
     close: float = CLOSE
@@ -236,12 +240,18 @@ class _Tried:
         """Try the next price, where one is worth it."""
         least, bound, budget = self._least, self._bound, self._budget
         self._price = next_price([*self.fit, *self.above], budget.limit_bytes)
-        known = any(math.isclose(self._price, of, rel_tol=budget.near) for of in self._prices)
+        near = budget.near if self._may_rise(self._price) else max(budget.near, ALIKE)
+        known = any(math.isclose(self._price, of, rel_tol=near) for of in self._prices)
         if known or len(self._prices) > MOST_PRICES or least - bound <= budget.close * least:
             self.is_worth_another = False
         else:
             self.at(self._price)
             self.is_worth_another &= self._bound > bound or self._least < least
+
+    def _may_rise(self, price: float) -> bool:
+        """Whether the bound may be larger at a price, by what was found at others."""
+        lines = (one.line for one in (*self.fit, *self.above))
+        return all(line.at(price) > self._bound for line in lines if line is not None)
 
     def best(self) -> Choice:
         """The cheapest that fits."""

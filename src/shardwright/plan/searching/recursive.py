@@ -43,7 +43,7 @@ def recursive(
         PlanError: where nothing is possible.
     """
     rules = space.graph.rules
-    budget = budget and replace(budget, near=NEAR, divides=False)
+    budget = budget and replace(budget, near=NEAR, beside=None)
     decided: Mapping[str, Strategy] = {node.name: rules[node.name].replicated() for node in space.graph.capture.nodes}
     choice = None
     for count in range(1, len(space.mesh.axes) + 1):

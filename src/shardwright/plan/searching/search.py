@@ -80,6 +80,8 @@ def search(
         ) -> tuple[tuple[Choice, list[int]], float, list[int]]:
             to_beat, out = below - price * above_bytes, [*forbidding, *beside_these]
             choice, total, picked = both.at([*tables, *more], out, below=to_beat, enough=ENOUGH_AMONG)
+            if total >= to_beat:
+                raise NothingBelow(total)
             again, recomputed = weights.again(price, picked), weights.recomputing.chosen(picked)
             return (budget.settle(replace(choice, again=again, recomputed=recomputed)), picked), total, picked
 
@@ -96,10 +98,11 @@ def search(
         return [choice for choice, _ in found], total + price * above_bytes, above
 
     def closer(best: Choice, found: Sequence[Priced], price: float) -> Choice:
+        best = budget.beside(best) if budget.beside else best
         parts = Parts(best, solve, budget, Division(both.main, weigh()), below)
         return parts.divided(Part((), list(found), best.bound or 0.0, price))
 
-    return fitting(free, solve, budget, below, closer if budget.divides else None)
+    return fitting(free, solve, budget, below, closer if budget.beside else None)
 
 
 def _free(both: _Both, budget: Budget, below: float) -> Choice:
