@@ -155,9 +155,9 @@ def test_a_rank_that_ends_is_named_on_all_hosts():
 
 @slow
 def test_a_rank_that_stalls_is_named_on_all_hosts():
-    for said, took_s in run_ranks(4, goes, "stalls", stay=True)[:3]:
-        assert "longer than the 3 s of sw.init(timeout=...): rank 3 last came to number" in said
-        assert took_s > 2.5
+    found = run_ranks(4, goes, "stalls", stay=True)[:3]
+    assert all("longer than the 3 s of sw.init(timeout=...): rank 3 last came to number" in said for said, _ in found)
+    assert max(took_s for _, took_s in found) > 2.5  # others are told when the first of them has waited for so long
 
 
 def unlike(how):

@@ -42,12 +42,16 @@ def free_port() -> Iterator[int]:
 
 
 def given_port() -> int:
-    """A free port for a program that is told its own: among those that neither launchers nor the kernel choose from."""
-    for port in range(2_000 + os.getpid() % 7_000, 10_000):
+    """A free port for a program that is told its own: among those that neither launchers nor the kernel choose from.
+
+    Tests at work beside this one look far from here: what one was given may not be in use yet.
+    """
+    first = os.getpid() * 97 % 7_000
+    for port in (2_000 + (first + step) % 8_000 for step in range(97)):
         with contextlib.suppress(UsageError):
             lease_port(port).close()
             return port
-    raise RuntimeError("no free port below 10000")
+    raise RuntimeError(f"no free port from {2_000 + first} on")
 
 
 # Before any test has changed it for itself: ranks of all later tests have the environment of the first that starts any.

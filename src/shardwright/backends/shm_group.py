@@ -52,11 +52,12 @@ class Members:
         addresses = [] if self.arenas is None else self.arenas.addresses()
         return self.library, Group.of(self.memory, addresses, self.crowded)
 
-    def collectives(self, native: tuple[Native, Group] | None) -> Collectives:
+    def collectives(self, native: tuple[Native, Group] | None, *, rows: bool = False) -> Collectives:
+        """What these ranks do together; with ``rows`` those that have native code gather and scatter by it."""
         rendezvous = BySemaphores(self.memory) if native is None else ByNative(*native)
         if self.direct:
             pids = [process.pid for process in self.processes]
-            return Direct(self.memory, rendezvous, self.names, table.SHM.name, pids, native is not None)
+            return Direct(self.memory, rendezvous, self.names, table.SHM.name, pids, rows and native is not None)
         return Collectives(self.memory, rendezvous, self.names, table.SHM.name)
 
 
@@ -118,7 +119,7 @@ class ShmGroup(LaneGroup):
 
     def __init__(self, members: Members, gloo: dist.ProcessGroupGloo, timeout: timedelta) -> None:
         native = members.native()
-        collectives = members.collectives(native)
+        collectives = members.collectives(native, rows=True)
         self._native = None if native is None else NativeCollectives(collectives, *native, members.arenas)
         self.arenas = members.arenas
         super().__init__(collectives, Lane(collectives, members.processes, timeout.total_seconds()), gloo)

@@ -19,6 +19,7 @@ _QUEUE_BYTES = 64 << 20
 _PIECE_BYTES = 100  # what a queued piece costs beyond its length
 _LONGEST_LINE_BYTES = 1 << 16
 _FRAGMENT_AGE_S = 0.5
+_MOST_STILL_S = 60.0  # without a byte, in the end; a hung file system never takes one
 
 
 class _WriterThread:
@@ -68,14 +69,16 @@ class _WriterThread:
                 self._written_bytes += written
 
     def close(self, patience_s: float) -> None:
-        """Wait until all is written, or until for ``patience_s`` nobody takes it."""
+        """Wait until all is written, or until for ``patience_s`` nobody takes it; a minute at most without a byte."""
         with self._changed:
             self._closed = True
             self._changed.notify()
-        while True:
+        still_s = 0.0
+        while self._thread.is_alive() and still_s < _MOST_STILL_S:
             before = self._written_bytes
             self._thread.join(patience_s)
-            if not self._thread.is_alive() or (self._written_bytes == before and not self._is_taken()):
+            still_s = still_s + patience_s if self._written_bytes == before else 0.0
+            if still_s and self._thread.is_alive() and not self._is_taken():
                 return
 
     def _is_taken(self) -> bool:

@@ -94,10 +94,10 @@ def test_who_writes_or_takes_steps_now_and_then_is_left_alone(launching):
     import os, sys, time
     from shardwright.pulse import own_pulse
     print("up", flush=True)
-    for i in range(48):
+    for i in range(90):  # for longer than the limit by either sign of life alone
         time.sleep(0.2)
-        if i < 24 and i % 2 == int(os.environ["RANK"]): print(i, file=sys.stderr, flush=True)
-        if i >= 24: own_pulse().begin_step()
+        if i < 45 and i % 2 == int(os.environ["RANK"]): print(i, file=sys.stderr, flush=True)
+        if i >= 45: own_pulse().begin_step()
     """,
     )
     ended = launching.run("-n", "2", "--stall-timeout", "8", "--tee", "none", "--", sys.executable, script)

@@ -121,6 +121,7 @@ class NativeCollective:
             self._all.collectives.compare(self._head)
         if self._into is not self._tensor:
             self._tensor.data.copy_(self._into)
+        self._own = self._into = self._tensor  # what was read lives no longer than it has to
         return True
 
     wait = advance  # as it is awaited where it is one step of several

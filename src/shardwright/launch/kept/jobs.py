@@ -82,8 +82,12 @@ class JobRecord:
         """Write the record. Raises `OSError`."""
         make_private(jobs_folder())
         draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # several may find at once that a job is lost
-        draft.write_text(json.dumps(asdict(self)))
-        draft.replace(self.path)
+        try:
+            draft.write_text(json.dumps(asdict(self)))
+            draft.replace(self.path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
 
     def remove(self) -> None:
         for path in (self.path, self.told_path):
