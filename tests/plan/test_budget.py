@@ -379,7 +379,7 @@ def trained_in_parts():
     model = torch.nn.Sequential(torch.nn.Linear(31, 33), torch.nn.ReLU(), torch.nn.Linear(33, 31)).double()
     plain = copy.deepcopy(model)
     batch = torch.randn(12, 31, dtype=torch.float64), torch.randn(12, 31, dtype=torch.float64)
-    memory = sum(parameter.nbytes for parameter in model.parameters()) * 4 // 2
+    memory = sum(parameter.nbytes for parameter in model.parameters()) * 4 * 11 // 20
     parallel = sw.parallelize(model, mse, batch, batch="global", memory=memory, optimizer="adamw")
     found = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2), batch)
     expected = losses_of(lambda b: mse(plain, b), torch.optim.AdamW(plain.parameters(), lr=1e-2), batch)
