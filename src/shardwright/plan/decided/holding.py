@@ -24,8 +24,9 @@ class Held:
     """Bytes of one device, by what they are for.
 
     ``activations`` are what autograd keeps from the forward for the backward; ``buffers`` those of the model and what
-    it closes over; ``communication`` is the largest buffer of a collective, or of one that gathers small parameters
-    these and its buffers; and ``recomputed`` what the backward makes again of the block that has most of it.
+    it closes over; ``communication`` is the largest buffer of a collective, or all that is there while small parameters
+    are gathered together, if that is more; and ``recomputed`` what the backward makes again of the block that has most
+    of it.
     """
 
     parameters: int
