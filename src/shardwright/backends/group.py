@@ -240,7 +240,9 @@ class CpuGroup(dist.ProcessGroup):
             )
 
     def check_whole(self, what: str, name: str, whole: Tensor, other: str, part: Tensor) -> None:
-        """Raise `UsageError` where the whole has not the parts of all ranks."""
+        """Raise `UsageError` where this backend does not reach both, or the whole has not the parts of all ranks."""
+        self.check_memory(what, whole)
+        self.check_memory(what, part)
         if whole.numel() != part.numel() * self.size() or whole.dtype != part.dtype:
             raise UsageError(
                 f"{what} got an {name} of {whole.numel()} elements of {whole.dtype}; expected {self.size()} times the "

@@ -165,8 +165,6 @@ class ShmGroup(LaneGroup):
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         if self._native is not None and opts is not None:
             what = "all_gather_into_tensor"
-            self.check_memory(what, output)
-            self.check_memory(what, tensor)
             self.check_whole(what, "output", output, "input", tensor)
             course = self._native.all_gather(output, tensor)
             if course is not None:
@@ -176,8 +174,6 @@ class ShmGroup(LaneGroup):
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> dist.Work:
         if self._native is not None and opts is not None:
             what = "reduce_scatter_tensor"
-            self.check_memory(what, output)
-            self.check_memory(what, tensor)
             self.check_whole(what, "input", tensor, "output", output)
             course = self._native.reduce_scatter(output, tensor, opts.reduceOp)
             if course is not None:
