@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from step import EAGER, SPLIT, Jobs
-from step_ranks import MODELS, WAYS, Batch, Case, Transformer
+from step import EAGER, SPLIT, Jobs, add_models, models_of
+from step_ranks import MODELS, WAYS, Batch, Case, Transformer, add_one_rank
 from torch import nn
 
 EVERY_S = 0.005
@@ -164,21 +164,16 @@ def promise(model: str, way: str, rival: str, answers: Mapping[str, Mapping[str,
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--models", default=",".join(EAGER))
+    add_models(parser)
     parser.add_argument("--backend", help="of ours, as for shardwright launch; the rivals are over gloo")
     parser.add_argument("--ways", help="those of them alone, as ours,ddp")
-    parser.add_argument("--model", help=argparse.SUPPRESS)  # from here on, of one rank
-    parser.add_argument("--way", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    add_one_rank(parser)
     options = parser.parse_args()
     if options.model:
         inside(options)
         return
     options.compiled, options.before = False, None
-    models = options.models.split(",")
-    if unknown := {*models} - {*EAGER}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(EAGER)}")
+    models = models_of(parser, options)
     print("| model | way | over | from its making, MiB | in a step, MiB | in all, MiB |")
     print("| --- | --- | --- | ---: | ---: | ---: |", flush=True)
     said = []

@@ -20,6 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,8 @@ def main() -> None:
         case = given.models[0], given.layers, given.mesh[0], given.search, given.memory, given.dtype
         print(json.dumps(one_case(*case)))
         return
+    if missing := [name for name in ("torch", "transformers") if find_spec(name) is None]:
+        parser.error(f"{sys.executable} has no {' and no '.join(missing)}; type: make setup && . .venv/bin/activate")
     columns = [
         "model",
         "mesh",

@@ -23,8 +23,8 @@ from pathlib import Path
 
 import torch
 from quiet import add_busy, refuse_load
-from step import EAGER, SOURCE, Jobs, spread
-from step_ranks import BLOCKS, MODELS, WARMING, Case, adamw, looped, loss_fn, slowest, timed
+from step import SOURCE, Jobs, add_models, models_of, spread
+from step_ranks import BLOCKS, MODELS, WARMING, Case, adamw, add_one_rank, looped, loss_fn, slowest, timed
 
 WAYS = {"ours": "data", "ours-auto": "auto"}
 
@@ -69,24 +69,18 @@ def measure_machine(options: argparse.Namespace, profile: str) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    add_models(parser)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", default=",".join(EAGER))
     parser.add_argument("--backend", help="as for shardwright launch")
     parser.add_argument("--hardware", type=os.path.abspath, help="a profile of this machine, as bench wrote it before")
-    parser.add_argument("--model", help=argparse.SUPPRESS)  # from here on, of one rank
-    parser.add_argument("--way", help=argparse.SUPPRESS)
-    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
-    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+    add_one_rank(parser)
     add_busy(parser)
     options = parser.parse_args()
     if options.model:
         inside(options)
         return
     options.compiled, options.before = False, None
-    models = options.models.split(",")
-    if unknown := {*models} - {*EAGER}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(EAGER)}")
+    models = models_of(parser, options)
     refuse_load(options.busy)
     with tempfile.TemporaryDirectory() as name:
         hardware = options.hardware or f"{name}/hardware.json"

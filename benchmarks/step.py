@@ -34,7 +34,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -178,11 +178,25 @@ def chosen(model: str, options: argparse.Namespace) -> Sequence[Ours]:
     return compiled(model) if options.compiled else EAGER[model]
 
 
+def add_models(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--models", help=f"of {','.join(EAGER)}; all unless given")
+    parser.add_argument("--ranks", type=int, default=2)
+
+
+def models_of(
+    parser: argparse.ArgumentParser, options: argparse.Namespace, known: Collection[str] = EAGER
+) -> Sequence[str]:
+    """Those that were asked for; all where none was."""
+    models = options.models.split(",") if options.models else [*known]
+    if unknown := {*models} - {*known}:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}")
+    return models
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
+    add_models(parser)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--models", help=f"of {','.join(EAGER)}; all unless given")
     parser.add_argument("--backend", help="of ours, as for shardwright launch; the rivals are over gloo")
     parser.add_argument("--compiled", action="store_true", help="by torch.compile, ours and DistributedDataParallel")
     parser.add_argument("--split", action="store_true", help="our split plans beside DTensor and FSDP2")
@@ -190,10 +204,7 @@ def main() -> None:
     parser.add_argument("--around", action="store_true", help="what a call takes beside its program, on one rank")
     add_busy(parser)
     options = parser.parse_args()
-    known = SPLIT if options.split else EAGER
-    models = options.models.split(",") if options.models else [*known]
-    if unknown := {*models} - {*known}:
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(known)}")
+    models = models_of(parser, options, SPLIT if options.split else EAGER)
     with tempfile.TemporaryDirectory() as name:
         jobs = Jobs(options, Path(name))
         if options.around:

@@ -23,6 +23,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from quiet import add_busy, refuse_load
+
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from hosts import HostNetwork, host_network
 
@@ -81,12 +83,9 @@ def main() -> None:
     parser.add_argument("--megabits", type=int, default=1000, help="of the link of each host, in each direction")
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--steps", type=int, default=15, help="of each run")
-    parser.add_argument("--busy", action="store_true", help="measure though other programs want the cores")
+    add_busy(parser)
     given = parser.parse_args()
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    if load > 0.5 and not given.busy:
-        sys.exit(f"the load is {load:.1f} per core, and figures would be those of other programs; wait, or type --busy")
-    print(f"load {load:.1f} per core", flush=True)
+    refuse_load(given.busy)
     with tempfile.TemporaryDirectory() as name, host_network(2, Path(name)) as network:
         (Path(name) / "step.py").write_text(SCRIPT)
         for host in network.hosts:

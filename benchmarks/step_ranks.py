@@ -382,13 +382,18 @@ def around(name: str) -> dict[str, float]:
     return {"around_s": statistics.median(took)}
 
 
+def add_one_rank(parser: argparse.ArgumentParser) -> None:
+    """What `step.Jobs` tells every rank of a script; who types a command types none of it."""
+    for word in ("--model", "--way"):
+        parser.add_argument(word, help=argparse.SUPPRESS)
+    parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--answer", type=Path, help=argparse.SUPPRESS)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, choices=MODELS)
-    parser.add_argument("--way", required=True, choices=[*WAYS, "around"])
+    add_one_rank(parser)
     parser.add_argument("--compiled", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--answer", required=True, type=Path)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.way == "around":
