@@ -184,3 +184,49 @@ def test_the_lock_of_a_live_job_is_found_whatever_the_clock_says_and_while_it_is
     with pytest.raises(objects.Locked, match=r"^process 7 on host there$"):
         files(system, lease_s=3).lock(f"{root}/.lock", "process 8")
     holder.unlock(lock)
+
+
+class LateFiles(ObjectFiles):
+    """Objects of a process that stands still before it writes or removes: others act then."""
+
+    def __init__(self, *arguments, meanwhile, **options):
+        super().__init__(*arguments, **options)
+        self._meanwhile = meanwhile
+
+    def _left(self, path):
+        found = super()._left(path)
+        if not path.endswith(".lock"):
+            return found
+        self._meanwhile()
+        return found
+
+
+@pytest.mark.parametrize("dead", [False, True], ids=["free", "left by a dead job"])
+def test_of_two_who_find_a_lock_free_or_dead_one_holds_it(url, dead):
+    system, root = fsspec.core.url_to_fs(url)
+    files, taken = ObjectFiles(system, lease_s=0.1), []
+    files.make_directory(root)
+    path = f"{root}/.lock"
+    if dead:
+        files.lock(path, "process 6").stop()
+    late = LateFiles(system, lease_s=0.1, meanwhile=lambda: taken.append(files.lock(path, "process 7")))
+    with pytest.raises(objects.Locked, match=r"^process 7$"):
+        late.lock(path, "process 8")
+    assert taken[0].is_held()
+    files.unlock(taken[0])
+    assert files.list(root) == []
+
+
+def test_a_save_whose_lock_was_taken_while_it_stood_still_does_not_count(url):
+    system, root = fsspec.core.url_to_fs(url)
+    store = ObjectStore(root, ObjectFiles(system, lease_s=0.1))
+    save_step(store, 1)
+    late = store.begin("step-2")
+    late.lock.stop()  # as where the whole process stands still
+    other = store.begin("step-3")
+    with pytest.raises(CheckpointError, match=r"cannot complete .*step-2: this process stood still for so long"):
+        store.commit(late, store.manifest("step-1"))
+    store.abort(late)
+    assert other.lock.is_held()
+    store.abort(other)
+    assert store.files.list(root) == ["latest", "step-1"]

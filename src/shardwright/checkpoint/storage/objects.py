@@ -5,7 +5,9 @@ begins with an object ``.saving`` and loses it when it is complete, so that what
 others keep beside the checkpoints. One is removed beginning with its manifest.
 
 A lock that ends with its holder does not exist here; instead the holder writes the object ``.lock`` anew every few
-seconds, and who finds one waits for as long as the lease to see whether it changes.
+seconds, and who finds one waits for as long as the lease to see whether it changes. Of several who saw it unchanged one
+takes its place: who holds another lock, named by what was left. A holder that stood still for longer than the lease
+finds that the lock is no longer its own before its checkpoint would count.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardwright.checkpoint.format.manifest import LATEST, MANIFEST
+from shardwright.checkpoint.format.manifest import LATEST, MANIFEST, Manifest
 from shardwright.checkpoint.storage.files import Locked
 from shardwright.checkpoint.storage.folders import file_system
 from shardwright.checkpoint.storage.retention import KEEP_ALL, Retention
-from shardwright.checkpoint.storage.store import Save, Store
+from shardwright.checkpoint.storage.store import LOCK, Save, Store
 from shardwright.errors import CheckpointError
 
 MARK = ".saving"
@@ -65,6 +67,15 @@ class ObjectStore(Store):
             raise
         return directory
 
+    def commit(self, save: Save, manifest: Manifest) -> None:
+        if not save.lock.is_held():
+            raise CheckpointError(
+                f"cannot complete {self.path(save.name)}: this process stood still for so long that another save took "
+                f"over the lock of {self.directory}, and what was written here does not count; give each job a "
+                "directory of its own, or save again when the other has ended"
+            )
+        super().commit(save, manifest)
+
     def _publish(self, save: Save) -> None:
         """Nothing to do: with its manifest it is there."""
 
@@ -74,7 +85,8 @@ class ObjectStore(Store):
 
     def abort(self, save: Save) -> None:
         with contextlib.suppress(Exception):
-            self._remove_objects(save.directory)
+            if save.lock.is_held():  # else who has it now may be writing there, or has removed it
+                self._remove_objects(save.directory)
         self._unlock(save)
 
     def _remove_replaced(self, save: Save) -> None:
@@ -86,6 +98,8 @@ class ObjectStore(Store):
 
     def _remove_leftovers(self) -> None:
         for name in self.files.list(self.directory):
+            if name.startswith(f"{LOCK}-"):
+                self.files.remove(self.path(name))
             if MARK not in self.files.list(self.path(name)):
                 continue
             try:
@@ -159,25 +173,45 @@ class ObjectFiles:
 
         Raises `Locked` where another holds it.
         """
-        self._wait_for(path)
+        left = self._left(path)
         lock = ObjectLock(self, path, owner)
-        lock.beat()
-        if self.read(path) != lock.written:
-            lock.stop()
+        if left is None:
+            lock.begin()
+        else:
+            self._take_over(lock, left)
+        if not lock.is_held():
             raise Locked(_owner(self.read(path)))
         lock.thread.start()
         return lock
 
     def unlock(self, lock: ObjectLock) -> None:
         lock.stop()
-        with contextlib.suppress(FileNotFoundError):
-            self.remove(lock.path)
+        if lock.is_held():
+            with contextlib.suppress(FileNotFoundError):
+                self.remove(lock.path)
 
-    def _wait_for(self, path: str) -> None:
-        """Return when nobody holds the lock.
+    def _take_over(self, lock: ObjectLock, left: bytes) -> None:
+        """Write a lock in the place of one whose holder is gone, unless another has done so since it was seen.
+
+        Who may is decided by a lock of its own, which only those want who saw the same.
+        """
+        claim = self.lock(f"{lock.path}-{_nonce(left) or 'empty'}", lock.owner)
+        try:
+            if (found := self.read(lock.path)) != left:
+                raise Locked(_owner(found))
+            lock.beat()
+        except FileNotFoundError:  # another took it, and has ended its save already
+            raise Locked(_owner(left)) from None
+        finally:
+            self.unlock(claim)
+
+    def _left(self, path: str) -> bytes | None:
+        """What a holder that is gone has left of its lock; None where there is none.
 
         What counts is how often it was looked at, and not the clock: while this host stood still, so may have the
         holder. An object that is empty is one that a file system is just writing.
+
+        Raises `Locked` where it has changed meanwhile.
         """
         seen = b""
         for look in range(_LOOKS + 1):
@@ -186,10 +220,11 @@ class ObjectFiles:
             try:
                 found = self.read(path)
             except FileNotFoundError:
-                return
+                return None
             if seen and found and found != seen:
                 raise Locked(_owner(found))
             seen = found or seen
+        return seen
 
 
 class ObjectLock:
@@ -197,15 +232,34 @@ class ObjectLock:
 
     def __init__(self, files: ObjectFiles, path: str, owner: str) -> None:
         self.files, self.path, self.owner = files, path, owner
-        self.nonce = secrets.token_hex(4)
-        self.written = b""
+        self._nonce = secrets.token_hex(4)
         self._beats = itertools.count()
         self._ended = threading.Event()
+        self._at_it = threading.Lock()  # a file is empty for an instant while it is written
         self.thread = threading.Thread(target=self._keep, name="checkpoint lock", daemon=True)
 
+    def begin(self) -> None:
+        """Write it for the first time, where there is none.
+
+        Raises `Locked` where another was as fast: most stores refuse to create an object that is there.
+        """
+        try:
+            self.files.system.pipe_file(self.path, self._said(), mode="create")
+        except FileExistsError:
+            raise Locked(_owner(self.files.read(self.path))) from None
+
     def beat(self) -> None:
-        self.written = f"{self.owner}\n{self.nonce} {next(self._beats)}\n".encode()
-        self.files.system.pipe_file(self.path, self.written)
+        """Write it anew."""
+        with self._at_it:
+            self.files.system.pipe_file(self.path, self._said())
+
+    def is_held(self) -> bool:
+        """Whether it is still this one that is there, and no other's in its place."""
+        with self._at_it:
+            try:
+                return _nonce(self.files.read(self.path)) == self._nonce
+            except FileNotFoundError:
+                return False
 
     def stop(self) -> None:
         """Write it no more, as if the process had ended."""
@@ -213,10 +267,19 @@ class ObjectLock:
         if self.thread.is_alive():
             self.thread.join()
 
+    def _said(self) -> bytes:
+        return f"{self.owner}\n{self._nonce} {next(self._beats)}\n".encode()
+
     def _keep(self) -> None:
         while not self._ended.wait(self.files.lease_s / 6):
             with contextlib.suppress(Exception):  # one beat that fails is made up for by the next
+                if not self.is_held():
+                    return
                 self.beat()
+
+
+def _nonce(written: bytes) -> str:
+    return written.decode(errors="replace").partition("\n")[2].partition(" ")[0]
 
 
 def _owner(written: bytes) -> str:
