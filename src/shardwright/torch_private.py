@@ -725,6 +725,16 @@ def members(module: torch.nn.Module) -> tuple[dict[str, torch.nn.Module | None],
     return module._modules, module._parameters
 
 
+def hooks_of(module: torch.nn.Module) -> dict[str, dict[int, Callable[..., Any]]]:
+    """The dictionaries in which a module keeps hooks that take part in a step, by what these are called."""
+    return {
+        "forward hooks": module._forward_hooks,
+        "forward pre-hooks": module._forward_pre_hooks,
+        "backward hooks": module._backward_hooks,
+        "backward pre-hooks": module._backward_pre_hooks,
+    }
+
+
 def buffers_in(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     """The dictionary in which a module keeps its buffers, for the same reason."""
     return module._buffers

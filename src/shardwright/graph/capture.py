@@ -26,6 +26,7 @@ def capture(
     sample_batch: Any,
     *,
     training: bool = True,
+    evaluating: bool = False,
     predict: bool = False,
     device: torch.device | None = None,
 ) -> Capture:
@@ -33,14 +34,17 @@ def capture(
 
     The model and the batch may be real, fake or on the meta device: only shapes, dtypes and devices are looked at,
     and nothing of the model is changed. With ``training`` the loss needs gradients, and modules keep the flags they
-    have if the model is in training mode, or are put into it. With ``predict`` the model is captured in evaluation
-    mode, and the outputs are what the loss function returns beside the loss: ``loss`` is then ``""``. ``device`` is
-    where the model is to run, which may not hold it yet; by default where it is.
+    have if the model is in training mode, or are put into it; with ``evaluating`` too that is evaluation mode. With
+    ``predict`` the model is captured in evaluation mode, and the outputs are what the loss function returns beside the
+    loss: ``loss`` is then ``""``. ``device`` is where the model is to run, which may not hold it yet; by default where
+    it is.
 
     Raises:
         CaptureError: where the step is not one graph of known shapes; names the user's line and the remedy.
     """
-    return Capturing(model, loss_fn, sample_batch, training=training, predict=predict, device=device).capture()
+    return Capturing(
+        model, loss_fn, sample_batch, training=training, evaluating=evaluating, predict=predict, device=device
+    ).capture()
 
 
 class Capturing:
@@ -53,6 +57,7 @@ class Capturing:
         sample_batch: Any,
         *,
         training: bool = True,
+        evaluating: bool = False,
         predict: bool = False,
         open_dims: Sequence[Collection[int]] = (),
         device: torch.device | None = None,
@@ -60,10 +65,14 @@ class Capturing:
         self._model, self._loss_fn = model, loss_fn
         leaves, spec = torch_private.tree_flatten(sample_batch)
         self._labels = [path or "batch" for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._train, self._predict = training and not predict, predict
-        self._key = _key(capture_device(model, device), leaves, train=self._train, predict=predict)
-        values = [leaf for _, leaf in leaves]
-        self._traced = trace(model, loss_fn, values, spec, train=self._train, open_dims=open_dims, device=device)
+        self._train, self._evaluating, self._predict = training and not predict, evaluating, predict
+        in_training = self._train and not evaluating
+        mode = "predict" if predict else "training" if in_training else "fine-tuning" if training else "evaluation"
+        self._key = _key(mode, capture_device(model, device), leaves)
+        self._traced = trace(
+            model, loss_fn, [leaf for _, leaf in leaves], spec, train=self._train, in_training=in_training,
+            open_dims=open_dims, device=device,
+        )  # fmt: skip
 
     def capture(self) -> Capture:
         """The graph for the sample batch. Raises as the function of that name does."""
@@ -84,7 +93,7 @@ class Capturing:
         captured = convert(traced, self._labels, self._key, train=self._train, predict=self._predict)
         outside = frozen_tensors(captured.constants, tensors(traced.model, self._loss_fn))
         captured = replace(captured, frozen=traced.reading.places, outside=outside)
-        if self._train and not captured.values[captured.loss].needs_gradient:
+        if self._train and not self._evaluating and not captured.values[captured.loss].needs_gradient:
             raise CaptureError(
                 "the loss does not depend on any parameter that requires a gradient\n"
                 "Compute it from the output of the model that the loss function is given, outside torch.no_grad()."
@@ -108,8 +117,8 @@ def flatten_batch(batch: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in torch_private.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _key(device: torch.device, leaves: list[tuple[str, Any]], *, train: bool, predict: bool) -> str:
-    parts = ["training" if train else "predict" if predict else "evaluation"]
+def _key(mode: str, device: torch.device, leaves: list[tuple[str, Any]]) -> str:
+    parts = [mode]
     if torch.is_autocast_enabled(device.type):
         parts.append(f"autocast {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}")
     parts += [f"{path}={leaf!r}" for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]

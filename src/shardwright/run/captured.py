@@ -130,7 +130,7 @@ class Parallel(ParallelModel):
     # Running
 
     def _called(self, batch: Any) -> Any:
-        """The loss of the global batch; in training mode it also advances the random numbers."""
+        """The loss of the global batch; in training mode it also advances the random numbers, else a backward does."""
         return self._called_on(batch)[0]
 
     def _counted(self, batch: Any) -> tuple[Any, int]:
@@ -143,18 +143,25 @@ class Parallel(ParallelModel):
         """What a call gives for a batch, and which rows of it this rank was given."""
         training = self.module.training
         self._tell_pulse(training)
-        prepared, rows, (loss, aux, new_buffers) = self._computed("training" if training else "evaluation", batch)
+        kind: StepKind = "training" if training else "fine-tuning" if torch.is_grad_enabled() else "evaluation"
+        prepared, rows, (loss, aux, new_buffers) = self._computed(kind, batch)
         assert loss is not None
         self._state.store_buffers(prepared.plan.capture, new_buffers)
         if training:
             self._tell_computed(rows.total, loss)
             self._state.step += 1
-            if self.options.gradients == "sum":
-                loss = _scaled_gradient(loss, self.world.size)
+        elif loss.requires_grad:
+            loss.register_hook(self._tuned)  # type: ignore[no-untyped-call]
+        if kind != "evaluation" and self.options.gradients == "sum":
+            loss = _scaled_gradient(loss, self.world.size)
         if self._split and loss.requires_grad:
             loss = _scaled_gradient(loss, 1)
         alone = prepared.plan.capture.aux_spec is None
         return (loss if alone else (loss, prepared.outputs(aux, rows, self._communicator, whole=False))), rows
+
+    def _tuned(self, _: Tensor) -> None:
+        """Called by the backward of a step in evaluation mode, which only now is one of training."""
+        self._state.step += 1
 
     def _tell_pulse(self, training: bool) -> None:
         """Say that a step begins; all batches of an accumulation are one step."""
@@ -184,7 +191,7 @@ class Parallel(ParallelModel):
     def replay(self, batch: Any) -> Replay:
         with self._lockstep.call():
             self._refuse_failed()
-            given = self._given("training", batch)
+            given = self._given("training" if self.module.training else "fine-tuning", batch)
             try:
                 prepared, inputs = self._ready(given, given.rows())
             except Exception as error:

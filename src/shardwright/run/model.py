@@ -95,7 +95,8 @@ class ParallelModel(LikeModule):
 
     def sums(self, batch: Any) -> Sums:
         """What `evaluate` gives the means of, left on the device: many batches are then waited for once."""
-        result, samples = self._counted(batch)
+        with torch.set_grad_enabled(self.module.training and torch.is_grad_enabled()):
+            result, samples = self._counted(batch)
         loss, aux = result if isinstance(result, tuple) else (result, None)
         return Sums(loss.detach().double() * samples, self._metrics(aux, batch, samples), samples)
 

@@ -200,13 +200,14 @@ class _Sample:
     leaves: Sequence[Any]
     spec: Any
     train: bool
+    in_training: bool
     device: torch.device
 
     def step(self, mode: Any, *, beneath_autograd: bool, once: bool) -> _Step:
         """The step of a copy of the model, whose tensors are those of ``mode``, run ``once`` or again and again."""
         copied = _copy_without_storage(self.model, self.device, mode)
-        if self.model.training != self.train:  # else single modules may be in another mode, which is kept
-            copied.train(self.train)
+        if self.model.training != self.in_training:  # else single modules may be in another mode, which is kept
+            copied.train(self.in_training)
         reading = Reading(self.model, copied, self.loss_fn)
         annotate = _Annotate(reading, beneath_autograd=beneath_autograd)
         call = _Call(_with_autocast(self.loss_fn, self.device), self._batch, annotate, reading, once)
@@ -242,12 +243,15 @@ def trace(
     spec: Any,
     *,
     train: bool,
+    in_training: bool,
     open_dims: Sequence[Collection[int]] = (),
     device: torch.device | None = None,
 ) -> Trace:
     """Export the step for a batch of these leaves.
 
     Args:
+        train: whether gradients flow.
+        in_training: the mode of the model.
         device: as of which the model is traced, wherever its tensors are now; by default that of these.
         open_dims: the dims of every tensor of the batch whose sizes are left open; none by default.
 
@@ -255,7 +259,7 @@ def trace(
         CaptureError: where the step is not one graph; the message names the user's line and the remedy.
     """
     refusals.refuse_compiled(model)
-    sample = _Sample(model, loss_fn, leaves, spec, train, capture_device(model, device))
+    sample = _Sample(model, loss_fn, leaves, spec, train, in_training, capture_device(model, device))
     try:
         return _trace(sample, open_dims)
     except GradientTaken:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardwright import torch_private
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.ir import Capture
 from shardwright.graph.tracing.outside import MISSING, Place, called_function, code_digest, plain, same
@@ -18,7 +19,7 @@ from shardwright.world.agreement import from_all_ranks
 
 
 class Remembered:
-    """The plain values that a captured step has read, as they are on this rank now."""
+    """The plain values that a captured step has read, and the hooks of modules, as they are on this rank now."""
 
     def __init__(self, capture: Capture, module: nn.Module, loss_fn: Callable[..., Any]) -> None:
         self._capture, self._module, self._loss_fn = capture, module, loss_fn
@@ -35,9 +36,14 @@ class Remembered:
                 self._others.append(place)
         self._where, self._names = [each[0] for each in self._quick], [each[1] for each in self._quick]
         self._objects = [each[2] for each in self._quick]
+        self._hooks = [(hooks, tuple(hooks), text) for text, hooks in _hooks_in(module)]
+        self._empty = [hooks for hooks, there, _ in self._hooks if not there]
+        self._filled = [(hooks, there) for hooks, there, _ in self._hooks if there]
 
     def holds(self) -> bool:
-        """Whether the values are what they were; asked before each step, of hundreds of values."""
+        """Whether all is what it was; asked before each step, of hundreds of values."""
+        if any(self._empty) or any(tuple(hooks) != there for hooks, there in self._filled):
+            return False
         if not all(map(is_, map(dict.get, self._where, self._names, repeat(MISSING)), self._objects)):
             for variables, name, value in self._quick:
                 now = variables.get(name, MISSING)
@@ -50,9 +56,10 @@ class Remembered:
         return [p for p, value in self._values.items() if not same(value, other._values.get(p, MISSING))]
 
     def changed(self) -> dict[str, Any]:
-        """The values that are not what they were, as they are now, by where they stand."""
+        """What is not what it was, as it is now, by where it stands."""
         now = {place: self._now(place) for place in self._values}
-        return {str(place): now[place] for place, value in self._values.items() if not same(now[place], value)}
+        values = {str(place): now[place] for place, value in self._values.items() if not same(now[place], value)}
+        return values | {text: _names(hooks) for hooks, there, text in self._hooks if tuple(hooks) != there}
 
     def agree(self) -> None:
         """Compare what the program holds of Python between all ranks, which call this together.
@@ -61,6 +68,7 @@ class Remembered:
             UsageError: on every rank, where some rank has another value, or other numbers in a tensor, than rank 0.
         """
         shown = {str(place): f"{value!r}" for place, value in self._values.items()}
+        shown |= {text: f"{_names(hooks)}" for hooks, _, text in self._hooks}
         for place in self._capture.outside.values():
             shown[str(place)] = _shown(place.now(self._module, self._loss_fn))
         for op in sorted({node.op for node in self._capture.nodes if is_function(node.op)}):
@@ -77,6 +85,16 @@ class Remembered:
     def _now(self, place: Place) -> Any:
         value = place.now(self._module, self._loss_fn)
         return value if value is MISSING else plain(value)
+
+
+def _hooks_in(model: nn.Module) -> Iterator[tuple[str, Mapping[int, Callable[..., Any]]]]:
+    for path, module in model.named_modules():
+        for kind, hooks in torch_private.hooks_of(module).items():
+            yield f"the {kind} of {path or 'the model'}", hooks
+
+
+def _names(hooks: Mapping[int, Callable[..., Any]]) -> list[str]:
+    return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks.values()]
 
 
 def _code(op: str) -> str:

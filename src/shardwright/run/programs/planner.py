@@ -150,4 +150,4 @@ def _unchanged(first: Plan, capture: Capture, kind: StepKind) -> Plan | None:
         plan = first.for_capture(capture)
     except PlanError:
         return None
-    return None if plan.memory and kind == "training" and plan.held.total > plan.memory else plan
+    return None if plan.memory and kind in ("training", "fine-tuning") and plan.held.total > plan.memory else plan

@@ -231,10 +231,18 @@ class Programs:
             )
 
 
+_IN_WORDS: Mapping[StepKind, str] = {
+    "training": "",
+    "fine-tuning": " in evaluation mode, with gradients",
+    "evaluation": " in evaluation mode",
+    "predict": " to predict",
+}
+
+
 def _said(step: Step, known: Sequence[Kept], left_out: str = "") -> str:
     """What a rank passes, for the others; ``known`` are the programs for such batches, of which one is used here."""
     values = {place: value for kept in known for place, value in kept.remembered.changed().items()}
     words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(step.batch)[0] if isinstance(leaf, Tensor)])}"
-    words += {"training": "", "evaluation": " in evaluation mode", "predict": " to predict"}[step.kind]
+    words += _IN_WORDS[step.kind]
     words += "".join(f" with {place} = {value!r}" for place, value in values.items())
     return words + (f", which it computes with {left_out} uncompiled" if left_out else "")
