@@ -1,7 +1,9 @@
-"""What a script changes of a model between steps, beside its numbers: the mode of the model, and hooks."""
+"""What a script changes of a model between steps, beside its numbers: its mode, hooks, and what its forward reads."""
 
 import copy
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -118,3 +120,114 @@ def test_hooks_of_backwards_and_of_single_ranks_are_refused():
     for backward, alone in run_ranks(2, hooks_that_are_refused):
         assert "a module has a hook on its backward (register_full_backward_hook)" in backward
         assert "with the forward hooks of 0 = ['hooks_that_are_refused.<locals>.<lambda>']" in alone
+
+
+class Settings:
+    factor = 1.0  # of the class
+
+    def __init__(self):
+        self.scale, self.unread = 1.0, 0
+        self.inner, self.table, self.array = SimpleNamespace(shift=0.0), {"power": 1.0}, np.array([1.0])
+
+    @property
+    def doubled(self):
+        return 2 * self.scale
+
+
+class Reader(nn.Module):
+    def __init__(self, settings):
+        super().__init__()
+        self.linear, self.settings, self.act, self.acts = nn.Linear(4, 3), settings, torch.tanh, [torch.tanh]
+
+    def forward(self, x):
+        of = self.settings
+        made = self.acts[0](self.act(self.linear(x)))
+        made = made * of.doubled * of.factor * float(of.array[0]) + of.inner.shift
+        return made.abs() ** of.table["power"] * SHARED.scale
+
+
+SHARED = Settings()
+
+
+def new_settings(model):
+    model.settings = Settings()
+    model.settings.scale = 3.0
+
+
+CHANGES = {
+    "an attribute of an object": lambda model: setattr(model.settings, "scale", 3.0),
+    "what an object in it holds": lambda model: setattr(model.settings.inner, "shift", 0.5),
+    "an entry of a table in it": lambda model: model.settings.table.update(power=2.0),
+    "a number in an array in it": lambda model: model.settings.array.fill(0.5),
+    "of its class": lambda model: setattr(Settings, "factor", 2.0),
+    "the object": new_settings,
+    "a variable's attribute": lambda model: setattr(SHARED, "scale", 2.0),
+    "a function": lambda model: setattr(model, "act", torch.relu),
+    "a function in a list": lambda model: model.acts.__setitem__(0, torch.relu),
+    "a method": lambda model: setattr(model, "forward", lambda x: model.settings.scale * torch.tanh(x[:, :3])),
+}
+
+
+def read_anew():
+    """For each change whether steps are those of plain PyTorch before and after it, and how many programs there are."""
+    sw.init()
+    found = {}
+    for what, change in CHANGES.items():
+        SHARED.scale, Settings.factor = 1.0, 1.0
+        torch.manual_seed(0)
+        model = Reader(Settings())
+        batch = [torch.randn(ROWS, 4), torch.randint(3, (ROWS,))]
+        parallel = sw.parallelize(model, loss_fn, batch, "single", batch="global")
+        steps = []
+        for step in range(3):
+            model.settings.unread = step
+            if step == 1:
+                change(model)
+                if what == "a method":
+                    with pytest.raises(CaptureError, match="the loss does not depend on any parameter"):
+                        parallel(batch)
+                    break
+            steps.append(float(parallel(batch)) == pytest.approx(float(loss_fn(model, batch)), rel=1e-12))
+        found[what] = steps, len(parallel.executions())
+    return found
+
+
+def test_what_a_step_reads_in_objects_and_functions_is_read_anew_where_it_changes():
+    [found] = run_ranks(1, read_anew)
+    assert found.pop("a method") == ([True], 1)
+    assert found == dict.fromkeys(found, ([True] * 3, 2))
+
+
+def disagreeing(name):
+    world = sw.init()
+    model = Reader(Settings())
+    setattr(model.settings, name, float(world.rank))
+    batch = [torch.randn(ROWS, 4), torch.randint(3, (ROWS,))]
+    try:
+        sw.parallelize(model, loss_fn, batch, "data", batch="global")
+    except UsageError as error:
+        return str(error)
+    return "agreed"
+
+
+@pytest.mark.slow
+def test_ranks_agree_about_what_a_step_reads_in_objects_and_not_about_the_rest():
+    assert run_ranks(2, disagreeing, "unread") == ["agreed"] * 2
+    for said in run_ranks(2, disagreeing, "scale"):
+        assert "ranks disagree about model.settings.scale, which the step reads: rank 0 has 0.0, rank 1 has 1.0" in said
+
+
+def evaluated_without_versions():
+    sw.init()
+    model, batch = model_and_batch()
+    parallel = sw.parallelize(model, loss_fn, batch, "data", batch="global")
+    with torch.inference_mode():
+        first = float(parallel.eval()(batch))
+    loss = parallel(batch)
+    loss.backward()
+    return first, loss.item()
+
+
+def test_programs_made_in_inference_mode_serve_training():
+    for first, second in run_ranks(2, evaluated_without_versions):
+        assert first == pytest.approx(second, rel=1e-12)

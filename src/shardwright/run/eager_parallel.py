@@ -263,6 +263,14 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
         if problem:
             return _Trial(problem)
     reached = _reached(loss)
+    own = {id(parameter) for parameter in model.parameters()}
+    beside = [found for found in reached.values() if isinstance(found, nn.Parameter) and id(found) not in own]
+    if beside and splitter.mode == "data" and splitter.world.size > 1:
+        return _Trial(
+            f"the loss function uses a parameter of shape {list(beside[0].shape)} that is not one of the model it is "
+            "given, whose gradient DistributedDataParallel would leave as it is on each rank; make modules with "
+            "parameters, such as a learned loss, submodules of the model"
+        )
     used = tuple(name for name, parameter in parameters.items() if id(parameter) in reached)
     if not used:
         return _Trial(
@@ -297,8 +305,8 @@ def _problem_with_loss(loss: Any) -> str | None:
     return None
 
 
-def _reached(loss: Tensor) -> set[int]:
-    """The ids of the tensors whose gradients a backward from ``loss`` would leave."""
+def _reached(loss: Tensor) -> dict[int, Tensor]:
+    """The tensors whose gradients a backward from ``loss`` would leave, by their ids."""
     seen: set[Any] = set()
     todo: list[Any] = [loss.grad_fn]
     while todo:
@@ -306,7 +314,7 @@ def _reached(loss: Tensor) -> set[int]:
         if node is not None and node not in seen:
             seen.add(node)
             todo += [following for following, _ in node.next_functions]
-    return {id(node.variable) for node in seen if hasattr(node, "variable")}
+    return {id(node.variable): node.variable for node in seen if hasattr(node, "variable")}
 
 
 def _agree(trial: _Trial, arguments: tuple[Any, ...], world: World) -> _Trial:

@@ -18,7 +18,19 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.graph.tracing.outside import MISSING, NOT_PLAIN, OF_TORCH, Place, plain, same, tensors, variables
+from shardwright.graph.tracing.objects import ObjectReads
+from shardwright.graph.tracing.outside import (
+    MISSING,
+    NOT_PLAIN,
+    OF_TORCH,
+    Place,
+    comparable,
+    members_named,
+    plain,
+    same,
+    tensors,
+    variables,
+)
 from shardwright.graph.tracing.sources import callers_line
 from shardwright.graph.tracing.state.again import Again
 from shardwright.graph.tracing.state.judged import Judged, judged, lost
@@ -48,7 +60,9 @@ class Reading:
         self.begins = partial(Left, model, traced, loss_fn)
         self._tensors = partial(tensors, traced, loss_fn)
         self._left: list[Judged] = []
-        before = {place: plain(value) for place, value in variables(model, loss_fn)}
+        named = (*variables(model, loss_fn), *members_named(model, loss_fn))
+        before = {place: comparable(value) for place, value in named}
+        self._objects = ObjectReads(traced, loss_fn)
         self._variables = {place: value for place, value in before.items() if value is not NOT_PLAIN}
         self._now = partial(Place.now, model=model, loss_fn=loss_fn)
         self._warnings: dict[str, type[Warning]] = {}
@@ -56,8 +70,9 @@ class Reading:
     @property
     def places(self) -> tuple[Place, ...]:
         """Where the plain values stand that the graph may depend on, but for those that the step itself changes."""
-        kept = (place for place, value in self._variables.items() if same(plain(self._now(place)), value))
-        return (*self._seen.plain, *kept)
+        known = self._variables | self._objects.read
+        kept = (place for place, value in known.items() if same(comparable(self._now(place)), value))
+        return (*self._seen.plain, *self._seen.objects, *kept)
 
     @property
     def lines(self) -> dict[str, str]:
@@ -105,6 +120,7 @@ class Reading:
         """While the loss function runs, whatever it leaves; the same generators are then as they were."""
         with ExitStack() as stack:
             stack.enter_context(self._attributes_watched())
+            stack.enter_context(self._objects.watched())
             stack.enter_context(torch_private.checkpoints_call(self._checkpoint))
             stack.enter_context(self._random_watched(random, "random", random.getstate, random.setstate))
             stack.enter_context(

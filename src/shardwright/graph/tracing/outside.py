@@ -6,6 +6,7 @@ closes over, and variables of Python modules. Where each of them stands is a `Pl
 
 from __future__ import annotations
 
+import dis
 import functools
 import gc
 import hashlib
@@ -23,6 +24,7 @@ from types import (
     CodeType,
     FunctionType,
     MemberDescriptorType,
+    MethodDescriptorType,
     MethodType,
     ModuleType,
 )
@@ -55,6 +57,9 @@ OF_TORCH = frozenset({*vars(nn.Module()), *vars(nn.Module)}) - {"training"}
 HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 CachedFunction = type(functools.cache(len))
 _KEEPS = (list, dict)  # what a default of an argument is changed in
+_OF_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
+_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType, type)
+_SMALL_BYTES = 4096  # of an array that is compared before each step
 _LONGEST = 64  # entries of a list that is compared before each step
 _MOST_INSIDE, _DEEPEST = 1000, 12  # entries of a collection that are looked at, and how far inside of each other
 MOST_LEAVES = 20_000  # of what stands in one value, at any depth
@@ -187,6 +192,12 @@ def entries_of(value: Any) -> Entries | None:
     return [*getattr(value, "__dict__", {}).items(), *in_slots(value)]
 
 
+def is_object(value: Any) -> bool:
+    """Whether a value is an object of a user's class, which is neither a collection nor a function."""
+    known = (torch.Tensor, nn.Module, dict, list, tuple, deque, set, frozenset, *_FUNCTIONS, functools.partial)
+    return not isinstance(value, known) and entries_of(value) is not None
+
+
 def in_slots(value: Any) -> Entries:
     """What stands in the ``__slots__`` of an object."""
     found: Entries = []
@@ -209,6 +220,28 @@ def plain(value: Any) -> Any:
     return NOT_PLAIN
 
 
+def comparable(value: Any) -> Any:
+    """The same for functions and classes too, which are what they are, and for small arrays."""
+    if isinstance(value, (*PLAIN, *_FUNCTIONS)):
+        return value
+    if isinstance(value, (list, tuple, dict)) and len(value) <= _LONGEST:
+        entries = [comparable(entry) for entry in (value.items() if isinstance(value, dict) else value)]
+        if all(entry is not NOT_PLAIN for entry in entries):
+            return (type(value).__name__, *entries)
+    if isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject:
+        return type(value).__name__, str(value.dtype), value.shape, value.tobytes()
+    return NOT_PLAIN
+
+
+def in_words(value: Any) -> str:
+    """What `comparable` gives, alike in every process."""
+    if isinstance(value, _FUNCTIONS):
+        return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(in_words, value))})"
+    return f"{value!r}"
+
+
 def same(a: Any, b: Any) -> bool:
     """Equal and of one type: a whole number and a float make different graphs."""
     return a is b or (type(a) is type(b) and bool(a == b))
@@ -229,11 +262,22 @@ def variables(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[P
     for function in step_functions(model, loss_fn):
         owner = function.__globals__.get("__name__", "")
         if owner in sys.modules and vars(sys.modules[owner]) is function.__globals__:
-            for name in _names(function.__code__):
+            for name in _variables_named(function.__code__):
                 place = Place("global", owner, name)
                 if name in function.__globals__ and not name.startswith("__") and place not in found:
                     found.add(place)
                     yield place, function.__globals__[name]
+
+
+def members_named(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
+    """What functions of the step name in the user's own Python modules and classes, as ``settings.SCALE``."""
+    names = {name for function in step_functions(model, loss_fn) for name in _names(function.__code__)}
+    for place, value in variables(model, loss_fn):
+        module = sys.modules.get(value.__module__) if isinstance(value, type) else value
+        file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
+        if file is not None and sources.is_users(file) and not sources.package_of(file):
+            for name in sorted(names & vars(value).keys()):
+                yield replace(place, path=name), getattr(value, name, MISSING)
 
 
 def step_functions(model: nn.Module, loss_fn: Callable[..., Any]) -> list[Any]:
@@ -256,6 +300,7 @@ def step_functions(model: nn.Module, loss_fn: Callable[..., Any]) -> list[Any]:
         if not sources.package_of(function.__code__.co_filename):
             names = _names(function.__code__)
             named = [function.__globals__.get(name) for name in names]
+            named += _cells_of(function)
             waiting += [called_function(value) for value in named if isinstance(value, FunctionType)]
             waiting += [method for name in names for method in methods.get(name, ())]
     return list(found)
@@ -265,6 +310,13 @@ def _names(code: CodeType) -> list[str]:
     """The names of variables and attributes in a function, and in those that are defined in it."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _names(const)]
     return list(dict.fromkeys([*code.co_names, *inner]))
+
+
+def _variables_named(code: CodeType) -> list[str]:
+    """The names of variables of Python modules in a function, and in those that are defined in it."""
+    inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _variables_named(const)]
+    own = [str(of.argval) for of in dis.get_instructions(code) if of.opname in _OF_VARIABLES]
+    return list(dict.fromkeys([*own, *inner]))
 
 
 def tensors(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Place, torch.Tensor]]:
@@ -347,6 +399,15 @@ def _kept_by(function: Any) -> dict[str, Any]:
     kept = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
     own = {name: value for name, value in vars(function).items() if not name.startswith("__")}
     return {name: value for name, value in kept.items() if isinstance(value, _KEEPS) or plain(value) is NOT_PLAIN} | own
+
+
+def _cells_of(function: FunctionType) -> list[Any]:
+    """What a function closes over, as far as it is assigned."""
+    found = []
+    for cell in function.__closure__ or ():
+        with suppress(ValueError):
+            found.append(cell.cell_contents)
+    return found
 
 
 def _cells(loss_fn: Any) -> dict[str, CellType]:

@@ -7,15 +7,27 @@ from itertools import repeat
 from operator import is_
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.ir import Capture
-from shardwright.graph.tracing.outside import MISSING, Place, called_function, code_digest, plain, same
+from shardwright.graph.tracing.outside import (
+    MISSING,
+    NOT_PLAIN,
+    Place,
+    called_function,
+    code_digest,
+    comparable,
+    in_words,
+    same,
+)
 from shardwright.rules.functions import called, function_of, is_function
 from shardwright.world.agreement import from_all_ranks
+
+_CHANGING = (list, tuple, dict, np.ndarray)  # in place, or by what stands in them
 
 
 class Remembered:
@@ -27,13 +39,16 @@ class Remembered:
         self._quick: list[tuple[dict[str, Any], str, Any]] = []
         self._others: list[Place] = []
         for place in capture.frozen:
-            variables = place.variables(module)
+            variables = {} if place.path else place.variables(module)
             value = variables.get(place.name, MISSING)
-            flat = isinstance(value, tuple) and not any(isinstance(entry, (list, tuple, dict)) for entry in value)
-            if value is self._values[place] or flat:  # what cannot change in place
+            flat = isinstance(value, tuple) and not any(isinstance(entry, _CHANGING) for entry in value)
+            whole = self._values[place] is NOT_PLAIN and value is not MISSING
+            if value is self._values[place] or flat or whole:  # what cannot change in place, or need not be the same
                 self._quick.append((variables, place.name, value))
             else:
                 self._others.append(place)
+        for each in module.modules():  # whose forward a script may put another in the place of
+            self._quick.append((vars(each), "forward", vars(each).get("forward", MISSING)))
         self._where, self._names = [each[0] for each in self._quick], [each[1] for each in self._quick]
         self._objects = [each[2] for each in self._quick]
         self._hooks = [(hooks, tuple(hooks), text) for text, hooks in _hooks_in(module)]
@@ -47,7 +62,9 @@ class Remembered:
         if not all(map(is_, map(dict.get, self._where, self._names, repeat(MISSING)), self._objects)):
             for variables, name, value in self._quick:
                 now = variables.get(name, MISSING)
-                if now is not value and not same(plain(now), plain(value)):
+                if now is not value and (
+                    comparable(value) is NOT_PLAIN or not same(comparable(now), comparable(value))
+                ):
                     return False
         return all(same(self._now(place), self._values[place]) for place in self._others)
 
@@ -67,7 +84,7 @@ class Remembered:
         Raises:
             UsageError: on every rank, where some rank has another value, or other numbers in a tensor, than rank 0.
         """
-        shown = {str(place): f"{value!r}" for place, value in self._values.items()}
+        shown = {str(place): in_words(value) for place, value in self._values.items() if value is not NOT_PLAIN}
         shown |= {text: f"{_names(hooks)}" for hooks, _, text in self._hooks}
         for place in self._capture.outside.values():
             shown[str(place)] = _shown(place.now(self._module, self._loss_fn))
@@ -84,7 +101,7 @@ class Remembered:
 
     def _now(self, place: Place) -> Any:
         value = place.now(self._module, self._loss_fn)
-        return value if value is MISSING else plain(value)
+        return value if value is MISSING else comparable(value)
 
 
 def _hooks_in(model: nn.Module) -> Iterator[tuple[str, Mapping[int, Callable[..., Any]]]]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from shardwright.backends.table import backend_moving
@@ -172,13 +173,14 @@ class Programs:
         known = self._used(step)
         self._lockstep.same("another" if step.rows.agreed else str(step.key), partial(_said, step, known))
         unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
-        try:
-            plan = self._planner.later_plan(self._first, self._storage, step.kind, step.batch, step.rows)
-        except ShardwrightError as error:  # on all ranks, since rank 0 has met it for all
-            if unlike:
-                with_text(error, unlike)
-            raise
-        return self._prepare(step, plan, unlike)
+        with torch.inference_mode(False):  # whose tensors can be no part of a program
+            try:
+                plan = self._planner.later_plan(self._first, self._storage, step.kind, step.batch, step.rows)
+            except ShardwrightError as error:  # on all ranks, since rank 0 has met it for all
+                if unlike:
+                    with_text(error, unlike)
+                raise
+            return self._prepare(step, plan, unlike)
 
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""

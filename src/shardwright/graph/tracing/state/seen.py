@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.graph.tracing.outside import NOT_PLAIN, PLAIN, Place, plain
+from shardwright.graph.tracing.outside import NOT_PLAIN, PLAIN, Place, comparable, is_object
 from shardwright.graph.tracing.sources import callers_line
 
 Name = tuple[str, str]
@@ -19,14 +19,17 @@ class Seen:
 
     def __init__(self) -> None:
         self.plain: dict[Place, None] = {}  # where plain values were read, or nothing
+        self.objects: dict[Place, None] = {}  # where objects were read that cannot be compared, and are no collections
         self.read: dict[Name, str] = {}  # what a step may change, or nothing, before the step set it
         self.set: dict[Name, str] = {}
         self.read_then: set[Name] = set()  # once it was set
 
     def reads(self, name: Name, value: Any) -> None:
         """An attribute is read, and is ``value``."""
-        if plain(value) is not NOT_PLAIN:
+        if comparable(value) is not NOT_PLAIN:
             self.plain.setdefault(Place("attribute", *name))
+        elif is_object(value):
+            self.objects.setdefault(Place("attribute", *name))
         if name in self.set:
             self.read_then.add(name)
         elif name not in self.read and (value is None or not (isinstance(value, PLAIN) or callable(value))):
