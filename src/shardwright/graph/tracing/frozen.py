@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.graph.tracing.objects import ObjectReads
 from shardwright.graph.tracing.outside import (
     MISSING,
     NOT_PLAIN,
@@ -35,6 +34,7 @@ from shardwright.graph.tracing.sources import callers_line
 from shardwright.graph.tracing.state.again import Again
 from shardwright.graph.tracing.state.judged import Judged, judged, lost
 from shardwright.graph.tracing.state.left import Left, equal_states
+from shardwright.graph.tracing.state.objects import ObjectReads
 from shardwright.graph.tracing.state.origins import Origins
 from shardwright.graph.tracing.state.seen import Name, Seen
 
