@@ -112,6 +112,8 @@ class _Deciding:
         self.put_back: dict[fx.Node, tuple[Any, fx.Node]] = {}  # what is written, as a part of which view
         self.wholes: dict[fx.Node, fx.Node] = {}
         self.left_out: set[fx.Node] = set()
+        self.late: dict[fx.Node, set[fx.Node]] = {}  # of an operator, the operands that are made in front of it
+        self._at_once: set[fx.Node] = set()
         nodes = list(graph.nodes)
         self._positions = {node: at for at, node in enumerate(nodes)}
         self._changeable = set(changeable)
@@ -119,6 +121,8 @@ class _Deciding:
         self.sharing = Sharing(self._positions)
         for node in nodes:
             self._decide(node)
+        if any(not self._at_once.isdisjoint(user.all_input_nodes) for user in self.late):
+            raise Uncertain
         returned = {self.sharing.tensor(node) for node in nodes[-1].all_input_nodes}
         if returned.intersection(self._changed).intersection(self._changeable):
             raise Uncertain
@@ -156,13 +160,26 @@ class _Deciding:
             self._decide_views(node, operands, fresh=not shared, several=False)
 
     def _decide_views(self, node: fx.Node, operands: Sequence[fx.Node], *, fresh: bool, several: bool) -> None:
-        """A view of a tensor that was changed is made again where it is first used; that must be where it stands."""
-        if self.sharing.any_changed(operands) and (several or not (fresh or self._is_used_at_once(node))):
-            raise Uncertain
+        """A view of a tensor that was changed is made again where it is first used, after the operands before it."""
+        if self.sharing.any_changed(operands):
+            if several:
+                raise Uncertain
+            if not fresh:
+                self._decide_late(node)
         if fresh:
             self.sharing.fresh(node)
         else:
             self.sharing.shares(node, *operands)
+
+    def _decide_late(self, view: fx.Node) -> None:
+        """Let a view of a tensor that was changed stand where it is first used, if it does not do so already."""
+        first = min(view.users, key=self._positions.__getitem__, default=None)
+        if first is not None and _takes_values(first):
+            self.late.setdefault(first, set()).add(view)
+        elif self._is_used_at_once(view):
+            self._at_once.add(view)
+        else:
+            raise Uncertain
 
     def _is_used_at_once(self, node: fx.Node) -> bool:
         """Whether nothing uses the result of ``node`` but the operator that follows, itself used at once if a view."""
@@ -238,6 +255,17 @@ class _Deciding:
         self.sharing.note_change(tensor)
 
 
+def _takes_values(node: fx.Node) -> bool:
+    """Whether an operator of the graph, which stays one, computes with the values of its operands as they are then."""
+    return (
+        torch_private.is_operator(node.target)
+        and not torch_private.changes_operands(node.target)
+        and not torch_private.shared_operands(node.target)
+        and not torch_private.is_composite(node.target)
+        and _FORMS.of(str(node.target)) is None
+    )
+
+
 def _is_of_tensors(val: Any) -> bool:
     """Whether an operator returns no numbers; those that only check return nothing."""
     return all(
@@ -300,22 +328,31 @@ class _Replacing:
     def __init__(self, graph: fx.Graph, decided: _Deciding) -> None:
         self.now: dict[fx.Node, Any] = {}
         self._graph, self._decided = graph, decided
-        gone: list[fx.Node] = []
+        self._gone: list[fx.Node] = []
+        late = {view for views in decided.late.values() for view in views}
         for node in list(graph.nodes):
-            self._replace_operands(node)
-            if node in decided.written:
-                self._write(node, *decided.written[node])
-                gone.append(node)
-            elif node in decided.parts:
-                self._take_apart(node, decided.parts[node])
-                gone.append(node)
-            elif node in decided.left_out:
-                gone.append(node)
-            elif node.target is operator.getitem and isinstance(self.now.get(node.args[0]), list):
-                self.now[node] = self.now[node.args[0]][node.args[1]]
-                gone.append(node)
-        for node in reversed(gone):
+            if node not in late:
+                views = decided.late.get(node, ())
+                for view in [operand for operand in node.all_input_nodes if operand in views]:
+                    node.prepend(view)
+                    self._replace(view)
+                self._replace(node)
+        for node in reversed(self._gone):
             graph.erase_node(node)
+
+    def _replace(self, node: fx.Node) -> None:
+        decided = self._decided
+        self._replace_operands(node)
+        args: Any = node.args
+        if node in decided.written:
+            self._write(node, *decided.written[node])
+        elif node in decided.parts:
+            self._take_apart(node, decided.parts[node])
+        elif node.target is operator.getitem and isinstance(self.now.get(args[0]), list):
+            self.now[node] = self.now[args[0]][args[1]]
+        elif node not in decided.left_out:
+            return
+        self._gone.append(node)
 
     def _replace_operands(self, node: fx.Node) -> None:
         if any(self._current(given) is not given for given in node.all_input_nodes):
