@@ -26,7 +26,7 @@ from functools import lru_cache
 import numpy as np
 
 from shardwright.errors import PlanError
-from shardwright.plan.minima.tables import Costs, Indices, Table, join, without_singles
+from shardwright.plan.minima.tables import Costs, Table, join, without_singles
 
 LIMIT = 1_000_000
 """The largest table that is built, in entries: to leave values out takes less time than larger ones."""
@@ -52,10 +52,10 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT
     """
     # A variable of one value widens no table: nothing would keep the dims of tables below numpy's limit of 64.
     tables = without_singles(tables, domains)
-    steps, wider = _steps(tuple(domains), tuple(table.scope for table in tables), limit)
-    if wider:
-        raise TooWide(f"the search would need a table of {wider:,} entries")
-    rest = _eliminated(steps, tables, domains)
+    order = _steps(tuple(domains), tuple(table.scope for table in tables), limit)
+    if order.wider:
+        raise TooWide(f"the search would need a table of {order.wider:,} entries")
+    rest = _eliminated(order, tables, domains)
     if not math.isfinite(rest.total):
         raise PlanError("no assignment is possible: every combination is forbidden")
     return rest.total, rest.completed([0] * len(domains))
@@ -64,50 +64,59 @@ def minimise(domains: Sequence[int], tables: Sequence[Table], limit: int = LIMIT
 def without_narrow(domains: Sequence[int], tables: Sequence[Table], limit: int) -> Rest:
     """The same problem without the variables around which no table has more entries than ``limit``."""
     tables = without_singles(tables, domains)
-    steps, _ = _steps(tuple(domains), tuple(table.scope for table in tables), limit)
-    return _eliminated(steps, tables, domains)
+    return _eliminated(_steps(tuple(domains), tuple(table.scope for table in tables), limit), tables, domains)
 
 
 @dataclass(frozen=True)
 class Rest:
     """What is left of a problem when variables were eliminated: tables over the others, and what they all cost more.
 
-    The best value of the variable of each step follows from those of its neighbours.
+    The best value of the variable of each step follows from those of its neighbours, by the tables of the step:
+    ``summed`` has the costs of these, as one tuple where several steps have the same.
     """
 
     total: float
     tables: tuple[Table, ...]
     steps: tuple[_Step, ...]
-    best: tuple[Indices, ...]
+    summed: tuple[tuple[Costs, ...], ...]
 
     def completed(self, picked: Sequence[int]) -> list[int]:
         """The same assignment with the best value for every variable that was eliminated."""
         found = [*picked]
-        for step, of in zip(reversed(self.steps), reversed(self.best), strict=True):
-            found[step.variable] = int(of[tuple(found[v] for v in step.neighbours)])
+        known: dict[tuple[int, tuple[int, ...]], int] = {}
+        for step, of in zip(reversed(self.steps), reversed(self.summed), strict=True):
+            key = id(of), tuple([found[v] for v in step.neighbours])
+            if (best := known.get(key)) is None:
+                best = known[key] = _best(step, of, found)
+            found[step.variable] = best
         return found
 
 
-def _eliminated(steps: tuple[_Step, ...], tables: Sequence[Table], domains: Sequence[int]) -> Rest:
+def _eliminated(order: _Steps, tables: Sequence[Table], domains: Sequence[int]) -> Rest:
     """What is left after these steps."""
     total = sum(float(table.costs) for table in tables if not table.scope)
     every, found = [table.costs for table in tables], []
-    known: dict[Hashable, tuple[Indices, Costs]] = {}
-    for step in steps:
-        touching = [every[number] for number in step.tables]
+    known: dict[Hashable, tuple[tuple[Costs, ...], Costs]] = {}
+    for step in order.steps:
+        touching = tuple([every[number] for number in step.tables])
         made_of = step.kind, *map(id, touching)
-        if made_of not in known:
+        if (made := known.get(made_of)) is None:
             of = [Table(scope, costs) for scope, costs in zip(step.scopes, touching, strict=True)]
-            known[made_of] = _least(of, (*step.neighbours, step.variable), domains)
-        best, costs = known[made_of]
-        found.append(best)
-        every.append(costs)
+            made = known[made_of] = touching, _least(of, (*step.neighbours, step.variable), domains)
+        found.append(made[0])
+        every.append(made[1])
         if not step.neighbours:
-            total += float(costs)
-    gone = {step.variable for step in steps}
-    scopes = (*(table.scope for table in tables), *(step.neighbours for step in steps))
-    left = (Table(of, costs) for of, costs in zip(scopes, every, strict=True) if of and gone.isdisjoint(of))
-    return Rest(total, tuple(left), steps, tuple(found))
+            total += float(made[1])
+    left = [Table(scope, every[number]) for number, scope in order.left]
+    return Rest(total, tuple(left), order.steps, tuple(found))
+
+
+def _best(step: _Step, summed: Sequence[Costs], picked: Sequence[int]) -> int:
+    """The best value of the variable of a step by those that were picked around it."""
+    row: Costs = np.zeros(1)
+    for scope, costs in zip(step.scopes, summed, strict=True):
+        row = row + costs[tuple([slice(None) if v == step.variable else picked[v] for v in scope])]
+    return int(row.argmin())
 
 
 def widest(
@@ -227,14 +236,22 @@ class _Step:
     kind: int
 
 
-@lru_cache(maxsize=64)  # at each price of a byte tables have the same scopes
-def _steps(
-    domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit: float
-) -> tuple[tuple[_Step, ...], int]:
+@dataclass(frozen=True)
+class _Steps:
     """The order in which variables are eliminated; each step leaves a table, which has the next number.
 
-    It ends before a table would have more entries than ``limit``: with as many as the smallest would have, else with 0.
+    ``left`` are numbers and scopes of the tables that are there at the end. It comes before a table would be too wide:
+    as many entries as the smallest would have are ``wider``, else 0.
     """
+
+    steps: tuple[_Step, ...]
+    left: tuple[tuple[int, tuple[int, ...]], ...]
+    wider: int
+
+
+@lru_cache(maxsize=64)  # at each price of a byte tables have the same scopes
+def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit: float) -> _Steps:
+    """The order in which variables are eliminated while no table has more entries than ``limit``."""
     every = list(scopes)
     pending: dict[int, dict[int, None]] = defaultdict(dict)
     for number, scope in enumerate(scopes):
@@ -243,10 +260,12 @@ def _steps(
     order = _Order(domains, scopes)
     found: list[_Step] = []
     kinds: dict[Hashable, int] = {}
+    wider = 0
     while (following := order.next()) is not None:
         entries, _, variable = following
         if entries > limit:
-            return tuple(found), entries
+            wider = entries
+            break
         touching = pending.pop(variable)
         neighbours = tuple(sorted(order.eliminate(variable)))
         for number in touching:
@@ -260,21 +279,21 @@ def _steps(
         own = tuple(every[of] for of in touching)
         kind = kinds.setdefault(tuple(tuple(places.index(v) for v in scope) for scope in own), len(kinds))
         found.append(_Step(variable, neighbours, entries, tuple(touching), own, kind))
-    return tuple(found), 0
+    gone = {number for step in found for number in step.tables}
+    left = tuple((number, scope) for number, scope in enumerate(every) if scope and number not in gone)
+    return _Steps(tuple(found), left, wider)
 
 
-def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int]) -> tuple[Indices, Costs]:
-    """The best value of the last variable of ``order`` by those of the others, and the sum of the tables there."""
-    entries = math.prod(domains[v] for v in order)
+def _least(tables: Sequence[Table], order: tuple[int, ...], domains: Sequence[int]) -> Costs:
+    """The sum of the tables at the best value of the last variable of ``order``, by those of the others."""
+    entries = math.prod([domains[v] for v in order])
     at = next((i for i, v in enumerate(order[:-1]) if domains[v] > 1), None)
     if at is None or entries <= SLAB:
-        joined = join(tables, order, domains)
-        best = joined.argmin(axis=-1)
-        return best, np.take_along_axis(joined, best[..., None], axis=-1)[..., 0]
+        return np.asarray(join(tables, order, domains).min(axis=-1))
     size = domains[order[at]]
     rows = max(1, SLAB * size // entries)
     found = [_least(*_slab(tables, order, domains, at, slice(i, min(i + rows, size)))) for i in range(0, size, rows)]
-    return np.concatenate([best for best, _ in found], axis=at), np.concatenate([costs for _, costs in found], axis=at)
+    return np.concatenate(found, axis=at)
 
 
 def _slab(

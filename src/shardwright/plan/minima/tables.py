@@ -67,10 +67,12 @@ def among(values: Sequence[Indices], tables: Sequence[Table], known: dict[Hashab
 
 def join(tables: Sequence[Table], scope: tuple[int, ...], domains: Sequence[int]) -> Costs:
     """The sum of the tables, over all variables of ``scope``."""
-    joined = np.zeros([domains[v] for v in scope])
+    joined: Costs = np.zeros([1 for _ in scope])
     for table in tables:
-        joined += aligned(table, scope)
-    return joined
+        more = aligned(table, scope)
+        shape = np.broadcast_shapes(joined.shape, more.shape)
+        joined = np.add(joined, more, out=joined if joined.shape == shape else np.empty(shape))
+    return np.broadcast_to(joined, [domains[v] for v in scope])
 
 
 def aligned(table: Table, scope: Sequence[int]) -> Costs:
