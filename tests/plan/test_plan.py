@@ -1,5 +1,6 @@
 """A plan as JSON: it comes back equal, and refuses every graph but its own and every text that is none."""
 
+import gc
 import json
 from dataclasses import replace
 
@@ -176,3 +177,22 @@ def test_an_objective_that_prices_leaves_decides_how_parameters_are_stored(graph
     strategies = {node.name: tuple(graph.rules[node.name].strategies(mesh)) for node in graph.capture.nodes}
     found = search(Space(graph, mesh, strategies, leaves, {}), Held())
     assert {found.leaves[name].is_replicated for name in parameters} == {not dear}
+
+
+@pytest.mark.parametrize("collected", [True, False])
+def test_cycles_are_looked_for_after_a_search_where_they_were_before_it(collected, graph, monkeypatch):
+    """Also after one that fails."""
+    inside, were = [], gc.isenabled()
+
+    def made(*_):
+        inside.append(gc.isenabled())
+        raise PlanError("none")
+
+    monkeypatch.setattr("shardwright.plan.make._made", made)
+    try:
+        (gc.enable if collected else gc.disable)()
+        with pytest.raises(PlanError, match="none"):
+            make_plan(graph.capture, PlanRequest(MESH))
+        assert (inside, gc.isenabled()) == ([False], collected)
+    finally:
+        (gc.enable if were else gc.disable)()

@@ -10,7 +10,9 @@ Where the hardware hides the reduction of gradients behind the backward, several
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 
 from shardwright.graph.ir import Capture
@@ -39,7 +41,11 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
         StrategyError: where a pin cannot be fulfilled.
         PlanError: where no plan exists.
     """
-    graph = RuledGraph.of(capture)
+    with _uncollected():
+        return _made(RuledGraph.of(capture), request)
+
+
+def _made(graph: RuledGraph, request: PlanRequest) -> Plan:
     if request.searched is None:
         return _following_the_batch(graph, request)
     row = SEARCHES[request.searched]
@@ -50,6 +56,18 @@ def make_plan(capture: Capture, request: PlanRequest) -> Plan:
             lambda of: _searched(graph, request, replace(row, objective=lambda *_: of)), objective
         )
     return _searched(graph, request, row)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Inside, Python looks for no cycles: searches make none of what is large, and each look goes through the graph."""
+    collected = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collected:
+            gc.enable()
 
 
 def _searched(graph: RuledGraph, request: PlanRequest, row: Search) -> Plan:
