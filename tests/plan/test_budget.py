@@ -4,6 +4,7 @@ import contextlib
 import copy
 import itertools
 import math
+import random
 import re
 from dataclasses import replace
 from types import SimpleNamespace
@@ -35,6 +36,7 @@ from shardwright.plan.searching.buffers import Joined, buffers_of
 from shardwright.plan.searching.dividing import Division, Part, Parts
 from shardwright.plan.searching.space import Choice
 from shardwright.plan.searching.weights import Weights
+from shardwright.plan.weighing import _first_within
 from shardwright.words import in_bytes
 from whole import communicated, losses_of, plan_of, planned, run, same
 
@@ -326,6 +328,24 @@ def test_what_fits_with_a_block_computed_again_says_the_first_price_and_is_to_be
     found = fitting(free, solve, budget)
     assert asked == [(pytest.approx(0.4), 14.0)]
     assert (found.cost, found.bound, found.recomputed) == (14.0, pytest.approx(14.0), {"block"})
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_few_blocks_are_computed_again_as_fit_however_far_their_sizes_lead_astray(seed):
+    draw, asked = random.Random(seed), []
+    true = [draw.randint(1, 9) for _ in range(draw.randint(0, 40))]
+    said = [max(1, round(of * draw.choice([0.2, 1, 1, 5]))) for of in true]
+    limit = draw.randint(0, sum(true))
+
+    def held(count):
+        asked.append(count)
+        return sum(true[count:])
+
+    least = min(count for count in range(len(true) + 1) if sum(true[count:]) <= limit)
+    assert _first_within(limit, held, said) == least
+    asked.clear()
+    assert _first_within(limit, held, true) == least
+    assert len(asked) <= 3
 
 
 @pytest.mark.parametrize(("middle", "asked"), [(12.5, [3.0, 1 / 3, 1.0]), (11.33, [3.0, 1 / 3, 1.0, 0.995])])

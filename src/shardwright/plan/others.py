@@ -152,7 +152,8 @@ def _found_by(row: Search, space: Space, request: PlanRequest) -> Choice:
 def _allowed(other: Choice, space: Space, request: PlanRequest) -> bool:
     """Whether pins, parts and what is stored already admit a choice."""
     values = space.graph.capture.values
-    if any(strategy not in space.strategies[name] for name, strategy in other.strategies.items()):
+    options = {key: frozenset(of) for key, of in {id(of): of for of in space.strategies.values()}.items()}
+    if any(strategy not in options[id(space.strategies[name])] for name, strategy in other.strategies.items()):
         return False
     return all(
         layout in space.leaves[name] or (values[name].kind == "parameter" and name not in request.storage)

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.decided.decisions import Transfer
 from shardwright.plan.decided.prices import gathered_again, repeated_costs
 from shardwright.plan.explain import holds
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.pricing.memory import local_bytes
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import Search
@@ -33,6 +34,8 @@ class Weighing:
     def __init__(self, mesh: Mesh, request: PlanRequest, space: Space, objective: Objective) -> None:
         self.mesh, self.request, self.space, self._objective = mesh, request, space, objective
         self._last: list[Plan] = []
+        self._last_repeated: list[tuple[Sequence[Transfer], Mapping[str, float]]] = []
+        self._sizes: dict[Hashable, int] = {}
         self.price = 0.0
         """Of a byte, at which the plan was found that is to be beaten; 0 where there is none."""
 
@@ -48,7 +51,7 @@ class Weighing:
 
     def forget(self) -> None:
         """Leave what was worked out for searches, which takes more memory than all else, once these were made."""
-        self._last = []
+        self._last, self._last_repeated = [], []
         self.__dict__.pop("known", None)
 
     def budget(self) -> Budget | None:
@@ -82,7 +85,7 @@ class Weighing:
     def refusal(self, choices: Sequence[Choice], bound: float) -> OverBudget:
         """What is raised where none of these fits, not even with all blocks computed again."""
         plans = [self.plan(choice) for choice in choices]
-        plans += [plan.computing_again({block.name for block in self.space.blocks}) for plan in plans]
+        plans += [self._everything_again(plan) for plan in plans]
         least = min(plans, key=lambda plan: plan.held.total)
         return OverBudget(_too_much(least), least.held.total, bound)
 
@@ -103,38 +106,90 @@ class Weighing:
         if choice.cost is None or not (choice.recomputed or choice.again):
             return choice
         plan = self.plan(choice)
-        repeated = sum(repeated_costs(plan, self._objective).values()) if choice.recomputed else 0.0
+        costs = self._repeated_costs(plan) if choice.recomputed else {}
+        repeated = sum(costs[name] for name in sorted(choice.recomputed))
         return replace(choice, cost=choice.cost + repeated + gathered_again(plan, self._objective))
+
+    def _repeated_costs(self, plan: Plan) -> Mapping[str, float]:
+        """What it costs to compute each block again, by its name: for each by itself, whichever others are."""
+        known = [costs for of, costs in self._last_repeated if of is plan.transfers]
+        if known:
+            return known[0]
+        found = repeated_costs(self._everything_again(plan), self._objective)
+        self._last_repeated = [(plan.transfers, found), *self._last_repeated[: LAST - 1]]
+        return found
+
+    def _everything_again(self, plan: Plan) -> Plan:
+        return plan.computing_again({block.name for block in self.space.blocks})
 
     def within(self, choice: Choice) -> Choice | None:
         """The same where it fits, with as few more blocks computed again as that takes; None where it never does."""
-        choice, limit = self.settle(choice), self.request.memory
+        limit = self.request.memory
+        if limit is not None and self._of_leaves(choice) > limit:
+            return None
+        choice = self.settle(choice)
         if limit is None or self.plan(choice).held.total <= limit:
             return choice
         return self.fewest(choice, limit)
+
+    def _of_leaves(self, choice: Choice) -> int:
+        """What is held of leaves, gradients and states, which is no more than all that is held."""
+        total, values = 0, self.space.graph.capture.values
+        for name, layout in choice.leaves.items():
+            key = values[name].shape, values[name].dtype, layout
+            if key not in self._sizes:
+                self._sizes[key] = local_bytes(values[name], layout, self.mesh)
+            size = self._sizes[key]
+            trained = values[name].kind == "parameter" and values[name].needs_gradient
+            total += 2 * size + self.request.optimizer.bytes_for(size) if trained else size
+        return total
 
     def fewest(self, choice: Choice, limit: int) -> Choice | None:
         """The same with the fewest blocks computed again with which it holds no more; None where it always does.
 
         Those that save most come first.
         """
+        if self._of_leaves(choice) > limit:
+            return None
         demanded = self.space.demanded
-        everything = self.plan(choice).computing_again({block.name for block in self.space.blocks})
-        costs, sizes = repeated_costs(everything, self._objective), everything.holding.remade(everything)
+        everything = self._everything_again(self.plan(choice))
+        costs, sizes = self._repeated_costs(everything), everything.holding.remade(everything)
         names = [name for name in costs if name not in demanded and sizes[name]]
         names.sort(key=lambda name: costs[name] / sizes[name])
 
-        def fits(count: int) -> bool:
-            return everything.computing_again(demanded.union(names[:count])).held.total <= limit
+        @cache
+        def held(count: int) -> int:
+            return everything.computing_again(demanded.union(names[:count])).held.total
 
-        count = bisect_left(range(len(names)), True, key=fits)
-        if not fits(count):
+        if held(len(names)) > limit:
             return None
+        count = _first_within(limit, held, [sizes[name] for name in names])
         recomputed = demanded.union(names[:count])
         once = (choice.cost or 0.0) - sum(costs[name] for name in choice.recomputed)
         once -= gathered_again(self.plan(choice), self._objective)
         again = gathered_again(everything.computing_again(recomputed), self._objective)
         return replace(choice, recomputed=recomputed, cost=once + sum(costs[name] for name in recomputed) + again)
+
+
+def _first_within(limit: int, held: Callable[[int], int], sizes: Sequence[int]) -> int:
+    """How many blocks are computed again at least where no more than the limit is held, as it is with all of them.
+
+    Each of them saves nearly its size: so it is looked for near where these say that it is, then ever farther.
+    """
+    low, high, step = 0, len(sizes), 1
+    spare, at = limit - held(high), high
+    while at and sizes[at - 1] <= spare:
+        at -= 1
+        spare -= sizes[at]
+    while low < high:
+        if not low <= at < high:
+            at = (low + high) // 2
+        if held(at) <= limit:
+            high, at = at, at - step
+        else:
+            low, at = at + 1, at + step
+        step *= 2
+    return high
 
 
 def _plan(graph: RuledGraph, mesh: Mesh, request: PlanRequest, choice: Choice, outputs: Mapping[str, Layout]) -> Plan:

@@ -71,6 +71,17 @@ class Strategy:
     axes: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
 
+    def __hash__(self) -> int:
+        # Searches look strategies up by the million.
+        known: int | None = self.__dict__.get("_hash")
+        if known is None:
+            known = self.__dict__["_hash"] = hash((self.axes, self.partial))
+        return known
+
+    def __getstate__(self) -> dict[str, object]:
+        """Without its hash, which is another one in other processes."""
+        return {"axes": self.axes, "partial": self.partial}
+
     @property
     def used(self) -> frozenset[str]:
         """Every axis over which the ranks do different work."""

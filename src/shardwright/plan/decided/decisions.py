@@ -92,8 +92,15 @@ class Decisions:
         """How a value is laid out where it is made (or stored)."""
         if value in self.leaves:
             return self.leaves[value]
-        node, index = self.graph.producers[value]
-        return made_by(self.graph, node, index, self.strategies[node.name], self.mesh)
+        if value not in self._made:
+            node, index = self.graph.producers[value]
+            self._made[value] = made_by(self.graph, node, index, self.strategies[node.name], self.mesh)
+        return self._made[value]
+
+    @cached_property
+    def _made(self) -> dict[str, Layout]:
+        """What is known of how results are laid out."""
+        return {}
 
     def batch_rows(self, rank: int, rows: int) -> tuple[int, int]:
         """The rows [start, stop) of a global batch of ``rows`` that ``rank`` is to be given."""
@@ -202,7 +209,7 @@ class Decisions:
         found.__dict__.update({name: of for name, of in self.__dict__.items() if name not in found.__dict__})
         return found
 
-    _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "transfers", "way", "_moved_inside")
+    _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "_made", "transfers", "way", "_moved_inside")
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:

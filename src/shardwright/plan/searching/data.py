@@ -32,8 +32,10 @@ def data_parallel(
     strategies: dict[str, Strategy] = {}
     for node in capture.nodes:
         rule = graph.rules[node.name]
-        strategy = min(_following(node, rule, layouts), key=lambda s: _forward_bytes(graph, node, s, layouts, mesh))
-        strategies[node.name] = strategy
+        options = [*dict.fromkeys(_following(node, rule, layouts))]
+        if len(options) > 1:
+            options.sort(key=lambda s: _forward_bytes(graph, node, s, layouts, mesh))
+        strategy = strategies[node.name] = options[0]
         for i, name in enumerate(node.results):
             layouts[name] = rule.result_layout(i, strategy, mesh).normalised(capture.values[name].shape, mesh)
     return Choice(strategies, chosen_leaves)

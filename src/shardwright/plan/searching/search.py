@@ -10,7 +10,7 @@ and little stands in the way, all is decided at once.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cache, cached_property, partial
 
@@ -138,8 +138,14 @@ def _all_at_once(both: _Both, free: Choice) -> Choice:
 
 def least_cost(space: Space, known: Known) -> float:
     """A cost that no choice is below: what the operators cost at least, each by itself."""
-    choices = {**space.strategies, **_choices_beside(space, operators_beside(space))}
-    return sum(float(known.operator(node, choices[node.name]).min()) for node in space.graph.capture.nodes)
+    choices, least = {**space.strategies, **_choices_beside(space, operators_beside(space))}, 0.0
+    alike: dict[tuple[Hashable, int], float] = {}  # equal lists of strategies are one object
+    for node in space.graph.capture.nodes:
+        key = space.graph.alike[node.name], id(choices[node.name])
+        if key not in alike:
+            alike[key] = float(known.operator(node, choices[node.name]).min())
+        least += alike[key]
+    return least
 
 
 class _Both:
