@@ -70,7 +70,7 @@ def test_the_gap_is_true_on_random_graphs(seed):
     free = minimise(domains, costs)
     budget = Budget(limit, ADAMW, lambda choice: held[choice.strategies["x"]], refused)
     free = replace(choice(free[1]), bound=free[0])
-    found = fitting(free, solve, budget)
+    found = fitting(lambda: free, solve, budget)
     assert held[found.strategies["x"]] <= limit
     assert found.bound - 1e-9 <= optimum <= found.cost + 1e-9
 
@@ -85,16 +85,16 @@ def test_the_gap_is_true_on_random_graphs(seed):
         return cost_at(sizes, [*x[:v], i, *x[v + 1 :]])
 
     learned = Learned.nothing(domains)
-    found = fitting(free, solve, budget, closer=closer)
+    found = fitting(lambda: free, solve, budget, closer=closer)
     assert held[found.strategies["x"]] <= limit
     assert 0.985 * optimum <= found.bound <= optimum + 1e-9
     assert optimum - 1e-9 <= found.cost <= 1.015 * optimum
     for below in (0.95 * optimum, 1.05 * optimum):
         learned = Learned.nothing(domains)
-        assert bound_of(lambda below=below: fitting(free, solve, budget, below), below) - 1e-9 <= optimum
+        assert bound_of(lambda below=below: fitting(lambda: free, solve, budget, below), below) - 1e-9 <= optimum
     learned, limit = Learned.nothing(domains), 1
     with pytest.raises(OverBudget, match="nothing fits") as over:
-        fitting(free, solve, replace(budget, limit_bytes=limit))
+        fitting(lambda: free, solve, replace(budget, limit_bytes=limit))
     assert over.value.bound > optimum
 
 
@@ -325,9 +325,26 @@ def test_what_fits_with_a_block_computed_again_says_the_first_price_and_is_to_be
         refused,
         fewest=lambda choice, limit: replace(choice, recomputed=frozenset({"block"}), cost=14.0),
     )
-    found = fitting(free, solve, budget)
+    found = fitting(lambda: free, solve, budget)
     assert asked == [(pytest.approx(0.4), 14.0)]
     assert (found.cost, found.bound, found.recomputed) == (14.0, pytest.approx(14.0), {"block"})
+
+
+@pytest.mark.parametrize(("bound", "asks"), [(13.9, False), (13.0, True)])
+def test_what_is_free_is_looked_for_where_a_known_price_leaves_a_gap(bound, asks):
+    asked = []
+
+    def free():
+        asked.append("free")
+        return Choice({}, {}, 10.0, 10.0)
+
+    def solve(price, below, *, alone=False, forbidding=()):
+        return [Choice({}, {}, 14.0)], bound, -1
+
+    held = {10.0: 20, 14.0: 8}
+    budget = Budget(10, ADAMW, lambda choice: held[choice.cost], refused, price=0.4, close=1e-2)
+    found = fitting(free, solve, budget)
+    assert (found.cost, found.bound, bool(asked)) == (14.0, bound, asks)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -359,7 +376,9 @@ def test_a_price_near_another_is_tried_where_the_bound_may_be_larger_at_it(middl
         cost, total, above = found[min(found, key=lambda of: abs(of - price))]
         return [Choice({}, {}, cost, cost)], total, above
 
-    best = fitting(Choice({}, {}, 10.0, 10.0), solve, Budget(10, ADAMW, lambda choice: held[choice.cost], refused))
+    best = fitting(
+        lambda: Choice({}, {}, 10.0, 10.0), solve, Budget(10, ADAMW, lambda choice: held[choice.cost], refused)
+    )
     assert tried == pytest.approx(asked)
     assert (best.cost, best.bound) == (13.985, max(middle, 11.98))
 

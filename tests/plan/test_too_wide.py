@@ -24,7 +24,7 @@ def plan(monkeypatch):
     """`plan_of` the quick start, where a search is too wide on more than so many axes."""
 
     def planned(most, mesh=EIGHT, **options):
-        def search(space, objective, budget, below, known):
+        def search(space, objective, budget, below, known, built=None):
             if len(space.mesh.axes) > most:
                 raise TooWide("the search would need a table")
             return SEARCH(space, objective)

@@ -138,7 +138,7 @@ def _others(row: Search, weighing: Weighing, price: float) -> Iterator[Callable[
     tensor = tensor_space(graph, mesh, named[0].strategies, settled)
     yield lambda below: search(tensor, objective, budget, below, weighing.known)
     if len(mesh.axes) > 1 and not row.by_axes:
-        yield lambda below: recursive(space, objective, budget, below, weighing.known)
+        yield lambda below: recursive(space, objective, budget, below, weighing.known, weighing.built)
     if len(mesh.axes) <= FEW_AXES and (other := SEARCHES["propagation"]) is not row:
         yield lambda _: _found_by(other, space_of(graph, mesh, request, other), request)
 

@@ -21,7 +21,7 @@ from shardwright.plan.searches import Search
 from shardwright.plan.searching.budget import Budget, OverBudget
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.recursive import recursive
-from shardwright.plan.searching.search import least_cost, search
+from shardwright.plan.searching.search import Built, least_cost, search
 from shardwright.plan.searching.space import Choice, Space
 from shardwright.words import in_bytes, typed_bytes
 
@@ -45,6 +45,11 @@ class Weighing:
         return least_cost(self.space, self.known)
 
     @cached_property
+    def built(self) -> Built:
+        """What a search of all choices is made of, for others of the same."""
+        return Built(self.space, self._objective, self.known)
+
+    @cached_property
     def known(self) -> Known:
         """What searches have worked out here, for those that follow."""
         return Known(self.space.graph, self._objective, self.mesh)
@@ -52,7 +57,8 @@ class Weighing:
     def forget(self) -> None:
         """Leave what was worked out for searches, which takes more memory than all else, once these were made."""
         self._last, self._last_repeated = [], []
-        self.__dict__.pop("known", None)
+        for made in ("built", "known"):
+            self.__dict__.pop(made, None)
 
     def budget(self) -> Budget | None:
         """What a device may hold; None where that is not limited."""
@@ -79,7 +85,10 @@ class Weighing:
         """
         budget, below = self.budget(), math.inf if row.by_axes else below
         budget = budget and replace(budget, beside=beside)
-        choice = (recursive if row.by_axes else search)(self.space, self._objective, budget, below, self.known)
+        if row.by_axes:
+            choice = recursive(self.space, self._objective, budget, below, self.known)
+        else:
+            choice = search(self.space, self._objective, budget, below, self.known, self.built)
         return choice if budget else self.settle(choice)
 
     def refusal(self, choices: Sequence[Choice], bound: float) -> OverBudget:

@@ -316,6 +316,45 @@ def test_the_others_are_looked_at_once_and_before_choices_are_divided(monkeypatc
     assert found.cost == found.bound <= without.cost
 
 
+@pytest.mark.parametrize("seed", [200, 202, 204])
+def test_the_last_axis_is_searched_in_what_all_choices_have_built(seed):
+    """Within a budget, at a price of a byte: what is found costs what it costs without."""
+    capture, mesh = graph_of(seed), Mesh.of(a=2, b=2)
+    request = PlanRequest(mesh, "auto", "exact", hardware=HARDWARE, axes=mesh)
+    free = make_plan(capture, request)
+    price = free.cost / free.held.total
+    weighing = Weighing(mesh, replace(request, memory=int(free.held.total * 0.8)), space(capture, request), OBJECTIVE)
+    budget = replace(weighing.budget(), price=price)
+    found = [
+        axis_by_axis.recursive(weighing.space, OBJECTIVE, budget, known=weighing.known, built=built)
+        for built in (weighing.built, None)
+    ]
+    assert found[0].cost == pytest.approx(found[1].cost, rel=1e-9)
+    assert weighing.plan(found[0]).held.total <= weighing.request.memory
+
+
+def space(capture, request):
+    return space_of(RuledGraph.of(capture), request.axes, request, SEARCHES["exact"])
+
+
+def test_some_values_of_a_problem_cost_as_much_as_a_problem_of_these_alone():
+    """Those that consumers may share, too, of which fewer are left where fewer are demanded."""
+    capture, mesh = graph_of(202), Mesh.of(a=2, b=2)
+    request = PlanRequest(mesh, "auto", "exact", hardware=HARDWARE, axes=mesh)
+    whole, names = space(capture, request), {node.name for node in capture.nodes}
+    problem, draw = Problem(whole, Known(whole.graph, OBJECTIVE, mesh), names), np.random.default_rng(0)
+    assert problem.hubs
+    for _ in range(6):
+        left = {n: np.flatnonzero(draw.random(len(of)) < 0.6) for n, of in whole.strategies.items()}
+        left = {n: of if len(of) else np.array([0]) for n, of in left.items()}
+        fewer = {n: tuple(whole.strategies[n][i] for i in of) for n, of in left.items()}
+        alone = Problem(replace(whole, strategies=fewer), Known(whole.graph, OBJECTIVE, mesh), names)
+        found = problem.among(left).minimum()
+        assert found.cost == pytest.approx(alone.minimum().cost, rel=1e-12)
+        assert found.cost == pytest.approx(problem.cost_of(found.picked), rel=1e-12)
+        assert all(problem.space.strategies[n][found.picked[v]] in fewer[n] for n, v in problem.node_variables.items())
+
+
 def test_searches_share_what_they_work_out(monkeypatch):
     """Of one plan: no operator is priced twice under a strategy, and what is found is what each finds by itself."""
     capture, mesh = graph_of(201), Mesh.of(a=2, b=2)

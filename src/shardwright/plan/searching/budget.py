@@ -133,7 +133,7 @@ class Closer(Protocol):
 
 
 def fitting(
-    free: Choice,
+    free: Callable[[], Choice],
     solve: Solve,
     budget: Budget,
     below: float = math.inf,
@@ -142,7 +142,8 @@ def fitting(
     """The cheapest choice found that fits ``budget``.
 
     Args:
-        free: the choice without a budget.
+        free: finds the choice without a budget, which is not asked for where what is found at the price of the budget
+            leaves no gap that is worth it.
         solve: what is chosen at a price of a byte.
         below: what a plan costs that is known; the search ends where nothing that fits costs less.
         closer: what is done where a gap is left.
@@ -151,18 +152,21 @@ def fitting(
         NothingBelow: where none that fits costs less than ``below``.
         OverBudget: where none fits.
     """
-    over = Priced.of(free, free.bound or 0.0, budget)
-    if over.bytes <= budget.limit_bytes:
-        return free
-    if budget.once:
-        return _beating(below, free, solve, budget)
-    tried = _Tried(over, solve, budget, below)
-    if budget.price:
+    tried = _Tried(solve, budget, below)
+    if budget.price and not budget.once:
         tried.at(budget.price)
+    if not tried.is_close:
+        choice = free()
+        over = Priced.of(choice, choice.bound or 0.0, budget)
+        if over.bytes <= budget.limit_bytes:
+            return choice
+        if budget.once:
+            return _beating(below, choice, solve, budget)
+        tried.take(over)
     for times, alone in _DEAR:
         if tried.fit:
             break
-        tried.at(times * max(over.cost, 1e-9) / budget.limit_bytes, alone=alone)
+        tried.at(times * max(tried.free_cost, 1e-9) / budget.limit_bytes, alone=alone)
     if not tried.fit:
         tried.hold_less()
     while tried.is_worth_another:
@@ -193,10 +197,12 @@ class _Tried:
     what is found first at a price is looked at with as few blocks computed again as the budget asks for, too.
     """
 
-    def __init__(self, over: Priced, solve: Solve, budget: Budget, below: float) -> None:
+    def __init__(self, solve: Solve, budget: Budget, below: float) -> None:
         self._solve, self._budget, self._below = solve, budget, below
         self._prices, self._price = [0.0], 0.0
-        self._bound = over.total
+        self._bound = -math.inf
+        self.free_cost = 0.0
+        """What the choice costs that was found without a price."""
         self._with_fewest: set[int] = set()  # choices, by identity: all are held
         self.fit: list[Priced] = []
         """What fits."""
@@ -204,7 +210,17 @@ class _Tried:
         """What does not."""
         self.is_worth_another = True
         """Whether one more price may have something that costs less, or a higher bound."""
-        self._add([over])
+
+    def take(self, free: Priced) -> None:
+        """Take what was found without a price, which does not fit."""
+        self.free_cost = free.cost
+        self._bound = max(self._bound, free.total)
+        self._add([free])
+
+    @property
+    def is_close(self) -> bool:
+        """Whether something fits whose gap is not worth another search."""
+        return bool(self.fit) and self._least - self._bound <= self._budget.close * self._least
 
     def at(self, price: float, *, alone: bool = False) -> None:
         """Try a price.
@@ -239,10 +255,13 @@ class _Tried:
     def another(self) -> None:
         """Try the next price, where one is worth it."""
         least, bound, budget = self._least, self._bound, self._budget
+        if self.is_close:
+            self.is_worth_another = False
+            return
         self._price = next_price([*self.fit, *self.above], budget.limit_bytes)
         near = budget.near if self._may_rise(self._price) else max(budget.near, ALIKE)
         known = any(math.isclose(self._price, of, rel_tol=near) for of in self._prices)
-        if known or len(self._prices) > MOST_PRICES or least - bound <= budget.close * least:
+        if known or len(self._prices) > MOST_PRICES:
             self.is_worth_another = False
         else:
             self.at(self._price)
@@ -255,9 +274,9 @@ class _Tried:
 
     def best(self) -> Choice:
         """The cheapest that fits."""
-        near = min(self.above, key=lambda one: one.cost + self._price * one.bytes)
-        cheapest = min(self.fit, key=lambda one: one.cost)
-        for one in (cheapest, near):
+        looked_at = [min(self.fit, key=lambda one: one.cost)]
+        looked_at += sorted(self.above, key=lambda one: one.cost + self._price * one.bytes)[:1]
+        for one in looked_at:
             self._compute_fewer_again(one)
         best = min(self.fit, key=lambda one: one.cost).choice
         return replace(best, bound=min(self._bound, best.cost or 0.0), price=self._price)

@@ -190,7 +190,7 @@ def _of_ways(problem: Problem) -> Iterator[Table]:
 
 
 def by_buffers(
-    solve: Callable[[Sequence[Table]], tuple[T, float, list[int]]], buffers: Buffers, price: float
+    solve: Callable[[Sequence[Table]], tuple[T, float, list[int]]], buffers: Buffers, price: float, worth: float = WORTH
 ) -> tuple[list[T], float]:
     """What ``solve`` finds with limits for the largest buffer: first that with the least total, and a bound of totals.
 
@@ -198,6 +198,7 @@ def by_buffers(
 
     Args:
         solve: what is chosen with more tables, a bound of what that costs with them, and what was picked by variable.
+        worth: what smaller buffers could save, as a share of the total, that is worth another search.
 
     The choices are divided by their largest buffer, those with the largest ones first. All that are left when some were
     looked at have smaller buffers, and cost no less than the last minimum did without a price for these. Once that is
@@ -212,7 +213,7 @@ def by_buffers(
     parts: list[tuple[float, float]] = []  # the bound of each without buffers, and the least of these
     while largest > buffers.least_bytes:
         saved = min(totals) - total - price * buffers.least_bytes
-        if saved <= WORTH * abs(min(totals)):
+        if saved <= worth * abs(min(totals)):
             break
         limit = max(largest / 2, buffers.least_bytes)
         parts.append((total, limit))

@@ -15,7 +15,9 @@ upper bound of the plan's cost, else it is equal to it.
 
 from __future__ import annotations
 
+import copy
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from functools import cached_property
@@ -27,7 +29,7 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.redistribute import possible
 from shardwright.plan.minima.learned import Learned
 from shardwright.plan.minima.narrow import ENOUGH, least
-from shardwright.plan.minima.tables import Minimum, Table, cost_at
+from shardwright.plan.minima.tables import Indices, Minimum, Table, among, cost_at
 from shardwright.plan.pricing.targets import Target
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.space import Space
@@ -59,6 +61,8 @@ class Problem:
         self.known = known
         self.tables: list[Table] = []
         self.domains: list[int] = []
+        self._left: list[Indices] | None = None  # of each variable, where not all of its values are searched
+        self._read_by: dict[str, list[tuple[int, tuple[Target, ...]]]] = {}
         graph = space.graph
         chosen = [node for node in graph.capture.nodes if node.name in nodes]
         self.node_variables = {node.name: self._variable(len(space.strategies[node.name])) for node in chosen}
@@ -100,11 +104,36 @@ class Problem:
             NothingBelow: where no choice was found that costs less than ``below``.
         """
         learned = self._learned.copied() if forbidding else self._learned
-        return least(self.domains, [*self.tables, *more, *forbidding], below=below, enough=enough, learned=learned)
+        if self._left is None:
+            return least(self.domains, [*self.tables, *more, *forbidding], below=below, enough=enough, learned=learned)
+        tables = [*self._tables_left, *among(self._left, [*more, *forbidding], {})]
+        found = least([len(of) for of in self._left], tables, below=below, enough=enough, learned=learned)
+        return replace(found, picked=[int(of[i]) for of, i in zip(self._left, found.picked, strict=True)])
 
     @cached_property
     def _learned(self) -> Learned:
-        return Learned.nothing(self.domains)
+        return Learned.nothing(self.domains if self._left is None else [len(of) for of in self._left])
+
+    @cached_property
+    def _tables_left(self) -> list[Table]:
+        return among(self._left, self.tables, {}) if self._left is not None else self.tables
+
+    def among(self, left: Mapping[str, Indices]) -> Problem:
+        """The same variables and tables, of which some values alone are searched: of operators those that are ``left``.
+
+        Of what consumers may share that is left which two of them may still demand.
+        """
+        found = copy.copy(self)
+        found.__dict__ = {name: of for name, of in vars(self).items() if name not in ("_learned", "_tables_left")}
+        found._left = [np.arange(size) for size in self.domains]
+        for name, variable in self.node_variables.items():
+            found._left[variable] = left[name]
+        for value, (variable, shared) in self.hubs.items():
+            options = ({targets[i] for i in found._left[v].tolist()} for v, targets in self.consumers(value))
+            demanded = Counter(target for of in options for target in of)
+            two = [i for i, target in enumerate(shared) if demanded[target] > 1]
+            found._left[variable] = np.array([*two, len(shared)])
+        return found
 
     def picked(self, strategies: Mapping[str, Strategy], leaves: Mapping[str, Layout], blocks: Set[str]) -> list[int]:
         """The values of the variables under decisions; of those between consumers of a value the first."""
@@ -177,6 +206,11 @@ class Problem:
 
     def consumers(self, value: str) -> list[tuple[int, tuple[Target, ...]]]:
         """Who reads a value: the variable, and for each of its choices the target that it demands."""
+        if value not in self._read_by:
+            self._read_by[value] = self._consumers(value)
+        return self._read_by[value]
+
+    def _consumers(self, value: str) -> list[tuple[int, tuple[Target, ...]]]:
         # An operator that reads a value twice alike pays once; equal targets are one object.
         found: dict[tuple[int, int], tuple[int, tuple[Target, ...]]] = {}
         for use in self.space.graph.uses[value]:

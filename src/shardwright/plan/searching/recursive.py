@@ -11,11 +11,14 @@ import math
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
+import numpy as np
+
 from shardwright.mesh.layout import WHOLE, Layout, Split
+from shardwright.plan.minima.tables import Indices
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.searching.budget import Budget
 from shardwright.plan.searching.known import Known
-from shardwright.plan.searching.search import search
+from shardwright.plan.searching.search import Built, search
 from shardwright.plan.searching.space import Choice, Space
 from shardwright.rules.notation import Strategy
 
@@ -31,11 +34,16 @@ def recursive(
     budget: Budget | None = None,
     below: float = math.inf,
     known: Known | None = None,
+    built: Built | None = None,
 ) -> Choice:
     """A choice that is the best at every axis, given what was decided for the axes before it.
 
     The axes to come divide what a device holds by no more than their size, so that at each of them the budget is that
-    many times as large.
+    many times as large, and a byte costs as much as in the end: each costs that many times as much, too.
+
+    Args:
+        known: what other searches on this mesh have worked out for this objective.
+        built: what searches of all choices of this space have built, of which the last axis is one of some.
 
     Raises:
         NothingBelow: where what is left to decide for the last axis has no choice that costs less than ``below``.
@@ -51,9 +59,12 @@ def recursive(
         within, to_beat = budget, below
         if to_come > 1:
             limit_bytes = budget.limit_bytes * to_come if budget else 0
-            within = budget and replace(budget, limit_bytes=limit_bytes, price=0.0, once=False, close=ROUGH)
+            within = budget and replace(budget, limit_bytes=limit_bytes, once=False, close=ROUGH)
             to_beat = math.inf
-        choice = search(_along(space, space.mesh.names[:count], decided), objective, within, to_beat, known)
+        if to_come == 1 and within and built is not None:
+            choice = built.among(_left(space, space.mesh.names[:-1], decided)).within(within, to_beat)
+        else:
+            choice = search(_along(space, space.mesh.names[:count], decided), objective, within, to_beat, known)
         decided = choice.strategies
     return replace(choice, bound=None) if choice else search(space, objective, budget)
 
@@ -71,6 +82,20 @@ def _along(space: Space, axes: Sequence[str], decided: Mapping[str, Strategy]) -
         strategies[node.name] = alike[key]
     outputs = {name: _layout(layout, now) for name, layout in space.outputs.items()}
     return replace(space, strategies=strategies, leaves=_leaves(space, now), outputs=outputs)
+
+
+def _left(space: Space, axes: Sequence[str], decided: Mapping[str, Strategy]) -> dict[str, Indices]:
+    """Which strategies of each operator split over these axes as was decided."""
+    before = frozenset(axes)
+    alike: dict[tuple[int, Strategy], Indices] = {}
+    found = {}
+    for node in space.graph.capture.nodes:
+        strategies = space.strategies[node.name]
+        key = id(strategies), decided[node.name]
+        if key not in alike:
+            alike[key] = np.array([i for i, s in enumerate(strategies) if _strategy(s, before) == decided[node.name]])
+        found[node.name] = alike[key]
+    return found
 
 
 def _leaves(space: Space, axes: Set[str]) -> dict[str, Sequence[Layout]]:

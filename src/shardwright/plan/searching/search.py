@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence, Set
+from copy import copy
 from dataclasses import replace
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 
 from shardwright.errors import PlanError
 from shardwright.mesh.layout import Layout
 from shardwright.plan.minima.exact import TooWide, minimise
 from shardwright.plan.minima.narrow import ENOUGH, NothingBelow, beside
-from shardwright.plan.minima.tables import Minimum, Table
+from shardwright.plan.minima.tables import Indices, Minimum, Table
 from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.pricing.optimizers import OptimizerStates
 from shardwright.plan.searching.budget import Budget, Priced, fitting
-from shardwright.plan.searching.buffers import Buffers, Joined, buffers_of, by_buffers
+from shardwright.plan.searching.buffers import WORTH, Buffers, Joined, buffers_of, by_buffers
 from shardwright.plan.searching.dividing import Division, Part, Parts
 from shardwright.plan.searching.known import Known
 from shardwright.plan.searching.problem import Problem, Solution
@@ -45,64 +47,119 @@ def search(
     budget: Budget | None = None,
     below: float = math.inf,
     known: Known | None = None,
+    built: Built | None = None,
 ) -> Choice:
     """The choice with the least cost, of those that hold no more than ``budget`` where there is one.
 
     Args:
         below: what a plan costs that is known; the search ends where nothing costs less.
         known: what other searches on this mesh have worked out for this objective.
+        built: what other searches of this space, for this objective, have built.
 
     Raises:
         NothingBelow: where no choice was found that costs less than ``below``.
         OverBudget: where none that was found fits the budget.
         PlanError: where the search would be too large, or nothing is possible.
     """
-    both = _Both(space, objective, known)
+    built = built or Built(space, objective, known)
     if budget is None:
-        return _all_at_once(both, both.at(below=below)[0])
-    free = _free(both, budget, below)
-    if free.bound is not None and free.bound >= below:
-        raise NothingBelow(free.bound)
-    # Neither is needed where the choice without a budget fits.
-    weigh = cache(lambda: Weights(both.main, budget.optimizer))
-    buffers = cache(lambda: buffers_of(both.main))
-    joined = cache(lambda: Joined(both.main))
+        return _all_at_once(built.both, built.both.at(below=below)[0])
+    return built.within(budget, below)
 
-    def solve(
-        price: float, below: float, *, alone: bool = False, forbidding: Sequence[Table] = ()
-    ) -> tuple[list[Choice], float, float]:
-        weights = weigh()
-        above_bytes = weights.fixed_bytes - budget.limit_bytes
-        tables = weights.at(price)
 
-        def chosen(
-            beside_these: Sequence[Table], more: Sequence[Table] = ()
-        ) -> tuple[tuple[Choice, list[int]], float, list[int]]:
-            to_beat, out = below - price * above_bytes, [*forbidding, *beside_these]
-            choice, total, picked = both.at([*tables, *more], out, below=to_beat, enough=ENOUGH_AMONG)
-            if total >= to_beat:
-                raise NothingBelow(total)
-            again, recomputed = weights.again(price, picked), weights.recomputing.chosen(picked)
-            return (budget.settle(replace(choice, again=again, recomputed=recomputed)), picked), total, picked
+class Built:
+    """What a search of a space is made of, each part when it is asked for first; other searches need the same."""
 
-        with beside(price * above_bytes):
-            found, total = by_buffers(chosen, Buffers(()) if alone else buffers(), price)
+    def __init__(self, space: Space, objective: Objective, known: Known | None = None) -> None:
+        self._space, self._objective, self._known = space, objective, known
+        self._weights: dict[OptimizerStates, Weights] = {}
+
+    @cached_property
+    def both(self) -> _Both:
+        """What is searched first, and what stands beside it."""
+        return _Both(self._space, self._objective, self._known)
+
+    def weights(self, optimizer: OptimizerStates) -> Weights:
+        """What choices hold, by the optimizer."""
+        if optimizer not in self._weights:
+            self._weights[optimizer] = Weights(self.both.main, optimizer)
+        return self._weights[optimizer]
+
+    @cached_property
+    def buffers(self) -> Buffers:
+        """The largest buffers of collectives."""
+        return buffers_of(self.both.main)
+
+    @cached_property
+    def joined(self) -> Joined:
+        """What is held together of gradients and of small parameters."""
+        return Joined(self.both.main)
+
+    def among(self, left: Mapping[str, Indices]) -> Built:
+        """The same for some strategies of operators alone, by their names."""
+        found = copy(self)  # what is held depends on the variables and the spaces, which stay the same
+        found.__dict__["both"] = self.both.among(left)
+        return found
+
+    def within(self, budget: Budget, below: float) -> Choice:
+        """The choice with the least cost of those that hold no more than ``budget``."""
+        main = self.both.main
+
+        def free() -> Choice:
+            found = _free(self.both, budget, below)
+            if found.bound is not None and found.bound >= below:
+                raise NothingBelow(found.bound)
+            return found
+
+        def solve(
+            price: float, below: float, *, alone: bool = False, forbidding: Sequence[Table] = ()
+        ) -> tuple[list[Choice], float, float]:
+            return _Solving(self, budget, price, alone, forbidding).found(below)
+
+        def closer(best: Choice, found: Sequence[Priced], price: float) -> Choice:
+            best = budget.beside(best) if budget.beside else best
+            parts = Parts(best, solve, budget, Division(main, self.weights(budget.optimizer)), below)
+            return parts.divided(Part((), list(found), best.bound or 0.0, price))
+
+        return fitting(free, solve, budget, below, closer if budget.beside else None)
+
+
+class _Solving:
+    """What is asked at a price of a byte, by what a search is made of (`budget.Solve`)."""
+
+    def __init__(self, built: Built, budget: Budget, price: float, alone: bool, forbidding: Sequence[Table]) -> None:
+        self._built, self._budget, self._price, self._alone, self._forbidding = built, budget, price, alone, forbidding
+        self._weights = built.weights(budget.optimizer)
+        self._above_bytes = self._weights.fixed_bytes - budget.limit_bytes
+        self._tables = self._weights.at(price)
+        self._worth = max(WORTH, 2 * budget.close)  # what smaller buffers may save beside the gap that may be left
+
+    def found(self, below: float) -> tuple[list[Choice], float, float]:
+        """The choices that were found, a bound, and by how many bytes the first is above the budget."""
+        built, price, weights = self._built, self._price, self._weights
+        chosen = partial(self._chosen, below - price * self._above_bytes)
+        with beside(price * self._above_bytes):
+            found, total = by_buffers(chosen, Buffers(()) if self._alone else built.buffers, price, self._worth)
             picked = found[0][1]
-            group, size = joined().largest(picked)
-            if not alone and size > max(WORTH_BYTES * budget.limit_bytes, buffers().of(picked)):
-                one, with_joined, _ = chosen((), joined().at(group, price))
+            group, size = built.joined.largest(picked)
+            if not self._alone and size > max(WORTH_BYTES * self._budget.limit_bytes, built.buffers.of(picked)):
+                one, with_joined, _ = chosen((), built.joined.at(group, price))
                 found, total = [one, *found], max(total, with_joined)
         choice, picked = found[0]
-        largest = 0.0 if alone else max(buffers().of(picked), joined().largest(picked)[1])
-        above = weights.of(picked, choice.again) + largest - budget.limit_bytes
-        return [choice for choice, _ in found], total + price * above_bytes, above
+        largest = 0.0 if self._alone else max(built.buffers.of(picked), built.joined.largest(picked)[1])
+        above = weights.of(picked, choice.again) + largest - self._budget.limit_bytes
+        return [choice for choice, _ in found], total + price * self._above_bytes, above
 
-    def closer(best: Choice, found: Sequence[Priced], price: float) -> Choice:
-        best = budget.beside(best) if budget.beside else best
-        parts = Parts(best, solve, budget, Division(both.main, weigh()), below)
-        return parts.divided(Part((), list(found), best.bound or 0.0, price))
-
-    return fitting(free, solve, budget, below, closer if budget.beside else None)
+    def _chosen(
+        self, to_beat: float, beside_these: Sequence[Table], more: Sequence[Table] = ()
+    ) -> tuple[tuple[Choice, list[int]], float, list[int]]:
+        out = [*self._forbidding, *beside_these]
+        choice, total, picked = self._built.both.at([*self._tables, *more], out, below=to_beat, enough=ENOUGH_AMONG)
+        if total >= to_beat:
+            raise NothingBelow(total)
+        again, recomputed = self._weights.again(self._price, picked), self._weights.recomputing.chosen(picked)
+        choice = self._budget.settle(replace(choice, again=again, recomputed=recomputed))
+        return (choice, picked), total, picked
 
 
 def _free(both: _Both, budget: Budget, below: float) -> Choice:
@@ -155,11 +212,19 @@ class _Both:
         self._space, self.beside = space, operators_beside(space)
         self.close = CLOSE if len(space.mesh.axes) <= FEW_AXES else CLOSE_ON_MORE
         self._known = known or Known(space.graph, objective, space.mesh)
+        self._left: Mapping[str, Indices] = {}  # of operators some strategies, where not all are searched
         self.main = self._first()
 
     def _first(self) -> Problem:
         names = {node.name for node in self._space.graph.capture.nodes}
         return Problem(self._space, self._known, names - self.beside)
+
+    def among(self, left: Mapping[str, Indices]) -> _Both:
+        """The same for some strategies of operators alone; what stands beside them follows as before."""
+        found = copy(self)
+        found.__dict__.pop("_without_sums", None)
+        found._left, found.main = left, self.main.among(left)
+        return found
 
     def at(
         self,
@@ -200,7 +265,12 @@ class _Both:
             return problem.minimum(more, forbidding=forbidding, below=below - self._least, enough=enough)
 
     def together(self) -> Choice | None:
-        """The choice with the least cost of all operators at once; None where they tie too much together for that."""
+        """The choice with the least cost of all operators at once; None where they tie too much together for that.
+
+        Nor is there one where some strategies alone are searched.
+        """
+        if self._left:
+            return None
         problem = Problem(self._space, self._known, {node.name for node in self._space.graph.capture.nodes})
         try:
             cost, picked = minimise(problem.domains, problem.tables, limit=TIED)
@@ -219,7 +289,7 @@ class _Both:
     def _without_sums(self) -> Problem:
         problem = self._first()
         problem.demand_no_sums(self.beside)
-        return problem
+        return problem.among(self._left) if self._left else problem
 
     @cached_property
     def _least(self) -> float:
