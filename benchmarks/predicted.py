@@ -47,7 +47,7 @@ def inside(options: argparse.Namespace) -> None:
     answer = {
         "measured_s": took_s,
         "predicted_s": prices.step_s,
-        "computing_s": prices.computing_s + prices.updating_s,
+        "computing_s": prices.computing_s + prices.updating_s + prices.hardware.around_s,
         "communicating_s": prices.communicating_s - prices.hidden_s,
         "backend": world.backend,
     }

@@ -11,7 +11,8 @@ import torch
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.cluster.bench import profile
+from shardwright.cluster.bench import around, profile
+from shardwright.cluster.bench.device import DeviceSpeeds
 from shardwright.cluster.bench.profile import KINDS, SIZES, measure_hardware, measure_links, report
 from shardwright.cluster.bench.profile_fit import fit, monotone
 from shardwright.errors import UsageError
@@ -107,9 +108,30 @@ def test_four_ranks_measure_pairs_and_all_four():
     assert (hardware.ranks_per_host, hardware.launch_s > 0) == (None, True)
     assert "measured 20" in hardware.sources[0]
     assert "4 ranks on 1 host, gloo" in hardware.sources[0]
+    assert [known.per_entry for known in hardware.updates] == [0, 1, 2]
     text = found[0][1]
+    assert "an optimizer with 2 states of an entry:" in text
     assert "all_to_all inside a host, groups of 4:" in text
     assert text.count("residual") == len(hardware.links)
+
+
+def beside():
+    """On a rank of two: what a step takes beside operators, where these take nothing, and where they take minutes."""
+    world = sw.init("gloo")
+    found = around.measure_around(world, DeviceSpeeds((("float32", 1e18),), 1e18, 1e-12, 1.0))
+    return found, around._around_s(world, DeviceSpeeds((("float32", 1e18),), 1e18, 60.0, 1.0))
+
+
+def test_what_a_step_takes_beside_its_operators_is_measured():
+    """What operators take is no part of it."""
+    both = run_ranks(2, beside)
+    assert both[0] == both[1]
+    found, nothing_s = both[0]
+    assert [known.per_entry for known in found.updates] == [0, 1, 2]
+    assert all(known.bandwidth > 0 and known.parameter_s > 0 for known in found.updates)
+    assert found.around_s > 0
+    assert found.split_s >= 0
+    assert nothing_s == 0
 
 
 def impatient():

@@ -17,7 +17,7 @@ from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.mesh.redistribute import Collective
 from shardwright.plan.pricing.cost import Seconds
-from shardwright.plan.pricing.hardware import Hardware, for_device, read_hardware, shipped, shipped_names
+from shardwright.plan.pricing.hardware import Hardware, Updating, for_device, read_hardware, shipped, shipped_names
 from shardwright.plan.pricing.links import Curve, LinkCost, Segment, link_along
 from shardwright.run.programs.planner import hardware_of
 from shardwright.world.gradients import BUCKET_BYTES
@@ -48,12 +48,13 @@ def test_a_profile_comes_back_equal(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["hardware.json"]
 
 
-LATER = ("at_once", "hides_gradients", "backend")
+LATER = ("at_once", "hides_gradients", "backend", "updates", "split_s", "around_s")
 
 
 def test_a_profile_of_an_earlier_release_says_nothing_of_what_goes_on_at_once():
-    """It is priced as it was: an operator takes the longest of its parts, and no gradient is hidden."""
-    made = hardware(at_once=0.2, hides_gradients=0.4, backend="gloo")
+    """It is priced as it was: an operator takes the longest of its parts, no gradient is hidden, nothing is around."""
+    updates = Updating(0, 2e9), Updating(2, 1e9, 3e-6)
+    made = hardware(at_once=0.2, hides_gradients=0.4, backend="gloo", updates=updates, split_s=1e-6, around_s=1e-4)
     text = made.to_json()
     assert Hardware.from_json(text) == made
     found = {key: value for key, value in json.loads(text).items() if key not in LATER}
@@ -153,6 +154,10 @@ def broken(path, value):
         (broken(["flops", "float32"], -1), "float32 is -1.0; expected a number above 0"),
         (broken(["memory_bandwidth"], None), "memory_bandwidth is missing"),
         (broken(["launch_s"], "fast"), "launch_s is 'fast', which is no number"),
+        (broken(["around_s"], -1), "around_s is -1.0; expected a number from 0 on"),
+        (broken(["updates"], [{"per_entry": -1, "bandwidth": 1}]), "per_entry is -1; expected a whole number from 0"),
+        (broken(["updates"], [{"per_entry": 1, "bandwidth": 0}]), "bandwidth is 0.0; expected a number above 0"),
+        (broken(["updates"], [{"per_entry": 1}]), "bandwidth is missing"),
         (broken(["at_once"], 1.5), "at_once is 1.5; expected a number from 0 to 1"),
         (broken(["hides_gradients"], "some"), "hides_gradients is 'some', which is no number"),
         (broken(["links", 0, "where"], "beside"), "expected inside or between"),

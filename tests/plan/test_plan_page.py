@@ -96,12 +96,20 @@ def test_programs_read_the_page_as_json(plan):
     assert found["step_s"] == pytest.approx(
         found["computing_s"] + found["communicating_s"] + found["updating_s"] - found["hidden_s"]
     )
+    assert found["around_s"] == 0
     assert found["sent_bytes"] == pytest.approx(sum(row["sent_bytes"] for row in found["collectives"]))
     assert found["held_bytes"]["parameters"] == plan.held_bytes()
     assert found["certificate"]["bound"] == plan.bound
     page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
     rows = [found, *(found[table][0] for table in ("modules", "operators", "collectives")), found["certificate"]]
     assert [key for row in rows for key in row if f"`{key}`" not in page] == []
+
+
+def test_what_a_step_takes_around_its_operators_is_told_where_a_profile_knows_it(plan):
+    known = replace(H100, around_s=0.25)
+    assert plan_summary(plan, known).step_s == pytest.approx(plan_summary(plan, H100).step_s + 0.25)
+    assert "updating parameters, 250 ms around these" in plan_page(plan, known)
+    assert "around these" not in plan_page(plan, H100)
 
 
 def test_modules_are_joined_by_their_numbers():

@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from shardwright.graph.step import captured_step
+from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective
 from shardwright.plan.decided.prices import Prices
 from shardwright.plan.make import make_plan
 from shardwright.plan.pricing.cost import Seconds
-from shardwright.plan.pricing.hardware import shipped
+from shardwright.plan.pricing.hardware import Updating, shipped
 from shardwright.plan.pricing.optimizers import ADAMW, states_of
 from shardwright.plan.request import PlanRequest
 
@@ -44,6 +45,25 @@ def test_the_step_of_the_optimizer_is_part_of_a_step(plan, name, times):
     prices = Prices(replace(plan, optimizer=states_of(name)), CPU)
     assert prices.updating_s == pytest.approx(times * BYTES / 1e8)
     assert prices.step_s == prices.computing_s + prices.communicating_s + prices.updating_s
+
+
+MEASURED = {"updates": (Updating(0, 1e8), Updating(2, 2e7, 5e-3)), "split_s": 2e-3, "around_s": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("per_entry", "bandwidth", "parameter_s"), [(0, 1e8, 0), (1, 1e8, 0), (2, 2e7, 5e-3), (3, 2e7, 5e-3)]
+)
+def test_optimizers_take_what_was_measured_of_those_with_as_many_states(plan, per_entry, bandwidth, parameter_s):
+    prices = Prices(replace(plan, optimizer=replace(ADAMW, per_entry=per_entry)), replace(CPU, **MEASURED))
+    assert prices.updating_s == pytest.approx((3 + 2 * per_entry) * BYTES / bandwidth + parameter_s)
+    assert prices.step_s == prices.computing_s + prices.communicating_s + prices.updating_s + 0.25
+
+
+def test_a_parameter_in_parts_takes_more_beside_its_bytes(plan):
+    [weight] = plan.capture.of_kind("parameter")
+    objective = Seconds(replace(CPU, **MEASURED))
+    whole, part = (objective.leaf(weight, Layout.split(2, dims), plan.mesh) for dims in ({}, {0: plan.mesh.names}))
+    assert part - 5e-3 - 2e-3 == pytest.approx((whole - 5e-3) / 2)
 
 
 def test_the_search_stores_a_parameter_in_parts_where_whole_ones_take_long_to_update():

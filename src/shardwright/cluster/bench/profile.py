@@ -8,6 +8,8 @@ median over the rounds counts. Devices are measured while all ranks compute.
 A program computes before each collective, and ranks that share cores then come to it one after the other; and it
 communicates by functions of autograd. What both add to the smallest size is added to all (`amid.py`).
 
+Beside operators and collectives a step takes what optimizers, parameters and calls take (`around.py`).
+
 How often each is timed follows from a budget of seconds and a first look. On slow links the largest sizes are left out,
 as the last segment of a curve goes on beyond the largest size that was timed.
 """
@@ -26,6 +28,7 @@ import torch
 from torch import Tensor
 
 from shardwright.cluster.bench.amid import Work, gradients_hidden
+from shardwright.cluster.bench.around import measure_around
 from shardwright.cluster.bench.device import measure_device, timed_s
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.cluster.bench.roofline import processor
@@ -121,6 +124,7 @@ def measure_hardware(
     links = tuple(
         LinkCost(link.where, link.kind, link.ranks, fit(link.points), link.points, link.per_host) for link in measured
     )
+    around = measure_around(world, speeds)
     device = torch.cuda.get_device_name(world.device) if world.device.type == "cuda" else processor()
     hosts = len(set(world.hosts))
     return Hardware(
@@ -132,6 +136,9 @@ def measure_hardware(
         at_once=speeds.at_once,
         hides_gradients=hidden,
         backend=world.backend,
+        updates=around.updates,
+        split_s=around.split_s,
+        around_s=around.around_s,
         links=links,
         ranks_per_host=None if hosts == 1 else world.local_size,
         sources=tuple(_sources(world, hosts, measured, max(sizes))),
@@ -303,6 +310,19 @@ def _in_a_program(groups: _Groups, kind: CollectiveKind, device: torch.device) -
     return lambda: torch.autograd.grad(steps[kind](given), given, gradient)
 
 
+def _beside(hardware: Hardware) -> Iterator[str]:
+    """What a step takes beside operators and collectives."""
+    for known in hardware.updates:
+        yield (
+            f"an optimizer with {known.per_entry} states of an entry: {known.bandwidth / 1e9:.2f} GB/s of what it "
+            f"has to read and write once, {known.parameter_s * 1e6:.1f} us for a parameter at least"
+        )
+    yield (
+        f"a parameter that is stored in parts: {hardware.split_s * 1e6:.1f} us more; a step beside operators, "
+        f"collectives and parameters: {hardware.around_s * 1e6:.1f} us"
+    )
+
+
 def report(hardware: Hardware) -> str:
     """The profile as tables: the device, the segments of every link, and how far they are from what was measured."""
     products = ", ".join(f"{name} {flops / 1e9:,.1f}" for name, flops in hardware.flops)
@@ -312,6 +332,7 @@ def report(hardware: Hardware) -> str:
         f"matrix products: {products} GFLOP/s; memory: {hardware.memory_bandwidth / 1e9:.2f} GB/s read and written; an "
         f"operator takes {hardware.launch_s * 1e6:.2f} us at least; {hardware.at_once:.0%} of what an operator does "
         f"goes on at once, and {hardware.hides_gradients:.0%} of reducing gradients behind the backward",
+        *_beside(hardware),
     ]
     for link in hardware.links:
         where = "inside a host" if link.where == "inside" else "between hosts"

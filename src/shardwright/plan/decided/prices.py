@@ -109,7 +109,7 @@ class Prices:
     @property
     def step_s(self) -> float:
         """Seconds of a step."""
-        return self.computing_s + self.communicating_s + self.updating_s - self.hidden_s
+        return self.computing_s + self.communicating_s + self.updating_s + self.hardware.around_s - self.hidden_s
 
     @cached_property
     def hidden_s(self) -> float:

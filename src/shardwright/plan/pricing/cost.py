@@ -8,9 +8,10 @@ Seconds: an operator takes the longest of its share of flops, its share of bytes
 the hardware does not do at once (`Hardware.at_once`); three times with its backward. A collective takes what the
 hardware's curve says for its kind, its bytes, its number of ranks and its link (`Hardware.collective_s`). Nothing
 overlaps in such a sum: `plan.prices` takes off what is hidden of the gradients, and `Seconds` has bounds of it that are
-sums. A parameter takes the step of the optimizer,
-which reads its part, the gradient and the states, and writes all of them but the gradient. To hold another leaf costs
-neither seconds nor bytes moved.
+sums. A parameter takes the step of the optimizer, which reads its part, the gradient and the states, and writes all of
+them but the gradient, as fast as the hardware does for such optimizers (`Hardware.updating`); and what any parameter
+takes, more where it is stored in parts. To hold another leaf costs neither seconds nor bytes moved. What any step takes
+beside (`Hardware.around_s`) decides nothing, and is added by `plan.prices`.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from shardwright.plan.pricing.buckets import travels_alone
 from shardwright.plan.pricing.hardware import Hardware
 from shardwright.plan.pricing.links import LinkKind, link_along, per_host_along
 from shardwright.plan.pricing.memory import local_bytes
-from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
+from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates, updated_times
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 from shardwright.world.gradients import BUCKET_BYTES
@@ -164,8 +165,10 @@ class Seconds:
     def leaf(self, value: Value, layout: Layout, mesh: Mesh) -> float:
         if value.kind != "parameter" or not value.needs_gradient:
             return 0.0
-        moved = local_bytes(value, layout, mesh) * (3 + 2 * self.optimizer.per_entry)
-        return moved / self.hardware.memory_bandwidth
+        taking = self.hardware.updating(self.optimizer.per_entry)
+        moved = local_bytes(value, layout, mesh) * updated_times(self.optimizer.per_entry)
+        more_s = self.hardware.split_s if mesh.extent(layout.split_axes) > 1 else 0.0
+        return moved / taking.bandwidth + taking.parameter_s + more_s
 
     def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
         return sum(self.collective(c, mesh, shared=shared) for c in collectives)

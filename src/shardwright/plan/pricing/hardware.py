@@ -34,6 +34,20 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
+class Updating:
+    """What a step of an optimizer takes that keeps ``per_entry`` states of each entry of a parameter.
+
+    ``bandwidth`` counts what has to be read and written once, in bytes per second: parameters, gradients and states.
+    An optimizer of several operators reads and writes some of it several times, which makes the figure smaller.
+    ``parameter_s`` is what any parameter takes.
+    """
+
+    per_entry: int
+    bandwidth: float
+    parameter_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Hardware:
     """One device and the links between devices.
 
@@ -48,6 +62,9 @@ class Hardware:
         links: what collectives take; for every kind of link all kinds of collectives.
         ranks_per_host: how many neighbouring ranks share a host; None puts all of them on one.
         backend: what moves the tensors, by its name in `backends.table`; "" where that is not known.
+        updates: what the steps of optimizers take; where there are none, an optimizer goes through memory once.
+        split_s: seconds of a step that a parameter takes more where it is stored in parts.
+        around_s: seconds of a step beside its operators, collectives and parameters.
         sources: where the figures come from.
     """
 
@@ -62,6 +79,9 @@ class Hardware:
     at_once: float = 1.0
     hides_gradients: float = 0.0
     backend: str = ""
+    updates: tuple[Updating, ...] = ()
+    split_s: float = 0.0
+    around_s: float = 0.0
 
     @cached_property
     def buckets(self) -> Buckets:
@@ -78,6 +98,11 @@ class Hardware:
     def flops_in(self, dtype: torch.dtype) -> float:
         """The speed of products in ``dtype``; a dtype that the profile does not know counts as float32."""
         return self._flops.get(str(dtype).removeprefix("torch."), self._flops["float32"])
+
+    def updating(self, per_entry: int) -> Updating:
+        """What an optimizer takes with so many states: what was measured with as many, else with most below that."""
+        fitting = [known for known in self.updates if known.per_entry <= per_entry] or self.updates[:1]
+        return max(fitting, key=lambda known: known.per_entry, default=Updating(per_entry, self.memory_bandwidth))
 
     def collective_s(
         self, kind: CollectiveKind, size_bytes: float, ranks: int, where: LinkKind, per_host: int = 1
@@ -191,7 +216,17 @@ def _from_fields(found: Mapping[str, Any]) -> Hardware:
         at_once=_part(found, "at_once", 1.0),
         hides_gradients=_part(found, "hides_gradients", 0.0),
         backend=_field(found, "backend", str) if "backend" in found else "",
+        updates=tuple(_update(update) for update in (_field(found, "updates", list) if "updates" in found else ())),
+        split_s=_seconds(found, "split_s"),
+        around_s=_seconds(found, "around_s"),
     )
+
+
+def _update(found: Any) -> Updating:
+    per_entry = _field(found, "per_entry", int)
+    if per_entry < 0:
+        raise UsageError(f"per_entry is {per_entry}; expected a whole number from 0 on")
+    return Updating(per_entry, _positive(found, "bandwidth"), _seconds(found, "parameter_s"))
 
 
 def _link(found: Any) -> LinkCost:
@@ -231,6 +266,14 @@ def _part(found: Mapping[str, Any], name: str, default: float) -> float:
     value = float(_field(found, name, (int, float))) if name in found else default
     if not 0 <= value <= 1:
         raise UsageError(f"{name} is {value}; expected a number from 0 to 1")
+    return value
+
+
+def _seconds(found: Mapping[str, Any], name: str) -> float:
+    """Seconds, or none, which earlier releases did not write."""
+    value = float(_field(found, name, (int, float))) if name in found else 0.0
+    if not 0 <= value < math.inf:
+        raise UsageError(f"{name} is {value}; expected a number from 0 on")
     return value
 
 

@@ -33,6 +33,15 @@ class OptimizerStates:
         return self.per_entry * parameter_bytes + self.per_parameter_bytes
 
 
+def updated_times(per_entry: int) -> int:
+    """How often as many bytes as a parameter has are read and written by a step that looks at everything once.
+
+    >>> updated_times(2)  # parameter, gradient and two states are read, all but the gradient written
+    7
+    """
+    return 3 + 2 * per_entry
+
+
 ADAMW = OptimizerStates("adamw", 2, 4)
 """What plans count where nobody says which optimizer there will be."""
 

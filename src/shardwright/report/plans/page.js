@@ -20,6 +20,7 @@ const sentence = (head) =>
   `Mode ${head.mode}, search ${head.search}, mesh ${meshText(head.mesh)}: ${head.devices} devices. ` +
   `On ${head.hardware} a step takes ${inTime(head.step_s)}: ${inTime(head.computing_s)} computing, ` +
   `${inTime(head.communicating_s)} communicating, ${inTime(head.updating_s)} updating parameters` +
+  `${head.around_s ? `, ${inTime(head.around_s)} around these` : ""}` +
   `${head.hidden_s ? `; ${inTime(head.hidden_s)} of that at once` : ""}. Each device sends ${inBytes(head.sent_bytes)} in a step.`;
 function showHead() {
   const head = heads[0];

@@ -89,6 +89,7 @@ class PlanSummary:
     communicating_s: float
     updating_s: float
     hidden_s: float  # of communicating, behind computing
+    around_s: float  # beside all these
     sent_bytes: float
     held_bytes: dict[str, int]
     peak_bytes: int  # alive at once at most, and where
@@ -120,6 +121,7 @@ def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
         prices.communicating_s,
         prices.updating_s,
         prices.hidden_s,
+        hardware.around_s,
         plan.moved_bytes(),
         {**dict(plan.held.kinds()), "total": plan.held.total},
         peak.bytes,

@@ -36,11 +36,13 @@ def plan_page(plan: Plan, hardware: Hardware) -> str:
 
 def _head(summary: PlanSummary) -> Iterator[str]:
     hidden = f"; {in_time(summary.hidden_s)} of that at once" if summary.hidden_s else ""
+    around = f", {in_time(summary.around_s)} around these" if summary.around_s else ""
     mesh = " ".join(f"{name}={size}" for name, size in summary.mesh.items())
     yield f"plan: mode {summary.mode}, search {summary.search}, mesh {mesh}, {summary.devices} devices"
     yield (
         f"a step on {summary.hardware} takes {in_time(summary.step_s)}: {in_time(summary.computing_s)} computing, "
-        f"{in_time(summary.communicating_s)} communicating, {in_time(summary.updating_s)} updating parameters{hidden}"
+        f"{in_time(summary.communicating_s)} communicating, {in_time(summary.updating_s)} updating parameters"
+        f"{around}{hidden}"
     )
     yield f"each device sends {in_bytes(summary.sent_bytes)} per step"
 
