@@ -66,6 +66,17 @@ def test_a_parameter_in_parts_takes_more_beside_its_bytes(plan):
     assert part - 5e-3 - 2e-3 == pytest.approx((whole - 5e-3) / 2)
 
 
+def test_where_one_parameter_is_stored_in_parts_all_take_more():
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    captured = captured_step(model, lambda m, x: m(x).sum(), torch.ones(ROWS, WIDTH), {})
+    made = make_plan(captured, PlanRequest(Mesh.of(d=2), "data", hardware=CPU))
+    first, *_ = captured.of_kind("parameter")
+    split = replace(made, leaves={**made.leaves, first.name: Layout.split(2, {0: made.mesh.names})})
+    known, unknown = replace(CPU, split_s=2e-3), CPU
+    more_s = [Prices(plan, known).updating_s - Prices(plan, unknown).updating_s for plan in (made, split)]
+    assert more_s == pytest.approx([0, 3 * 2e-3])
+
+
 def test_the_search_stores_a_parameter_in_parts_where_whole_ones_take_long_to_update():
     """Links are fast here, so that gathering costs less than the states of the optimizer save."""
     model = torch.nn.Linear(WIDTH, WIDTH, bias=False)

@@ -102,9 +102,15 @@ class Prices:
 
     @cached_property
     def updating_s(self) -> float:
-        """Seconds of a step that are the optimizer's."""
-        plan, parameters = self.plan, self.plan.capture.of_kind("parameter")
-        return sum(self.objective.leaf(value, plan.leaves[value.name], plan.mesh) for value in parameters)
+        """Seconds of a step that are the optimizer's, and those of storing parameters in parts.
+
+        Where one is stored so, all are DTensors, which no sum over parameters can say.
+        """
+        plan = self.plan
+        trained = [value for value in plan.capture.of_kind("parameter") if value.needs_gradient]
+        whole = [value for value in trained if not self.objective.in_parts(plan.leaves[value.name], plan.mesh)]
+        more_s = self.hardware.split_s * len(whole) if len(whole) < len(trained) else 0.0
+        return sum(self.objective.leaf(value, plan.leaves[value.name], plan.mesh) for value in trained) + more_s
 
     @property
     def step_s(self) -> float:

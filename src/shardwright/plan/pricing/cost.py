@@ -167,8 +167,13 @@ class Seconds:
             return 0.0
         taking = self.hardware.updating(self.optimizer.per_entry)
         moved = local_bytes(value, layout, mesh) * updated_times(self.optimizer.per_entry)
-        more_s = self.hardware.split_s if mesh.extent(layout.split_axes) > 1 else 0.0
+        more_s = self.hardware.split_s if self.in_parts(layout, mesh) else 0.0
         return moved / taking.bandwidth + taking.parameter_s + more_s
+
+    @staticmethod
+    def in_parts(layout: Layout, mesh: Mesh) -> bool:
+        """Whether devices hold parts of a leaf."""
+        return mesh.extent(layout.split_axes) > 1
 
     def _sum(self, collectives: list[Collective], mesh: Mesh, *, shared: bool = False) -> float:
         return sum(self.collective(c, mesh, shared=shared) for c in collectives)
