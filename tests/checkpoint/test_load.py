@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -206,6 +207,25 @@ def test_a_rank_reads_about_its_own_part(tmp_path):
         assert len(read.reads) <= 1 + most // LocalFolder.piece_bytes
         assert len({start for _, start, _ in read.reads}) == len(read.reads), "a block was read twice"
         assert read.opened == 1
+
+
+def test_reads_that_come_in_parts_are_completed(tmp_path, monkeypatch):
+    """A signal may end a read early, and some file systems give fewer bytes than were asked for."""
+    whole = torch.randn(1 << 18)
+    save_as(tmp_path, {("w",): whole})
+    preadv = os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, parts, start: preadv(file, [parts[0][:70_001]], start))
+    wanted = {("w",): torch.zeros_like(whole)}
+    load(tmp_path, wanted)
+    assert torch.equal(wanted["w",], whole)
+
+
+def test_a_file_that_ends_early_after_it_was_looked_at_is_refused(tmp_path, monkeypatch):
+    save_as(tmp_path, {("w",): torch.randn(1 << 19), ("x",): torch.randn(3)})
+    path, end = tmp_path / "step-1" / "__0_0.distcp", 300_000
+    monkeypatch.setattr(Source, "check_files", lambda _: os.truncate(path, end))
+    with pytest.raises(DamageError, match=rf"ends at byte {end}, where \d+ more were written \(entry w\)"):
+        load(tmp_path, {("w",): torch.zeros(1 << 19), ("x",): torch.zeros(3)}, threads=1)
 
 
 def test_memory_that_is_not_contiguous_is_filled_too(tmp_path):

@@ -15,6 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,6 +41,16 @@ def checksum(*parts: Any) -> str:
     for part in parts:
         state.update(part)
     return state.hexdigest()
+
+
+def checksums(parts: Sequence[memoryview]) -> tuple[str, ...]:
+    """`checksum` of each block of `BLOCK_BYTES` of buffers that follow each other; the last block may be shorter."""
+    if len(parts) == 1:  # nearly always: all that is done for a block besides its sum costs a load time
+        whole = parts[0]
+        starts = range(0, len(whole), BLOCK_BYTES)
+        return tuple([xxhash.xxh3_64_hexdigest(whole[at : at + BLOCK_BYTES]) for at in starts])
+    starts = range(0, sum(map(len, parts)), BLOCK_BYTES)
+    return tuple([checksum(*between(parts, at, at + BLOCK_BYTES)) for at in starts])
 
 
 def between(buffers: Iterable[memoryview], first: int, last: int) -> list[memoryview]:
@@ -217,8 +228,11 @@ def _to_json(entry: Entry) -> dict[str, Any]:
 def _from_json(found: dict[str, Any]) -> Entry:
     if "chunks" not in found:
         return ValueEntry(tuple(found["path"]), _place(found))
-    chunks = tuple(Chunk(Box(tuple(c["offsets"]), tuple(c["sizes"])), _place(c)) for c in found["chunks"])
+    chunks = tuple([Chunk(_box(tuple(c["offsets"]), tuple(c["sizes"])), _place(c)) for c in found["chunks"]])
     return TensorEntry(tuple(found["path"]), getattr(torch, found["dtype"]), tuple(found["shape"]), chunks)
+
+
+_box = lru_cache(maxsize=4096)(Box)  # those of all layers are alike
 
 
 def _place(found: dict[str, Any]) -> Place:

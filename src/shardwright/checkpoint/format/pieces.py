@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from types import MappingProxyType
@@ -50,9 +51,9 @@ class Piece:
         if not isinstance(tensor, DTensor):
             return Piece(path, shape, tensor.dtype, Layout.replicated(tensor.ndim), Mesh(()), tensor.detach())
         layout, mesh = layout_of(tensor)
-        with torch.no_grad():  # then the local part comes without a node of autograd
-            local = tensor.to_local().detach()
-        return Piece(path, shape, tensor.dtype, layout, mesh, local)
+        with torch.no_grad() if torch.is_grad_enabled() else nullcontext():
+            local = tensor.to_local()  # without a node of autograd
+        return Piece(path, shape, tensor.dtype, layout, mesh, local.detach())
 
     def box(self, rank: int) -> Box:
         """What ``rank`` holds."""

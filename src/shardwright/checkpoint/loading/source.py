@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,8 +24,8 @@ from shardwright.checkpoint.format.manifest import (
     Manifest,
     Place,
     ValueEntry,
-    between,
     checksum,
+    checksums,
 )
 from shardwright.checkpoint.storage.folders import File, Folder, LocalFolder, last_part, open_folder
 from shardwright.errors import CheckpointError, DamageError
@@ -46,6 +46,19 @@ class Damage:
 
     def __str__(self) -> str:
         return f"{self.file}: {self.what}" + (f" (entry {self.entry})" if self.entry else "")
+
+
+class Reading(NamedTuple):
+    """Blocks of a container from number ``block`` on: ``buffer`` takes all of them but so many bytes ``before`` and
+    ``after``, which are read for the sake of the checksums.
+    """
+
+    entry: str
+    place: Place
+    block: int
+    buffer: memoryview
+    before: int
+    after: int
 
 
 class _Scratch(threading.local):
@@ -87,73 +100,76 @@ class Source:
         Raises:
             CheckpointError: where a block is not what was written, or the file ends before it.
         """
-        stop = start + len(buffer)
-        first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
-        if first < last and not self._is_straight(place, first, start, stop):
-            self._read_part(entry, place, first, start, buffer)
-            first += 1
-        whole = last - (first < last and not self._is_straight(place, last - 1, start, stop))
-        if first < whole:
-            self._read_straight(entry, place, first, whole, start, buffer)
-        if whole < last:
-            self._read_part(entry, place, whole, start, buffer)
+        for piece in self.pieces(entry, place, start, buffer):
+            self.fetch(piece)
 
-    def _is_straight(self, place: Place, index: int, start: int, stop: int) -> bool:
-        """Whether a block is wanted (almost) whole, and is not here already."""
-        first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
-        unwanted = max(start - first, 0) + max(last - stop, 0)
-        return unwanted <= _ASIDE_BYTES and self._scratch.key != (place.file, place.start, index)
+    def pieces(self, entry: str, place: Place, start: int, buffer: memoryview) -> list[Reading]:
+        """What is to be given to `fetch` for ``buffer`` to be filled as by `read`."""
+        stop, step = start + len(buffer), max(self.folder.piece_bytes // BLOCK_BYTES, 1)
+        low, high = first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
+        if first < last and _unwanted(place, first, start, stop) > _ASIDE_BYTES:
+            low += 1
+        if low < last and _unwanted(place, last - 1, start, stop) > _ASIDE_BYTES:
+            high -= 1
+        middle = range(low, max(high - step // 2, low + 1), step) if low < high else ()  # none is a mere rest
+        found = []
+        for index, end in pairwise([*range(first, low), *middle, *range(high, last), last]):
+            begin, finish = index * BLOCK_BYTES, min(end * BLOCK_BYTES, place.length)
+            before, after = max(start - begin, 0), max(finish - stop, 0)
+            part = buffer[begin + before - start : finish - after - start]
+            found.append(Reading(entry, place, index, part, before, after))
+        return found
 
-    def _read_straight(self, entry: str, place: Place, first: int, last: int, start: int, buffer: memoryview) -> None:
-        """Read blocks to where they are wanted, and what else is in the outer ones aside."""
-        low, high, scratch = first * BLOCK_BYTES, min(last * BLOCK_BYTES, place.length), self._scratch
-        scratch.key = None
-        before = memoryview(scratch.memory)[: max(start - low, 0)]
-        after = memoryview(scratch.rest)[: max(high - start - len(buffer), 0)]
-        self._fetch(entry, place, first, before, buffer[max(low - start, 0) : high - start], after)
+    def fetch(self, piece: Reading) -> None:
+        """Read a piece and check it.
 
-    def _read_part(self, entry: str, place: Place, index: int, start: int, buffer: memoryview) -> None:
-        """Read a block, unless it is here, and take what is wanted of it."""
+        Raises:
+            CheckpointError: as `read`.
+        """
+        entry, place, index, buffer, before, after = piece
+        if not before and not after:
+            found = self.check_blocks(entry, place, index, buffer)
+        elif before + after > _ASIDE_BYTES and before + len(buffer) + after <= BLOCK_BYTES:
+            found = self._take(piece)
+        else:
+            scratch = self._scratch
+            scratch.key = None
+            aside = memoryview(scratch.memory)[:before], memoryview(scratch.rest)[:after]
+            found = self.check_blocks(entry, place, index, *filter(len, (aside[0], buffer, aside[1])))
+        if found:
+            raise self.damaged(found[0])
+
+    def _take(self, piece: Reading) -> list[Damage]:
+        """Read a block, unless it is here, and take what is wanted of it; what is wrong with it."""
+        entry, place, index, buffer, before, after = piece
         scratch, key = self._scratch, (place.file, place.start, index)
-        first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
-        block = memoryview(scratch.memory)[: last - first]
+        block = memoryview(scratch.memory)[: before + len(buffer) + after]
         if scratch.key != key:
             scratch.key = None
-            self._fetch(entry, place, index, block)
+            if found := self.check_blocks(entry, place, index, block):
+                return found
             scratch.key = key
-        low, high = max(first, start), min(last, start + len(buffer))
-        buffer[low - start : high - start] = block[low - first : high - first]
-
-    def _fetch(self, entry: str, place: Place, index: int, *buffers: memoryview) -> None:
-        if found := self.check_blocks(entry, place, index, *buffers):
-            raise self.damaged(found[0])
+        buffer[:] = block[before : before + len(buffer)]
+        return []
 
     def check_blocks(self, entry: str, place: Place, index: int, *buffers: memoryview) -> list[Damage]:
         """Read the blocks of a container from number ``index`` on into ``buffers``, which together have their size;
-        what is wrong with each of them.
-
-        Each is summed as soon as it is there, while the processor has it in its cache.
+        what is wrong with each of them. Few at once are summed while the processor has them in its cache.
         """
         start, size = place.start + index * BLOCK_BYTES, sum(map(len, buffers))
-        piece = max(self.folder.piece_bytes // BLOCK_BYTES, 1) * BLOCK_BYTES
-        found: list[Damage] = []
-        came = 0
         try:
-            file = self._scratch.opened(self.folder, place.file)
-            for at, end in pairwise([*range(0, max(size - piece // 2, 1), piece), size]):  # none is a mere rest
-                parts = between(buffers, at, end)
-                came += file.read_into(start + at, parts)
-                if came < end:
-                    break
-                self._pulse.beat()
-                found += _altered(entry, place, start + at, parts)
+            came = self._scratch.opened(self.folder, place.file).read_into(start, buffers)
         except FileNotFoundError:
             return [Damage(place.file, entry, "the file is missing")]
         except OSError as error:
             return [Damage(place.file, entry, f"cannot be read: {error.strerror or error}")]
+        self._pulse.beat()
         if came < size:
             return [Damage(place.file, entry, f"ends at byte {start + came}, where {size - came} more were written")]
-        return found
+        sums = checksums(buffers)
+        if sums == place.checksums[index : index + len(sums)]:
+            return []
+        return [*_altered(entry, place, index, sums)]
 
     def value(self, entry: ValueEntry) -> Any:
         """What an entry that is no tensor holds."""
@@ -192,16 +208,19 @@ class Source:
         return damage_error(self.folder, found)
 
 
-def _altered(entry: str, place: Place, start: int, parts: Sequence[memoryview]) -> Iterator[Damage]:
-    """Those blocks of a container in ``parts``, which lie from byte ``start`` of the file on, that are not what was
-    written.
-    """
-    for first in range(0, sum(map(len, parts)), BLOCK_BYTES):
-        block = between(parts, first, first + BLOCK_BYTES)
-        if checksum(*block) != place.checksums[(start + first - place.start) // BLOCK_BYTES]:
-            last = start + first + sum(map(len, block)) - 1
-            what = f"bytes {start + first} to {last} are not what was written: their checksum differs"
-            yield Damage(place.file, entry, what)
+def _unwanted(place: Place, index: int, start: int, stop: int) -> int:
+    """How many bytes of a block of a container do not lie in those from ``start`` to ``stop``."""
+    first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
+    return max(start - first, 0) + max(last - stop, 0)
+
+
+def _altered(entry: str, place: Place, index: int, sums: Sequence[str]) -> Iterator[Damage]:
+    """The blocks of a container from number ``index`` on whose checksums are not those that were written."""
+    for number, found in enumerate(sums, index):
+        if found != place.checksums[number]:
+            first, last = number * BLOCK_BYTES, min((number + 1) * BLOCK_BYTES, place.length) - 1
+            where = f"bytes {place.start + first} to {place.start + last}"
+            yield Damage(place.file, entry, f"{where} are not what was written: their checksum differs")
 
 
 def damage_error(folder: Folder, found: tuple[Damage, ...] | list[Damage]) -> CheckpointError:

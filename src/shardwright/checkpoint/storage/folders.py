@@ -60,8 +60,10 @@ class LocalFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def read_into(self, start: int, buffers: Sequence[memoryview]) -> int:
-        came, wanted = 0, sum(map(len, buffers))
-        while came < wanted and (count := os.preadv(self._descriptor, between(buffers, came, wanted), start + came)):
+        file, wanted = self._descriptor, sum(map(len, buffers))
+        came = count = os.preadv(file, buffers, start)
+        while count and came < wanted:
+            count = os.preadv(file, between(buffers, came, wanted), start + came)
             came += count
         return came
 
