@@ -1,4 +1,4 @@
-"""Small parameters that are stored split are gathered by one collective, and their gradients scattered by one."""
+"""Parameters that are stored split are gathered by few collectives, and their gradients scattered by as few."""
 
 import torch
 from torch import nn
@@ -8,6 +8,7 @@ from shardwright.graph.step import captured_step
 from shardwright.lower.lower import lower
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.known_plans import fully_sharded
+from shardwright.plan.pricing.buckets import together_bytes
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.training.prediction import collectives_of
@@ -32,3 +33,29 @@ def test_those_of_a_network_in_uneven_parts_are_gathered_together_and_give_what_
     scattered = [c.bytes for c in collectives_of(program, {"reduced": 1}) if c.kind == "reduce_scatter"]
     assert len(scattered) == 2
     assert sum(scattered) == planned(plan)["reduce_scatter", plan.mesh.names]
+
+
+def test_neighbours_that_the_backward_gathers_again_are_in_no_more_memory_than_the_largest_collective(monkeypatch):
+    torch.manual_seed(0)
+    layers = (layer for _ in range(5) for layer in (nn.Linear(97, 97, bias=False), nn.GELU()))
+    model = nn.Sequential(*layers, nn.Linear(97, 640, bias=False)).double()
+    batch = torch.randn(6, 97).double(), torch.randint(640, (6,))
+    graph = RuledGraph.of(captured_step(model, loss_fn, batch, {}))
+    plan = fully_sharded(graph, PlanRequest(Mesh.of(d=3)))
+    program = lower(plan, 0)
+    gathers = [i for i in program.instructions if "all_gather" in i.text]
+    # The first layer takes what has no gradient, so that its weight is needed in the forward alone.
+    assert [(i.kind, len(i.outputs), i.again) for i in gathers] == [
+        ("redistribution", 1, 0), ("joined", 2, 1), ("joined", 2, 1), ("redistribution", 1, 1),
+    ]  # fmt: skip
+    assert all(together_bytes(i.bucket, plan.mesh) <= plan.held.communication for i in gathers if i.kind == "joined")
+    same(run(plan, model, batch), plain(model, loss_fn, batch), 1e-12)
+    assert communicated(plan, model, batch, monkeypatch) == planned(plan)
+    ran = collectives_of(program, {"reduced": 1})
+    # The sum and the count of the loss, of two dtypes, are gathered, too.
+    assert [sum(n for c, n in ran.items() if c.kind == kind) for kind in ("all_gather", "reduce_scatter")] == [8, 4]
+    moved = {
+        kind: sum(n * c.bytes for c, n in ran.items() if c.kind == kind) for kind in ("all_gather", "reduce_scatter")
+    }
+    assert moved["all_gather"] - 2 * 8 * 3 == planned(plan)["all_gather", plan.mesh.names]
+    assert moved["reduce_scatter"] == planned(plan)["reduce_scatter", plan.mesh.names]

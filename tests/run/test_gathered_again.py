@@ -13,9 +13,13 @@ import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
 from shardwright.errors import PlanError, UsageError
+from shardwright.graph.step import captured_step
 from shardwright.lower.lower import lower
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import simulate
+from shardwright.plan.known_plans import fully_sharded
+from shardwright.plan.pricing.ruled import RuledGraph
+from shardwright.plan.request import PlanRequest
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, StepArguments
 from shardwright.run.programs.gathered import GatheredAgain
@@ -79,15 +83,25 @@ def test_any_value_that_only_moves_can_be_moved_again(name, monkeypatch):
     assert communicated(again, model, batch, monkeypatch) == planned(again)
 
 
-def stepped(plan, model, batch, monkeypatch, between):
+def in_groups(mesh):
+    """Weights of which neighbours are gathered together; the last one is larger, so that there is room for them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(4)), nn.Linear(96, 1200, bias=False))
+    batch = torch.randn(4, 96), torch.randn(4, 1200)
+    plan = fully_sharded(RuledGraph.of(captured_step(model, loss_fn, batch, {})), PlanRequest(mesh))
+    assert sum(i.kind == "joined" and i.again for i in lower(plan, 0).instructions) == 1
+    return plan, model, batch
+
+
+def stepped(plan, model, batch, monkeypatch, between, backwards=1):
     """A forward and a backward of each simulated rank, ``between`` which something is done with its parameters."""
-    gathered, noted = [], GatheredAgain.__call__
+    gathered, noted = [], GatheredAgain._note
 
-    def note(self, *args):
-        gathered.append(MemoryOf(args[0]))
-        return noted(self, *args)
+    def note(self, wholes, collective):
+        gathered.extend(map(MemoryOf, wholes))
+        noted(self, wholes, collective)
 
-    monkeypatch.setattr(GatheredAgain, "__call__", note)
+    monkeypatch.setattr(GatheredAgain, "_note", note)
 
     def one(comm):
         execution = Execution(lower(plan, comm.rank), plan.capture, comm, torch.device("cpu"), GradientReduction())
@@ -103,20 +117,32 @@ def stepped(plan, model, batch, monkeypatch, between):
         between(parts["parameter"])
         assert gathered
         alive = sum(not memory.is_free for memory in gathered)
-        loss.backward()
-        return alive
+        for number in reversed(range(backwards)):
+            loss.backward(retain_graph=number > 0)
+        return alive, [parameter.grad for parameter in parts["parameter"]]
 
     return simulate(plan.mesh, one)
 
 
-def test_nothing_that_was_gathered_lives_from_the_forward_to_the_backward(monkeypatch):
-    plan, model, batch = gathering(Mesh.of(d=2), again=True)
-    assert set(stepped(plan, model, batch, monkeypatch, lambda parameters: None)) == {0}
+@pytest.mark.parametrize("made", [partial(gathering, again=True), in_groups])
+def test_nothing_that_was_gathered_lives_from_the_forward_to_the_backward(made, monkeypatch):
+    plan, model, batch = made(Mesh.of(d=2))
+    ranks = stepped(plan, model, batch, monkeypatch, lambda parameters: None)
+    assert [alive for alive, _ in ranks] == [0, 0]
+
+
+def test_a_second_backward_gathers_what_is_gathered_together_once_more(monkeypatch):
+    plan, model, batch = in_groups(Mesh.of(d=2))
+    ones, twos = (stepped(plan, model, batch, monkeypatch, lambda parameters: None, times) for times in (1, 2))
+    for (_, one), (_, two) in zip(ones, twos, strict=True):
+        for gradient, added in zip(one, two, strict=True):
+            torch.testing.assert_close(added, 2 * gradient, rtol=0, atol=0)
 
 
 @pytest.mark.slow
-def test_parameters_that_change_before_the_backward_are_refused(monkeypatch):
-    plan, model, batch = gathering(Mesh.of(d=2), again=True)
+@pytest.mark.parametrize("made", [partial(gathering, again=True), in_groups])
+def test_parameters_that_change_before_the_backward_are_refused(made, monkeypatch):
+    plan, model, batch = made(Mesh.of(d=2))
 
     def change(parameters):
         with torch.no_grad():

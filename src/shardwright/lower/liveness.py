@@ -50,12 +50,16 @@ class _Lives:
         self._keeps: dict[int, list[int]] = {}  # instruction -> the memory that it keeps
         self._given: dict[int, list[int]] = {}  # first instruction of a block -> the memory of what it is given
         self._again: dict[int, int] = {}  # memory that the backward makes again -> the memory of which it does
+        self._together: dict[int, frozenset[int]] = {}  # such memory -> all that one collective makes again with it
+        self._first_reads: dict[int, int] = {}  # memory -> the first operator that reads it
         self._alive = 0
 
     def peak(self) -> Peak:
         last = self._program.last_reads()
         for at, instruction in enumerate(self._program.instructions):
             self._make(instruction)
+            for name in instruction.reads if instruction.node is not None else ():
+                self._first_reads.setdefault(self._lies[name], at)
             self._keep(at, instruction)
             self._keep_given(at, instruction)
             self._note(self._alive + _buffers(instruction, self._program), instruction, "forward")
@@ -82,8 +86,11 @@ class _Lives:
                 self._lies[name] = len(self._sizes)
                 self._sizes.append(self._bytes(instruction, name))
             self._hold(self._lies[name])
-        if instruction.again and instruction.value is not None:
-            self._again[self._lies[instruction.outputs[0]]] = self._lies[instruction.value.name]
+        if instruction.again:
+            together = frozenset(self._lies[name] for name in instruction.outputs)
+            for name, (value, _) in zip(instruction.outputs, instruction.steps(), strict=True):
+                self._again[self._lies[name]] = self._lies[value.name]
+                self._together[self._lies[name]] = together
 
     def _in_place(self, instruction: Instruction) -> bool:
         if instruction.node is not None:
@@ -158,6 +165,7 @@ class _Lives:
     def _backward(self) -> None:
         gradients: dict[int, int] = {}  # memory of a value -> the bytes of its gradient
         done = 0  # of the gradients of parameters
+        whole: set[int] = set()  # memory that was made again, and is still to be read
         for at in reversed(range(len(self._program.instructions))):
             instruction = self._program.instructions[at]
             self._make_again(at)
@@ -165,11 +173,13 @@ class _Lives:
             if instruction.kind != "bucket" and self._has_gradient(instruction):
                 new = self._gradients_of(instruction)
                 read = {self._lies[name] for name in instruction.reads} if instruction.node else set()
-                made = sum(size for _, size in new) + sum(self._sizes[memory] for memory in read & set(self._again))
+                whole = whole.union(*(self._together[memory] for memory in read & set(self._together)))
+                made = sum(size for _, size in new) + sum(self._sizes[memory] for memory in whole)
                 buffers = _buffers(instruction, self._program, backward=True)
                 self._note(self._alive + sum(gradients.values()) + done + made + buffers, instruction, "backward")
                 for memory in results - {memory for memory, _ in new}:
                     gradients.pop(memory, None)
+                whole -= {memory for memory in whole if self._first_reads[memory] == at}
                 done += sum(size for memory, size in new if not memory)
                 gradients.update({memory: size for memory, size in new if memory})
             elif instruction.kind == "bucket":
@@ -207,5 +217,8 @@ def _buffers(instruction: Instruction, program: LocalProgram, *, backward: bool 
     wanted = "backward" if backward else "forward"
     moving = (c for _, way, c in instruction.collectives(program.mesh) if way == wanted and c.kind != "all_reduce")
     if instruction.kind == "joined":
-        return sum(beside_together(collective, program.mesh) for collective in moving)
+        taken: Counter[str] = Counter()
+        for collective in moving:
+            taken[collective.kind] += beside_together(collective, program.mesh)
+        return max(taken.values(), default=0)
     return max((collective.bytes for collective in moving), default=0)

@@ -4,15 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeVar
 
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
-from shardwright.plan.pricing.buckets import Entering, Gathered, in_buckets, in_gathers, small_gather
+from shardwright.plan.pricing.buckets import (
+    Entering,
+    Gathered,
+    in_buckets,
+    in_gathers,
+    in_repeated_gathers,
+    repeated_gather,
+    small_gather,
+)
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.world.gradients import BUCKET_BYTES
 
+T = TypeVar("T")
 _SMALL_BYTES = 1024  # of a sum that may be joined with others
 
 
@@ -183,26 +193,48 @@ def _sum_of(members: Sequence[Instruction]) -> Instruction:
 
 
 def join_gathers(program: LocalProgram) -> LocalProgram:
-    """Join the all-gathers of small parameters that are stored split, where they are kept until the backward.
+    """Join all-gathers of parameters that are stored split.
 
-    All of them are there before the program begins. Those over the same axes, of one dtype and one adjoint are gathered
-    where the first one is needed; their gradients are added up and scattered together when the backward has them all.
+    All parts are there before the program begins. Small parameters that are kept until the backward are gathered where
+    the first one is needed, all that are over the same axes, of one dtype and one adjoint; their gradients are added up
+    and scattered together when the backward has them all. Of parameters that the backward gathers again neighbours are,
+    as many as take no more memory than the largest collective does.
     """
-    found = [(instruction, _small_gather(instruction, program)) for instruction in program.instructions]
-    small = [(instruction, gathered) for instruction, gathered in found if gathered is not None]
-    groups = in_gathers([gathered for _, gathered in small])
-    joined = [[small[i][0] for i in members] for members in groups if len(members) > 1]
+    small = _found(program, _small_gather)
+    repeated = _found(program, _repeated_gather)
+    largest = max((collective.bytes for _, _, collective in program.collectives()), default=0)
+    kinds = [(kind, instruction.steps()[0]) for instruction, kind in repeated]
+    groups = [[small[i][0] for i in members] for members in in_gathers([gathered for _, gathered in small])]
+    groups += [[repeated[i][0] for i in members] for members in in_repeated_gathers(kinds, program.mesh, largest)]
+    joined = [members for members in groups if len(members) > 1]
     first = {id(members[0]): _gather_of(members) for members in joined}
     others = {id(member) for members in joined for member in members[1:]}
     instructions = [first.get(id(i), i) for i in program.instructions if id(i) not in others]
     return dataclasses.replace(program, instructions=tuple(instructions))
 
 
+def _found(
+    program: LocalProgram, kind_of: Callable[[Instruction, LocalProgram], T | None]
+) -> list[tuple[Instruction, T]]:
+    """The gathers of parameters which may be joined with others, and of what kind they are."""
+    found = (
+        (instruction, kind_of(instruction, program)) for instruction in program.instructions if not instruction.block
+    )
+    return [(instruction, kind) for instruction, kind in found if kind is not None]
+
+
 def _small_gather(instruction: Instruction, program: LocalProgram) -> Gathered | None:
     value, step = instruction.value, instruction.step
-    if value is None or step is None or instruction.again or instruction.block:
+    if value is None or step is None or instruction.again or instruction.reads[0] not in program.parameters:
         return None
-    return small_gather(value, step, program.mesh) if instruction.reads[0] in program.parameters else None
+    return small_gather(value, step, program.mesh)
+
+
+def _repeated_gather(instruction: Instruction, program: LocalProgram) -> Hashable | None:
+    value, step = instruction.value, instruction.step
+    if value is None or step is None or not instruction.again or instruction.reads[0] not in program.parameters:
+        return None
+    return repeated_gather(value, step, program.mesh)
 
 
 def _gather_of(members: Sequence[Instruction]) -> Instruction:
@@ -214,4 +246,7 @@ def _gather_of(members: Sequence[Instruction]) -> Instruction:
     outputs, reads = (tuple(getattr(member, name)[0] for member in members) for name in ("outputs", "reads"))
     axes, adjoint = pairs[0][1].axes, pairs[0][1].adjoint
     text = f"all_gather_together(comm, {axes!r}, {adjoint!r}, {', '.join(texts)})"
-    return Instruction("joined", outputs, reads, text, bucket=pairs)
+    if members[0].again:
+        names = tuple(value.label for value, _ in pairs)
+        text = f"again.together({text}, {names!r}, comm, {axes!r}, {', '.join(texts)})"
+    return Instruction("joined", outputs, reads, text, bucket=pairs, again=members[0].again)

@@ -126,6 +126,8 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
             yield f"%{output}: {local} = {step.kind}(%{read})  # {step.before} -> {step.after}"
             yield from _collective_lines(value, step, program)
         yield f"    # these {len(instruction.bucket)} run as one collective"
+        if instruction.again:
+            yield "    # not kept: the backward does it again"
     else:
         for output, (value, step) in zip(instruction.outputs, instruction.bucket, strict=True):
             yield f"%{output}: {_local(value, step.after, program)} = enter(%{value.name})  # {step.after}"

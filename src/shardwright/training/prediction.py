@@ -31,10 +31,12 @@ def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[C
                 counts[whole] += runs.get("reduced", 0)
             continue
         if instruction.kind == "joined":
-            for direction, times in (("forward", backwards + forwards), ("backward", backwards)):
-                joined = [collective for _, way, collective in collectives if way == direction]
-                if joined:
-                    counts[_together(joined, instruction, program.mesh)] += times
+            alike: defaultdict[tuple[str, str], list[Collective]] = defaultdict(list)
+            for _, direction, collective in collectives:
+                alike[direction, collective.kind].append(collective)
+            for (direction, _), members in alike.items():
+                times = backwards + (forwards if direction == "forward" else 0)
+                counts[_together(members, instruction, program.mesh)] += times
             continue
         for _, direction, collective in collectives:
             counts[collective] += backwards + (forwards if direction == "forward" else 0)

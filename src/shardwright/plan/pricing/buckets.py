@@ -1,6 +1,7 @@
-"""What programs communicate together: gradients of replicated parameters, and small parameters that are stored split.
+"""What programs communicate together: gradients of replicated parameters, and parameters that are stored split.
 
-Plans are priced by the former, and hold the latter in memory.
+Plans are priced by the former, and hold what is small of the latter in memory. What the backward gathers again is
+gathered together in no more memory than another collective of the plan takes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from shardwright.plan.pricing.memory import local_bytes
 # To copy a parameter of so much into a memory with others, and out of it, takes less than a collective of its own.
 SMALL_WHOLE_BYTES = 32 * 1024
 GATHERED_BYTES = 2**20  # by all gathers that are joined
+# The same of one that the backward gathers again: three collectives are saved for each, and all is copied for it.
+REPEATED_WHOLE_BYTES = 2**20
 _ALONE = 4  # a gradient of more than a bucket's bytes divided by this is reduced alone, where it lies
 
 
@@ -93,6 +96,34 @@ def in_gathers(gathers: Sequence[Gathered]) -> list[list[int]]:
         groups[one.alike][-1].append(number)
         room[one.alike] -= one.bytes
     return [members for alike in groups.values() for members in alike]
+
+
+def repeated_gather(value: Value, step: Step, mesh: Mesh) -> Hashable | None:
+    """Of the gather of a parameter that the backward does again: what all that may be joined with it have alike."""
+    if step.kind != "all_gather" or local_bytes(value, step.after, mesh) > REPEATED_WHOLE_BYTES:
+        return None
+    return (step.axes, value.dtype, step.adjoint, value.needs_gradient) if mesh.extent(step.axes) > 1 else None
+
+
+def in_repeated_gathers(
+    gathers: Sequence[tuple[Hashable, tuple[Value, Step]]], mesh: Mesh, limit_bytes: int
+) -> list[list[int]]:
+    """What the backward gathers again together, by rising numbers in the order of the program: neighbours, of which the
+    forward needs one after the other, and the backward too.
+
+    Args:
+        gathers: what `repeated_gather` says of each, and what it moves.
+        limit_bytes: of memory that those of one collective may take.
+    """
+    groups: dict[Hashable, list[list[int]]] = {}
+    for number, (alike, _) in enumerate(gathers):
+        last = groups.setdefault(alike, [[]])[-1]
+        moved = [gathers[member][1] for member in (*last, number)]
+        if together_bytes(moved, mesh) <= limit_bytes:
+            last.append(number)
+        else:
+            groups[alike].append([number])
+    return [members for alike in groups.values() for members in alike if members]
 
 
 def beside_together(collective: Collective, mesh: Mesh) -> int:

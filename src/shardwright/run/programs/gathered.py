@@ -12,44 +12,69 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor
 
 from shardwright.errors import UsageError
-from shardwright.mesh.collectives import Communicator
+from shardwright.mesh.collectives import Axes, Communicator
+from shardwright.mesh.together import all_gather_together
 from shardwright.torch_private import MemoryOf, changes_of
 
 Step = tuple[Callable[..., Tensor], dict[str, Any]]
+Gather = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""What makes whole tensors of this rank's parts."""
 
 
 class _Gathered:
-    """How a gathered tensor is made of this rank's part, and for how many it is still to be made."""
+    """A tensor that is gathered again, and for how many it is still to be."""
 
-    def __init__(self, name: str, part: Tensor, comm: Communicator, steps: Sequence[Step]) -> None:
-        self._name, self._part, self._changes = name, part.detach(), changes_of(part)
-        self._comm, self._steps = comm, steps
-        self._whole: Tensor | None = None
+    def __init__(self, collective: _Collective) -> None:
+        self._collective = collective
+        self.whole: Tensor | None = None
         self.needed = 0
 
     def again(self) -> Tensor:
         """The gathered tensor, for one of those that need it."""
-        whole = self._whole if self._whole is not None else self._gather()
+        if self.whole is None:
+            self._collective.run(self)
+        whole = self.whole
+        assert whole is not None
         self.needed -= 1
-        self._whole = whole if self.needed > 0 else None
+        if self.needed <= 0:
+            self.whole = None
         return whole
 
-    def _gather(self) -> Tensor:
-        if changes_of(self._part) != self._changes:
-            raise UsageError(
-                f"{self._name}, which the backward gathers again, was changed in place since the forward; call "
-                "backward() before optimizer.step()"
-            )
+
+class _Collective:
+    """How tensors are gathered together of this rank's parts. It keeps none that nobody needs any more."""
+
+    def __init__(self, names: Sequence[str], parts: Sequence[Tensor], gather: Gather) -> None:
+        self._names, self._parts, self._gather = names, [part.detach() for part in parts], gather
+        self._changes = [changes_of(part) for part in parts]
+        self._members: list[ref[_Gathered]] = []
+
+    def members(self) -> list[_Gathered]:
+        """What stands for each of the gathered tensors."""
+        made = [_Gathered(self) for _ in self._parts]
+        self._members = [ref(member) for member in made]
+        return made
+
+    def run(self, asking: _Gathered) -> None:
+        """Give what is gathered to those that are still needed, one of which asks for it."""
+        for name, part, changes in zip(self._names, self._parts, self._changes, strict=True):
+            if changes_of(part) != changes:
+                raise UsageError(
+                    f"{name}, which the backward gathers again, was changed in place since the forward; call "
+                    "backward() before optimizer.step()"
+                )
         with torch.no_grad():
-            whole = self._part
-            for function, arguments in self._steps:
-                whole = function(whole, self._comm, **arguments)
-        return whole
+            wholes = self._gather(self._parts)
+        for found, whole in zip(self._members, wholes, strict=True):
+            member = found()
+            if member is not None and (member is asking or member.needed > 0):
+                member.whole = whole
 
 
 @dataclass(frozen=True)
@@ -82,15 +107,45 @@ class _Whole:
 
 
 class GatheredAgain:
-    """Local programs call this as ``again(all_gather(w, ...), w, "w", comm, [(all_gather, {...})])``."""
+    """Local programs call this as ``again(all_gather(w, ...), w, "w", comm, [(all_gather, {...})])``.
+
+    Or, for what one collective gathers, as ``again.together(all_gather_together(...), ("w", "v"), comm, ("dp",), (w,
+    {...}), (v, {...}))``.
+    """
 
     def __init__(self) -> None:
         self._known: dict[MemoryOf, _Gathered] = {}
 
     def __call__(self, whole: Tensor, part: Tensor, name: str, comm: Communicator, steps: Sequence[Step]) -> Tensor:
-        if torch.is_grad_enabled():
-            self._known[MemoryOf(whole)] = _Gathered(name, part, comm, steps)
+        def gather(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+            [gathered] = parts
+            for function, arguments in steps:
+                gathered = function(gathered, comm, **arguments)
+            return [gathered]
+
+        self._note([whole], _Collective([name], [part], gather))
         return whole
+
+    def together(
+        self,
+        wholes: Sequence[Tensor],
+        names: Sequence[str],
+        comm: Communicator,
+        axes: Axes,
+        *parts: tuple[Tensor, dict[str, Any]],
+    ) -> Sequence[Tensor]:
+        """``wholes``, which were gathered of ``parts``, each with the other arguments of its own."""
+        hows = [how for _, how in parts]
+
+        def gather(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return all_gather_together(comm, axes, "slice", *zip(tensors, hows, strict=True))
+
+        self._note(wholes, _Collective(names, [part for part, _ in parts], gather))
+        return wholes
+
+    def _note(self, wholes: Sequence[Tensor], collective: _Collective) -> None:
+        if torch.is_grad_enabled():
+            self._known.update(zip(map(MemoryOf, wholes), collective.members(), strict=True))
 
     @contextmanager
     def keeping_parts(self) -> Iterator[None]:
