@@ -63,16 +63,20 @@ def _refuse_one_memory(
 
 def _sees_changes(node: fx.Node) -> bool:
     """Whether an operator changes or reads in one place of its lists what it changes in another."""
-    lying: defaultdict[object, list[tuple[int, tuple[int, int], bool]]] = defaultdict(list)
+    lying: defaultdict[object, list[tuple[int, Tensor, bool]]] = defaultdict(list)
     operands = [(place, of, True) for place, of in enumerate(changed_by(node))]
     for place, of, changes in [*operands, *((place, of, False) for place, of in _read_by(node))]:
         if (key := _storage(of)) is not None:
-            lying[key].append((place, _span(of.meta["val"]), changes))
+            lying[key].append((place, of.meta["val"], changes))
     pairs = (pair for together in lying.values() for pair in combinations(together, 2))
-    return any(
-        (changes or other_changes) and place != other_place and span[0] < other[1] and other[0] < span[1]
-        for (place, span, changes), (other_place, other, other_changes) in pairs
+    return any(  # where a tensor lies is asked of these alone: sizes that are open are decided by that
+        (changes or other_changes) and place != other_place and _meet(_span(one), _span(other))
+        for (place, one, changes), (other_place, other, other_changes) in pairs
     )
+
+
+def _meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
+    return span[0] < other[1] and other[0] < span[1]
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:
