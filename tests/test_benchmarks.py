@@ -9,13 +9,15 @@ FOLDER = Path(__file__).parents[1] / "benchmarks"
 RESULTS = (FOLDER / "RESULTS.md").read_text()
 COMMANDS = sorted(set(re.findall(r"`[^`\n]*?python benchmarks/(\w+)\.py([^`\n]*)`", RESULTS)))
 
+SHARED = {"add_busy(": "quiet.py", "add_models(": "step.py"}  # where options stand that several benchmarks take
+
 
 def test_the_commands_name_files_and_options_that_there_are():
     assert len({name for name, _ in COMMANDS}) > 10
     unknown = []
     for name, words in COMMANDS:
         source = (FOLDER / f"{name}.py").read_text()
-        source += (FOLDER / "quiet.py").read_text() if "add_busy(" in source else ""
+        source += "".join((FOLDER / other).read_text() for call, other in SHARED.items() if call in source)
         options = [word for word in shlex.split(words) if word.startswith("--")]
         unknown += [f"{name}.py {option}" for option in options if f'"{option}"' not in source]
     assert not unknown
