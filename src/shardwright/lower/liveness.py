@@ -51,6 +51,7 @@ class _Lives:
         self._given: dict[int, list[int]] = {}  # first instruction of a block -> the memory of what it is given
         self._again: dict[int, int] = {}  # memory that the backward makes again -> the memory of which it does
         self._together: dict[int, frozenset[int]] = {}  # such memory -> all that one collective makes again with it
+        self._moving: dict[frozenset[int], int] = {}  # bytes that it takes to make them, beside these
         self._first_reads: dict[int, int] = {}  # memory -> the first operator that reads it
         self._alive = 0
 
@@ -88,6 +89,7 @@ class _Lives:
             self._hold(self._lies[name])
         if instruction.again:
             together = frozenset(self._lies[name] for name in instruction.outputs)
+            self._moving[together] = _buffers(instruction, self._program)
             for name, (value, _) in zip(instruction.outputs, instruction.steps(), strict=True):
                 self._again[self._lies[name]] = self._lies[value.name]
                 self._together[self._lies[name]] = together
@@ -173,13 +175,15 @@ class _Lives:
             if instruction.kind != "bucket" and self._has_gradient(instruction):
                 new = self._gradients_of(instruction)
                 read = {self._lies[name] for name in instruction.reads} if instruction.node else set()
-                whole = whole.union(*(self._together[memory] for memory in read & set(self._together)))
+                asked = {self._together[memory] for memory in (read & set(self._together)) - whole}
+                whole = whole.union(*asked)
                 made = sum(size for _, size in new) + sum(self._sizes[memory] for memory in whole)
-                buffers = _buffers(instruction, self._program, backward=True)
+                moving = max((self._moving[together] for together in asked), default=0)
+                buffers = max(_buffers(instruction, self._program, backward=True), moving)
                 self._note(self._alive + sum(gradients.values()) + done + made + buffers, instruction, "backward")
                 for memory in results - {memory for memory, _ in new}:
                     gradients.pop(memory, None)
-                whole -= {memory for memory in whole if self._first_reads[memory] == at}
+                whole -= {memory for memory in whole if self._first_reads.get(memory, at) == at}
                 done += sum(size for memory, size in new if not memory)
                 gradients.update({memory: size for memory, size in new if memory})
             elif instruction.kind == "bucket":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeVar
 
 from shardwright.lower.program import Instruction, LocalProgram
@@ -203,7 +203,8 @@ def join_gathers(program: LocalProgram) -> LocalProgram:
     small = _found(program, _small_gather)
     repeated = _found(program, _repeated_gather)
     largest = max((collective.bytes for _, _, collective in program.collectives()), default=0)
-    kinds = [(kind, instruction.steps()[0]) for instruction, kind in repeated]
+    between = _gathers_before(program, {id(instruction) for instruction, _ in (*small, *repeated)})
+    kinds = [((kind, between[id(instruction)]), instruction.steps()[0]) for instruction, kind in repeated]
     groups = [[small[i][0] for i in members] for members in in_gathers([gathered for _, gathered in small])]
     groups += [[repeated[i][0] for i in members] for members in in_repeated_gathers(kinds, program.mesh, largest)]
     joined = [members for members in groups if len(members) > 1]
@@ -223,6 +224,17 @@ def _found(
     return [(instruction, kind) for instruction, kind in found if kind is not None]
 
 
+def _gathers_before(program: LocalProgram, joining: Collection[int]) -> dict[int, int]:
+    """Before each of these, by identity, how many gathers of parameters there are that cannot be joined."""
+    found, count = {}, 0
+    for instruction in program.instructions:
+        if id(instruction) in joining:
+            found[id(instruction)] = count
+        elif any(step.kind == "all_gather" and value.kind == "parameter" for value, step in instruction.steps()):
+            count += 1
+    return found
+
+
 def _small_gather(instruction: Instruction, program: LocalProgram) -> Gathered | None:
     value, step = instruction.value, instruction.step
     if value is None or step is None or instruction.again or instruction.reads[0] not in program.parameters:
@@ -233,6 +245,8 @@ def _small_gather(instruction: Instruction, program: LocalProgram) -> Gathered |
 def _repeated_gather(instruction: Instruction, program: LocalProgram) -> Hashable | None:
     value, step = instruction.value, instruction.step
     if value is None or step is None or not instruction.again or instruction.reads[0] not in program.parameters:
+        return None
+    if not instruction.text.startswith("again("):  # the first of several steps, whose last one does all of them again
         return None
     return repeated_gather(value, step, program.mesh)
 

@@ -130,7 +130,7 @@ class Parallel(ParallelModel):
     # Running
 
     def _called(self, batch: Any) -> Any:
-        """The loss of the global batch; in training mode it also advances the random numbers, else a backward does."""
+        """The loss of the global batch; where it has gradients it also advances the random numbers."""
         return self._called_on(batch)[0]
 
     def _counted(self, batch: Any) -> tuple[Any, int]:
@@ -149,19 +149,14 @@ class Parallel(ParallelModel):
         self._state.store_buffers(prepared.plan.capture, new_buffers)
         if training:
             self._tell_computed(rows.total, loss)
+        if kind != "evaluation":
             self._state.step += 1
-        elif loss.requires_grad:
-            loss.register_hook(self._tuned)  # type: ignore[no-untyped-call]
-        if kind != "evaluation" and self.options.gradients == "sum":
-            loss = _scaled_gradient(loss, self.world.size)
+            if self.options.gradients == "sum":
+                loss = _scaled_gradient(loss, self.world.size)
         if self._split and loss.requires_grad:
             loss = _scaled_gradient(loss, 1)
         alone = prepared.plan.capture.aux_spec is None
         return (loss if alone else (loss, prepared.outputs(aux, rows, self._communicator, whole=False))), rows
-
-    def _tuned(self, _: Tensor) -> None:
-        """Called by the backward of a step in evaluation mode, which only now is one of training."""
-        self._state.step += 1
 
     def _tell_pulse(self, training: bool) -> None:
         """Say that a step begins; all batches of an accumulation are one step."""

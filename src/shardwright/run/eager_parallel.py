@@ -269,7 +269,8 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
         return _Trial(
             f"the loss function uses a parameter of shape {list(beside[0].shape)} that is not one of the model it is "
             "given, whose gradient DistributedDataParallel would leave as it is on each rank; make modules with "
-            "parameters, such as a learned loss, submodules of the model"
+            "parameters, such as a learned loss, submodules of the model; on what is not trained call "
+            "requires_grad_(False)"
         )
     used = tuple(name for name, parameter in parameters.items() if id(parameter) in reached)
     if not used:

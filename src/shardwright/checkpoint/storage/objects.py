@@ -68,7 +68,7 @@ class ObjectStore(Store):
         return directory
 
     def commit(self, save: Save, manifest: Manifest) -> None:
-        if not save.lock.is_held():
+        if not save.lock.is_held() or not {*manifest.files} <= {*self.files.list(save.directory)}:
             raise CheckpointError(
                 f"cannot complete {self.path(save.name)}: this process stood still for so long that another save took "
                 f"over the lock of {self.directory}, and what was written here does not count; give each job a "
@@ -99,7 +99,8 @@ class ObjectStore(Store):
     def _remove_leftovers(self) -> None:
         for name in self.files.list(self.directory):
             if name.startswith(f"{LOCK}-"):
-                self.files.remove(self.path(name))
+                with contextlib.suppress(FileNotFoundError):  # who has made it may have seen that it came too late
+                    self.files.remove(self.path(name))
             if MARK not in self.files.list(self.path(name)):
                 continue
             try:
@@ -180,7 +181,7 @@ class ObjectFiles:
         else:
             self._take_over(lock, left)
         if not lock.is_held():
-            raise Locked(_owner(self.read(path)))
+            raise Locked(_owner(self._found(path)))
         lock.thread.start()
         return lock
 
@@ -204,6 +205,12 @@ class ObjectFiles:
             raise Locked(_owner(left)) from None
         finally:
             self.unlock(claim)
+
+    def _found(self, path: str) -> bytes:
+        try:
+            return self.read(path)
+        except FileNotFoundError:  # its holder has ended meanwhile
+            return b""
 
     def _left(self, path: str) -> bytes | None:
         """What a holder that is gone has left of its lock; None where there is none.
@@ -246,7 +253,7 @@ class ObjectLock:
         try:
             self.files.system.pipe_file(self.path, self._said(), mode="create")
         except FileExistsError:
-            raise Locked(_owner(self.files.read(self.path))) from None
+            raise Locked(_owner(self.files._found(self.path))) from None
 
     def beat(self) -> None:
         """Write it anew."""
@@ -273,9 +280,15 @@ class ObjectLock:
     def _keep(self) -> None:
         while not self._ended.wait(self.files.lease_s / 6):
             with contextlib.suppress(Exception):  # one beat that fails is made up for by the next
-                if not self.is_held():
+                if self._is_anothers():
                     return
                 self.beat()
+
+    def _is_anothers(self) -> bool:
+        """Whether another lock is there; where a beat has failed, as on a full disk, there is an empty one."""
+        with self._at_it:
+            written = self.files._found(self.path)
+        return bool(written) and _nonce(written) != self._nonce
 
 
 def _nonce(written: bytes) -> str:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, MutableMapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from enum import Enum
-from itertools import islice
+from itertools import islice, pairwise
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -58,7 +58,8 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 CachedFunction = type(functools.cache(len))
 _KEEPS = (list, dict)  # what a default of an argument is changed in
 _OF_VARIABLES = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "DELETE_GLOBAL")
-_FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, MethodDescriptorType, type)
+_COMPARED = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
+_FUNCTIONS = (*_COMPARED, MethodType)
 _SMALL_BYTES = 4096  # of an array that is compared before each step
 _LONGEST = 64  # entries of a list that is compared before each step
 _MOST_INSIDE, _DEEPEST = 1000, 12  # entries of a collection that are looked at, and how far inside of each other
@@ -130,7 +131,7 @@ def _entry(value: Any, name: str) -> Any:
         return value.get(name, value.get(number, MISSING))
     if isinstance(value, (list, tuple, deque)):
         return value[number] if number is not None and number < len(value) else MISSING
-    if isinstance(value, (FunctionType, functools.partial)):
+    if isinstance(value, (FunctionType, MethodType, functools.partial)):
         return _closure(value).get(name, MISSING)
     return getattr(value, name, MISSING)
 
@@ -220,14 +221,18 @@ def plain(value: Any) -> Any:
     return NOT_PLAIN
 
 
-def comparable(value: Any) -> Any:
-    """The same for functions and classes too, which are what they are, and for small arrays."""
-    if isinstance(value, (*PLAIN, *_FUNCTIONS)):
+def comparable(value: Any, depth: int = 0) -> Any:
+    """The same for functions and classes too, which are what they are, for small arrays, and for sets of these."""
+    if isinstance(value, (*PLAIN, *_COMPARED)):
         return value
-    if isinstance(value, (list, tuple, dict)) and len(value) <= _LONGEST:
-        entries = [comparable(entry) for entry in (value.items() if isinstance(value, dict) else value)]
+    if isinstance(value, functools.partial):
+        return comparable([value.func, value.args, value.keywords], depth)
+    if isinstance(value, (list, tuple, dict, set, frozenset)) and len(value) <= _LONGEST and depth < _DEEPEST:
+        given = value.items() if isinstance(value, dict) else value
+        entries = [comparable(entry, depth + 1) for entry in given]
         if all(entry is not NOT_PLAIN for entry in entries):
-            return (type(value).__name__, *entries)
+            ordered = sorted(entries, key=in_words) if isinstance(value, (set, frozenset)) else entries
+            return (type(value).__name__, *ordered)
     if isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject:
         return type(value).__name__, str(value.dtype), value.shape, value.tobytes()
     return NOT_PLAIN
@@ -235,6 +240,10 @@ def comparable(value: Any) -> Any:
 
 def in_words(value: Any) -> str:
     """What `comparable` gives, alike in every process."""
+    if isinstance(value, torch.device):
+        return value.type  # ranks of one host have one each
+    if isinstance(value, Enum):
+        return f"{type(value).__qualname__}.{value.name}"
     if isinstance(value, _FUNCTIONS):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
     if isinstance(value, tuple):
@@ -271,13 +280,13 @@ def variables(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[P
 
 def members_named(model: nn.Module, loss_fn: Callable[..., Any]) -> Iterator[tuple[Place, Any]]:
     """What functions of the step name in the user's own Python modules and classes, as ``settings.SCALE``."""
-    names = {name for function in step_functions(model, loss_fn) for name in _names(function.__code__)}
+    named = {pair for function in step_functions(model, loss_fn) for pair in _members_of(function.__code__)}
     for place, value in variables(model, loss_fn):
         module = sys.modules.get(value.__module__) if isinstance(value, type) else value
         file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
         if file is not None and sources.is_users(file) and not sources.package_of(file):
-            for name in sorted(names & vars(value).keys()):
-                yield replace(place, path=name), getattr(value, name, MISSING)
+            for name in sorted(name for of, name in named if of == place.name and name in vars(value)):
+                yield replace(place, path=name), vars(value)[name]
 
 
 def step_functions(model: nn.Module, loss_fn: Callable[..., Any]) -> list[Any]:
@@ -290,6 +299,8 @@ def step_functions(model: nn.Module, loss_fn: Callable[..., Any]) -> list[Any]:
             if isinstance(value, FunctionType):
                 methods.setdefault(name, []).append(called_function(value))
     held = [value for module in model.modules() for _, value in attributes(module) if isinstance(value, FunctionType)]
+    hooks = [of.values() for module in model.modules() for of in torch_private.hooks_of(module).values()]
+    held += [hook for of in hooks for hook in of if isinstance(hook, FunctionType)]
     waiting = [called_function(loss_fn), *(called_function(kind.forward) for kind in kinds), *held]
     found: dict[Any, None] = {}
     while waiting:
@@ -312,6 +323,24 @@ def _names(code: CodeType) -> list[str]:
     return list(dict.fromkeys([*code.co_names, *inner]))
 
 
+def names_of_step(model: nn.Module, loss_fn: Callable[..., Any]) -> set[str]:
+    """The names of variables and attributes in functions of the step."""
+    return {name for function in step_functions(model, loss_fn) for name in _names(function.__code__)}
+
+
+@functools.lru_cache(maxsize=4096)
+def _members_of(code: CodeType) -> frozenset[tuple[str, str]]:
+    """The attributes that a function asks of variables of Python modules, as ("settings", "SCALE")."""
+    inner = [pair for const in code.co_consts if isinstance(const, CodeType) for pair in _members_of(const)]
+    own = [
+        (str(variable.argval), str(member.argval))
+        for variable, member in pairwise(dis.get_instructions(code))
+        if variable.opname in _OF_VARIABLES and member.opname in ("LOAD_ATTR", "LOAD_METHOD")
+    ]
+    return frozenset([*inner, *own])
+
+
+@functools.lru_cache(maxsize=4096)
 def _variables_named(code: CodeType) -> list[str]:
     """The names of variables of Python modules in a function, and in those that are defined in it."""
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _variables_named(const)]

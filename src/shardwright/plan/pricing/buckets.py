@@ -109,21 +109,22 @@ def in_repeated_gathers(
     gathers: Sequence[tuple[Hashable, tuple[Value, Step]]], mesh: Mesh, limit_bytes: int
 ) -> list[list[int]]:
     """What the backward gathers again together, by rising numbers in the order of the program: neighbours, of which the
-    forward needs one after the other, and the backward too.
+    forward needs one after the other, and the backward too. None of another kind stands between them, so that those of
+    one collective alone are there at a time.
 
     Args:
-        gathers: what `repeated_gather` says of each, and what it moves.
+        gathers: of what kind each is, as `repeated_gather` says, and what it moves.
         limit_bytes: of memory that those of one collective may take.
     """
-    groups: dict[Hashable, list[list[int]]] = {}
+    groups: list[list[int]] = []
     for number, (alike, _) in enumerate(gathers):
-        last = groups.setdefault(alike, [[]])[-1]
+        last = groups[-1] if groups and gathers[groups[-1][-1]][0] == alike else []
         moved = [gathers[member][1] for member in (*last, number)]
-        if together_bytes(moved, mesh) <= limit_bytes:
+        if last and together_bytes(moved, mesh) <= limit_bytes:
             last.append(number)
         else:
-            groups[alike].append([number])
-    return [members for alike in groups.values() for members in alike if members]
+            groups.append([number])
+    return groups
 
 
 def beside_together(collective: Collective, mesh: Mesh) -> int:

@@ -101,7 +101,9 @@ class Hardware:
 
     def updating(self, per_entry: int) -> Updating:
         """What an optimizer takes with so many states: what was measured with as many, else with most below that."""
-        fitting = [known for known in self.updates if known.per_entry <= per_entry] or self.updates[:1]
+        fitting = [known for known in self.updates if known.per_entry <= per_entry] or sorted(
+            self.updates, key=lambda known: known.per_entry
+        )[:1]
         return max(fitting, key=lambda known: known.per_entry, default=Updating(per_entry, self.memory_bandwidth))
 
     def collective_s(

@@ -16,10 +16,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 from shardwright.errors import PlanError
+from shardwright.plan.minima.exact import TooWide
 from shardwright.plan.minima.narrow import NothingBelow
 from shardwright.plan.minima.tables import Table
 from shardwright.plan.pricing.optimizers import OptimizerStates
@@ -154,12 +156,19 @@ def fitting(
     """
     tried = _Tried(solve, budget, below)
     if budget.price and not budget.once:
-        tried.at(budget.price)
+        with suppress(TooWide):
+            tried.at(budget.price)
     if not tried.is_close:
-        choice = free()
+        try:
+            choice = free()
+        except (NothingBelow, TooWide):
+            if not tried.fit:
+                raise
+            return tried.best()
         over = Priced.of(choice, choice.bound or 0.0, budget)
         if over.bytes <= budget.limit_bytes:
-            return choice
+            best = min([choice, *(one.choice for one in tried.fit)], key=lambda one: one.cost or 0.0)
+            return replace(best, bound=None if choice.bound is None else min(choice.bound, best.cost or 0.0))
         if budget.once:
             return _beating(below, choice, solve, budget)
         tried.take(over)

@@ -109,8 +109,9 @@ class Captures:
         captured = captured_step(self.module, self.function(kind), batch, self.pins, kind, self.batch_norm, self.device)
         if self.dynamic:
             self._learn(known, following, captured, kind, batch)
-        known.shapes.append(shapes)
-        _tell(known, kind, labels, time.perf_counter() - start, asked=bool(self.dynamic))
+        if shapes not in known.shapes:  # else something else has changed
+            known.shapes.append(shapes)
+            _tell(known, kind, labels, time.perf_counter() - start, asked=bool(self.dynamic))
         return captured
 
     def _following(self, known: _Known, shapes: Shapes) -> list[tuple[_Open, Capture]]:

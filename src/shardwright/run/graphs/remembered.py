@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from itertools import repeat
 from operator import is_
@@ -27,7 +28,7 @@ from shardwright.graph.tracing.outside import (
 from shardwright.rules.functions import called, function_of, is_function
 from shardwright.world.agreement import from_all_ranks
 
-_CHANGING = (list, tuple, dict, np.ndarray)  # in place, or by what stands in them
+_CHANGING = (list, tuple, dict, set, functools.partial, np.ndarray)  # in place, or by what stands in them
 
 
 class Remembered:
@@ -43,7 +44,9 @@ class Remembered:
             value = variables.get(place.name, MISSING)
             flat = isinstance(value, tuple) and not any(isinstance(entry, _CHANGING) for entry in value)
             whole = self._values[place] is NOT_PLAIN and value is not MISSING
-            if value is self._values[place] or flat or whole:  # what cannot change in place, or need not be the same
+            if not place.path and (
+                value is self._values[place] or flat or whole
+            ):  # what cannot change in place, or need not be the same
                 self._quick.append((variables, place.name, value))
             else:
                 self._others.append(place)
@@ -51,20 +54,17 @@ class Remembered:
             self._quick.append((vars(each), "forward", vars(each).get("forward", MISSING)))
         self._where, self._names = [each[0] for each in self._quick], [each[1] for each in self._quick]
         self._objects = [each[2] for each in self._quick]
-        self._hooks = [(hooks, tuple(hooks), text) for text, hooks in _hooks_in(module)]
+        self._hooks = [(hooks, tuple(hooks.values()), text) for text, hooks in _hooks_in(module)]
         self._empty = [hooks for hooks, there, _ in self._hooks if not there]
         self._filled = [(hooks, there) for hooks, there, _ in self._hooks if there]
 
     def holds(self) -> bool:
         """Whether all is what it was; asked before each step, of hundreds of values."""
-        if any(self._empty) or any(tuple(hooks) != there for hooks, there in self._filled):
+        if any(self._empty) or any(tuple(hooks.values()) != there for hooks, there in self._filled):
             return False
         if not all(map(is_, map(dict.get, self._where, self._names, repeat(MISSING)), self._objects)):
             for variables, name, value in self._quick:
-                now = variables.get(name, MISSING)
-                if now is not value and (
-                    comparable(value) is NOT_PLAIN or not same(comparable(now), comparable(value))
-                ):
+                if (now := variables.get(name, MISSING)) is not value and not _alike(now, value):
                     return False
         return all(same(self._now(place), self._values[place]) for place in self._others)
 
@@ -76,7 +76,7 @@ class Remembered:
         """What is not what it was, as it is now, by where it stands."""
         now = {place: self._now(place) for place in self._values}
         values = {str(place): now[place] for place, value in self._values.items() if not same(now[place], value)}
-        return values | {text: _names(hooks) for hooks, there, text in self._hooks if tuple(hooks) != there}
+        return values | {text: _names(hooks) for hooks, there, text in self._hooks if tuple(hooks.values()) != there}
 
     def agree(self) -> None:
         """Compare what the program holds of Python between all ranks, which call this together.
@@ -84,7 +84,8 @@ class Remembered:
         Raises:
             UsageError: on every rank, where some rank has another value, or other numbers in a tensor, than rank 0.
         """
-        shown = {str(place): in_words(value) for place, value in self._values.items() if value is not NOT_PLAIN}
+        shown = {str(place): in_words(value) for place, value in self._values.items()}
+        inside = {str(place) for place in self._values if place.path}
         shown |= {text: f"{_names(hooks)}" for hooks, _, text in self._hooks}
         for place in self._capture.outside.values():
             shown[str(place)] = _shown(place.now(self._module, self._loss_fn))
@@ -93,7 +94,9 @@ class Remembered:
         everyone = from_all_ranks(shown)
         for rank, theirs in enumerate(everyone):
             for name, value in everyone[0].items():
-                if theirs[name] != value:
+                # What rank 0 alone has, as a logger, decides nothing of a graph; the inside of an object is by itself.
+                absent = name in inside and theirs[name] == in_words(MISSING)
+                if theirs[name] != value and value != in_words(NOT_PLAIN) and not absent:
                     raise UsageError(
                         f"ranks disagree about {name}, which the step reads: rank 0 has {value}, rank {rank} has "
                         f"{theirs[name]}; every rank needs the same (call sw.set_seed before making what is random)"
@@ -102,6 +105,14 @@ class Remembered:
     def _now(self, place: Place) -> Any:
         value = place.now(self._module, self._loss_fn)
         return value if value is MISSING else comparable(value)
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Whether a value is as another one, or an object in everything that it holds."""
+    held = comparable(other)
+    if held is NOT_PLAIN and type(one) is type(other) and hasattr(other, "__dict__"):
+        one, held = vars(one), comparable(vars(other))
+    return held is not NOT_PLAIN and same(comparable(one), held)
 
 
 def _hooks_in(model: nn.Module) -> Iterator[tuple[str, Mapping[int, Callable[..., Any]]]]:

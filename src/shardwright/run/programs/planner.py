@@ -91,7 +91,8 @@ class Planner:
                 with waiting_for("planning"):
                     return make_plan(capture, self._alongside(first, storage, capture))
             except OverBudget as error:
-                raise OverBudget(f"a batch with {shapes_of(capture)} came: {error}") from None
+                evaluated = "; to evaluate alone, call it under torch.no_grad()" if kind == "fine-tuning" else ""
+                raise OverBudget(f"a batch with {shapes_of(capture)} came: {error}{evaluated}") from None
 
         return from_rank_zero(ranks_by_collectives("making the plan"), make)
 

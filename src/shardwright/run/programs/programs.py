@@ -225,7 +225,7 @@ class Programs:
     def _warn_of_many(self, known: list[Kept], new: Remembered) -> None:
         """Say which value makes programs that differ in nothing else."""
         if len(known) == MANY_VALUES and self._world.rank == 0:
-            changed = ", ".join(map(str, new.differing(known[-1].remembered)))
+            changed = ", ".join(map(str, new.differing(known[-1].remembered))) or "a hook or an object of the model"
             warnings.warn(
                 f"the model is captured anew for each value of {changed}, {MANY_VALUES + 1} times so far; a value that "
                 "changes often belongs into the batch, as a tensor",

@@ -1,18 +1,23 @@
 """What a step reads inside objects that are no modules, as in ``self.config.scale``: each attribute by itself.
 
 Whole objects cannot be compared, and most of what stands in one has nothing to do with a step. So the attributes of
-those that a step can reach are watched while it is captured.
+those that a step can reach are watched while it is captured. What functions of installed packages read of them is left
+out: trainers and loggers count steps and keep time.
 """
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from types import CodeType
 from typing import Any
 
 from torch import nn
 
+from shardwright.graph.tracing import sources
 from shardwright.graph.tracing.outside import (
     MISSING,
     NOT_PLAIN,
@@ -22,6 +27,7 @@ from shardwright.graph.tracing.outside import (
     entries_of,
     in_slots,
     is_object,
+    names_of_step,
     variables,
 )
 
@@ -35,6 +41,8 @@ class ObjectReads:
         self.read: dict[Place, Any] = {}
         """Where what can be compared was read, and what it was then."""
         self._found: dict[int, tuple[Place, Any]] = {}
+        self._own: dict[CodeType, bool] = {}
+        self._names = names_of_step(traced, loss_fn)
         for owner, module in traced.named_modules():
             for name, value in attributes(module):
                 self._find(Place("attribute", owner, name), value)
@@ -44,22 +52,25 @@ class ObjectReads:
     @contextmanager
     def watched(self) -> Iterator[None]:
         """While the loss function runs."""
+        thread = threading.get_ident()  # what others read is not of the step
         kinds = {type(value) for _, value in self._found.values() if is_object(value)}
         with ExitStack() as stack:
             for kind in kinds:
                 try:
-                    stack.enter_context(self._reads_of(kind))
-                except TypeError:  # a class in C, as types.SimpleNamespace
+                    stack.enter_context(self._reads_of(kind, thread))
+                except (TypeError, AttributeError):  # a class in C, as types.SimpleNamespace
                     self._take_all(kind)
             yield
+        self._found.clear()
 
     @contextmanager
-    def _reads_of(self, kind: type) -> Iterator[None]:
+    def _reads_of(self, kind: type, thread: int) -> Iterator[None]:
         own, read = vars(kind).get("__getattribute__", MISSING), kind.__getattribute__
 
         def reading(value: Any, name: str) -> Any:
             got = read(value, name)  # type: ignore[call-arg]  # of the class, which takes the object first
-            if not name.startswith("__"):
+            own_thread = not name.startswith("__") and threading.get_ident() == thread
+            if own_thread and self._is_own(sys._getframe(1).f_code):
                 self._note(value, name, got)
             return got
 
@@ -72,14 +83,22 @@ class ObjectReads:
             else:
                 kind.__getattribute__ = own  # type: ignore[method-assign]
 
+    def _is_own(self, code: CodeType) -> bool:
+        """Whether this is code of the user's own."""
+        if code not in self._own:
+            self._own[code] = sources.is_users(code.co_filename) and not sources.package_of(code.co_filename)
+        return self._own[code]
+
     def _take_all(self, kind: type) -> None:
+        """Note what functions of the step name: of such a class it cannot be told what is read."""
         for _, value in list(self._found.values()):
             if type(value) is kind:
                 for name, entry in entries_of(value) or ():
-                    self._note(value, name, entry)
+                    if name in self._names:
+                        self._note(value, name, entry)
 
     def _note(self, value: Any, name: str, got: Any) -> None:
-        """An attribute that stands in the object or its class was read, and no property, which reads others."""
+        """An attribute was read that stands in the object or its class, or is made up; a property reads others."""
         found = self._found.get(id(value))
         if found is None or found[1] is not value:
             return
@@ -103,4 +122,5 @@ def _stands(value: Any, name: str, got: Any) -> bool:
     for space in (getattr(value, "__dict__", {}), dict(in_slots(value))):
         if space.get(name, MISSING) is got:
             return True
-    return any(vars(base).get(name, MISSING) is got for base in type(value).__mro__)
+    of_class = [vars(base)[name] for base in type(value).__mro__ if name in vars(base)]
+    return not of_class or of_class[0] is got
