@@ -160,7 +160,7 @@ def train(memory):
     parallel = sw.parallelize(model, loss_fn, batch, memory=memory, batch="global")
     losses = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-3), batch)
     held = parallel.plan.held.total
-    return losses, held, len(parallel.plan.again), {n: t.clone() for n, t in parallel.full_state_dict().items()}
+    return losses, held, {n: t.clone() for n, t in parallel.full_state_dict().items()}
 
 
 def on_two_ranks(memory):
@@ -177,11 +177,10 @@ def alone():
 
 @pytest.mark.slow
 def test_two_ranks_train_within_a_budget_as_one_device():
-    memory = 160_000  # data parallelism holds 180 kB
-    for losses, held, again, state in run_ranks(2, on_two_ranks, memory):
+    memory = 190_000  # data parallelism holds 252 kB
+    for losses, held, state in run_ranks(2, on_two_ranks, memory):
         expected, parameters = alone()
         assert held <= memory
-        assert again
         assert losses == pytest.approx(expected, rel=1e-5)
         for name, tensor in parameters.items():
             torch.testing.assert_close(state[name], tensor, rtol=1e-4, atol=1e-5)
@@ -213,4 +212,4 @@ def test_a_later_batch_that_exceeds_the_budget_is_refused_with_its_bytes():
         came = f"batch[0]: [{40 * ROWS}, {WIDTH}], batch[1]: [{40 * ROWS}, {WIDTH}]"
         assert f"a batch with {came} came: no plan was found under" in text
         assert "a device holds 300.0 kB or less" in text
-        assert "type a larger memory=, more devices, a smaller batch" in text
+        assert "or more, more devices, a smaller batch, or an optimizer that keeps less" in text
