@@ -143,6 +143,13 @@ class ObjectFiles:
     def read(self, path: str) -> bytes:
         return bytes(self.system.cat_file(path))
 
+    def read_if_there(self, path: str) -> bytes:
+        """Nothing where there is no such object, or no more."""
+        try:
+            return self.read(path)
+        except FileNotFoundError:
+            return b""
+
     def create(self, path: str, size_bytes: int = 0) -> Any:
         return self.system.open(path, "wb")
 
@@ -181,7 +188,7 @@ class ObjectFiles:
         else:
             self._take_over(lock, left)
         if not lock.is_held():
-            raise Locked(_owner(self._found(path)))
+            raise Locked(_owner(self.read_if_there(path)))
         lock.thread.start()
         return lock
 
@@ -205,12 +212,6 @@ class ObjectFiles:
             raise Locked(_owner(left)) from None
         finally:
             self.unlock(claim)
-
-    def _found(self, path: str) -> bytes:
-        try:
-            return self.read(path)
-        except FileNotFoundError:  # its holder has ended meanwhile
-            return b""
 
     def _left(self, path: str) -> bytes | None:
         """What a holder that is gone has left of its lock; None where there is none.
@@ -253,7 +254,7 @@ class ObjectLock:
         try:
             self.files.system.pipe_file(self.path, self._said(), mode="create")
         except FileExistsError:
-            raise Locked(_owner(self.files._found(self.path))) from None
+            raise Locked(_owner(self.files.read_if_there(self.path))) from None
 
     def beat(self) -> None:
         """Write it anew."""
@@ -262,11 +263,7 @@ class ObjectLock:
 
     def is_held(self) -> bool:
         """Whether it is still this one that is there, and no other's in its place."""
-        with self._at_it:
-            try:
-                return _nonce(self.files.read(self.path)) == self._nonce
-            except FileNotFoundError:
-                return False
+        return self._there() == self._nonce
 
     def stop(self) -> None:
         """Write it no more, as if the process had ended."""
@@ -280,15 +277,14 @@ class ObjectLock:
     def _keep(self) -> None:
         while not self._ended.wait(self.files.lease_s / 6):
             with contextlib.suppress(Exception):  # one beat that fails is made up for by the next
-                if self._is_anothers():
+                if self._there() not in ("", self._nonce):
                     return
                 self.beat()
 
-    def _is_anothers(self) -> bool:
-        """Whether another lock is there; where a beat has failed, as on a full disk, there is an empty one."""
+    def _there(self) -> str:
+        """Which lock is there; nothing where there is none, or an empty one, as a beat leaves that fails."""
         with self._at_it:
-            written = self.files._found(self.path)
-        return bool(written) and _nonce(written) != self._nonce
+            return _nonce(self.files.read_if_there(self.path))
 
 
 def _nonce(written: bytes) -> str:
