@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from shardwright.mesh.kept_hash import kept_hash
 from shardwright.mesh.mesh import Mesh
 
 
@@ -48,6 +49,7 @@ class Split:
 WHOLE = Split()
 
 
+@kept_hash
 @dataclass(frozen=True)
 class Layout:
     """The layout of a tensor: a `Split` per dim, and the axes over which the value is partial, in mesh order.
@@ -62,17 +64,6 @@ class Layout:
 
     dims: tuple[Split, ...]
     partial: tuple[str, ...] = ()
-
-    def __hash__(self) -> int:
-        # Searches look layouts up by the million.
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = hash((self.dims, self.partial))
-        return known
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without its hash, which is another one in other processes."""
-        return {"dims": self.dims, "partial": self.partial}
 
     @staticmethod
     def replicated(ndim: int) -> Layout:

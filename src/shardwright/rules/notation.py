@@ -34,6 +34,7 @@ from functools import cached_property, lru_cache
 from typing import Literal
 
 from shardwright.errors import StrategyError
+from shardwright.mesh.kept_hash import kept_hash
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
 
@@ -61,6 +62,7 @@ class Factor:
     kind: FactorKind
 
 
+@kept_hash
 @dataclass(frozen=True)
 class Strategy:
     """An assignment of mesh axes to the factors of a rule, in the rule's order of factors.
@@ -70,17 +72,6 @@ class Strategy:
 
     axes: tuple[tuple[str, ...], ...]
     partial: tuple[str, ...] = ()
-
-    def __hash__(self) -> int:
-        # Searches look strategies up by the million.
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = hash((self.axes, self.partial))
-        return known
-
-    def __getstate__(self) -> dict[str, object]:
-        """Without its hash, which is another one in other processes."""
-        return {"axes": self.axes, "partial": self.partial}
 
     @property
     def used(self) -> frozenset[str]:
