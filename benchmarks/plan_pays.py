@@ -1,6 +1,6 @@
 """Where a plan pays: training over a slow link, our plans beside DDP, FSDP and tensor parallelism by hand.
 
-    python benchmarks/plan_pays.py [--megabits 1000 100] [--rounds 3] [--quick]
+    python benchmarks/plan_pays.py [--megabits 1000 100] [--rounds 3] [--quick] [--busy]
 
 Needs root: two hosts of two ranks each are network namespaces of this machine (`tests/support/hosts.py`), whose
 links ``tc`` shapes to each rate in turn. For each rate the hosts are measured as ``shardwright bench --save-profile``
@@ -12,6 +12,7 @@ The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "ten
 the hosts, and the batch between them; torch's DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
 A run's figure is the median of its steps (forward, backward, a step of SGD), slowest rank; the table has the median of
 the rounds. Predicted is what the cost model says of a plan. ``--quick`` measures little, to see that everything works.
+Where other programs want the cores it refuses to measure, unless told ``--busy``.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ import sys
 import tempfile
 from pathlib import Path
 from typing import Any
+
+from quiet import add_busy, refuse_load
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 from hosts import HostNetwork, host_network
@@ -175,7 +178,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of a case, as perceptron")
     parser.add_argument("--plans", type=Path, help="a folder for the plans that were found")
     parser.add_argument("--quick", action="store_true")
+    add_busy(parser)
     given = parser.parse_args()
+    refuse_load(given.busy)
     given.rounds = 1 if given.quick else given.rounds
     print("Milliseconds of a step, predicted in brackets:\n")
     print(f"| Mbit/s | case | {' | '.join(WAYS)} | found / best other | found / ddp | predicted / measured |")

@@ -36,7 +36,7 @@ def test_the_graph_equals_the_model_in_training(name):
 @pytest.mark.parametrize("name", CASES)
 def test_the_graph_equals_the_model_in_evaluation(name):
     model, loss_fn, batch = CASES[name]
-    captured = rewrite(capture(model, loss_fn, batch, training=False))
+    captured = rewrite(capture(model, loss_fn, batch, "evaluation"))
     evaluated = copy.deepcopy(model).eval()
     values = evaluate(captured, dict(model.named_parameters()), dict(model.named_buffers()), flatten_batch(batch))
     output = loss_fn(evaluated, batch)
@@ -212,7 +212,7 @@ def test_nothing_of_the_model_changes():
     storages = {name: tensor.data_ptr() for name, tensor in model.state_dict().items()}
     state = torch.get_rng_state()
     attributes = {name: set(vars(module)) for name, module in model.named_modules()}
-    capture(model, loss_fn, batch, training=False)
+    capture(model, loss_fn, batch, "evaluation")
     capture(model, loss_fn, batch)
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
@@ -278,7 +278,7 @@ def test_leaves_that_are_no_tensors_belong_to_the_key():
 
 def test_predict_gives_what_comes_beside_the_loss():
     model, loss_fn, batch = CASES["transformer"]
-    captured = capture(model, loss_fn, batch, predict=True)
+    captured = capture(model, loss_fn, batch, "predict")
     assert captured.loss == ""
     assert not {"cross_entropy_loss", "native_dropout"} & set(operators(captured))
     values = evaluate(captured, dict(model.named_parameters()), {}, flatten_batch(batch))

@@ -241,7 +241,7 @@ def test_the_loss_must_be_one(loss_fn, message):
 
 def test_predict_needs_something_beside_the_loss():
     with pytest.raises(CaptureError, match=r"returns the loss alone\nReturn \(loss, outputs\) from it"):
-        capture(Perceptron(), squares, BATCH, predict=True)
+        capture(Perceptron(), squares, BATCH, "predict")
 
 
 def test_lazy_parameters():

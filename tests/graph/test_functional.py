@@ -17,7 +17,7 @@ def test_models_need_no_second_trace(name):
 
 
 def test_a_model_in_evaluation_needs_none():
-    assert same_graph(*CASES["resnet"], training=False)
+    assert same_graph(*CASES["resnet"], kind="evaluation")
 
 
 class Net(nn.Module):

@@ -212,7 +212,7 @@ class Masked(nn.Module):
 def test_a_mask_that_torch_compares_with_the_causal_one():
     model = Masked()
     like_plain(model, lambda model, x: model(x).square().mean(), torch.randn(8, 4, 8))
-    captured = capture(model, lambda model, x: (model(x).square().mean(), model(x)), torch.randn(8, 4, 8), predict=True)
+    captured = capture(model, lambda model, x: (model(x).square().mean(), model(x)), torch.randn(8, 4, 8), "predict")
     assert captured.aux
 
 

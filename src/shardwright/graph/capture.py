@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -14,37 +14,34 @@ from shardwright.graph.check import check
 from shardwright.graph.convert import convert
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import module_pins, pin_module
-from shardwright.graph.tracing.frozen import frozen_tensors
 from shardwright.graph.tracing.in_place import refuse_shared_memory
-from shardwright.graph.tracing.outside import tensors
 from shardwright.graph.tracing.trace import LossFunction, Trace, capture_device, trace
+
+StepKind = Literal["training", "fine-tuning", "evaluation", "predict"]
+"""What a step is for. Fine-tuning is training while the model is in evaluation mode: nothing is dropped, and statistics
+stay."""
 
 
 def capture(
     model: torch.nn.Module,
     loss_fn: LossFunction,
     sample_batch: Any,
+    kind: StepKind = "training",
     *,
-    training: bool = True,
-    evaluating: bool = False,
-    predict: bool = False,
     device: torch.device | None = None,
 ) -> Capture:
     """Capture ``loss_fn(model, batch)`` for batches like ``sample_batch``.
 
     The model and the batch may be real, fake or on the meta device: only shapes, dtypes and devices are looked at,
-    and nothing of the model is changed. With ``training`` the loss needs gradients, and modules keep the flags they
-    have if the model is in training mode, or are put into it; with ``evaluating`` too that is evaluation mode. With
-    ``predict`` the model is captured in evaluation mode, and the outputs are what the loss function returns beside the
-    loss: ``loss`` is then ``""``. ``device`` is where the model is to run, which may not hold it yet; by default where
-    it is.
+    and nothing of the model is changed. Modules keep the flags they have if the model is in the mode that the kind of
+    step wants, or are put into it. Where the step trains, the loss needs gradients. To predict, the outputs are what
+    the loss function returns beside the loss: ``loss`` is then ``""``. ``device`` is where the model is to run, which
+    may not hold it yet; by default where it is.
 
     Raises:
         CaptureError: where the step is not one graph of known shapes; names the user's line and the remedy.
     """
-    return Capturing(
-        model, loss_fn, sample_batch, training=training, evaluating=evaluating, predict=predict, device=device
-    ).capture()
+    return Capturing(model, loss_fn, sample_batch, kind, device=device).capture()
 
 
 class Capturing:
@@ -55,22 +52,18 @@ class Capturing:
         model: torch.nn.Module,
         loss_fn: LossFunction,
         sample_batch: Any,
+        kind: StepKind = "training",
         *,
-        training: bool = True,
-        evaluating: bool = False,
-        predict: bool = False,
         open_dims: Sequence[Collection[int]] = (),
         device: torch.device | None = None,
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
         leaves, spec = torch_private.tree_flatten(sample_batch)
         self._labels = [path or "batch" for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
-        self._train, self._evaluating, self._predict = training and not predict, evaluating, predict
-        in_training = self._train and not evaluating
-        mode = "predict" if predict else "training" if in_training else "fine-tuning" if training else "evaluation"
-        self._key = _key(mode, capture_device(model, device), leaves)
+        self._kind, self._train = kind, kind in ("training", "fine-tuning")
+        self._key = _key(kind, capture_device(model, device), leaves)
         self._traced = trace(
-            model, loss_fn, [leaf for _, leaf in leaves], spec, train=self._train, in_training=in_training,
+            model, loss_fn, [leaf for _, leaf in leaves], spec, train=self._train, in_training=kind == "training",
             open_dims=open_dims, device=device,
         )  # fmt: skip
 
@@ -90,10 +83,10 @@ class Capturing:
         return self._converted(replace(self._traced, sizes=sizes))
 
     def _converted(self, traced: Trace) -> Capture:
-        captured = convert(traced, self._labels, self._key, train=self._train, predict=self._predict)
-        outside = frozen_tensors(captured.constants, tensors(traced.model, self._loss_fn))
+        captured = convert(traced, self._labels, self._key, train=self._train, predict=self._kind == "predict")
+        outside = traced.reading.places_of(captured.constants)
         captured = replace(captured, frozen=traced.reading.places, outside=outside)
-        if self._train and not self._evaluating and not captured.values[captured.loss].needs_gradient:
+        if self._kind == "training" and not captured.values[captured.loss].needs_gradient:
             raise CaptureError(
                 "the loss does not depend on any parameter that requires a gradient\n"
                 "Compute it from the output of the model that the loss function is given, outside torch.no_grad()."
@@ -117,8 +110,8 @@ def flatten_batch(batch: Any) -> list[torch.Tensor]:
     return [leaf for _, leaf in torch_private.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
-def _key(mode: str, device: torch.device, leaves: list[tuple[str, Any]]) -> str:
-    parts = [mode]
+def _key(kind: StepKind, device: torch.device, leaves: list[tuple[str, Any]]) -> str:
+    parts: list[str] = [kind]
     if torch.is_autocast_enabled(device.type):
         parts.append(f"autocast {str(torch.get_autocast_dtype(device.type)).removeprefix('torch.')}")
     parts += [f"{path}={leaf!r}" for path, leaf in leaves if not isinstance(leaf, torch.Tensor)]

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.graph.tracing.outside import Place
+from shardwright.graph.tracing.outside.places import Place
 from shardwright.rules.notation import Operand
 
 ValueKind = Literal["parameter", "buffer", "input", "constant", "result"]

@@ -4,33 +4,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from shardwright.graph.capture import Capturing, capture
+from shardwright.graph.capture import Capturing, StepKind, capture
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import apply_pins
 from shardwright.graph.rewrite import rewrite
 from shardwright.graph.tracing.trace import LossFunction
-
-StepKind = Literal["training", "fine-tuning", "evaluation", "predict"]
-"""What a step is for. Fine-tuning is training while the model is in evaluation mode: nothing is dropped, and statistics
-stay."""
-
-
-class _How(TypedDict):
-    """What `Capturing` is told of a step."""
-
-    training: bool
-    evaluating: bool
-    predict: bool
-
-
-def _captured_as(kind: StepKind) -> _How:
-    tuned = kind == "fine-tuning"
-    return {"training": tuned or kind == "training", "evaluating": tuned, "predict": kind == "predict"}
 
 
 def outputs_alone(predict_fn: LossFunction) -> LossFunction:
@@ -53,7 +36,7 @@ def captured_step(
     device: torch.device | None = None,
 ) -> Capture:
     """The graph of a step, rewritten and pinned. Raises as `capture` and `apply_pins` do."""
-    captured = capture(model, loss_fn, batch, **_captured_as(kind), device=device)
+    captured = capture(model, loss_fn, batch, kind, device=device)
     return apply_pins(rewrite(captured, batch_norm=batch_norm), pins)
 
 
@@ -75,7 +58,7 @@ class OpenStep:
         open_dims: Sequence[Collection[int]],
         device: torch.device | None = None,
     ) -> None:
-        self._capturing = Capturing(model, loss_fn, batch, **_captured_as(kind), open_dims=open_dims, device=device)
+        self._capturing = Capturing(model, loss_fn, batch, kind, open_dims=open_dims, device=device)
         self._pins: Mapping[str, Any] = pins
         self._batch_norm: Literal["global", "per-replica"] = batch_norm
 

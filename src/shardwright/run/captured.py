@@ -17,8 +17,7 @@ from torch import Tensor
 
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
-from shardwright.graph.capture import flatten_batch
-from shardwright.graph.step import StepKind
+from shardwright.graph.capture import StepKind, flatten_batch
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.processes import communicator_over

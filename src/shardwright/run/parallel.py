@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.step import outputs_alone
-from shardwright.graph.tracing.outside import called_function, code_digest
+from shardwright.graph.tracing.outside.closures import called_function, code_digest
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh

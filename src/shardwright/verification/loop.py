@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
-from shardwright.graph.tracing.outside import NOT_PLAIN, called_function, plain, tensors, variables
+from shardwright.graph.tracing.outside.closures import called_function
+from shardwright.graph.tracing.outside.code import StepCode
+from shardwright.graph.tracing.outside.values import NOT_PLAIN, plain
 from shardwright.plan.plan import Plan
 from shardwright.run.model import ParallelModel
 from shardwright.verification.compare import ONE_DEVICE, PLAIN, Comparison, State, gradients_of, parameters_of
@@ -98,11 +100,12 @@ class Outside:
     """
 
     def __init__(self, model: nn.Module, *functions: Callable[..., Any]) -> None:
-        self._tensors = {id(t): (t, t.detach().clone()) for f in functions for _, t in tensors(model, f)}
+        steps = [StepCode(model, function) for function in functions]
+        self._tensors = {id(t): (t, t.detach().clone()) for step in steps for _, t in step.tensors(model)}
         self._values = [
-            (place.kind, function, place.name, value, copy.deepcopy(value))
-            for function in functions
-            for place, value in variables(model, function)
+            (place.kind, step.loss_fn, place.name, value, copy.deepcopy(value))
+            for step in steps
+            for place, value in step.variables()
             if place.kind in ("closure", "global") and plain(value) is not NOT_PLAIN
         ]
 

@@ -15,7 +15,8 @@ from torch import nn
 from shardwright.errors import CaptureError
 from shardwright.graph.capture import capture
 from shardwright.graph.tracing.frozen import FrozenWarning
-from shardwright.graph.tracing.outside import MOST_LEAVES, NOT_PLAIN, inside
+from shardwright.graph.tracing.outside.entries import inside
+from shardwright.graph.tracing.outside.values import MOST_LEAVES, NOT_PLAIN
 
 pytestmark = pytest.mark.usefixtures("float64")
 state = {"h": torch.ones(3)}

@@ -18,6 +18,7 @@ from torch import Tensor, fx
 from shardwright import torch_private
 from shardwright.errors import CaptureError
 from shardwright.graph.functional import parts
+from shardwright.graph.functional.spans import meet, span
 from shardwright.rules.table import Column, column, row_of
 
 # The operands that operators change which say so by an argument, and where that stands.
@@ -70,20 +71,9 @@ def _sees_changes(node: fx.Node) -> bool:
             lying[key].append((place, of.meta["val"], changes))
     pairs = (pair for together in lying.values() for pair in combinations(together, 2))
     return any(  # where a tensor lies is asked of these alone: sizes that are open are decided by that
-        (changes or other_changes) and place != other_place and _meet(_span(one), _span(other))
+        (changes or other_changes) and place != other_place and meet(span(one), span(other))
         for (place, one, changes), (other_place, other, other_changes) in pairs
     )
-
-
-def _meet(span: tuple[int, int], other: tuple[int, int]) -> bool:
-    return span[0] < other[1] and other[0] < span[1]
-
-
-def _span(tensor: Tensor) -> tuple[int, int]:
-    """Where in its memory a tensor begins and ends, in bytes."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset())
-    return begin * tensor.itemsize, (begin + int(last) + 1 if tensor.numel() else begin) * tensor.itemsize
 
 
 def changed_by(node: fx.Node) -> Iterator[fx.Node]:

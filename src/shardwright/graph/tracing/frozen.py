@@ -18,23 +18,15 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.graph.tracing.outside import (
-    MISSING,
-    NOT_PLAIN,
-    OF_TORCH,
-    Place,
-    comparable,
-    members_named,
-    plain,
-    same,
-    tensors,
-    variables,
-)
+from shardwright.graph.tracing.outside.code import StepCode
+from shardwright.graph.tracing.outside.entries import OF_TORCH
+from shardwright.graph.tracing.outside.objects import ObjectReads
+from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.values import MISSING, NOT_PLAIN, comparable, plain, same
 from shardwright.graph.tracing.sources import callers_line
 from shardwright.graph.tracing.state.again import Again
 from shardwright.graph.tracing.state.judged import Judged, judged, lost
 from shardwright.graph.tracing.state.left import Left, equal_states
-from shardwright.graph.tracing.state.objects import ObjectReads
 from shardwright.graph.tracing.state.origins import Origins
 from shardwright.graph.tracing.state.seen import Name, Seen
 
@@ -57,12 +49,12 @@ class Reading:
         self._owners = {id(vars(module)): owner for owner, module in traced.named_modules()}
         self._traced = traced
         self._seen, self.origins = Seen(), Origins()
-        self.begins = partial(Left, model, traced, loss_fn)
-        self._tensors = partial(tensors, traced, loss_fn)
+        step = StepCode(model, loss_fn)
+        self.begins = partial(Left, model, traced, step)
+        self._tensors = partial(step.tensors, traced)
         self._left: list[Judged] = []
-        named = (*variables(model, loss_fn), *members_named(model, loss_fn))
-        before = {place: comparable(value) for place, value in named}
-        self._objects = ObjectReads(traced, loss_fn)
+        before = {place: comparable(value) for place, value in (*step.variables(), *step.members())}
+        self._objects = ObjectReads(traced, step)
         self._variables = {place: value for place, value in before.items() if value is not NOT_PLAIN}
         self._now = partial(Place.now, model=model, loss_fn=loss_fn)
         self._warnings: dict[str, type[Warning]] = {}
@@ -82,6 +74,13 @@ class Reading:
     def place_of(self, tensor: torch.Tensor) -> Place | None:
         """Where a tensor stands beside parameters, buffers and the batch; None for one that the step has made."""
         return next((place for place, found in self._tensors() if found is tensor), None)
+
+    def places_of(self, constants: Mapping[str, torch.Tensor]) -> dict[str, Place]:
+        """Where the tensors stand that a graph holds as constants, by the names that the graph has for them."""
+        kept = [(place, t) for place, t in self._tensors() if t.numel() and not torch_private.is_fake(t)]
+        by_storage = {_memory(tensor): place for place, tensor in kept}  # fake ones are those that the trace sets
+        named = {name: by_storage.get(_memory(tensor)) for name, tensor in constants.items()}
+        return {name: place for name, place in named.items() if place is not None}
 
     def warn(self) -> None:
         """Say what the graph will not do."""
@@ -237,11 +236,6 @@ class Reading:
         )
 
 
-def frozen_tensors(
-    constants: Mapping[str, torch.Tensor], found: Iterator[tuple[Place, torch.Tensor]]
-) -> dict[str, Place]:
-    """Where the tensors stand that a graph holds as constants, by the names that the graph has for them."""
-    kept = [(place, t) for place, t in found if t.numel() and not torch_private.is_fake(t)]  # the trace sets others
-    by_storage = {(t.data_ptr(), tuple(t.shape), t.stride()): place for place, t in kept}
-    named = {name: by_storage.get((t.data_ptr(), tuple(t.shape), t.stride())) for name, t in constants.items()}
-    return {name: place for name, place in named.items() if place is not None}
+def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
+    """Which numbers a tensor has."""
+    return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

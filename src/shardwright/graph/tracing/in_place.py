@@ -13,7 +13,8 @@ import torch
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
-from shardwright.graph.tracing.outside import Place
+from shardwright.graph.functional.spans import meet, span
+from shardwright.graph.tracing.outside.places import Place
 
 
 class Buffers:
@@ -185,19 +186,12 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], changed: Iterable[
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether an element of one tensor lies where an element of the other does, in the same storage."""
-    (begin, end), (other_begin, other_end) = _range(one), _range(other)
-    if end <= other_begin or other_end <= begin or one.dtype != other.dtype:
-        return begin < other_end and other_begin < end
-    taken = torch.zeros(max(end, other_end) // one.itemsize, dtype=torch.bool)
+    here, there = span(one), span(other)
+    if not meet(here, there) or one.dtype != other.dtype:
+        return meet(here, there)
+    taken = torch.zeros(max(here[1], there[1]) // one.itemsize, dtype=torch.bool)
     taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
     return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
-
-
-def _range(tensor: torch.Tensor) -> tuple[int, int]:
-    """The first byte in the storage of a tensor, and the first behind it."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    begin = int(tensor.storage_offset()) * tensor.itemsize
-    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def refuse_setting_data(function: Any, where: str) -> None:

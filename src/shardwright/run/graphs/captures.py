@@ -20,8 +20,9 @@ from torch import nn
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.graph.capture import StepKind
 from shardwright.graph.ir import Capture
-from shardwright.graph.step import OpenStep, StepKind, captured_step
+from shardwright.graph.step import OpenStep, captured_step
 from shardwright.graph.tracing.trace import LossFunction, capture_device
 from shardwright.run.graphs.dynamic import Dynamic, Shapes, changed_dims, changes, labels_and_shapes, open_dims, written
 from shardwright.run.graphs.remembered import Remembered

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardwright.data.loading.batch import Batch
-from shardwright.graph.step import StepKind
+from shardwright.graph.capture import StepKind
 from shardwright.graph.tracing.trace import capture_device
 from shardwright.run.graphs.captures import Captures
 

@@ -15,16 +15,9 @@ from torch import nn
 from shardwright import torch_private
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.ir import Capture
-from shardwright.graph.tracing.outside import (
-    MISSING,
-    NOT_PLAIN,
-    Place,
-    called_function,
-    code_digest,
-    comparable,
-    in_words,
-    same,
-)
+from shardwright.graph.tracing.outside.closures import called_function, code_digest
+from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.values import MISSING, NOT_PLAIN, comparable, in_words, same
 from shardwright.rules.functions import called, function_of, is_function
 from shardwright.world.agreement import from_all_ranks
 
@@ -42,11 +35,7 @@ class Remembered:
         for place in capture.frozen:
             variables = {} if place.path else place.variables(module)
             value = variables.get(place.name, MISSING)
-            flat = isinstance(value, tuple) and not any(isinstance(entry, _CHANGING) for entry in value)
-            whole = self._values[place] is NOT_PLAIN and value is not MISSING
-            if not place.path and (
-                value is self._values[place] or flat or whole
-            ):  # what cannot change in place, or need not be the same
+            if not place.path and _stays(value, self._values[place]):
                 self._quick.append((variables, place.name, value))
             else:
                 self._others.append(place)
@@ -105,6 +94,16 @@ class Remembered:
     def _now(self, place: Place) -> Any:
         value = place.now(self._module, self._loss_fn)
         return value if value is MISSING else comparable(value)
+
+
+def _stays(value: Any, known: Any) -> bool:
+    """Whether the same object tells that nothing has changed: it cannot change in place, or need not stay the same.
+
+    Args:
+        known: what `comparable` says of it.
+    """
+    flat = isinstance(value, tuple) and not any(isinstance(entry, _CHANGING) for entry in value)
+    return value is known or flat or (known is NOT_PLAIN and value is not MISSING)
 
 
 def _alike(one: Any, other: Any) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from shardwright.data.loading.same_data import checksum
 from shardwright.errors import UsageError
 from shardwright.graph.tracing.open_sizes import in_batch
-from shardwright.graph.tracing.outside import PLAIN
+from shardwright.graph.tracing.outside.values import PLAIN
 from shardwright.torch_private import tree_flatten
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group

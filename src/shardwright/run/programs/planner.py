@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from shardwright.backends.table import backend_moving
 from shardwright.errors import CaptureError, PlanError
+from shardwright.graph.capture import StepKind
 from shardwright.graph.ir import Capture
-from shardwright.graph.step import StepKind
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.mesh.layout import Layout
 from shardwright.plan.make import make_plan

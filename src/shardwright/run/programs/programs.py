@@ -13,7 +13,7 @@ from torch import Tensor
 
 from shardwright.backends.table import backend_moving
 from shardwright.errors import ShardwrightError
-from shardwright.graph.step import StepKind
+from shardwright.graph.capture import StepKind
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.graph.tracing.outside import MISSING, Place
+from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.values import MISSING
 from shardwright.graph.tracing.state.contents import Contents
 from shardwright.graph.tracing.state.left import Change, Left
 

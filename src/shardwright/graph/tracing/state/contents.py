@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.graph.tracing.outside import NOT_PLAIN, plain
+from shardwright.graph.tracing.outside.values import NOT_PLAIN, plain
 
 _DRAWN = "random numbers"
 _TRAINED = "parameters"  # as one: a step of thousands would hold a set of thousands for each tensor

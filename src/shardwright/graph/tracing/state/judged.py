@@ -9,7 +9,9 @@ import torch
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
-from shardwright.graph.tracing.outside import HOOKS, MISSING, NOT_PLAIN, Place, plain
+from shardwright.graph.tracing.outside.entries import HOOKS
+from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.values import MISSING, NOT_PLAIN, plain
 from shardwright.graph.tracing.state.again import Again
 from shardwright.graph.tracing.state.left import Change
 from shardwright.graph.tracing.state.origins import Origins

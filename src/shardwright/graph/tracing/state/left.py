@@ -6,7 +6,7 @@ import functools
 import random
 import weakref
 from collections import ChainMap, OrderedDict, deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from operator import is_
@@ -18,24 +18,20 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.graph.tracing.outside import (
+from shardwright.graph.tracing.outside.closures import CachedFunction
+from shardwright.graph.tracing.outside.code import StepCode
+from shardwright.graph.tracing.outside.entries import (
     HOOKS,
-    MISSING,
     OF_TORCH,
-    PLAIN,
-    CachedFunction,
     Entries,
-    Place,
     attributes,
     entries_of,
-    follow,
     in_slots,
     inside,
-    long_and_plain,
     opened_modules,
-    same,
-    variables,
 )
+from shardwright.graph.tracing.outside.places import Place, follow
+from shardwright.graph.tracing.outside.values import MISSING, PLAIN, long_and_plain, same
 
 _MOST = 100_000  # entries of an array that are looked at
 
@@ -59,8 +55,8 @@ class _Same(list[Any]):
 class Left:
     """Watches one capture. ``traced`` is the copy of ``model`` that runs."""
 
-    def __init__(self, model: nn.Module, traced: nn.Module, loss_fn: Callable[..., Any]) -> None:
-        self._model, self._traced, self._loss_fn = model, traced, loss_fn
+    def __init__(self, model: nn.Module, traced: nn.Module, step: StepCode) -> None:
+        self._traced, self._step = traced, step
         self._buffers = {name for name, _ in traced.named_buffers(remove_duplicate=False)}
         self._modules = opened_modules(model) | opened_modules(traced)
         self._variables = [(place, value, self._opened(value)) for place, value in self._held()]
@@ -105,7 +101,7 @@ class Left:
         """Let a variable, or an attribute of a module's class, stand for ``value``; others are of the copy alone."""
         if place.kind != "attribute":
             with suppress(KeyError):  # gone
-                place.put(self._loss_fn, value)
+                place.put(self._step.loss_fn, value)
             return
         module = follow(self._traced, place.owner)
         owners = [base for base in type(module).__mro__ if place.name in vars(base)]
@@ -137,7 +133,7 @@ class Left:
     def _held(self) -> Iterator[tuple[Place, Any]]:
         """Variables, and what no copy of the model copies: what modules share by their class, and functions, as hooks
         are."""
-        yield from variables(self._model, self._loss_fn)
+        yield from self._step.variables()
         for owner, module in self._traced.named_modules():
             for name, value in _shared(type(module)).items():
                 if name not in vars(module):

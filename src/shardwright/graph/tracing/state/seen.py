@@ -7,7 +7,9 @@ from typing import Any
 from torch import nn
 
 from shardwright import torch_private
-from shardwright.graph.tracing.outside import NOT_PLAIN, PLAIN, Place, comparable, is_object
+from shardwright.graph.tracing.outside.entries import is_object
+from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.values import NOT_PLAIN, PLAIN, comparable
 from shardwright.graph.tracing.sources import callers_line
 
 Name = tuple[str, str]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from types import CodeType
@@ -18,18 +18,10 @@ from typing import Any
 from torch import nn
 
 from shardwright.graph.tracing import sources
-from shardwright.graph.tracing.outside import (
-    MISSING,
-    NOT_PLAIN,
-    Place,
-    attributes,
-    comparable,
-    entries_of,
-    in_slots,
-    is_object,
-    names_of_step,
-    variables,
-)
+from shardwright.graph.tracing.outside.code import StepCode
+from shardwright.graph.tracing.outside.entries import attributes, entries_of, in_slots, is_object
+from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.values import MISSING, NOT_PLAIN, comparable
 
 _MOST, _DEEPEST = 5_000, 8  # objects that are watched, and how far inside of each other
 
@@ -37,16 +29,16 @@ _MOST, _DEEPEST = 5_000, 8  # objects that are watched, and how far inside of ea
 class ObjectReads:
     """Watches the objects that the attributes of ``traced``, closures and variables lead to."""
 
-    def __init__(self, traced: nn.Module, loss_fn: Callable[..., Any]) -> None:
+    def __init__(self, traced: nn.Module, step: StepCode) -> None:
         self.read: dict[Place, Any] = {}
         """Where what can be compared was read, and what it was then."""
         self._found: dict[int, tuple[Place, Any]] = {}
         self._own: dict[CodeType, bool] = {}
-        self._names = names_of_step(traced, loss_fn)
+        self._names = step.names
         for owner, module in traced.named_modules():
             for name, value in attributes(module):
                 self._find(Place("attribute", owner, name), value)
-        for place, value in variables(traced, loss_fn):
+        for place, value in step.variables():
             self._find(place, value)
 
     @contextmanager
