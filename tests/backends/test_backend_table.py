@@ -50,7 +50,7 @@ def test_a_text_names_a_backend_for_each_device(text, cpu, cuda, gpus):
 
 def test_the_usual_backends():
     assert (usual_backend("cpu"), usual_backend("cuda")) == (GLOO, NCCL)
-    assert (usual_backend("cpu", one_host=True), usual_backend("cuda", one_host=True)) == (SHM, NCCL)
+    assert (usual_backend("cpu", shared=True), usual_backend("cuda", shared=True)) == (SHM, NCCL)
 
 
 def test_the_table_imports_no_torch():

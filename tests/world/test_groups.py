@@ -51,7 +51,7 @@ def test_a_group_over_two_hosts():
     not_a_member = "rank {} is not a member of this group; only its members may ask about it"
     for rank in (0, 2, 5):
         assert results[rank] == (
-            f"rank {rank} of 6 (local rank {rank % 3} of 3 on node{1 + rank // 3}), cpu, gloo",
+            f"rank {rank} of 6 (local rank {rank % 3} of 3 on node{1 + rank // 3}), cpu, shm",
             not_a_member.format(rank),
             not_a_member.format(rank),
         )

@@ -61,7 +61,7 @@ class Backend:
         name: what is typed after ``--backend`` and given to `sw.init`.
         says: what stands behind the name where the choices are listed.
         device: where ranks compute that ask for it and for no device.
-        one_host: whether it is the usual one of several ranks that are all on one host.
+        shared: whether it is the usual one where hosts have several ranks each, all as many.
         instead: the name of the one that takes its place, aloud, where there is not what it needs.
         moves: the devices whose tensors it moves.
         torch_name: what torch calls it, where that is another name.
@@ -85,7 +85,7 @@ class Backend:
     name: str
     says: str = ""
     device: DeviceType = "cpu"
-    one_host: bool = False
+    shared: bool = False
     instead: str = ""
     moves: tuple[DeviceType, ...] = ("cpu", "cuda")
     torch_name: str = ""
@@ -145,7 +145,7 @@ MPI = Backend(
     module="shardwright.backends.mpi",
 )  # fmt: skip
 SHM = Backend(
-    name="shm", says="CPU, in memory that ranks share", one_host=True, instead="gloo", moves=("cpu",),
+    name="shm", says="CPU, in memory that ranks share", shared=True, instead="gloo", moves=("cpu",),
     module="shardwright.backends.shm", sends_messages=True, waits_in_turns=True, infiniband=False,
     buckets=Buckets(8 * 2**20, first_bytes=4 * 2**20), buckets_between=Buckets(4 * 2**20, first_bytes=4 * 2**20),
     host_by_host=True,
@@ -154,11 +154,11 @@ SHM = Backend(
 BACKENDS: Mapping[str, Backend] = {row.name: row for row in (GLOO, NCCL, MPI, SHM)}
 
 
-def usual_backend(device: DeviceType, one_host: bool = False) -> Backend:
-    """The backend of ranks that compute on such devices, where none is asked for; several on ``one_host`` may have one
-    of their own."""
-    rows = [row for row in BACKENDS.values() if row.device == device and (one_host or not row.one_host)]
-    return max(rows, key=lambda row: row.one_host)
+def usual_backend(device: DeviceType, shared: bool = False) -> Backend:
+    """The backend of ranks that compute on such devices, where none is asked for; ``shared`` hosts have several of them
+    each, all as many, and may have a backend of their own."""
+    rows = [row for row in BACKENDS.values() if row.device == device and (shared or not row.shared)]
+    return max(rows, key=lambda row: row.shared)
 
 
 def choices() -> str:

@@ -126,11 +126,10 @@ def plan_file(
         UsageError: where the file, the function or an argument does not fit.
         CaptureError, StrategyError, PlanError: as `sw.parallelize` does.
     """
-    among = usual_backend("cpu", one_host=hosts in (None, 1)).name
-    known, states = read_hardware(hardware, among), states_of(optimizer)
-    limit = read_memory(memory) if memory is not None else None
+    states, limit = states_of(optimizer), read_memory(memory) if memory is not None else None
     build = BuildFunction.parse(target).load()
     chosen = None if load else _mesh(devices, mesh)
+    known = _on_hosts(hardware, hosts, chosen.size if chosen is not None else None)
     stages = _Stages(progress)
     built, notes = stages.timed("building", lambda: _build_without_storage(build))
     graph = stages.timed(
@@ -138,14 +137,13 @@ def plan_file(
         lambda: RuledGraph.of(captured_step(built.model, built.loss_fn, built.batches[0], built.pins)),
     )
     if chosen is not None:
-        known = _on_hosts(known, hosts, chosen.size)
         patterns = read_patterns(recompute)
         request = PlanRequest(chosen, mode, search, inputs, known, memory=limit, optimizer=states, recompute=patterns)
         plan = stages.timed("planning", lambda: make_plan(graph.capture, request))
     else:
         plan = stages.timed("loading", lambda: Plan.load(load or "", graph))
         _refuse_other_size(plan, load or "", devices, mesh)
-        known = _on_hosts(known, hosts, plan.mesh.size)
+        known = _on_hosts(hardware, hosts, plan.mesh.size)
         request = PlanRequest(plan.named, inputs=inputs, hardware=known, optimizer=plan.optimizer)
     return PlannedFile(plan, request, notes, stages.seconds)
 
@@ -187,14 +185,17 @@ def _mesh(devices: int | None, mesh: str | None) -> Mesh:
     return chosen
 
 
-def _on_hosts(hardware: Hardware, hosts: int | None, devices: int) -> Hardware:
-    if hosts is None:
-        return hardware
+def _on_hosts(hardware: str, hosts: int | None, devices: int | None) -> Hardware:
+    """The prices of so many devices, evenly on hosts; of any number where that is not known yet."""
+    alone = hosts is not None and hosts == devices
+    known = read_hardware(hardware, usual_backend("cpu", shared=not alone).name)
+    if hosts is None or devices is None:
+        return known
     if hosts < 1 or devices % hosts:
         raise UsageError(
             f"--hosts {hosts} for {devices} devices: each has as many; type a number that divides {devices}"
         )
-    return hardware.on_hosts([str(device * hosts // devices) for device in range(devices)])
+    return known.on_hosts([str(device * hosts // devices) for device in range(devices)])
 
 
 def _refuse_other_size(plan: Plan, path: str, devices: int | None, mesh: str | None) -> None:

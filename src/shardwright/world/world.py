@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
 
+from shardwright.backends.between.grid import Grid
 from shardwright.backends.gloo_threads import calm_receivers
 from shardwright.backends.group import backends_of
 from shardwright.backends.table import (
@@ -95,9 +96,9 @@ def init(
 
     ``device`` is where this rank computes: "cpu", "cuda" (the GPU that its place on its host gives it) or "cuda:N"; all
     ranks of a host may have one GPU with backend="gloo". Unless given it is what the backend serves.
-    ``backend`` is nccl where torch sees GPUs, else shm where several ranks are on one host, else gloo, unless given
-    here or by ``shardwright launch --backend``; "shm" shares memory within each of several hosts, too, and "mpi" is for
-    ranks that mpirun started (`shardwright.backends.table`).
+    ``backend`` is nccl where torch sees GPUs, else shm where each host has several ranks, all as many, else gloo,
+    unless given here or by ``shardwright launch --backend``; between hosts "shm" goes by gloo, and "mpi" is for ranks
+    that mpirun started (`shardwright.backends.table`).
     ``init_method`` (``tcp://HOST:PORT`` or ``file:///PATH``), ``rank`` and ``world_size`` take the place of what the
     launcher says. ``timeout`` (seconds or timedelta) bounds the wait for the other ranks, 300 s unless given, and every
     collective, torch's default unless given. A second call returns the same world; a process group that the script has
@@ -249,8 +250,7 @@ def _by_place(cards: tuple[Card, ...]) -> tuple[Card, ...]:
     """The cards with the usual backend of ranks that are where these are, unless one of them was told its own."""
     if any(card.asked for card in cards):
         return cards
-    one_host = len(cards) > 1 == len(set(host_names(cards)))
-    name = usual_backend(cards[0].device, one_host).name
+    name = usual_backend(cards[0].device, shared=Grid.of(host_names(cards)).is_whole).name
     return tuple(replace(card, backend=name) for card in cards)
 
 

@@ -7,8 +7,9 @@ of the first rank. What each rank has for each other one goes from rank to rank 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,24 @@ from shardwright.errors import WorldError
 
 # Each ends with this rank's coming to a stage within its host, or with what it waits for from other hosts.
 Steps = Iterator[Awaited | None]
+PART_BYTES = 2**20  # of what is reduced, that go between hosts together
+AHEAD = 3  # parts that are between hosts at once
 PAIR = 2  # hosts: each sends as much whether it sends all of a piece or sends halves twice
+
+
+@dataclass(frozen=True)
+class _Hosts:
+    """A piece that goes between hosts.
+
+    Attributes:
+        rows: what each host has of it, or of this one's part of it.
+        parts: those of the piece, where each host sums one.
+    """
+
+    mine: Tensor
+    rows: Sequence[Tensor]
+    moving: Sequence[Awaited]
+    parts: Sequence[Tensor] = ()
 
 
 class Between(ByRows):
@@ -100,12 +118,18 @@ class Between(ByRows):
             tensor.data.copy_(total)
 
     def _reduce_all(self, kind: str, flat: Tensor, reduction: Reduction, root: int = 0) -> Steps:
+        """Part after part: while the network moves some, the ranks of a host reduce the next within it."""
         yield from self._come(kind, flat, reduction.name, root)
-        pieces = self._pieces(flat)
-        mine = pieces[self.index]
-        yield from self.inside.reduce_scatter_list(mine, pieces, self._of_host(reduction))
-        yield from self._reduce_piece(mine, reduction)
-        yield from self.inside.all_gather_list(pieces, mine)
+        under_way: deque[tuple[list[Tensor], _Hosts]] = deque()
+        for part in torch.split(flat, max(1, PART_BYTES // flat.element_size())):
+            pieces = self._pieces(part)
+            mine = pieces[self.index]
+            yield from self.inside.reduce_scatter_list(mine, pieces, self._of_host(reduction))
+            under_way.append((pieces, self._begun(mine, reduction)))
+            if len(under_way) == AHEAD:
+                yield from self._ended(*under_way.popleft(), reduction)
+        for pieces, hosts in under_way:
+            yield from self._ended(pieces, hosts, reduction)
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """One for each rank of a host."""
@@ -113,24 +137,29 @@ class Between(ByRows):
             return [flat, *(flat[:0] for _ in range(1, self.inside.size))]
         return cut(flat, self.inside.size)
 
-    def _reduce_piece(self, mine: Tensor, reduction: Reduction) -> Steps:
-        """What the hosts have summed each, in their order."""
+    def _begun(self, mine: Tensor, reduction: Reduction) -> _Hosts:
+        """What the hosts have summed each of a piece begins to go between them."""
         hosts = self.column.size
         if hosts == PAIR or mine.nbytes <= SMALL_BYTES:
             rows = [torch.empty_like(mine) for _ in range(hosts)]
             rows[self.row] = mine if hosts == PAIR else mine.clone()
-            yield from self.column.to_all(rows)
-            reduction.total(rows, mine)
-        else:
-            parts = cut(mine, hosts)
-            yield from self._reduce_parts(parts[self.row], mine, [len(part) for part in parts], reduction)
-            yield from self.column.to_all(parts)
+            return _Hosts(mine, rows, self.column.to_all(rows))
+        parts = cut(mine, hosts)
+        rows, moving = self._exchanged(mine, len(parts[self.row]), [len(part) for part in parts])
+        return _Hosts(mine, rows, [moving], parts)
 
-    def _reduce_parts(self, out: Tensor, flat: Tensor, lengths: Sequence[int], reduction: Reduction) -> Steps:
-        """The parts of ``flat``, of these lengths, go to the hosts; what all have for this one is reduced."""
-        rows = flat.new_empty(self.column.size, len(out))
-        yield self.column.exchange(rows.view(-1), flat, [len(out)] * self.column.size, lengths)
-        reduction.total(rows.unbind(), out)
+    def _ended(self, pieces: list[Tensor], hosts: _Hosts, reduction: Reduction) -> Steps:
+        """The sum of all, in the order of the hosts, has come to all ranks of this one."""
+        yield from hosts.moving
+        reduction.total(hosts.rows, hosts.parts[self.row] if hosts.parts else hosts.mine)
+        if hosts.parts:
+            yield from self.column.to_all(hosts.parts)
+        yield from self.inside.all_gather_list(pieces, hosts.mine)
+
+    def _exchanged(self, flat: Tensor, length: int, lengths: Sequence[int]) -> tuple[list[Tensor], Awaited]:
+        """The parts of ``flat``, of these lengths, go to the hosts; what all have for this one, of ``length``."""
+        rows = flat.new_empty(self.column.size, length)
+        return list(rows.unbind()), self.column.exchange(rows.view(-1), flat, [length] * self.column.size, lengths)
 
     def broadcast(self, tensor: Tensor, root: int) -> Steps:
         flat, finish = flat_of(tensor)
@@ -168,7 +197,9 @@ class Between(ByRows):
         summed = flat.new_empty(sum(lengths))
         for ranks, part in zip(self.grid.rows, torch.split(summed, lengths), strict=True):
             yield from self.inside.reduce_scatter_list(part, [rows[rank] for rank in ranks], self._of_host(reduction))
-        yield from self._reduce_parts(flat, summed, lengths, reduction)
+        rows_of_hosts, moving = self._exchanged(summed, len(flat), lengths)
+        yield moving
+        reduction.total(rows_of_hosts, flat)
         finish()
 
     def exchange(self, kind: str, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor], root: int = 0) -> Steps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
@@ -74,8 +74,22 @@ class Moves:
         return [self._begun(self._gloo.broadcast(_bytes(tensor), root))] if tensor.numel() else []
 
     def to_all(self, rows: Sequence[Tensor]) -> list[Moving]:
-        """The row of each rank into those of the others, which have as much room there."""
-        return [moving for root, row in enumerate(rows) for moving in self.broadcast(row, root)]
+        """The row of each rank into those of the others, which have as much room there.
+
+        Broadcasts of one row after the other would use the network in one direction at a time.
+        """
+        if not any(map(len, rows)):
+            return []
+        others = [row for rank, row in enumerate(rows) if rank != self.rank]
+        awaited = [len(row) * (rank != self.rank) for rank, row in enumerate(rows)]
+        sent = [len(rows[self.rank]) * (rank != self.rank) for rank in range(self.size)]
+        if len(others) == 1:
+            return [self.exchange(others[0], rows[self.rank], awaited, sent)]
+        into, out = others[0].new_empty(sum(awaited)), torch.cat([rows[self.rank]] * len(others))
+        moving = self.exchange(into, out, awaited, sent)
+        parts = torch.split(into, [len(row) for row in others])
+        moving.finish = lambda: [row.copy_(part) for row, part in zip(others, parts, strict=True)]
+        return [moving]
 
     def gather(self, rows: Tensor, row: Tensor) -> Moving:
         """A small row of each rank, as many bytes from all."""
@@ -108,6 +122,7 @@ class Moving:
 
     def __init__(self, work: dist.Work, moves: Moves) -> None:
         self._work, self._moves = work, moves
+        self.finish: Callable[[], object] = lambda: None  # once it is there
 
     def wait(self, timeout_s: float) -> bool:
         """Raises `WorldError` where it cannot end."""
@@ -120,6 +135,7 @@ class Moving:
             self._work.wait()
         except RuntimeError as error:
             raise self._moves.lost(error) from error
+        self.finish()
         return True
 
 

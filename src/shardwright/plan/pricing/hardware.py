@@ -29,7 +29,7 @@ from shardwright.whole_file import write_whole
 FORMAT = "shardwright hardware profile"
 VERSION = 1
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
-_AMONG_CPUS = usual_backend("cpu", one_host=True).name
+_AMONG_CPUS = usual_backend("cpu", shared=True).name
 T = TypeVar("T")
 
 
