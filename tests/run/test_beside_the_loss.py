@@ -1,4 +1,5 @@
-"""A penalty over split parameters beside the loss, and lazy modules: as plain PyTorch, or refused with a remedy."""
+"""A penalty over split parameters beside the loss, lazy modules, and what the loss function returns beside the loss: as
+plain PyTorch, or refused with a remedy."""
 
 import copy
 
@@ -11,6 +12,7 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.graph.step import captured_step
+from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.known_plans import data_parallel, fully_sharded
 from shardwright.plan.pricing.ruled import RuledGraph
@@ -108,3 +110,87 @@ def test_what_the_loss_does_not_depend_on_has_no_gradient(known):
     assert "gradient of head.bias" in found
     assert not [name for name in found if name.startswith("gradient of probe")]
     same({name: of for name, of in found.items() if not name.startswith("aux")}, plain(model, probed, batch), 1e-12)
+
+
+class Classes(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 12), nn.Linear(12, 4)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+
+def shown(model, batch):
+    out = model(batch[0])
+    penalty = model.body.weight.square().sum()
+    loss = F.cross_entropy(out, batch[1]) + 0.1 * penalty
+    right = (out.argmax(1) == batch[1]).sum()
+    return loss, {
+        "penalty": penalty,
+        "of": [out, right, out.detach(), batch[0] * 2],
+        "bias": model.head.bias,
+        "all": loss,
+    }
+
+
+def flows(of):
+    """Which tensors have a gradient of the step."""
+    return [tensor.requires_grad for tensor in torch.utils._pytree.tree_leaves(of)]
+
+
+WRONG = {
+    "'penalty'": lambda loss, beside: loss + beside["penalty"],
+    "'of.0', 'bias'": lambda loss, beside: beside["of"][0].sum() * beside["bias"].sum(),
+    "'of.0'": lambda loss, beside: loss + torch.zeros(()).add_(beside["of"][0].clone()[0].sum()),
+}
+
+
+def added_up(mode, options):
+    """What is said of backwards that come to what was returned beside the loss; all else is as plain PyTorch has it."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    sw.init()
+    sw.set_seed(2)
+    model, batch = Classes(), (torch.randn(12, 6), torch.randint(4, (12,)))
+    plain = copy.deepcopy(model)
+    parallel = sw.parallelize(model, shown, batch, mode, batch="global", **options)
+    for each in (model.eval(), model.train()):
+        assert flows(parallel(batch)) == flows(shown(plain, batch)), each.training
+        with torch.no_grad():
+            loss, beside = parallel(batch)
+            assert not any(flows((loss, beside)))
+            assert beside["penalty"].numpy() == pytest.approx(shown(plain, batch)[1]["penalty"].numpy())
+    assert not any(flows(parallel.predict(batch)))
+    said = []
+    for wrong in WRONG.values():
+        with pytest.raises(UsageError) as refused:
+            wrong(*parallel(batch)).backward()
+        said.append(str(refused.value))
+    assert all(parameter.grad is None for parameter in model.parameters())
+    (_, beside), (_, known) = parallel(batch), shown(plain, batch)
+    assert beside["of"][1].numpy() == known["of"][1].numpy()
+    for found in (beside, known):  # the loss itself has its gradient, wherever it stands
+        (2 * found["all"] + 0.5 * found["penalty"].detach()).backward()
+        found["of"][0].mul_(2)[0] = 0
+        found["penalty"] += 1
+    assert beside["penalty"].item() == pytest.approx(known["penalty"].item())
+    assert f"{beside['all']:.9f}" == f"{known['all']:.9f}"
+    gradients = {name: gathered(parameter.grad) for name, parameter in model.named_parameters()}
+    same(gradients, {name: parameter.grad for name, parameter in plain.named_parameters()}, 1e-12)
+    return said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "options"),
+    [
+        (1, "single", {}),
+        (2, "data", {}),
+        pytest.param(2, "auto", {"search": "propagation"}, marks=pytest.mark.slow),
+        pytest.param(1, "data", {"compile": True}, marks=pytest.mark.slow),
+    ],
+)
+def test_a_backward_that_comes_to_what_is_beside_the_loss_is_refused(ranks, mode, options):
+    for said in run_ranks(ranks, added_up, mode, options):
+        for text, names in zip(said, WRONG, strict=True):
+            assert text.startswith(f"a backward came to {names}, which the loss function returned beside the loss, ")

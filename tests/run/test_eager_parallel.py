@@ -35,6 +35,10 @@ def cross_entropy(model, batch):
     return nn.functional.cross_entropy(model(x), y)
 
 
+def penalised(model, batch):
+    return cross_entropy(model, batch), model.body[0].weight.square().sum()
+
+
 def with_aux(model, batch):
     x, y = batch
     logits = model(x)
@@ -227,6 +231,27 @@ def aux_run():
     with torch.no_grad():
         quiet, _ = parallel.train()(batch)
     return loss.item(), quiet.item(), None if aux is None else aux.tolist(), trained, parallel.module.training
+
+
+def added_up():
+    sw.init()
+    batch = global_batch(12)
+    parallel = parallelize_eagerly(Net(), penalised, batch, "data", "mean", "global")
+    loss, penalty = parallel(batch)
+    try:
+        (loss + penalty).backward()
+    except UsageError as error:
+        return str(error)
+    return gradients_of(parallel.module)
+
+
+def test_a_penalty_beside_the_loss_is_refused_where_ranks_have_parts_of_it():
+    model = Net()
+    sum(penalised(model, global_batch(12))).backward()
+    for got, expected in zip(run_ranks(1, added_up)[0], gradients_of(model), strict=True):
+        assert_close(got, expected)
+    for said in run_ranks(2, added_up):
+        assert said.startswith("a backward came to what the loss function returned beside the loss, where only the ")
 
 
 def test_aux_is_that_of_the_ranks_own_part():

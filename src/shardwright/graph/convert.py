@@ -8,6 +8,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -51,6 +52,11 @@ class OutputTree:
     """What the loss function returned beside the loss, with an `Operand` where a tensor goes."""
 
     tree: Any
+
+    @cached_property
+    def labels(self) -> tuple[str, ...]:
+        """What a person calls each tensor, in the order of ``Capture.aux``: "logits", "0.mask"."""
+        return tuple(path for path, leaf in torch_private.tree_flatten(self.tree)[0] if isinstance(leaf, Operand))
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
         """The auxiliary output with these tensors, given in the order of ``Capture.aux``."""

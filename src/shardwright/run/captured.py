@@ -154,8 +154,9 @@ class Parallel(ParallelModel):
                 loss = _scaled_gradient(loss, self.world.size)
         if self._split and loss.requires_grad:
             loss = _scaled_gradient(loss, 1)
-        alone = prepared.plan.capture.aux_spec is None
-        return (loss if alone else (loss, prepared.outputs(aux, rows, self._communicator, whole=False))), rows
+        if prepared.plan.capture.aux_spec is None:
+            return loss, rows
+        return (loss, prepared.outputs(aux, rows, self._communicator, whole=False, loss=loss)), rows
 
     def _tell_pulse(self, training: bool) -> None:
         """Say that a step begins; all batches of an accumulation are one step."""

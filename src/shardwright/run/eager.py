@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loading.samples import count_samples
 from shardwright.errors import UsageError
+from shardwright.run.programs.beside import refused_where_it_flows
 from shardwright.torch_private import assert_on_device, backward_number, gradients_are_returned
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.lockstep import Lockstep
@@ -69,7 +70,11 @@ class DataParallelStep:
         mean = _global_mean(loss, count_samples(part), global_size, self._ranks, self._gradient_scale, self._lockstep)
         if self._reductions is not None:
             self._reductions.watch(mean)
-        return (mean, aux) if self._returns_aux else mean
+        if not self._returns_aux:
+            return mean
+        # A rank has the gradient of its own part, which torch would take the mean of as if all parts were equal.
+        alone = self._ranks == 1 and self._gradient_scale == 1
+        return mean, aux if alone else refused_where_it_flows(aux)
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backwards inside leave this rank's own gradients, which the next one outside reduces with its own."""

@@ -23,7 +23,7 @@ from shardwright.pulse import own_pulse
 from shardwright.run.evaluation import Evaluation, Sums, metric_sums
 from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
-from shardwright.run.programs.structure import Structure
+from shardwright.run.structure import Structure
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.on_its_way import OnItsWay
 from shardwright.world.ranks import alone
@@ -41,8 +41,8 @@ class Replay:
 class ParallelModel(LikeModule):
     """``parallel(batch)`` is the loss of the global batch, the same on every rank; its backward leaves gradients.
 
-    Where the loss function returns ``(loss, aux)``, so does this. `close`, or the end of a ``with``, gives back process
-    groups that nobody else uses.
+    Where the loss function returns ``(loss, aux)``, so does this, and a backward that comes to ``aux`` is refused.
+    `close`, or the end of a ``with``, gives back process groups that nobody else uses.
     """
 
     plan: Plan | None

@@ -25,6 +25,7 @@ from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.graphs.looks import Keys, look_at
 from shardwright.run.graphs.remembered import Remembered
 from shardwright.run.programs.batches import described, difference
+from shardwright.run.programs.beside import refusing_gradients
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.run.programs.failures import with_text
@@ -72,15 +73,24 @@ class PreparedProgram:
                 self.cuts[seen] = cuts
         return local_inputs(tensors, cuts, communicator)
 
-    def outputs(self, aux: Sequence[Tensor], rows: Rows, communicator: Communicator, *, whole: bool) -> Any:
+    def outputs(
+        self, aux: Sequence[Tensor], rows: Rows, communicator: Communicator, *, whole: bool, loss: Tensor | None = None
+    ) -> Any:
         """What was returned beside the loss, whole, or of what has rows of the batch those that this rank was given.
 
-        With ``batch="global"``, where all ranks were given all rows, each keeps those that it has computed.
+        With ``batch="global"``, where all ranks were given all rows, each keeps those that it has computed. What has a
+        gradient in the graph refuses one, but for ``loss``, which may stand there, too.
         """
-        capture, found = self.plan.capture, []
+        capture, found = self.plan.capture, list[Tensor]()
         for name, tensor in zip(capture.aux, aux, strict=True):
             shape, layout = capture.values[name].shape, self.plan.outputs[name]
             found.append(rows_of_output(tensor.detach(), shape, layout, rows, communicator, whole=whole))
+        if torch.is_grad_enabled():
+            trained = [i for i, name in enumerate(capture.aux) if capture.values[name].needs_gradient]
+            labels = capture.aux_spec.labels
+            refusing = refusing_gradients([found[i] for i in trained], [labels[i] for i in trained]) if trained else ()
+            for i, tensor in zip(trained, refusing, strict=True):
+                found[i] = loss if loss is not None and capture.aux[i] == capture.loss else tensor
         return capture.aux_spec.unflatten(found)
 
 
