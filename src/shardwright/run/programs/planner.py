@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,6 +22,7 @@ from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searching.budget import OverBudget
 from shardwright.run.graphs.captures import Captures
+from shardwright.run.graphs.equal import same_step
 from shardwright.run.programs.inputs import Rows, global_shapes, shapes_of
 from shardwright.run.programs.plan_cache import remembered
 from shardwright.run.programs.splitting import Stored, stored_before
@@ -76,17 +77,30 @@ class Planner:
         layouts = {v.name: stored.layouts[v.label] for v in capture.of_kind("parameter") if v.label in stored.layouts}
         return replace(self.request, storage=layouts, axes=stored.mesh)
 
-    def later_plan(self, first: Plan, storage: Mapping[str, Layout], kind: StepKind, batch: Any, rows: Rows) -> Plan:
+    def later_plan(
+        self,
+        first: Plan,
+        storage: Mapping[str, Layout],
+        kind: StepKind,
+        batch: Any,
+        rows: Rows,
+        known: Sequence[Plan] = (),
+    ) -> Plan | int:
         """The plan of another step of the same model, whose parameters are stored as the first plan says.
 
         Args:
             storage: the layouts of the parameters by their names in the model.
+            known: plans of such steps. Where one is of the very graph that is captured now, its number is returned in
+                place of a plan.
         """
 
-        def make() -> Plan:
+        def make() -> Plan | int:
             capture = self._captured_later(kind, batch, rows)
-            if (plan := _unchanged(first, capture, kind)) is not None:
-                return plan
+            for number, plan in enumerate(known):
+                if same_step(plan.capture, capture):
+                    return number
+            if (unchanged := _unchanged(first, capture, kind)) is not None:
+                return unchanged
             try:
                 with waiting_for("planning"):
                     return make_plan(capture, self._alongside(first, storage, capture))

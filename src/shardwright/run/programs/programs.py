@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -95,7 +96,7 @@ class PreparedProgram:
 
 
 class Kept(NamedTuple):
-    """A program with the values of Python that it holds, and its number, which is the same on all ranks."""
+    """A program with values of Python for which it was captured, and the number of both, the same on all ranks."""
 
     remembered: Remembered
     prepared: PreparedProgram
@@ -184,31 +185,44 @@ class Programs:
         self._lockstep.same("another" if step.rows.agreed else str(step.key), partial(_said, step, known))
         unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
         with torch.inference_mode(False):  # whose tensors can be no part of a program
+            plans = [each.prepared.plan for each in known]
             try:
-                plan = self._planner.later_plan(self._first, self._storage, step.kind, step.batch, step.rows)
+                plan = self._planner.later_plan(self._first, self._storage, step.kind, step.batch, step.rows, plans)
             except ShardwrightError as error:  # on all ranks, since rank 0 has met it for all
                 if unlike:
                     with_text(error, unlike)
                 raise
+            if isinstance(plan, int):
+                return self._prepare_again(step, known[plan].prepared)
             return self._prepare(step, plan, unlike)
 
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
-        return [kept.prepared.execution for known in self._by_key.values() for kept in known]
+        return list({kept.prepared.execution: None for known in self._by_key.values() for kept in known})
 
     def _used(self, step: Step) -> list[Kept]:
         """The programs for such batches, put at the end: the first are those that were not used for longest."""
         known = self._by_key[step.key] = self._by_key.pop(step.key, [])
         return known
 
-    def _prepare(self, step: Step, plan: Plan, unlike: str) -> PreparedProgram:
+    def _prepare_again(self, step: Step, prepared: PreparedProgram) -> PreparedProgram:
+        """Keep a program for values of Python, too, with which the graph is the same."""
+        remembered = self._remember(step, prepared.plan, prepared.function)
+        self._by_key[step.key].append(Kept(remembered, prepared, str(self._made)))
+        return prepared
+
+    def _remember(self, step: Step, plan: Plan, function: LossFunction) -> Remembered:
+        """What a step reads of Python now, the same on all ranks; with room for another program for it."""
         self._made += 1
-        function = self._planner.captures.function(step.kind)
         remembered = Remembered(plan.capture, self._planner.module, function)
         remembered.agree()
-        known = self._by_key.setdefault(step.key, [])
         self._make_room()
-        self._warn_of_many(known, remembered)
+        self._warn_of_many(self._by_key.setdefault(step.key, []), remembered)
+        return remembered
+
+    def _prepare(self, step: Step, plan: Plan, unlike: str) -> PreparedProgram:
+        function = self._planner.captures.function(step.kind)
+        remembered = self._remember(step, plan, function)
         backend = backend_moving(self._world.device.type, self._world.backend)
         buckets = backend.buckets if len(set(self._world.hosts)) == 1 else backend.buckets_between
         program = lower(plan, self._world.rank, buckets.bytes, buckets.first_bytes)
@@ -223,14 +237,17 @@ class Programs:
         inputs = plan.capture.of_kind("input")
         shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
         prepared = PreparedProgram(plan, execution, function, shapes, layouts, unlike)
-        known.append(Kept(remembered, prepared, str(self._made)))
+        self._by_key[step.key].append(Kept(remembered, prepared, str(self._made)))
         return prepared
 
     def _make_room(self) -> None:
-        """Forget what was not used for longest, where there are too many programs."""
-        while len(self.executions()) >= MOST_PROGRAMS:
-            oldest = next(programs for programs in self._by_key.values() if programs)
-            oldest.pop(0)
+        """Forget what was not used for longest, where too much is kept: at first values whose program has others."""
+        while sum(map(len, self._by_key.values())) >= MOST_PROGRAMS:
+            every = [(known, kept) for known in self._by_key.values() for kept in known]
+            programs = Counter(id(kept.prepared) for _, kept in every)
+            several = ((known, kept) for known, kept in every if programs[id(kept.prepared)] > 1)
+            known, kept = next(several, every[0])
+            known.remove(kept)
 
     def _warn_of_many(self, known: list[Kept], new: Remembered) -> None:
         """Say which value makes programs that differ in nothing else."""
