@@ -551,6 +551,27 @@ def apply_function(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 @contextmanager
+def batch_norms_call(instead: Callable[[Any, Any], Any]) -> Iterator[None]:
+    """Let a batch norm without a momentum that trains give ``instead(module, x)`` in this thread: its running
+    statistics are averages over all batches, for which it reads the number in a tensor."""
+    base: Any = torch.nn.modules.batchnorm._BatchNorm
+    thread, forward = get_ident(), base.forward
+
+    def called(module: Any, x: Any) -> Any:
+        reads = module.momentum is None and module.training and module.track_running_stats
+        if not reads or module.num_batches_tracked is None or module.running_mean is None or get_ident() != thread:
+            return forward(module, x)
+        module._check_input_dim(x)
+        return instead(module, x)
+
+    base.forward = called
+    try:
+        yield
+    finally:
+        base.forward = forward
+
+
+@contextmanager
 def untraced() -> Iterator[None]:
     """Run operators that the exporter is not to see, nor any mode of torch functions: it has no public pause."""
     with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():

@@ -128,7 +128,8 @@ class _Step(torch.nn.Module):
         buffers = Buffers(self.model)
         call.reading.origins.begin(self.model, tensors)
         watched = call.reading.watch() if call.once else call.reading.looked_at()
-        with watched, call.mode, functions.captured(), refused[0], refused[1]:
+        averages = torch_private.batch_norms_call(written.averaging_batch_norm)
+        with watched, call.mode, functions.captured(), averages, refused[0], refused[1]:
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
         found: list[torch.Tensor] = []

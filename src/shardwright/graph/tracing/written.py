@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from shardwright import torch_private
 
@@ -165,6 +165,19 @@ def _instance_norm(
     running_mean.copy_(mean.view(images, channels).mean(0))
     running_var.copy_(variance.view(images, channels).mean(0))
     return result.view(input.shape)
+
+
+def averaging_batch_norm(module: nn.BatchNorm1d, x: Tensor) -> Tensor:
+    """A batch norm without a momentum in training: its running statistics are means of those of all batches so far."""
+    count: Any = module.num_batches_tracked
+    averages: tuple[Any, ...] = module.running_mean, module.running_var
+    count.add_(1)
+    share = count.double().reciprocal()  # in float64, as the number that torch reads
+    mean, variance = (torch.zeros_like(average) for average in averages)
+    result = F.batch_norm(x, mean, variance, module.weight, module.bias, True, 1.0, module.eps)
+    for average, of_batch in zip(averages, (mean, variance), strict=True):
+        average.copy_(average * (1 - share) + of_batch * share)
+    return result
 
 
 def _random_(x: Tensor, *bounds: int | None) -> Tensor:
