@@ -48,6 +48,7 @@ __all__ = [
     "backward_number",
     "base_of",
     "buffers_in",
+    "change_dtensors",
     "changes_of",
     "changes_operands",
     "checkpoints_call",
@@ -92,7 +93,9 @@ __all__ = [
     "on_cpu",
     "operators_called",
     "overloads_of",
+    "part_of",
     "parts_of",
+    "put_part",
     "quiet_exporter",
     "read_whole_numbers",
     "references_to",
@@ -105,6 +108,7 @@ __all__ = [
     "storage_key",
     "storage_of",
     "symbol_of",
+    "tell_of_dropped_gradients",
     "tensors_returned",
     "tensors_taken",
     "trace_above_autograd",
@@ -893,6 +897,80 @@ def read_whole_numbers() -> None:
         return tensor.full_tensor().item()
 
     DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = whole  # type: ignore[assignment]
+
+
+# Operators that draw, but for those that write into ``out=``.
+_DRAWING = (
+    "normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_", "rand_like",
+    "randn_like", "randint_like", "bernoulli", "normal", "poisson", "native_dropout",
+)  # fmt: skip
+
+
+_VIEWS = ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view")
+
+
+def change_dtensors(
+    set_data: Callable[[Any, Any], None],
+    set_items: Callable[[Any, Any, Any], None],
+    drawn: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any],
+    looked_into: Callable[[Any, str, Any], None],
+) -> None:
+    """Let ``x.data = y``, ``x[i] = y`` and random operators on DTensors call these, and views tell what they gave.
+
+    Torch keeps the part of a DTensor beside the tensor, which assigning ``data`` does not know of, and a DTensor tells
+    nobody that it is asked for random numbers, or for a view.
+    """
+    from torch.distributed.tensor import DTensor
+
+    data: Any = torch.Tensor.data
+    of_class: Any = DTensor
+    of_class.data = property(data.__get__, set_data)
+    of_class.__setitem__ = set_items
+    for name in _VIEWS:
+        setattr(DTensor, name, _telling(name, looked_into))
+    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    for name in _DRAWING:
+        packet: Any = getattr(torch.ops.aten, name)
+        for overload in packet.overloads():
+            if "out" not in overload:
+                handlers[getattr(packet, overload)] = drawn
+
+
+def _telling(name: str, looked_into: Callable[[Any, str, Any], None]) -> Any:
+    method = getattr(torch.Tensor, name)
+
+    @wraps(method)
+    def view(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        found = method(tensor, *args, **kwargs)
+        looked_into(tensor, "an index" if name == "__getitem__" else f"{name}()", found)
+        return found
+
+    return view
+
+
+def part_of(tensor: Any) -> torch.Tensor:
+    """What this rank holds of a DTensor, the tensor itself: ``to_local`` makes another where gradients are on, and one
+    that has just been gathered stands within another until it is waited for."""
+    part = tensor._local_tensor
+    found: torch.Tensor = part.trigger_wait() if hasattr(part, "trigger_wait") else part
+    return found
+
+
+def put_part(tensor: Any, part: torch.Tensor) -> None:
+    """Let a DTensor be one of which this rank holds ``part``, as nothing public does to one that others know."""
+    tensor._local_tensor = part
+
+
+def tell_of_dropped_gradients(told: Callable[[torch.optim.Optimizer], object]) -> None:
+    """Call ``told(optimizer)`` after each ``optimizer.zero_grad()``, which has no hooks."""
+    zero: Any = torch.optim.Optimizer.zero_grad
+
+    @wraps(zero)
+    def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        zero(optimizer, *args, **kwargs)
+        told(optimizer)
+
+    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[assignment,method-assign]
 
 
 def steps_call(kind: type[torch.optim.Optimizer], by: Callable[..., Any]) -> None:

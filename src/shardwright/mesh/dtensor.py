@@ -134,3 +134,15 @@ def gathered(tensor: Tensor) -> Tensor:
         placements[axis] = Replicate()
         tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
+
+
+def part_like(value: Tensor, own: DTensor) -> Tensor:
+    """What this rank holds of ``value``, a DTensor or whole, where it is laid out as ``own``, which has its shape.
+
+    It is the memory of ``value`` where that is laid out so. All ranks call it together.
+    """
+    with torch.no_grad():
+        if isinstance(value, DTensor) and (value.device_mesh, value.placements) == (own.device_mesh, own.placements):
+            return value.to_local()
+        layout, mesh = layout_of(own)
+        return gathered(value)[layout.local_slice(own.shape, mesh, dist.get_rank())].to(own.device).clone()

@@ -19,6 +19,7 @@ from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
 from shardwright.graph.capture import StepKind, flatten_batch
 from shardwright.launch.asked.save_graphs import SaveGraphs
+from shardwright.mesh.changed import refuse_lost_changes
 from shardwright.mesh.dtensor import gathered
 from shardwright.mesh.processes import communicator_over
 from shardwright.plan.plan import Plan
@@ -110,6 +111,7 @@ class Parallel(ParallelModel):
             place(model, layouts_by_name(self.plan), self.plan.mesh, world.device, options.init, seed)
         self._state = ModelState(model, self.plan, seed, world.device)
         self._split = is_split(model)
+        self._reduction.ask_for(model)
         super().__init__(model, lockstep)
         self._programs = Programs(
             planner,
@@ -254,6 +256,8 @@ class Parallel(ParallelModel):
         """What this rank was given for a step; where each has its own part, with a question what others have."""
         self._refuse_closed()
         self._structure.refuse_changes()
+        if self._split:
+            refuse_lost_changes()
         look = look_at(batch)
         found = look.tensors if look else tensors_of(batch)
         device = self.world.device

@@ -12,7 +12,7 @@ Batch normalisation sees each rank's own samples here, and its running statistic
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loading.samples import count_samples
 from shardwright.errors import UsageError
+from shardwright.run.overlap.unreduced import Unreduced
 from shardwright.run.programs.beside import refused_where_it_flows
 from shardwright.torch_private import assert_on_device, backward_number, gradients_are_returned
 from shardwright.world.agreement import from_all_ranks
@@ -59,7 +60,7 @@ class DataParallelStep:
         if ranks > 1:
             every = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
             self._replicated = DistributedDataParallel(self._local, find_unused_parameters=used != every)
-            self._reductions = _Reductions(self._replicated)
+            self._reductions = _Reductions(self._replicated, model)
 
     def __call__(self, part: Any, global_size: int | None) -> Any:
         """The loss of the global batch, with the loss function's aux for this part (None for an empty one).
@@ -81,18 +82,30 @@ class DataParallelStep:
         return self._replicated.no_sync() if self._replicated else nullcontext()
 
 
-class _Reductions:
-    """Refuses backwards whose gradients would stay as they are on each rank.
+class _Reductions(Unreduced):
+    """Refuses backwards whose gradients would stay as they are on each rank, or are shown to hooks before.
 
     DistributedDataParallel reduces in one backward for each forward: in the first one after it, whichever forward's
     that is. It lets others pass without a word.
     """
 
-    def __init__(self, replicated: DistributedDataParallel) -> None:
+    def __init__(self, replicated: DistributedDataParallel, model: nn.Module) -> None:
+        super().__init__()
         self._replicated = replicated
+        self._trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        self._kept: set[str] = set()
+        self.ask_for(model)
         self._leaf = next(parameter for parameter in replicated.parameters() if parameter.requires_grad)
         self._ready = False  # to reduce in the next backward
         self._backward = -1  # the last one in which gradients were reduced
+
+    @property
+    def kept(self) -> Collection[str]:
+        """Those whose gradients an accumulation has left, and nobody has dropped."""
+        return [name for name in self._kept if self._trained[name].grad is not None]
+
+    def drop(self, names: Iterable[str]) -> None:
+        self._kept.difference_update(names)
 
     def watch(self, loss: Tensor) -> None:
         """Look at the backwards of what a forward gave."""
@@ -109,10 +122,21 @@ class _Reductions:
                 "DistributedDataParallel, which reduces what backward() leaves at parameters; call backward() and read "
                 "parameter.grad"
             )
+        if name := self.hooked(self._trained):
+            raise UsageError(
+                f"{name} has a hook on its gradient, which would be given this rank's own: the model runs by "
+                "DistributedDataParallel, which reduces gradients after hooks; read and change them between "
+                "backward() and optimizer.step()"
+            )
         backward = backward_number()
         if self._ready:
             self._ready, self._backward = False, backward
-        elif backward != self._backward and (reduced or self._replicated.require_backward_grad_sync):
+            self._kept.clear()
+        elif backward == self._backward:
+            return
+        elif not reduced and not self._replicated.require_backward_grad_sync:
+            self._kept.update(self._trained)
+        else:
             raise UsageError(
                 "the gradients of this backward would stay as they are on each rank: the model runs by "
                 "DistributedDataParallel, which reduces them in one backward for each forward; call backward() after "

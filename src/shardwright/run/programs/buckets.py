@@ -9,7 +9,7 @@ autograd's dataflow: `torch.autograd.grad`, hooks on parameters and ``.grad`` al
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,18 +18,21 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwright.errors import UsageError
 from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.run.overlap.flights import Flight, Turns
 from shardwright.run.overlap.owned import is_owned, least_references
+from shardwright.run.overlap.unreduced import Unreduced
 
 
-class GradientReduction:
+class GradientReduction(Unreduced):
     """Local programs call this as ``reduce_gradients(comm, ("dp",), weight=weight, bias=bias)``.
 
     While `deferred`, gradients are kept here instead, unreduced, and join the next reduction of their parameters.
     """
 
     def __init__(self) -> None:
+        super().__init__()
         self._deferring = False
         # parameter -> over which axes -> sum of gradients that are not reduced yet, and who reduces it
         self._kept: dict[str, dict[Axes, tuple[Tensor, Communicator]]] = {}
@@ -85,6 +88,14 @@ class GradientReduction:
         """Drop what is kept."""
         self._kept.clear()
 
+    @property
+    def kept(self) -> Collection[str]:
+        return self._kept.keys()
+
+    def drop(self, names: Iterable[str]) -> None:
+        for name in names:
+            del self._kept[name]
+
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Backwards inside leave the gradients of these parameters unreduced, and their ``.grad`` as it was."""
@@ -111,8 +122,12 @@ class GradientReduction:
                 a place in the bucket, and no sum.
             flight: what they land with; without one they are waited for here.
             owned: whether nobody else has the gradient, where it is a single one.
+
+        Raises:
+            UsageError: where reduction is deferred, and a hook waits for a gradient.
         """
         if self._deferring:
+            self._refuse_hooks(keys)
             for key, gradient in zip(keys, gradients, strict=True):
                 if gradient is not None:
                     kept = self._kept.setdefault(key, {})
@@ -131,6 +146,14 @@ class GradientReduction:
             flight.start(keys, partial(comm.start_all_reduce, flat, axes))
         # What is kept over other axes, `join` adds.
         return [piece if is_known else None for piece, is_known in zip(pieces, known, strict=True)]
+
+    def _refuse_hooks(self, keys: Sequence[str]) -> None:
+        if name := self.hooked(keys):
+            raise UsageError(
+                f"{name} has a hook on its gradient, which inside of accumulate() would be given that of several "
+                "batches together; call each backward outside of it, which reduces each gradient, or change gradients "
+                "between the last backward and optimizer.step()"
+            )
 
     def landed(self, flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """The same gradients, once they have been reduced."""

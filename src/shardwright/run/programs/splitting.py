@@ -22,7 +22,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
-from shardwright.mesh.dtensor import device_mesh, gathered, layout_of, to_placements
+from shardwright.mesh.changed import change_wholes
+from shardwright.mesh.dtensor import device_mesh, gathered, layout_of, part_like, to_placements
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
@@ -65,6 +66,7 @@ class Splitting:
 def watch_split(model: nn.Module) -> None:
     """Let calls of the modules of a model that was split by hand be told what to call, and numbers be read whole."""
     torch_private.read_whole_numbers()
+    change_wholes()
     holding = (module for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
     for module in {model, *holding}:
         module.register_forward_pre_hook(_refuse_plain_inputs, with_kwargs=True)
@@ -107,8 +109,7 @@ def _laid_out(value: Tensor, own: Tensor) -> Tensor:
     alike = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (own.device_mesh, own.placements)
     if alike or value.shape != own.shape:
         return value
-    layout, mesh = layout_of(own)
-    part = gathered(value)[layout.local_slice(own.shape, mesh, dist.get_rank())].to(own.device)
+    part = part_like(value, own)
     return DTensor.from_local(part, own.device_mesh, own.placements, shape=own.shape, stride=own.stride())
 
 
