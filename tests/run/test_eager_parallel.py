@@ -390,6 +390,24 @@ def part_in_single(rank):
     return Net(), cross_entropy, part_of(global_batch(4), rank, 2), {"mode": "single", "batch": None}
 
 
+class Remembering(Net):
+    """Keeps the largest number that it has met, and counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("steps", torch.zeros(()))
+
+    def forward(self, x):
+        self.steps += 1
+        self.largest = torch.maximum(self.largest, x.detach().max())
+        return super().forward(x)
+
+
+def remembering(rank):
+    return Remembering(), cross_entropy, part_of(global_batch(8), rank, 2), {"batch": None}
+
+
 def refused(build):
     world = sw.init(timeout=60)
     model, loss_fn, batch, options = build(world.rank)
@@ -416,6 +434,10 @@ REFUSED = [
     (all_empty, "the sample batch is empty on every rank; pass one that holds samples"),
     (nobody_splits, "nobody said how this batch of 4 samples is split over 2 ranks; pass parallelize(..., batch="),
     (part_of_others, "rank 0 of 2 computes samples 0 to 3, but got Batch(samples 3 to 6 of 6: "),
+    (
+        remembering,
+        "the forward changes the buffer largest by the samples of each rank, of which DistributedDataParallel",
+    ),
     (part_in_single, "mode='single' computes the whole batch on every rank, but this is one part of it: Batch("),
 ]
 
