@@ -453,6 +453,17 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
         assert message in said
 
 
+def other_whole_batches():
+    world = sw.init()
+    parallel = parallelize_eagerly(Net(), cross_entropy, global_batch(4), batch="global")
+    with pytest.raises(UsageError, match="every rank passes the same whole batch, but rank 0 passed float64"):
+        parallel(global_batch(4, seed=world.rank))
+
+
+def test_other_whole_batches_are_refused():
+    run_ranks(2, other_whole_batches)
+
+
 def test_parallelize_needs_a_world():
     assert os.environ.get("RANK") is None
     with pytest.raises(WorldError, match=r"there is no world yet; call sw.init\(\) first"):

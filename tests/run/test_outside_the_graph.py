@@ -205,7 +205,13 @@ class Doubled(torch.autograd.Function):
 
 def refused(what):
     world, model, batch = started()
-    weight, function = torch.ones(4), loss_fn
+    weight, function, kind = torch.ones(4), loss_fn, "global"
+    if what == "beside rows":
+        batch, kind = (batch[0], torch.full((4,), 1.0 + world.rank)), "local"
+
+        def function(m, b):
+            return (m(b[0]) * b[1]).square().mean()
+
     if what == "values":
         batch = tuple(t + world.rank for t in batch)
     if what == "module":
@@ -230,7 +236,7 @@ def refused(what):
     if what == "hook":
         model.up.weight.register_hook(lambda g: g)
     try:
-        parallel = sw.parallelize(model, function, batch, batch="global", **PLANS["split"])
+        parallel = sw.parallelize(model, function, batch, batch=kind, **PLANS["split"])
         if what == "size":
             batch = tuple(t[: 6 + world.rank] for t in batch)
         parallel(batch)
@@ -242,6 +248,8 @@ def refused(what):
 REFUSALS = {
     "values": "with batch='global' every rank passes the same whole batch, but rank 0 passed float64[12, 8] with",
     "size": "with batch='global' every rank passes the same whole batch, but rank 0 passed float64[6, 8]",
+    "beside rows": "with batch='local' ranks pass rows of their own in tensors whose dim 0 is as long as the first "
+    "one's, and all others alike, but rank 0 passed float64[4] with checksum",
     "module": "ranks disagree about module act: rank 0 has ReLU(), rank 1 has Tanh()",
     "loss": "ranks disagree about the loss function: rank 0 has refused.<locals>.<lambda>",
     "attribute": "ranks disagree about model.tau, which the step reads: rank 0 has 1.0, rank 1 has 2.0",

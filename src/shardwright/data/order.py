@@ -7,6 +7,8 @@ raw stream of a bit generator. So an order is defined by that stream alone: see 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -35,6 +37,20 @@ def permutation(size: int, seed: int, epoch: int = 0) -> npt.NDArray[np.int64]:
 def worker_seed(seed: int, epoch: int, rank: int) -> int:
     """A seed for the loading processes of one rank in one epoch, different from those of every other rank."""
     return int(_stream(seed, epoch, stream=rank + 1).random_raw()) % 2**63
+
+
+def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
+    """A seed for what is random in each of these samples in one epoch, whichever rank reads them."""
+    key = int(_stream(seed, epoch, stream=2**63).random_raw())
+    return [_mixed(key + index * 0x9E3779B97F4A7C15) % 2**63 for index in indices]
+
+
+def _mixed(number: int) -> int:
+    """The finaliser of SplitMix64: neighbours become unlike."""
+    number &= 2**64 - 1
+    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
+    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & (2**64 - 1)
+    return number ^ number >> 31
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:

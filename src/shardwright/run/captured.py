@@ -267,6 +267,7 @@ class Parallel(ParallelModel):
             if self.options.batch == "global" and not isinstance(batch, Batch):
                 self._same_batch.check(tensors)
             return _Given(kind, batch, key, tensors, self.options.batch, self.world.size)
+        self._same_batch.check(tensors, "local")
         return _Given(kind, batch, key, tensors, self.options.batch, self.world.size, self._parts.ask(tensors, key))
 
     def _ready(self, given: _Given, rows: Rows) -> tuple[PreparedProgram, list[Tensor]]:

@@ -22,7 +22,7 @@ from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import metric_sums_over_ranks
 from shardwright.run.mean_check import problem_with_mean
 from shardwright.run.model import ParallelModel
-from shardwright.run.programs.batches import tensors_of
+from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import BatchKind
 from shardwright.world.agreement import from_all_ranks
@@ -88,6 +88,7 @@ class EagerParallel(ParallelModel):
         self.plan = None
         self._step = step
         self._splitter = splitter
+        self._same_batch = SameBatch(lockstep)
         self._pulse.steps.communicating_s = None  # torch reduces the gradients, and does not say for how long
 
     def _called(self, batch: Any) -> Any:
@@ -96,7 +97,9 @@ class EagerParallel(ParallelModel):
         else:
             self._pulse.beat()
         self._refuse_changes()
-        tensors_of(batch)
+        tensors = tensors_of(batch)
+        if self._splitter.kind == "global" and not isinstance(batch, Batch):
+            self._same_batch.check(tensors)
         part, global_size = self._splitter.split(batch)
         try:
             result = self._step(part, global_size)

@@ -6,6 +6,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,16 +34,46 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
+class RandomNumbers:
+    """The generators of python, numpy and torch on the CPU, as they were when this was made."""
+
+    def __init__(self) -> None:
+        self._torch, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
+
+    def set(self, seed: int) -> None:
+        """Seed all of them."""
+        torch.default_generator.manual_seed(seed)  # the CPU's alone: torch.manual_seed would touch the GPUs' as well
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+
+    def restore(self) -> None:
+        """Let them be what they were."""
+        torch.set_rng_state(self._torch)
+        np.random.set_state(self._numpy)
+        random.setstate(self._python)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether they are others now."""
+        before: Any = self._numpy
+        now: Any = np.random.get_state()
+        same = before[2:] == now[2:] and np.array_equal(before[1], now[1])
+        return not (same and torch.equal(torch.get_rng_state(), self._torch) and random.getstate() == self._python)
+
+
+@contextmanager
+def own_random_numbers() -> Iterator[RandomNumbers]:
+    """Inside, whatever is drawn or seeded makes no difference afterwards."""
+    numbers = RandomNumbers()
+    try:
+        yield numbers
+    finally:
+        numbers.restore()
+
+
 @contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Draw the same on every rank and every time, with python, numpy and torch on the CPU; leave them as they were."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    torch.default_generator.manual_seed(0)  # the CPU's alone: torch.manual_seed would touch the GPUs' as well
-    np.random.seed(0)
-    random.seed(0)
-    try:
+    with own_random_numbers() as numbers:
+        numbers.set(0)
         yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])

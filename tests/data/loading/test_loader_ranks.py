@@ -70,9 +70,15 @@ def test_every_rank_raises_and_names_the_rank_that_differs(odd, message):
     assert "rank 0" not in results[0]
 
 
-def test_random_samples_are_the_same_data():
-    results = run_ranks(2, first_epoch, {None: Squares(24, noisy=True)})
-    assert [len(parts) for parts in results] == [3, 3]
+def test_random_samples_are_the_same_data_on_any_number_of_ranks():
+    def read(ranks):
+        results = run_ranks(ranks, first_epoch, {None: Squares(24, noisy=True)})
+        return [[v for _, _, values in parts for v in values] for parts in zip(*results, strict=True)]
+
+    one = read(1)
+    assert [len(values) for values in one] == [10, 10, 4]
+    assert len({value % 1 for values in one for value in values}) == 24
+    assert read(2) == one
 
 
 def test_the_random_generators_are_left_as_they_were():

@@ -25,9 +25,10 @@ from shardwright.data.loading.position import Batching, Collate, CutsBatches, Ha
 from shardwright.data.loading.position import Loader as Loader
 from shardwright.data.loading.same_data import check_same_data
 from shardwright.data.loading.stream_loader import StreamLoader
-from shardwright.data.order import KEY_LIMIT, permutation, worker_seed
+from shardwright.data.order import KEY_LIMIT, permutation, sample_seeds, worker_seed
 from shardwright.errors import UsageError
 from shardwright.hosts.environment import read_environment
+from shardwright.world.seed import own_random_numbers
 
 
 @dataclass(frozen=True)
@@ -60,8 +61,9 @@ def loader(
 
     Args:
         dataset: anything with ``len(dataset)`` and ``dataset[index]``; a sample is a tensor or a tuple of them (what
-            torch's ``default_collate`` stacks). A dataset with ``gather(indices)`` returns whole batches at once; with
-            ``gather(indices, seed, epoch)`` random numbers can depend on seed and epoch, beside the indices.
+            torch's ``default_collate`` stacks). What a sample draws from python's, numpy's or torch's global generators
+            follows from seed, epoch and index, on any number of ranks. A dataset with ``gather(indices)`` returns whole
+            batches at once; with ``gather(indices, seed, epoch)`` its random numbers can depend on them, too.
             Or a stream: an iterable dataset, or a function that makes an iterator (see `Stream`); every rank reads all
             of it, which `StreamLoader` tells more about.
         batch_size: samples of the global batch, or
@@ -212,6 +214,7 @@ class _Rows(torch.utils.data.Dataset[Any]):
             self._gather is not None and {"seed", "epoch"} <= inspect.signature(self._gather).parameters.keys()
         )
         self._seed = seed
+        self._draws = False
 
     def __getitem__(self, request: tuple[npt.NDArray[np.int64], int]) -> tuple[Any, ...]:
         indices, epoch = request
@@ -219,12 +222,30 @@ class _Rows(torch.utils.data.Dataset[Any]):
         chosen: list[int] = indices.tolist() or [0]
         if self._gather is not None:
             collated = self._gather(chosen, **({"seed": self._seed, "epoch": epoch} if self._keyed else {}))
-        elif hasattr(self._dataset, "__getitems__"):
-            collated = self._collate(self._dataset.__getitems__(chosen))
         else:
-            collated = self._collate([self._dataset[index] for index in chosen])
+            collated = self._read(chosen, epoch)
         columns = columns_of(collated, len(chosen))
         return columns if len(indices) else tuple(column[:0] for column in columns)
+
+    def _read(self, chosen: list[int], epoch: int) -> Any:
+        """The samples, collated. Those of a data set that draws from global generators are drawn by their indices:
+        it is found out when it first does, and then asked for its samples once more, one by one."""
+        seeds = sample_seeds(self._seed, epoch, chosen)
+        with own_random_numbers() as numbers:
+            samples = [] if self._draws else self._samples(chosen)
+            if self._draws or numbers.drawn:
+                self._draws, samples = True, []
+                for index, seed in zip(chosen, seeds, strict=True):
+                    numbers.set(seed)
+                    samples.append(self._dataset[index])
+            numbers.set(seeds[0])
+            return self._collate(samples)
+
+    def _samples(self, chosen: list[int]) -> list[Any]:
+        if hasattr(self._dataset, "__getitems__"):
+            samples: list[Any] = self._dataset.__getitems__(chosen)
+            return samples
+        return [self._dataset[index] for index in chosen]
 
 
 def _unchanged(rows: Any) -> Any:
