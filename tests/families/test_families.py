@@ -15,6 +15,11 @@ from side_by_side import same_graph
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
 NAMED = {family.name: family for family in FAMILIES}
+# As many as a test has, so that each is done within its time beside other programs too.
+AT_ONCE = 4
+in_groups = pytest.mark.parametrize(
+    "names", [list(NAMED)[at : at + AT_ONCE] for at in range(0, len(NAMED), AT_ONCE)], ids=" ".join
+)
 # Operators that have no rule yet, and run whole.
 WHOLE: set[str] = set()
 
@@ -105,9 +110,9 @@ def test_a_family_with_rotary_tables_trains_as_on_one_device():
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_kind_of_families_trains_as_on_one_device(kind):
-    check([family.name for family in FAMILIES if family.kind == kind])
+@in_groups
+def test_families_train_as_on_one_device(names):
+    check(names)
 
 
 # Those that the planner is measured with at their published sizes.
@@ -116,9 +121,10 @@ PUBLISHED = ("gpt2", "llama", "bert", "vit", "t5", "resnet", "mixtral")
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", PUBLISHED)
 @pytest.mark.parametrize(("ranks", "modes"), [(2, TENSOR), (4, GRID)], ids=["2", "4"])
-def test_families_split_by_operators_train_as_on_one_device(ranks, modes):
-    check(PUBLISHED, modes, ranks)
+def test_families_split_by_operators_train_as_on_one_device(ranks, modes, name):
+    check([name], modes, ranks)
 
 
 # Families whose graphs need no second trace. Others have masks with a gradient, by which attention chooses how its
@@ -143,8 +149,7 @@ def captured_twice(names):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_second_trace_gives_the_same_graphs(kind):
-    names = [family.name for family in FAMILIES if family.kind == kind]
+@in_groups
+def test_a_second_trace_gives_the_same_graphs(names):
     (needed,) = run_ranks(1, captured_twice, names, timeout=850)
     assert not needed & TRACED_ONCE
