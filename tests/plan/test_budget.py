@@ -159,6 +159,7 @@ def test_a_parameter_without_entries_has_no_part_in_a_budget():
 
 @pytest.mark.slow
 @pytest.mark.networks
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("mesh", [Mesh.of(d=4), Mesh.of(a=2, b=3)], ids=str)
 @pytest.mark.parametrize("name", list(NETWORKS))
 def test_tight_plans_of_whole_networks_are_exact(name, mesh, monkeypatch):
