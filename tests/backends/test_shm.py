@@ -22,7 +22,8 @@ from ranks import run_ranks
 from shardwright.backends import shm_meeting
 from shardwright.backends.segment import native
 from shardwright.backends.segment.direct import Direct, can_read
-from shardwright.errors import WorldError
+from shardwright.backends.segment.memory import SLOTS_BYTES
+from shardwright.errors import UsageError, WorldError
 from shardwright.mesh.processes import all_gather_single, reduce_scatter_single
 
 slow = pytest.mark.slow
@@ -167,6 +168,72 @@ def test_native_code_and_steps_in_python_gather_and_scatter_alike(ranks, direct)
     # A gather and a scatter of each size: native code has no bfloat16 to reduce, and leaves the largest to Python.
     assert by_native == [True, True, False, True] * 3 + [False, False, False, True] + [True, True]
     assert by_lists == [True, True]
+
+
+def together(direct):
+    """Rank 1 has several tensors joined into one, as other backends need it, where that is not more than goes through
+    the slots; the other ranks have them where they lie. What they get is the same to the last bit."""
+    if not direct:
+        through_slots()
+    sw.init("shm", timeout=60)
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert [group.moves_together(dtype, sums=True) for dtype in (torch.float32, torch.bfloat16)] == [True, False]
+    assert group.moves_together(torch.bfloat16, sums=False)
+    for numels in ([0], [3, 0, 70_001], [130_000, 300_001, 5], [600_001, 0, 600_001]):
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            wholes = [[drawn(size, numel, seed).to(dtype) for numel in numels] for seed in range(size)]
+            joined = rank == 1 and sum(numels) * dtype.itemsize <= SLOTS_BYTES
+            if dtype != torch.bfloat16:
+                got = scattered(wholes[rank], joined)
+                for mine, whole in zip(got, zip(*wholes, strict=True), strict=True):
+                    assert torch.equal(mine, functools.reduce(torch.add, [of[rank] for of in whole])), (numels, dtype)
+            got = gathered([whole[rank] for whole in wholes[0]], joined)
+            assert all(map(torch.equal, got, wholes[0])), (numels, dtype)
+    number = group.collectives.number
+    apart = [torch.zeros(size, numel, 2)[..., 0] for numel in (5, 7)]
+    given = [torch.full((numel, 2), float(rank))[:, 0] for numel in (5, 7)]
+    work = group.all_gather_together(apart, given, asynchronous=True)
+    assert work.get_future().wait()[1] is apart[1]
+    assert [of.mean(1).tolist() for of in apart] == [[*map(float, range(size))]] * 2
+    assert group.collectives.number == number + 1
+    with pytest.raises(UsageError, match="all_gather_together got an output of 5 elements"):
+        group.all_gather_together([torch.ones(5)], [torch.ones(5)])
+    with pytest.raises(UsageError, match=r"float32, .*int64; expected one or more, all of one dtype"):
+        group.all_gather_together([torch.ones(size)] * 2, [torch.ones(1), torch.ones(1, dtype=torch.int64)])
+    with pytest.raises(WorldError, match="reduce_scatter of float32 by SUM with "):
+        group.reduce_scatter_together([torch.ones(5 + rank)], [torch.ones(size * (5 + rank))])
+
+
+def drawn(rows, columns, seed):
+    return 100 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def gathered(parts, joined):
+    size = dist.get_world_size()
+    if joined:
+        everyone = parts[0].new_empty(size, sum(len(part) for part in parts))
+        all_gather_single(everyone.view(-1), torch.cat(parts))
+        return torch.split(everyone, [len(part) for part in parts], 1)
+    everyones = [part.new_empty(size, len(part)) for part in parts]
+    dist.group.WORLD.all_gather_together(everyones, parts)
+    return everyones
+
+
+def scattered(wholes, joined):
+    lengths = [whole.shape[1] for whole in wholes]
+    if joined:
+        mine = wholes[0].new_empty(sum(lengths))
+        reduce_scatter_single(mine, torch.cat(wholes, 1).view(-1))
+        return torch.split(mine, lengths)
+    mine = [whole.new_empty(length) for whole, length in zip(wholes, lengths, strict=True)]
+    dist.group.WORLD.reduce_scatter_together(mine, wholes)
+    return mine
+
+
+@pytest.mark.parametrize("direct", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=slow)])
+def test_several_tensors_are_gathered_and_scattered_as_one_without_a_copy(ranks, direct):
+    run_ranks(ranks, together, direct)
 
 
 def wrapped():

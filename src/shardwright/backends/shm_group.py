@@ -18,13 +18,14 @@ from shardwright.backends.segment.arena import Arenas
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.direct import Direct
 from shardwright.backends.segment.memory import SMALL_BYTES, Memory, Process
-from shardwright.backends.segment.native import Group, Native
-from shardwright.backends.segment.reducing import NativeCollectives
+from shardwright.backends.segment.native import Group, Native, reduces
+from shardwright.backends.segment.reducing import NativeCollective, NativeCollectives
 from shardwright.backends.segment.reduction import Reduction
 from shardwright.backends.segment.waiting import ByNative, BySemaphores
 from shardwright.backends.shm_work import ByStep, Lane, ShmWork
 from shardwright.backends.work import Collectives as AnyCollectives
 from shardwright.backends.work import Steps, Task
+from shardwright.errors import UsageError
 from shardwright.torch_private import add_gloo_inside
 
 _Options = dist.AllreduceOptions
@@ -179,6 +180,52 @@ class ShmGroup(LaneGroup):
             if course is not None:
                 return self.lane.begin(what, [output], course, output.nbytes, opts.asyncOp)
         return super().reduce_scatter_single(output, tensor, opts)
+
+    # --- several tensors in one collective
+
+    def moves_together(self, dtype: torch.dtype, *, sums: bool) -> bool:
+        """Whether these ranks gather several tensors of that dtype as one, or scatter ``sums`` of them, without a copy
+        that has all of them."""
+        return self._native is not None and (not sums or reduces(dtype, "SUM"))
+
+    def all_gather_together(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], asynchronous: bool = False
+    ) -> dist.Work:
+        """``outputs[i]`` has the elements of ``inputs[i]`` from every rank, in the order of the ranks. All are of one
+        dtype, of which `moves_together` is true."""
+        what = "all_gather_together"
+        _check_alike(what, inputs)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.check_whole(what, "output", output, "input", tensor)
+        return self._begin_together(what, outputs, self._moving.all_gather_together(outputs, inputs), asynchronous)
+
+    def reduce_scatter_together(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], asynchronous: bool = False
+    ) -> dist.Work:
+        """``inputs[i]`` has one part for every rank; the sum of this rank's goes to ``outputs[i]``. As
+        `all_gather_together` otherwise."""
+        what = "reduce_scatter_together"
+        _check_alike(what, inputs)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            self.check_whole(what, "input", tensor, "output", output)
+        return self._begin_together(what, outputs, self._moving.reduce_scatter_together(outputs, inputs), asynchronous)
+
+    @property
+    def _moving(self) -> NativeCollectives:
+        assert self._native is not None
+        return self._native
+
+    def _begin_together(
+        self, what: str, outputs: Sequence[Tensor], course: NativeCollective, asynchronous: bool
+    ) -> dist.Work:
+        return self.lane.begin(what, outputs, course, sum(output.nbytes for output in outputs), asynchronous)
+
+
+def _check_alike(what: str, tensors: Sequence[Tensor]) -> None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) != 1:
+        named = ", ".join(sorted(map(str, dtypes))) or "none"
+        raise UsageError(f"{what} got tensors of {named}; expected one or more, all of one dtype")
 
 
 class _Received(dist.Work):

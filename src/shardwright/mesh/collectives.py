@@ -65,11 +65,31 @@ class Communicator(Protocol):
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
         """Every member's tensor, as the rows of a new one."""
 
+    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """What `all_gather` gives of each of several tensors of one dtype; the members wait once for all."""
+
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         """The sum over the members of the row that each of them has for this rank."""
 
+    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """What `reduce_scatter` gives of each of several tensors of one dtype; the members wait once for all."""
+
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         """What every member has for this rank."""
+
+
+def gather_joined(comm: Communicator, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+    """`Communicator.all_gather_together` by way of a copy that has all, one behind the other."""
+    rows = comm.all_gather(torch.cat([x.reshape(-1) for x in tensors]), axes)
+    pieces = torch.split(rows, [x.numel() for x in tensors], 1)
+    return [piece.reshape(len(rows), *x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+
+
+def reduce_scatter_joined(comm: Communicator, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+    """`Communicator.reduce_scatter_together` by way of a copy that has all, one behind the other."""
+    mine = comm.reduce_scatter(torch.cat([x.flatten(1) for x in tensors], 1), axes)
+    pieces = torch.split(mine, [x[0].numel() for x in tensors])
+    return [piece.view(x.shape[1:]) for piece, x in zip(pieces, tensors, strict=True)]
 
 
 class Cut(NamedTuple):

@@ -14,7 +14,7 @@ from shardwright.backends.group import backends_of
 from shardwright.backends.table import Backend, backend_moving
 from shardwright.errors import LoweringError, WorldError
 from shardwright.mesh.carried import moved, summed_as
-from shardwright.mesh.collectives import Axes, Communicator
+from shardwright.mesh.collectives import Axes, Communicator, gather_joined, reduce_scatter_joined
 from shardwright.mesh.groups import SharedGroups
 from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
@@ -24,6 +24,7 @@ from shardwright.world.lockstep import Lockstep
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_FEW_BYTES = 1024  # of several tensors, to copy which takes less than to tell where each lies
 _ALIGNED = 16  # bytes, of the widest dtype
 
 
@@ -37,6 +38,18 @@ def _start_plainly(
     work = collective(*tensors, group=group, async_op=True)
     assert work is not None
     return work.wait
+
+
+def _gather_together(outputs: list[Tensor], inputs: list[Tensor], group: Any, async_op: bool = False) -> dist.Work:
+    work: dist.Work = group.all_gather_together(outputs, inputs, async_op)
+    return work
+
+
+def _reduce_scatter_together(
+    outputs: list[Tensor], inputs: list[Tensor], group: Any, async_op: bool = False
+) -> dist.Work:
+    work: dist.Work = group.reduce_scatter_together(outputs, inputs, async_op)
+    return work
 
 
 class _Packed:
@@ -201,6 +214,26 @@ class ProcessCommunicator:
             self._run(all_gather_single, *flat, group=group)
         return gathered
 
+    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """Without a copy of all where the members are a group of the backend shm."""
+        group = self._moving_together(tensors, axes, sums=False)
+        if group is None:
+            return gather_joined(self, tensors, axes)
+        gathered = [tensor.new_empty(group.size(), *tensor.shape) for tensor in tensors]
+        with self._pulse(b"all_gather"):
+            self._run(_gather_together, gathered, [*tensors], group=group)
+        return gathered
+
+    def _moving_together(self, tensors: Sequence[Tensor], axes: Axes, *, sums: bool) -> dist.ProcessGroup | None:
+        """The group along ``axes``, to talk to now, where it moves several tensors in one collective without a copy.
+
+        What is to be called before a collective may gather a few bytes with what it gathers itself, in one tensor.
+        """
+        moves = getattr(self._groups.get(frozenset(axes)), "moves_together", None)
+        if moves is None or not tensors[0].is_cpu or sum(tensor.nbytes for tensor in tensors) <= _FEW_BYTES:
+            return None
+        return self._group(axes) if moves(tensors[0].dtype, sums=sums) else None
+
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
         if group is None:
@@ -215,6 +248,18 @@ class ProcessCommunicator:
         with self._pulse(b"reduce_scatter"):
             self._run(reduce_scatter_single, scattered.view(-1), given.view(-1), group=group)
         return numbers.back(scattered)
+
+    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """As `all_gather_together`; into one memory, since many tensors that live longer would scatter what is free."""
+        group = self._moving_together(tensors, axes, sums=True)
+        if group is None:
+            return reduce_scatter_joined(self, tensors, axes)
+        sizes = [tensor[0].numel() for tensor in tensors]
+        pieces = torch.split(tensors[0].new_empty(sum(sizes)), sizes)
+        scattered = [piece.view(tensor.shape[1:]) for piece, tensor in zip(pieces, tensors, strict=True)]
+        with self._pulse(b"reduce_scatter"):
+            self._run(_reduce_scatter_together, scattered, [*tensors], group=group)
+        return scattered
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         group = self._group(axes)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import WorldError
-from shardwright.mesh.collectives import Axes
+from shardwright.mesh.collectives import Axes, gather_joined, reduce_scatter_joined
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, CollectiveKind
 
@@ -89,8 +89,14 @@ class SimulatedCommunicator:
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
         return torch.stack(self._call("all_gather", [tensor], axes))
 
+    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        return gather_joined(self, tensors, axes)
+
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         return self._call("reduce_scatter", list(rows.unbind()), axes)[0]
+
+    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        return reduce_scatter_joined(self, tensors, axes)
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         return self._call("all_to_all", tensors, axes)

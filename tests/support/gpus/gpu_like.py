@@ -22,7 +22,7 @@ from shardwright.errors import LoweringError
 from shardwright.lower.guard import Guard
 from shardwright.lower.lower import lower
 from shardwright.mesh.carried import summed_as
-from shardwright.mesh.collectives import Axes
+from shardwright.mesh.collectives import Axes, gather_joined, reduce_scatter_joined
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
 from shardwright.run.programs.buckets import GradientReduction
@@ -117,9 +117,15 @@ class OnGpus:
         self._take([tensor], sums=False)
         return torch.stack([tensor for _ in self.mesh.group(self.rank, axes)])
 
+    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        return gather_joined(self, tensors, axes)
+
     def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
         self._take([rows], sums=True)
         return rows[self.mesh.group(self.rank, axes).index(self.rank)].clone()
+
+    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        return reduce_scatter_joined(self, tensors, axes)
 
     def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
         self._take(tensors, sums=False)

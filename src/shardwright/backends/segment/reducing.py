@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import struct
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -14,12 +16,13 @@ from shardwright.backends.segment.arena import Arenas
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.flats import is_plain
 from shardwright.backends.segment.memory import DATA_BYTES, SLOTS_BYTES, SMALL_BYTES
-from shardwright.backends.segment.native import GATHERED, OPERATIONS, TYPES, Group, Native, Told, reduces
+from shardwright.backends.segment.native import GATHERED, OPERATIONS, TYPES, Group, Native, Piece, Told, reduces
 from shardwright.backends.segment.notes import Note
 
 _WAITING, _DONE, _DIFFER = 0, 1, 2  # what native code answers
 _NUMBER = struct.Struct("<I")  # with which a head begins
 _OPERATIONS = {kind: kind.name for kind in dist.ReduceOp.RedOpType.__members__.values()}
+_SUM = dist.ReduceOp.RedOpType.__members__["SUM"]
 _MOST_KINDS = 1024  # that are remembered: batches of ever new sizes may have any number of them
 
 
@@ -31,6 +34,7 @@ class _Kind(NamedTuple):
     type_code: int
     operation_code: int
     one_stage: bool
+    in_rows: bool = False  # whether tensors are gathered or scattered
     scatters: bool = False
 
 
@@ -50,21 +54,43 @@ class NativeCollectives:
         if kind is None:
             return None
         # Steps in Python would not meet the native code of ranks whose tensors are plain.
-        flat = tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
-        return NativeCollective(self, kind, flat, flat, tensor)
+        flat = _plain_of(tensor)
+        return NativeCollective(self, kind, [flat], [flat], [tensor])
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
         """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
         if tensor.nbytes > SLOTS_BYTES or not (is_plain(output) and is_plain(tensor)):
             return None
-        return NativeCollective(self, _gathering(tensor.dtype, tensor.numel()), tensor, output, output)
+        return NativeCollective(self, _gathering(tensor.dtype, tensor.numel()), [tensor], [output], [output])
 
     def reduce_scatter(self, output: Tensor, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None as for `all_gather`, and for what native code does not reduce."""
         if output.nbytes > SLOTS_BYTES or not (is_plain(output) and is_plain(tensor)):
             return None
         kind = _scattering(output.dtype, output.numel(), reduce_op.op, self.collectives.size)
-        return None if kind is None else NativeCollective(self, kind, tensor, output, output)
+        return None if kind is None else NativeCollective(self, kind, [tensor], [output], [output])
+
+    def all_gather_together(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> NativeCollective:
+        """The next one, of several tensors of one dtype: as of one that has all of them, one behind the other."""
+        kind = _gathering(tensors[0].dtype, sum(tensor.numel() for tensor in tensors))
+        return NativeCollective(self, kind, _all_plain(tensors), _all_plain(outputs), outputs)
+
+    def reduce_scatter_together(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> NativeCollective:
+        """The next one, of sums of several tensors, of a dtype that native code reduces: of each rank the parts of all
+        of them, one behind the other."""
+        numel = sum(output.numel() for output in outputs)
+        kind = _scattering(outputs[0].dtype, numel, _SUM, self.collectives.size)
+        assert kind is not None
+        return NativeCollective(self, kind, _all_plain(tensors), _all_plain(outputs), outputs)
+
+
+def _all_plain(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [_plain_of(tensor) for tensor in tensors]
+
+
+def _plain_of(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy whose numbers lie in their order."""
+    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
 
 
 @lru_cache(_MOST_KINDS)
@@ -83,7 +109,7 @@ def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _K
         return None
     note = Note(0, "reduce_scatter", dtype, 0, name).head()[_NUMBER.size :] + struct.pack(f"={size}q", *[numel] * size)
     one_stage = numel * dtype.itemsize * size <= SMALL_BYTES
-    return _Kind(note, numel, TYPES[dtype], OPERATIONS[name], one_stage, scatters=True)
+    return _Kind(note, numel, TYPES[dtype], OPERATIONS[name], one_stage, True, scatters=True)
 
 
 @lru_cache(_MOST_KINDS)
@@ -91,17 +117,24 @@ def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
     operation, code = GATHERED
     nbytes = numel * dtype.itemsize
     return _Kind(
-        Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :], nbytes, code, operation, nbytes <= DATA_BYTES
+        Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :], nbytes, code, operation, nbytes <= DATA_BYTES, True
     )
 
 
 class NativeCollective:
-    """One of them, under way: what this rank gives, where the result goes, and the ``tensor`` that is to have it."""
+    """One of them, under way: what this rank gives, where the results go, and the ``outputs`` that are to have them."""
 
-    __slots__ = ("_all", "_begun", "_head", "_into", "_kind", "_own", "_tensor")
+    __slots__ = ("_all", "_begun", "_head", "_into", "_kind", "_outputs", "_own", "_pieces")
 
-    def __init__(self, native: NativeCollectives, kind: _Kind, own: Tensor, into: Tensor, tensor: Tensor) -> None:
-        self._all, self._kind, self._own, self._into, self._tensor = native, kind, own, into, tensor
+    def __init__(
+        self,
+        native: NativeCollectives,
+        kind: _Kind,
+        own: Sequence[Tensor],
+        into: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        self._all, self._kind, self._own, self._into, self._outputs = native, kind, own, into, outputs
         self._begun = False
 
     @property
@@ -119,9 +152,10 @@ class NativeCollective:
             return False
         if answer == _DIFFER:
             self._all.collectives.compare(self._head)
-        if self._into is not self._tensor:
-            self._tensor.data.copy_(self._into)
-        self._own = self._into = self._tensor  # what was read lives no longer than it has to
+        for into, output in zip(self._into, self._outputs, strict=True):
+            if into is not output:
+                output.data.copy_(into)
+        self._own = self._into = self._outputs = ()  # what was read lives no longer than it has to
         return True
 
     wait = advance  # as it is awaited where it is one step of several
@@ -131,7 +165,17 @@ class NativeCollective:
         collectives.number += 1
         self._head = _NUMBER.pack(collectives.number % (1 << 32)) + kind.head
         told.head, told.note_bytes = self._head, len(self._head)
-        told.own, told.data, told.count = self._own.data_ptr(), self._into.data_ptr(), kind.elements
+        told.count = kind.elements
         told.type, told.operation, told.scatters = kind.type_code, kind.operation_code, kind.scatters
+        if kind.in_rows:
+            self._pieces = self._pieces_of(self._into if kind.scatters else self._own)
+            told.pieces, told.piece_count = self._pieces, len(self._pieces)
+        else:
+            [own], [into] = self._own, self._into
+            told.own, told.data = own.data_ptr(), into.data_ptr()
         told.step, told.waits, told.stage = 0, 0, stage
         self._begun = True
+
+    def _pieces_of(self, parts: Sequence[Tensor]) -> ctypes.Array[Piece]:
+        pairs = zip(self._own, self._into, parts, strict=True)
+        return (Piece * len(parts))(*[Piece(own.data_ptr(), into.data_ptr(), part.nbytes) for own, into, part in pairs])

@@ -128,7 +128,8 @@ def in_repeated_gathers(
 
 
 def beside_together(collective: Collective, mesh: Mesh) -> int:
-    """What it takes to move a tensor together with others, beside what that starts from and results in.
+    """What it takes at most to move a tensor together with others, beside what that starts from and results in: the
+    backend shm takes none of it where parts are even and of the first dim.
 
     To gather: this rank's part behind those of others, and what all ranks have sent. To scatter sums: this rank's whole
     behind others, and what all ranks have sent for its part.
