@@ -108,6 +108,8 @@ class Layout:
 
     def normalised(self, shape: Sequence[int], mesh: Mesh) -> Layout:
         """An equal layout with every unit 1 that can be: where the parts are even, units make no difference."""
+        if not self.has_units:
+            return self
         dims = tuple(
             Split(dim.axes) if not dim.axes or size % (mesh.extent(dim.axes) * dim.unit) == 0 else dim
             for dim, size in zip(self.dims, shape, strict=True)

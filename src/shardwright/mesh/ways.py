@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Axis, Mesh
@@ -92,7 +92,7 @@ class _Route:
 @lru_cache(maxsize=1 << 18)
 def _route(change: Change) -> _Route:
     count = 1 + max(_numbers(change), default=-1)
-    mesh = Mesh(tuple(Axis(str(axis), 2) for axis in range(count)))
+    mesh = _mesh_of(count)
     src = Layout(tuple(Split(_names(before)) for before, _ in change.dims), _names(change.partial))
     dst = Layout(tuple(Split(_names(after)) for _, after in change.dims), _names(change.still_partial))
     gradient_partial = _names(change.gradient_partial)
@@ -111,6 +111,12 @@ def _route(change: Change) -> _Route:
         tuple(_back(move.axes) for move in moves),
         tuple(_back(axes) for axes in held),
     )
+
+
+@cache
+def _mesh_of(count: int) -> Mesh:
+    """A mesh of so many axes, named by their numbers, whose sizes say nothing."""
+    return Mesh(tuple(Axis(str(axis), 2) for axis in range(count)))
 
 
 def _numbers(change: Change) -> Iterator[int]:

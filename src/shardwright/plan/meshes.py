@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 
 from shardwright.errors import PlanError, StrategyError
 from shardwright.mesh.mesh import Mesh
@@ -18,6 +19,7 @@ from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import SEARCHES, Search
 from shardwright.plan.searching.budget import OverBudget
+from shardwright.plan.searching.search import floor_of
 from shardwright.plan.searching.space import Choice
 from shardwright.plan.spaces import meshes_for, space_of
 from shardwright.plan.weighing import Weighing
@@ -63,11 +65,11 @@ class Meshes:
 
         What is found of such plans, in a fraction of the time, is to be beaten.
         """
-        weighings = [self.weighing(mesh) for mesh in finer]
-        worth = [of for of in weighings if self._is_worth(of, least)]
+        weighings = {mesh: self._if_worth(mesh, least) for mesh in finer}
+        worth = [of for of in weighings.values() if of is not None]
         busy = {of.mesh: self._of_the_busy(of.mesh) for of in worth}
         self.look_at(sorted(worth, key=lambda of: busy[of.mesh]))
-        idle = [of.mesh for of in weighings if of not in worth]
+        idle = [mesh for mesh, of in weighings.items() if of is None]
         self._said += [f"{mesh} not searched: its axes have one link, and cut no more than fewer do" for mesh in idle]
 
     def _of_the_busy(self, mesh: Mesh) -> float:
@@ -88,11 +90,23 @@ class Meshes:
         found = dict.fromkeys(mesh for of in counts for mesh in meshes_for(self._graph, self._request, of))
         return [mesh for mesh in found if mesh not in meshes]
 
-    def _is_worth(self, finer: Weighing, least: float) -> bool:
-        """Whether links tell the axes of a mesh from each other, or they cut what those of coarser meshes do not."""
+    def _if_worth(self, finer: Mesh, least: float) -> Weighing | None:
+        """What may be chosen on a finer mesh, where links tell its axes from each other, or where these cut what those
+        of coarser meshes do not; else None."""
         per_host = self._request.hardware.ranks_per_host
-        links = {link_along(finer.mesh, [axis], per_host) for axis in finer.mesh.names}
-        return len(links) > 1 or finer.least < least * (1 - EQUAL)
+        links = {link_along(finer, [axis], per_host) for axis in finer.names}
+        if len(links) > 1:
+            return self.weighing(finer)
+        if self._floor >= least * (1 - EQUAL):
+            return None
+        weighing = self.weighing(finer)
+        return weighing if weighing.least < least * (1 - EQUAL) else None
+
+    @cached_property
+    def _floor(self) -> float:
+        """What no plan costs less than on any mesh of these devices."""
+        request = self._request
+        return floor_of(self._graph, self._row.objective(request.hardware, request.optimizer), request.mesh.size)
 
     def look_at(self, weighings: Sequence[Weighing]) -> None:
         """Search these meshes for what costs less than what was found."""

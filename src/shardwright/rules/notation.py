@@ -35,7 +35,7 @@ from typing import Literal
 
 from shardwright.errors import StrategyError
 from shardwright.mesh.kept_hash import kept_hash
-from shardwright.mesh.layout import Layout, Split
+from shardwright.mesh.layout import WHOLE, Layout, Split
 from shardwright.mesh.mesh import Mesh
 
 Shape = tuple[int, ...]
@@ -101,6 +101,13 @@ class OpRule:
         minor = {name for dims in (*self.operands, *self.results) for dim in dims for name in dim[1:]}
         return tuple(i for i, f in enumerate(self.factors) if f.kind != "frozen" and f.name not in minor and f.size > 1)
 
+    def most_parts(self, devices: int) -> int:
+        """No strategy with even parts shares the operator among more of so many devices, on whichever mesh of them.
+
+        A factor is cut into as many parts as some axes together have ranks, which divides its size and the devices.
+        """
+        return min(devices, math.prod(math.gcd(self.factors[i].size, devices) for i in self.splittable))
+
     def _axes(self, strategy: Strategy) -> dict[str, tuple[str, ...]]:
         return {factor.name: axes for factor, axes in zip(self.factors, strategy.axes, strict=True)}
 
@@ -109,7 +116,7 @@ class OpRule:
         splits = []
         for dim in dims:
             cut = axes[dim[0]] if dim else ()
-            splits.append(Split(cut, math.prod(self.sizes[name] for name in dim[1:])) if cut else Split())
+            splits.append(Split(cut, math.prod(self.sizes[name] for name in dim[1:])) if cut else WHOLE)
         return Layout(tuple(splits), partial)
 
     def operand_layout(self, index: int, strategy: Strategy) -> Layout:

@@ -49,6 +49,9 @@ class Objective(Protocol):
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """What running ``node`` under a strategy costs, forward and backward, without its transfers."""
 
+    def floor(self, graph: RuledGraph, node: Node, devices: int) -> float:
+        """What running ``node`` costs at least on so many devices, under whichever strategy on whichever mesh."""
+
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """What running the forward of ``node`` once more costs, without its transfers."""
 
@@ -100,6 +103,9 @@ class Bytes:
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         return self._sum(operator_collectives(graph, node, strategy, mesh), mesh)
 
+    def floor(self, graph: RuledGraph, node: Node, devices: int) -> float:
+        return 0.0
+
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         return self._sum(list(graph.collectives_inside(node, strategy, mesh)[0]), mesh)
 
@@ -136,24 +142,29 @@ class Seconds:
         return replace(self, gradients_hidden=share * hides, backward_hidden=(1 - share) * hides)
 
     def operator(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        times = 1 + BACKWARD * graph.needs_gradient(node) * (1 - self.backward_hidden)
-        return self._once_s(graph, node, strategy, mesh) * times + self._sum(
-            operator_collectives(graph, node, strategy, mesh), mesh
-        )
+        computing_s = self._once_s(graph, node, _parts(strategy, mesh)) * self._times(graph, node)
+        return computing_s + self._sum(operator_collectives(graph, node, strategy, mesh), mesh)
+
+    def floor(self, graph: RuledGraph, node: Node, devices: int) -> float:
+        return self._once_s(graph, node, graph.rules[node.name].most_parts(devices)) * self._times(graph, node)
+
+    def _times(self, graph: RuledGraph, node: Node) -> float:
+        """How often the forward of ``node`` counts, its backward included."""
+        return 1 + BACKWARD * graph.needs_gradient(node) * (1 - self.backward_hidden)
 
     def backward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         """What computing the backward of ``node`` takes, without what it communicates."""
-        return BACKWARD * graph.needs_gradient(node) * self._once_s(graph, node, strategy, mesh)
+        return BACKWARD * graph.needs_gradient(node) * self._once_s(graph, node, _parts(strategy, mesh))
 
     def forward(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
         inside = list(graph.collectives_inside(node, strategy, mesh)[0])
-        return self._once_s(graph, node, strategy, mesh) + self._sum(inside, mesh)
+        return self._once_s(graph, node, _parts(strategy, mesh)) + self._sum(inside, mesh)
 
-    def _once_s(self, graph: RuledGraph, node: Node, strategy: Strategy, mesh: Mesh) -> float:
-        """The forward, without what it communicates."""
-        parts = mesh.extent(axis for axes in strategy.axes for axis in axes)
-        work_s = flops(node, graph.capture) / self.hardware.flops_in(_dtype(graph, node))
-        traffic_s = bytes_moved(node, graph.capture) / self.hardware.memory_bandwidth
+    def _once_s(self, graph: RuledGraph, node: Node, parts: int) -> float:
+        """The forward in so many parts, without what it communicates."""
+        work = _work(graph, node)
+        work_s = work.flops / self.hardware.flops_in(work.dtype)
+        traffic_s = work.bytes / self.hardware.memory_bandwidth
         each_s = work_s / parts, traffic_s / parts, self.hardware.launch_s
         longest_s = max(each_s)
         return longest_s + (1 - self.hardware.at_once) * (sum(each_s) - longest_s)
@@ -209,6 +220,29 @@ def _road(
     where = link_along(mesh, axes, ranks_per_host) if len(given) < len(along) else None
     beside = per_host_along(mesh, axes, ranks_per_host) if ranks_per_host and where == "between" else 1
     return mesh.extent(axes), where, beside, given
+
+
+def _parts(strategy: Strategy, mesh: Mesh) -> int:
+    """Among how many devices an operator is shared."""
+    return mesh.extent(axis for axes in strategy.axes for axis in axes)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """What the forward of an operator does on the whole tensors: it computes in ``dtype``, and moves ``bytes``."""
+
+    flops: int
+    bytes: int
+    dtype: torch.dtype
+
+
+def _work(graph: RuledGraph, node: Node) -> _Work:
+    """What the forward of ``node`` does, once for all that are alike."""
+    key = "work", graph.alike[node.name]
+    if key not in graph.known:
+        graph.known[key] = _Work(flops(node, graph.capture), bytes_moved(node, graph.capture), _dtype(graph, node))
+    found: _Work = graph.known[key]
+    return found
 
 
 def _dtype(graph: RuledGraph, node: Node) -> torch.dtype:

@@ -14,6 +14,7 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -86,9 +87,9 @@ class Pairs:
         """What each way costs; infinite where there is none."""
         numbers, staying = self._look_up(value.shape, layouts, targets)
         costs = np.full(numbers.shape, math.inf)
-        for mask in np.unique(staying).tolist():
+        for mask in _present(staying):
             at = (staying == mask) & (numbers >= 0)
-            ways, which = np.unique(numbers[at], return_inverse=True)
+            ways, which = _different(numbers[at])
             costs[at] = self._priced(ways, value, value.bytes // self._extents[mask])[which]
         for i, j in np.argwhere(numbers == BY_STEPS).tolist():
             costs[i, j] = self._alone(value, layouts[i], targets[j])
@@ -98,7 +99,7 @@ class Pairs:
         """The bytes of the largest buffer of a collective on each way; 0 where there is none."""
         numbers, staying = self._look_up(value.shape, layouts, targets)
         found = np.zeros(numbers.shape)
-        for mask in np.unique(staying).tolist():
+        for mask in _present(staying):
             at = (staying == mask) & (numbers >= 0)
             found[at] = self._largest(numbers[at], value, value.bytes // self._extents[mask])
         for i, j in np.argwhere(numbers == BY_STEPS).tolist():
@@ -149,9 +150,9 @@ class Pairs:
         code = (code << self._count | partial) << bits | left << self._count | gradient
         code[(left & ~partial) != 0] = IMPOSSIBLE
         self._ask_singly(code, layouts, targets, even_source[:, None] & even_to[None, :])
-        found, which = np.unique(code, return_inverse=True)
+        found, which = _different(code)
         numbers = np.array([self._number(of) for of in found.tolist()], dtype=np.int64)
-        return numbers[which].reshape(code.shape), staying
+        return numbers[which], staying
 
     def _ask_singly(self, code: Numbers, layouts: Sequence[Layout], targets: Sequence[Target], even: Flags) -> None:
         """Mark the pairs whose codes say nothing."""
@@ -231,7 +232,7 @@ class Pairs:
 
     def _sums(self, parts: npt.NDArray[np.int32], size: int, *, shared: bool = False) -> Costs:
         prices = np.zeros(len(self._kinds))
-        for part in np.unique(parts).tolist():
+        for part in _present(parts):
             prices[part] = self._price(part, size, shared) if part else 0.0
         return np.asarray(prices[parts].sum(axis=1))
 
@@ -252,6 +253,19 @@ class Pairs:
 
     def _steps(self, shape: tuple[int, ...], layout: Layout, target: Target) -> tuple[Step, ...]:
         return redistribute(layout, target.layout, target.gradient_partial, shape, self._mesh)
+
+
+def _present(numbers: npt.NDArray[np.signedinteger[Any]]) -> list[int]:
+    """Which numbers from 0 on there are, few of which are possible."""
+    found: list[int] = np.flatnonzero(np.bincount(numbers.ravel())).tolist()
+    return found
+
+
+def _different(numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """The different ones of all numbers, and which of them each is: what `numpy.unique` takes longer for."""
+    ordered = np.sort(numbers, axis=None)
+    found = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(ordered)]]
+    return found, np.searchsorted(found, numbers)
 
 
 @lru_cache(maxsize=8)

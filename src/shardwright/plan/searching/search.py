@@ -22,6 +22,7 @@ from shardwright.plan.minima.narrow import ENOUGH, NothingBelow, beside
 from shardwright.plan.minima.tables import Indices, Minimum, Table
 from shardwright.plan.pricing.cost import Objective
 from shardwright.plan.pricing.optimizers import OptimizerStates
+from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.searching.budget import Budget, Priced, fitting
 from shardwright.plan.searching.buffers import WORTH, Buffers, Joined, buffers_of, by_buffers
 from shardwright.plan.searching.dividing import Division, Part, Parts
@@ -203,6 +204,11 @@ def least_cost(space: Space, known: Known) -> float:
             alike[key] = float(known.operator(node, choices[node.name]).min())
         least += alike[key]
     return least
+
+
+def floor_of(graph: RuledGraph, objective: Objective, devices: int) -> float:
+    """A cost that no choice on any mesh of so many devices is below: `least_cost` is no less there."""
+    return sum(objective.floor(graph, node, devices) for node in graph.capture.nodes)
 
 
 class _Both:
