@@ -203,6 +203,18 @@ def test_parameters_are_stored_in_uneven_parts_where_nothing_else_fits(monkeypat
         plan_of(model, mse, batch, Mesh.of(d=6), "auto", memory=memory // 2)
 
 
+def test_before_a_refusal_a_price_is_tried_at_which_more_counts_and_less_is_held():
+    """At the highest price nothing is found that holds less than 185 kB, where small gathers count that go together."""
+    model = torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 48))
+    batch = torch.randn(96, 48), torch.randn(96, 48)
+    options = {"memory": 180_000, "hardware": shipped("h100")}
+    plan = plan_of(model, mse, batch, Mesh.of(d=2), "auto", **options)
+    assert plan.held.total <= plan.memory
+    with pytest.raises(OverBudget, match=rf"{in_bytes(plan.held.total)} in all, of") as over:
+        plan_of(model, mse, batch, Mesh.of(d=2), "auto", **options | {"memory": plan.held.total - 1})
+    assert over.value.least_bytes == plan.held.total
+
+
 def test_an_optimizer_that_keeps_less_leaves_room():
     model, loss_fn, batch = wide()
     free = plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", optimizer=OptimizerStates("sgd", 0, 0))

@@ -34,8 +34,9 @@ ALIKE = (
     1e-2  # prices that differ by a smaller share find the same, mostly: one where the bound cannot rise is not tried
 )
 # At these prices a part of the budget counts as much as the whole step, a third and then a millionth, until something
-# fits; at last with buffers of collectives that are not the largest.
-_DEAR = ((3.0, True), (1e6, True), (1e6, False))
+# fits; then with buffers of collectives that are not the largest. More is held than is counted, and by what counts
+# least at the highest price more than by others: so the first price comes again at last, with buffers.
+_DEAR = ((3.0, True), (1e6, True), (1e6, False), (3.0, False))
 
 
 def _same(choice: Choice) -> Choice:
