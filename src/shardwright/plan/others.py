@@ -135,8 +135,9 @@ def _others(row: Search, weighing: Weighing, price: float) -> Iterator[Callable[
         budget = replace(budget, price=price, once=False, close=FAR)
     free = {value.name for value in graph.capture.of_kind("parameter")} - request.storage.keys()
     settled = replace(space, leaves={name: of for name, of in space.leaves.items() if name not in free})
-    tensor = tensor_space(graph, mesh, named[0].strategies, settled)
-    yield lambda below: search(tensor, objective, budget, below, weighing.known)
+    if mesh.axes:
+        tensor = tensor_space(graph, mesh, named[0].strategies, settled)
+        yield lambda below: search(tensor, objective, budget, below, weighing.known)
     if len(mesh.axes) > 1 and not row.by_axes:
         yield lambda below: recursive(space, objective, budget, below, weighing.known, weighing.built)
     if len(mesh.axes) <= FEW_AXES and (other := SEARCHES["propagation"]) is not row:

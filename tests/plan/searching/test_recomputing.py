@@ -83,6 +83,26 @@ def test_against_every_plan_of_a_small_graph_the_gap_is_true(monkeypatch):
     assert frozenset() in found
 
 
+def test_on_one_device_what_is_computed_again_is_the_best_of_all_sets_of_layers():
+    """Nothing can be split there, so that a budget leaves no other choice."""
+    layers = nn.Sequential(*(Block() for _ in range(3)))
+    captured = captured_step(layers, lambda m, b: m(b).square().sum(), torch.randn(64, 8), {})
+    request, objective = PlanRequest(Mesh.of(d=1), "auto", hardware=HARDWARE), Seconds(HARDWARE)
+    free = make.make_plan(captured, request)
+    sets = [set(of) for count in range(4) for of in itertools.combinations("012", count)]
+    every = [(of.held.total, true_cost(of, objective)) for of in map(free.computing_again, sets)]
+    limits = sorted({held for held, _ in every if held < free.held.total})
+    assert limits
+    for limit in limits:
+        plan = make.make_plan(captured, replace(request, memory=limit))
+        optimum = min(cost for held, cost in every if held <= limit)
+        assert plan.recomputed
+        assert plan.held.total <= limit
+        assert plan.cost == pytest.approx(optimum, rel=1e-9)
+        assert plan.cost == pytest.approx(true_cost(plan, objective), rel=1e-9)
+        assert plan.bound <= optimum * (1 + 1e-9)
+
+
 @pytest.mark.networks
 @pytest.mark.slow
 def test_the_bytes_of_the_search_are_never_above_those_held(monkeypatch):
