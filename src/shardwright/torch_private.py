@@ -561,12 +561,12 @@ def batch_norms_call(instead: Callable[[Any, Any], Any]) -> Iterator[None]:
     base: Any = torch.nn.modules.batchnorm._BatchNorm
     thread, forward = get_ident(), base.forward
 
-    def called(module: Any, x: Any) -> Any:
+    def called(module: Any, input: Any) -> Any:  # torch's own name, by which it may be called
         reads = module.momentum is None and module.training and module.track_running_stats
         if not reads or module.num_batches_tracked is None or module.running_mean is None or get_ident() != thread:
-            return forward(module, x)
-        module._check_input_dim(x)
-        return instead(module, x)
+            return forward(module, input)
+        module._check_input_dim(input)
+        return instead(module, input)
 
     base.forward = called
     try:

@@ -267,8 +267,8 @@ class Parallel(ParallelModel):
             if self.options.batch == "global" and not isinstance(batch, Batch):
                 self._same_batch.check(tensors)
             return _Given(kind, batch, key, tensors, self.options.batch, self.world.size)
-        self._same_batch.check(tensors, "local")
-        return _Given(kind, batch, key, tensors, self.options.batch, self.world.size, self._parts.ask(tensors, key))
+        asked = self._parts.ask(tensors, key, self._same_batch.beside_rows(tensors))
+        return _Given(kind, batch, key, tensors, self.options.batch, self.world.size, asked)
 
     def _ready(self, given: _Given, rows: Rows) -> tuple[PreparedProgram, list[Tensor]]:
         """The program for what was given, and this rank's part of its inputs."""

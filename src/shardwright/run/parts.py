@@ -27,9 +27,9 @@ from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
 
 _MOST = 256  # answers that are remembered
-# What each rank tells: its rows, on what its program depends, what it expects, how many bytes it adds behind that, and
-# its call of the model.
-_HEAD = struct.Struct("=5q")
+# What each rank tells: its rows, on what its program depends, what is to be the same beside rows, what it expects, how
+# many bytes it adds behind that, and its call of the model.
+_HEAD = struct.Struct("=6q")
 _BYTES = 1024  # in all; written and read by Python, since each call of torch takes microseconds
 
 
@@ -58,20 +58,21 @@ class Parts:
         self._answers: dict[tuple[int, int], Rows] = {}
         self._letter: _Letter | None = None
 
-    def ask(self, tensors: Sequence[Tensor], key: str) -> Asked:
+    def ask(self, tensors: Sequence[Tensor], key: str, alike: Sequence[str] = ()) -> Asked:
         """The question to all ranks for the sizes of their parts, of which this one has ``tensors``.
 
         They are asked for in the memory of the CPU: a step need not wait for what a GPU still has to do.
 
         Args:
             key: what the program depends on beside sizes.
+            alike: what all ranks are to have passed alike, in words.
         """
         height = height_of(tensors)
         mine = height, _number(key, global_shapes(tensors, _any_rows(height)))
         if self._letter is None or self._letter.under_way:
             with torch.inference_mode(False):  # in which later questions may be asked
                 self._letter = _Letter(dist.get_world_size())
-        asked = Asked(self, tensors, mine, self._answers.get(mine), self._letter)
+        asked = Asked(self, tensors, mine, alike, self._answers.get(mine), self._letter)
         if self._meanwhile:
             asked.begin()
         return asked
@@ -97,10 +98,16 @@ class Asked:
     """A question to all ranks. ``expected`` is what the same one was answered last time, None the first time."""
 
     def __init__(
-        self, parts: Parts, tensors: Sequence[Tensor], mine: tuple[int, int], expected: Rows | None, letter: _Letter
+        self,
+        parts: Parts,
+        tensors: Sequence[Tensor],
+        mine: tuple[int, int],
+        alike: Sequence[str],
+        expected: Rows | None,
+        letter: _Letter,
     ) -> None:
         self.expected, self._letter = expected, letter
-        self._parts, self._tensors, self._mine = parts, tensors, mine
+        self._parts, self._tensors, self._mine, self._alike = parts, tensors, mine, alike
         self._wait: Callable[[], object] | None = None
         self._answer: Rows | None = None
         self._told: list[tuple[int, ...]] = []
@@ -114,7 +121,8 @@ class Asked:
             self._added = added.nbytes
             letter.sent.narrow(0, _HEAD.size, self._added).copy_(added.detach().view(-1).view(torch.uint8))
         expected = 0 if self.expected is None else _number("", self.expected.all_ranks)
-        _HEAD.pack_into(letter.told, 0, *self._mine, expected, self._added, lockstep.number)
+        alike = _number("", tuple(self._alike)) if self._alike else 0
+        _HEAD.pack_into(letter.told, 0, *self._mine, alike, expected, self._added, lockstep.number)
         self._wait = lockstep.begin(all_gather_single, letter.received, letter.sent, group=control_group())
 
     @property
@@ -126,7 +134,7 @@ class Asked:
         """Which rows each rank has.
 
         Raises:
-            UsageError: on every rank, where parts differ in more than their number of rows.
+            UsageError: on every rank, where parts differ in more than their number of rows, or what is beside rows.
             WorldError: as `Lockstep.run`; or where others answer for an earlier call, in which this rank failed.
         """
         if self._answer is None:
@@ -170,12 +178,14 @@ class Asked:
         self._letter.under_way = False
         everyone = self._letter.everyone
         self._told = [_HEAD.unpack_from(everyone, at) for at in range(0, len(everyone), _BYTES)]
-        counts, numbers, *_, calls = zip(*self._told, strict=True)
+        counts, numbers, alike, *_, calls = zip(*self._told, strict=True)
         if len(set(calls)) != 1:
             raise WorldError(
                 f"ranks answer for different calls of the model ({', '.join(map(str, calls))}, rank by rank), since an "
                 "earlier one failed on some of them while others waited; let such an error end the job"
             )
+        if len(set(numbers)) == 1 < len(set(alike)):
+            self._refuse_unlike()
         if len(set(numbers)) == 1:
             rows = _agreed(counts, dist.get_rank())
             self._parts.remember(self._mine, rows)
@@ -186,6 +196,15 @@ class Asked:
             f"the parts of the batch do not fit together: rank 0 passed {passed[0]}, rank {other} passed "
             f"{passed[other]}; parts may differ in their number of rows alone: pad all to one length, and have the "
             "same values beside tensors, and model.train() or eval(), on all ranks"
+        )
+
+    def _refuse_unlike(self) -> None:
+        passed = from_all_ranks(", ".join(self._alike) or "none")
+        other = next(rank for rank, theirs in enumerate(passed) if theirs != passed[0])
+        raise UsageError(
+            "with batch='local' ranks pass rows of their own in tensors whose dim 0 is as long as the first one's, and "
+            f"all others alike, but rank 0 passed {passed[0]} and rank {other} passed {passed[other]}; let dim 0 count "
+            "the samples in what is cut, or pass the whole batch on all ranks with batch='global'"
         )
 
 

@@ -6,8 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 
-from shardwright.backends.between.collectives import PAIR
-from shardwright.backends.segment.memory import SMALL_BYTES
+from shardwright.backends.between.grid import Grid, sums_parts
 from shardwright.backends.table import GLOO, Backend
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.mesh.mesh import Mesh
@@ -90,8 +89,8 @@ def flows_from_rank_zero(told_bytes: int, hosts: Sequence[str], backend: Backend
 
 def _meet_within_hosts(places: Sequence[str], backend: Backend) -> bool:
     """Whether members on these hosts meet within each first, so that what is in common goes there once."""
-    ranks = Counter(places)
-    return backend.host_by_host and len(ranks) > 1 and len(set(ranks.values())) == 1 < ranks[places[0]]
+    grid = Grid.of(places)
+    return backend.host_by_host and len(grid.rows) > 1 and grid.is_whole
 
 
 def _flows_of(
@@ -116,8 +115,7 @@ def _host_sends(collective: Collective, ranks: Mapping[str, int]) -> float:
     if collective.kind == "all_to_all":
         return collective.bytes * inside / hosts
     if collective.kind == "all_reduce":
-        in_parts = hosts > PAIR and collective.bytes / inside > SMALL_BYTES
-        return collective.bytes * (2 / hosts if in_parts else 1)
+        return collective.bytes * (2 / hosts if sums_parts(hosts, inside, collective.bytes) else 1)
     return collective.bytes / hosts
 
 

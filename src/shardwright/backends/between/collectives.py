@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.backends.between.grid import Grid
+from shardwright.backends.between.grid import PAIR, Grid, sums_parts
 from shardwright.backends.between.moving import Awaited, Moves
 from shardwright.backends.segment.collectives import Collectives, check_sizes
 from shardwright.backends.segment.flats import ByRows, cut, flat_of, flats_of, gathering
@@ -27,23 +27,26 @@ from shardwright.errors import WorldError
 
 # Each ends with this rank's coming to a stage within its host, or with what it waits for from other hosts.
 Steps = Iterator[Awaited | None]
-PART_BYTES = 2**20  # of what is reduced, that go between hosts together
-AHEAD = 3  # parts that are between hosts at once
-PAIR = 2  # hosts: each sends as much whether it sends all of a piece or sends halves twice
+STRETCH_BYTES = 2**19  # at most, of what a rank moves between hosts at once
+AHEAD = 3  # stretches that are between hosts at the same time
 
 
 @dataclass(frozen=True)
-class _Hosts:
-    """A piece that goes between hosts.
+class _UnderWay:
+    """A stretch of a sum that goes between hosts.
 
     Attributes:
-        rows: what each host has of it, or of this one's part of it.
-        parts: those of the piece, where each host sums one.
+        pieces: the stretch, cut for the ranks of this host.
+        mine: that of this rank.
+        moving: what has begun.
+        rows: into which each host's sum of ``mine`` comes, or of this host's part of it.
+        parts: those of ``mine``, where each host sums one.
     """
 
+    pieces: Sequence[Tensor]
     mine: Tensor
-    rows: Sequence[Tensor]
     moving: Sequence[Awaited]
+    rows: Sequence[Tensor]
     parts: Sequence[Tensor] = ()
 
 
@@ -118,18 +121,20 @@ class Between(ByRows):
             tensor.data.copy_(total)
 
     def _reduce_all(self, kind: str, flat: Tensor, reduction: Reduction, root: int = 0) -> Steps:
-        """Part after part: while the network moves some, the ranks of a host reduce the next within it."""
+        """Stretch after stretch: while the network moves some, the ranks of a host reduce the next within it."""
         yield from self._come(kind, flat, reduction.name, root)
-        under_way: deque[tuple[list[Tensor], _Hosts]] = deque()
-        for part in torch.split(flat, max(1, PART_BYTES // flat.element_size())):
-            pieces = self._pieces(part)
+        in_parts = sums_parts(self.column.size, self.inside.size, flat.nbytes)
+        count = max(1, -(-flat.nbytes // (STRETCH_BYTES * self.inside.size)))
+        under_way: deque[_UnderWay] = deque()
+        for stretch in cut(flat, count):
+            pieces = self._pieces(stretch)
             mine = pieces[self.index]
             yield from self.inside.reduce_scatter_list(mine, pieces, self._of_host(reduction))
-            under_way.append((pieces, self._begun(mine, reduction)))
+            under_way.append(self._sent_in_parts(pieces, mine) if in_parts else self._sent(pieces, mine))
             if len(under_way) == AHEAD:
-                yield from self._ended(*under_way.popleft(), reduction)
-        for pieces, hosts in under_way:
-            yield from self._ended(pieces, hosts, reduction)
+                yield from self._ended(under_way.popleft(), reduction)
+        for sent in under_way:
+            yield from self._ended(sent, reduction)
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """One for each rank of a host."""
@@ -137,27 +142,29 @@ class Between(ByRows):
             return [flat, *(flat[:0] for _ in range(1, self.inside.size))]
         return cut(flat, self.inside.size)
 
-    def _begun(self, mine: Tensor, reduction: Reduction) -> _Hosts:
-        """What the hosts have summed each of a piece begins to go between them."""
-        hosts = self.column.size
-        if hosts == PAIR or mine.nbytes <= SMALL_BYTES:
-            rows = [torch.empty_like(mine) for _ in range(hosts)]
-            rows[self.row] = mine if hosts == PAIR else mine.clone()
-            return _Hosts(mine, rows, self.column.to_all(rows))
-        parts = cut(mine, hosts)
-        rows, moving = self._exchanged(mine, len(parts[self.row]), [len(part) for part in parts])
-        return _Hosts(mine, rows, [moving], parts)
+    def _sent(self, pieces: Sequence[Tensor], mine: Tensor) -> _UnderWay:
+        """Each host's sum of a piece goes to all others, which sum them all."""
+        rows = [torch.empty_like(mine) for _ in self.grid.rows]
+        rows[self.row] = mine.clone() if self.column.size > PAIR else mine
+        return _UnderWay(pieces, mine, self.column.to_all(rows), rows)
 
-    def _ended(self, pieces: list[Tensor], hosts: _Hosts, reduction: Reduction) -> Steps:
-        """The sum of all, in the order of the hosts, has come to all ranks of this one."""
-        yield from hosts.moving
-        reduction.total(hosts.rows, hosts.parts[self.row] if hosts.parts else hosts.mine)
-        if hosts.parts:
-            yield from self.column.to_all(hosts.parts)
-        yield from self.inside.all_gather_list(pieces, hosts.mine)
+    def _sent_in_parts(self, pieces: Sequence[Tensor], mine: Tensor) -> _UnderWay:
+        """The parts of a host's sum of a piece go each to the host that sums them."""
+        parts = cut(mine, self.column.size)
+        rows, moving = self._exchanged(mine, [len(part) for part in parts])
+        return _UnderWay(pieces, mine, [moving], rows, parts)
 
-    def _exchanged(self, flat: Tensor, length: int, lengths: Sequence[int]) -> tuple[list[Tensor], Awaited]:
-        """The parts of ``flat``, of these lengths, go to the hosts; what all have for this one, of ``length``."""
+    def _ended(self, sent: _UnderWay, reduction: Reduction) -> Steps:
+        """The sum of all, in the order of the hosts, comes to all ranks of this one."""
+        yield from sent.moving
+        reduction.total(sent.rows, sent.parts[self.row] if sent.parts else sent.mine)
+        if sent.parts:
+            yield from self.column.to_all(sent.parts)
+        yield from self.inside.all_gather_list(sent.pieces, sent.mine)
+
+    def _exchanged(self, flat: Tensor, lengths: Sequence[int]) -> tuple[list[Tensor], Awaited]:
+        """Parts of ``flat``, of these lengths, begin to go to the hosts; and where what all have for this one comes."""
+        length = lengths[self.row]
         rows = flat.new_empty(self.column.size, length)
         return list(rows.unbind()), self.column.exchange(rows.view(-1), flat, [length] * self.column.size, lengths)
 
@@ -197,7 +204,7 @@ class Between(ByRows):
         summed = flat.new_empty(sum(lengths))
         for ranks, part in zip(self.grid.rows, torch.split(summed, lengths), strict=True):
             yield from self.inside.reduce_scatter_list(part, [rows[rank] for rank in ranks], self._of_host(reduction))
-        rows_of_hosts, moving = self._exchanged(summed, len(flat), lengths)
+        rows_of_hosts, moving = self._exchanged(summed, lengths)
         yield moving
         reduction.total(rows_of_hosts, flat)
         finish()

@@ -5,6 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+from shardwright.backends.segment.memory import SMALL_BYTES
+
+PAIR = 2  # hosts: each sends as much whether it sends all of a piece or sends halves twice
+
 
 @dataclass(frozen=True)
 class Grid:
@@ -37,3 +41,13 @@ class Grid:
     def column(self, index: int) -> tuple[int, ...]:
         """The ranks that stand there, one of each row; the rows are as long as each other."""
         return tuple(row[index] for row in self.rows)
+
+
+def sums_parts(hosts: int, inside: int, size_bytes: float) -> bool:
+    """Whether each of several hosts, of ``inside`` ranks each, sums a part of a sum and sends that to all others; else
+    each sends its own sum to all others.
+
+    >>> [sums_parts(hosts, inside=8, size_bytes=2**25) for hosts in (2, 3)], sums_parts(3, 8, 2**20)
+    ([False, True], False)
+    """
+    return hosts > PAIR and size_bytes / inside > SMALL_BYTES

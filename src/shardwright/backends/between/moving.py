@@ -76,7 +76,8 @@ class Moves:
     def to_all(self, rows: Sequence[Tensor]) -> list[Moving]:
         """The row of each rank into those of the others, which have as much room there.
 
-        Broadcasts of one row after the other would use the network in one direction at a time.
+        Broadcasts of one row after the other would use the network in one direction at a time. Among more than two the
+        price is memory for as much again.
         """
         if not any(map(len, rows)):
             return []
@@ -86,22 +87,31 @@ class Moves:
         if len(others) == 1:
             return [self.exchange(others[0], rows[self.rank], awaited, sent)]
         into, out = others[0].new_empty(sum(awaited)), torch.cat([rows[self.rank]] * len(others))
-        moving = self.exchange(into, out, awaited, sent)
-        parts = torch.split(into, [len(row) for row in others])
-        moving.finish = lambda: [row.copy_(part) for row, part in zip(others, parts, strict=True)]
-        return [moving]
+
+        def spread() -> None:
+            for row, part in zip(others, torch.split(into, [len(row) for row in others]), strict=True):
+                row.copy_(part)
+
+        return [self.exchange(into, out, awaited, sent, spread)]
 
     def gather(self, rows: Tensor, row: Tensor) -> Moving:
         """A small row of each rank, as many bytes from all."""
         return self._begun(self._gloo.allgather(list(_bytes(rows).view(self.size, -1)), _bytes(row)))
 
-    def exchange(self, into: Tensor, out: Tensor, awaited: Sequence[int], sent: Sequence[int]) -> Moving:
-        """Parts of flat tensors, of so many elements for each rank and from each."""
+    def exchange(
+        self,
+        into: Tensor,
+        out: Tensor,
+        awaited: Sequence[int],
+        sent: Sequence[int],
+        finish: Callable[[], None] = lambda: None,
+    ) -> Moving:
+        """Parts of flat tensors, of so many elements for each rank and from each; then ``finish`` is called."""
         sizes = [[length * into.element_size() for length in lengths] for lengths in (awaited, sent)]
-        return self._begun(self._gloo.alltoall_base(_bytes(into), _bytes(out), *sizes))
+        return self._begun(self._gloo.alltoall_base(_bytes(into), _bytes(out), *sizes), finish)
 
-    def _begun(self, work: dist.Work) -> Moving:
-        return Moving(work, self)
+    def _begun(self, work: dist.Work, finish: Callable[[], None] = lambda: None) -> Moving:
+        return Moving(work, self, finish)
 
     def lost(self, error: RuntimeError) -> WorldError:
         """What to raise where gloo has raised ``error``."""
@@ -120,9 +130,8 @@ class Moves:
 class Moving:
     """What gloo moves."""
 
-    def __init__(self, work: dist.Work, moves: Moves) -> None:
-        self._work, self._moves = work, moves
-        self.finish: Callable[[], object] = lambda: None  # once it is there
+    def __init__(self, work: dist.Work, moves: Moves, finish: Callable[[], None]) -> None:
+        self._work, self._moves, self._finish = work, moves, finish
 
     def wait(self, timeout_s: float) -> bool:
         """Raises `WorldError` where it cannot end."""
@@ -135,7 +144,7 @@ class Moving:
             self._work.wait()
         except RuntimeError as error:
             raise self._moves.lost(error) from error
-        self.finish()
+        self._finish()
         return True
 
 

@@ -16,7 +16,7 @@ from shardwright.data.loading.same_data import checksum
 from shardwright.errors import UsageError
 from shardwright.graph.tracing.open_sizes import in_batch
 from shardwright.graph.tracing.outside.values import PLAIN
-from shardwright.run.programs.inputs import BatchKind, height_of
+from shardwright.run.programs.inputs import height_of
 from shardwright.torch_private import tree_flatten
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group
@@ -91,21 +91,15 @@ class SameBatch:
         self._lockstep = lockstep
         self._seen = 0
 
-    def check(self, tensors: Sequence[Tensor], kind: BatchKind = "global") -> None:
-        """All ranks call it together, with the batch that each was given; "local" ones may have other rows.
+    def check(self, tensors: Sequence[Tensor]) -> None:
+        """All ranks call it together, with the whole batch that each was given.
 
         Raises:
             UsageError: on every rank, where some rank's batch is not that of rank 0.
         """
-        self._seen += 1
-        if (self._seen > FIRST and self._seen % EVERY) or alone():
+        if not self._is_due():
             return
-        if kind == "local":
-            height = height_of(tensors)
-            tensors = [t for t in tensors if not (t.ndim and t.shape[0] == height)]
-        shown = [
-            f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with checksum {checksum(t)[:8]}" for t in tensors
-        ]
+        shown = _shown(tensors)
         number = int.from_bytes(hashlib.sha256(str(shown).encode()).digest()[:7])
         bounds = torch.tensor([number, -number])
         self._lockstep.run(partial(dist.all_reduce, op=dist.ReduceOp.MAX), bounds, group=control_group())
@@ -113,14 +107,22 @@ class SameBatch:
             return
         everyone = from_all_ranks(", ".join(shown))
         other = next(rank for rank, theirs in enumerate(everyone) if theirs != everyone[0])
-        passed = f"but rank 0 passed {everyone[0] or 'none'} and rank {other} {everyone[other] or 'none'}"
-        if kind == "local":
-            raise UsageError(
-                "with batch='local' ranks pass rows of their own in tensors whose dim 0 is as long as the first one's, "
-                f"and all others alike, {passed}; let dim 0 count the samples in what is cut, or pass the whole "
-                "batch on all ranks with batch='global'"
-            )
         raise UsageError(
-            f"with batch='global' every rank passes the same whole batch, {passed}; seed the ranks alike where batches "
-            "are drawn, or pass parts with batch='local'"
+            f"with batch='global' every rank passes the same whole batch, but rank 0 passed {everyone[0]} and rank "
+            f"{other} {everyone[other]}; seed the ranks alike where batches are drawn, or pass parts with batch='local'"
         )
+
+    def beside_rows(self, tensors: Sequence[Tensor]) -> list[str]:
+        """What is to be the same on all ranks though each passes rows of its own: tensors that have no rows. Nothing
+        where that is not compared for this batch."""
+        height = height_of(tensors)
+        whole = [tensor for tensor in tensors if not (tensor.ndim and tensor.shape[0] == height)]
+        return _shown(whole) if self._is_due() else []
+
+    def _is_due(self) -> bool:
+        self._seen += 1
+        return not (alone() or (self._seen > FIRST and self._seen % EVERY))
+
+
+def _shown(tensors: Sequence[Tensor]) -> list[str]:
+    return [f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)} with checksum {checksum(t)[:8]}" for t in tensors]
