@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shardwright.data.order import chunk_range, even_range, permutation, worker_seed
+from shardwright.data.order import chunk_range, even_range, permutation, sample_seeds, worker_seed
 
 
 def test_the_order_is_the_same_for_ever():
@@ -42,6 +42,13 @@ def test_even_parts_are_contiguous_and_differ_by_at_most_one(size, parts):
     assert [i for start, stop in ranges for i in range(start, stop)] == list(range(size))
     lengths = [stop - start for start, stop in ranges]
     assert max(lengths) - min(lengths) <= 1
+
+
+def test_sample_seeds_are_those_of_each_sample_and_stay_what_they_are():
+    assert sample_seeds(0, 0, [0, 1, 2**40]) == [955467153387892950, 7169060670827172034, 2065248195113045467]
+    together = sample_seeds(2**64 - 1, 3, range(100))
+    assert together == [sample_seeds(2**64 - 1, 3, [index])[0] for index in range(100)]
+    assert len(set(together)) == 100
 
 
 def test_worker_seeds_differ_between_ranks_and_epochs():

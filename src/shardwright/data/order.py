@@ -41,16 +41,17 @@ def worker_seed(seed: int, epoch: int, rank: int) -> int:
 
 def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
     """A seed for what is random in each of these samples in one epoch, whichever rank reads them."""
-    key = int(_stream(seed, epoch, stream=2**63).random_raw())
-    return [_mixed(key + index * 0x9E3779B97F4A7C15) % 2**63 for index in indices]
+    key = np.uint64(_stream(seed, epoch, stream=2**63).random_raw())
+    mixed = _mixed(np.array(indices, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key)
+    seeds: list[int] = (mixed & np.uint64(2**63 - 1)).tolist()
+    return seeds
 
 
-def _mixed(number: int) -> int:
-    """The finaliser of SplitMix64: neighbours become unlike."""
-    number &= 2**64 - 1
-    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & (2**64 - 1)
-    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & (2**64 - 1)
-    return number ^ number >> 31
+def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finaliser of SplitMix64: neighbours become unlike. Arrays of whole numbers wrap around."""
+    numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ numbers >> np.uint64(31)
 
 
 def chunk_range(size: int, parts: int, index: int) -> tuple[int, int]:

@@ -37,6 +37,9 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 class RandomNumbers:
     """The generators of python, numpy and torch on the CPU, as they were when this was made."""
 
+    restored = True
+    """Whether `own_random_numbers` restores them at its end."""
+
     def __init__(self) -> None:
         self._torch, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
@@ -57,7 +60,7 @@ class RandomNumbers:
         """Whether they are others now."""
         before: Any = self._numpy
         now: Any = np.random.get_state()
-        same = before[2:] == now[2:] and np.array_equal(before[1], now[1])
+        same = before[2:] == now[2:] and before[1].tobytes() == now[1].tobytes()
         return not (same and torch.equal(torch.get_rng_state(), self._torch) and random.getstate() == self._python)
 
 
@@ -68,7 +71,8 @@ def own_random_numbers() -> Iterator[RandomNumbers]:
     try:
         yield numbers
     finally:
-        numbers.restore()
+        if numbers.restored:
+            numbers.restore()
 
 
 @contextmanager

@@ -88,6 +88,26 @@ def test_the_random_generators_are_left_as_they_were():
     assert (np.random.get_state()[1].tolist(), random.getstate()) == states[1:]
 
 
+def drawn_by_collate(samples):
+    return (torch.stack(samples) + random.random(),)
+
+
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("collate", [None, drawn_by_collate])
+def test_a_loader_leaves_the_random_generators_and_draws_the_same_in_processes_of_its_own(noisy, collate):
+    def read(num_workers):
+        loader = sw.loader(Squares(24, noisy=noisy), batch_size=10, collate_fn=collate, num_workers=num_workers)
+        return [batch[0].tolist() for batch in loader]
+
+    torch.manual_seed(1)
+    states = torch.get_rng_state(), np.random.get_state()[1:], random.getstate()
+    here = read(0)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert np.array_equal(np.random.get_state()[1], states[1][0])
+    assert (np.random.get_state()[2:], random.getstate()) == (states[1][1:], states[2])
+    assert read(1) == here
+
+
 def test_the_samples_checked_reach_from_the_first_to_the_last():
     indices = [index for index, _ in fingerprint(Squares(1000)).checksums]
     assert len(indices) == SAMPLED

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, default_collate
+from torch.utils.data import DataLoader, default_collate, get_worker_info
 
 from shardwright.data.iterable import as_stream
 from shardwright.data.loading.batch import Batch
@@ -75,7 +75,8 @@ def loader(
             what would break that.
         num_workers: processes that read ahead, 0 for none.
         pin_memory: put batches into memory that a GPU copies from without waiting.
-        collate_fn: in place of ``default_collate``.
+        collate_fn: in place of ``default_collate``. What it draws follows from seed, epoch and the first index of this
+            rank's part: the same in every run, but not what one device draws for the whole batch.
         world: which of how many ranks this is; by default the default process group, or one rank where there is none.
         plan: cuts batches as this plan wants them (``parallel.plan``); by default into ceil-sized parts.
         check_data: before the first batch, compare size and sampled checksums of the dataset over all ranks.
@@ -230,11 +231,16 @@ class _Rows(torch.utils.data.Dataset[Any]):
     def _read(self, chosen: list[int], epoch: int) -> Any:
         """The samples, collated. Those of a data set that draws from global generators are drawn by their indices:
         it is found out when it first does, and then asked for its samples once more, one by one."""
-        seeds = sample_seeds(self._seed, epoch, chosen)
         with own_random_numbers() as numbers:
+            numbers.restored = get_worker_info() is None  # nobody else draws in a process that only loads
             samples = [] if self._draws else self._samples(chosen)
-            if self._draws or numbers.drawn:
-                self._draws, samples = True, []
+            self._draws = self._draws or numbers.drawn
+            if not self._draws and self._collate is default_collate:  # which draws nothing either
+                numbers.restored = False
+                return self._collate(samples)
+            seeds = sample_seeds(self._seed, epoch, chosen if self._draws else chosen[:1])
+            if self._draws:
+                samples = []
                 for index, seed in zip(chosen, seeds, strict=True):
                     numbers.set(seed)
                     samples.append(self._dataset[index])
