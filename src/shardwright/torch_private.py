@@ -71,7 +71,6 @@ __all__ = [
     "gradients_are_returned",
     "grouped_mm",
     "has_no_value",
-    "has_post_hooks",
     "has_unknown_size",
     "higher_order_name",
     "is_certain",
@@ -817,9 +816,14 @@ def dcp_storage_info(file: str, start: int, length: int) -> Any:
 grouped_mm = torch._grouped_mm
 
 
-def has_post_hooks(parameter: torch.Tensor) -> bool:
-    """Whether `register_post_accumulate_grad_hook` was called: only the attribute tells."""
-    return bool(parameter._post_accumulate_grad_hooks)
+def has_hook(parameter: torch.Tensor) -> bool:
+    """Whether a function is to be given the gradient of a parameter in the backward: only the attributes tell."""
+    return bool(parameter._backward_hooks) or bool(parameter._post_accumulate_grad_hooks)
+
+
+def is_batch_norm(module: torch.nn.Module) -> bool:
+    """Whether a module normalises by statistics of its batch, of any number of dims: their class has no public name."""
+    return isinstance(module, torch.nn.modules.batchnorm._BatchNorm)
 
 
 class MemoryOf:

@@ -1,6 +1,7 @@
 """Any number of ranks gives the losses and gradients of one, whichever way the batch is split."""
 
 import os
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from ranks import run_ranks
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError, WorldError
+from shardwright.run.changed_buffers import buffers_restored, digest
 from shardwright.run.eager_parallel import parallelize_eagerly
 
 TOLERANCE = 1e-12
@@ -390,24 +392,6 @@ def part_in_single(rank):
     return Net(), cross_entropy, part_of(global_batch(4), rank, 2), {"mode": "single", "batch": None}
 
 
-class Remembering(Net):
-    """Keeps the largest number that it has met, and counts."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x):
-        self.steps += 1
-        self.largest = torch.maximum(self.largest, x.detach().max())
-        return super().forward(x)
-
-
-def remembering(rank):
-    return Remembering(), cross_entropy, part_of(global_batch(8), rank, 2), {"batch": None}
-
-
 def refused(build):
     world = sw.init(timeout=60)
     model, loss_fn, batch, options = build(world.rank)
@@ -434,10 +418,6 @@ REFUSED = [
     (all_empty, "the sample batch is empty on every rank; pass one that holds samples"),
     (nobody_splits, "nobody said how this batch of 4 samples is split over 2 ranks; pass parallelize(..., batch="),
     (part_of_others, "rank 0 of 2 computes samples 0 to 3, but got Batch(samples 3 to 6 of 6: "),
-    (
-        remembering,
-        "the forward changes the buffer largest by the samples of each rank, of which DistributedDataParallel",
-    ),
     (part_in_single, "mode='single' computes the whole batch on every rank, but this is one part of it: Batch("),
 ]
 
@@ -451,6 +431,121 @@ def test_what_does_not_fit_is_refused_on_all_ranks():
     assert first == second
     for (_, message), said in zip(REFUSED, first, strict=True):
         assert message in said
+
+
+class Counting(Net):
+    """Counts forwards, and keeps in a buffer of its own what is made of the count."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(()))
+        self.register_buffer("last", None)
+
+    def forward(self, x):
+        self.steps += 1
+        self.last = self.steps * 2
+        return super().forward(x)
+
+
+class Largest(Counting):
+    """Keeps the largest number that it has met."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x):
+        self.largest = torch.maximum(self.largest, x.detach().max())
+        return super().forward(x)
+
+
+class Summing(Largest):
+    """Adds up behind torch's back."""
+
+    def forward(self, x):
+        self.largest.data += x.detach().sum()
+        return Counting.forward(self, x)
+
+
+def counted():
+    """What two ranks are told of models that change buffers, tried on batches of which nothing can be seen."""
+    sw.init()
+    x, y = global_batch(8)
+    nothing, whole = (torch.zeros_like(x), y), (x, y)
+    told = []
+    for model, sample, batch in (
+        (Counting(), nothing, whole),
+        (Largest(), nothing, whole),
+        (Summing(), nothing, whole),
+        (Largest(), (x[:1], y[:1]), whole),
+        (Counting(), whole, (x[:1], y[:1])),
+    ):
+        parallel = parallelize_eagerly(model, cross_entropy, sample, batch="global")
+        state = model.steps.item(), model.last
+        try:
+            parallel(whole if isinstance(model, Largest) else sample).backward()
+            parallel(batch).backward()
+            told.append((*state, model.steps.item(), model.last.item()))
+        except UsageError as error:
+            told.append(str(error))
+        dist.barrier()  # the ranks are still in step
+    return told
+
+
+def test_buffers_that_forwards_change_become_the_same_on_all_ranks_or_are_refused():
+    first, second = run_ranks(2, counted)
+    assert first == second
+    counting, *others, empty = first
+    assert counting == (0, None, 2, 4)
+    for said in others:
+        assert "the forward changes the buffer largest by the samples of each rank, of which Distributed" in said
+    assert "the forward changes the buffer last, but not on rank 1, which has no samples of this batch" in empty
+
+
+@pytest.mark.parametrize("change", ["delete", "cast", "empty"])
+def test_what_is_done_to_buffers_hides_no_error_and_is_taken_back(change):
+    class Changing(Counting):
+        def forward(self, x):
+            self.last = torch.ones(2)
+            if change == "delete":
+                del self.steps
+            elif change == "cast":
+                self.steps = self.steps.double()
+            else:
+                self.steps = None
+            if fails:
+                raise ValueError("no luck")
+
+    model = Changing()
+    for fails in (True, False):
+        with nullcontext() if not fails else pytest.raises(ValueError, match="no luck"):
+            with buffers_restored(model) as changed:
+                model(torch.zeros(1, FEATURES))
+            assert changed == {"steps", "last"}
+        assert dict(model.named_buffers()) == {"steps": torch.zeros(())}
+        assert model.last is None
+
+
+def test_digests_tell_values_places_and_types_apart():
+    values = [
+        torch.zeros(3),
+        torch.zeros(4),
+        torch.tensor([1, 0, 1]),
+        torch.tensor([0, 2, 0]),
+        torch.tensor([1.0, 2.0]),
+        torch.tensor([2.0, 1.0]),
+        torch.tensor([True, False]),
+        torch.tensor(-0.0, dtype=torch.bfloat16),
+        torch.ones(2, 2, dtype=torch.complex64).conj(),
+        torch.arange(6).reshape(2, 3),
+        torch.arange(6).reshape(2, 3).T,
+        None,
+    ]
+    cpu = torch.device("cpu")
+    seen = {digest({"a": value}, cpu).item() for value in values} | {digest({}, cpu).item()}
+    assert len(seen) == len(values) + 1
+    assert all(number == int(number) and 0 <= number < 2**20 for number in seen)
+    assert digest({"a": values[4].clone(), "b": None}, cpu) == digest({"b": None, "a": values[4]}, cpu)
 
 
 def other_whole_batches():

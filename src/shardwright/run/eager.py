@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from shardwright.data.loading.samples import count_samples
 from shardwright.errors import UsageError
+from shardwright.run.changed_buffers import ChangedBuffers, digest, refusal, refuse_unlike
 from shardwright.run.overlap.unreduced import Unreduced
 from shardwright.run.programs.beside import refused_where_it_flows
 from shardwright.torch_private import assert_on_device, backward_number, gradients_are_returned
@@ -36,7 +37,8 @@ class DataParallelStep:
     """Calls ``loss_fn(model, part)`` on this rank's part and gives the loss of the global batch.
 
     ``ranks`` is how many parts a global batch has; ``gradient_scale`` multiplies the mean gradient; ``used`` names
-    the parameters that the loss depends on; ``returns_aux`` says that the loss function returns ``(loss, aux)``.
+    the parameters that the loss depends on, and ``changing`` the buffers that a forward is known to change;
+    ``returns_aux`` says that the loss function returns ``(loss, aux)``.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class DataParallelStep:
         ranks: int,
         gradient_scale: float,
         used: frozenset[str],
+        changing: Collection[str],
         returns_aux: bool,
         lockstep: Lockstep,
     ) -> None:
@@ -54,7 +57,8 @@ class DataParallelStep:
         self._lockstep = lockstep
         self._gradient_scale = gradient_scale
         self._returns_aux = returns_aux
-        self._local = _LocalLoss(model, loss_fn, used, returns_aux)
+        self._changed = ChangedBuffers(model, changing)
+        self._local = _LocalLoss(model, loss_fn, used, returns_aux, self._changed)
         self._replicated: DistributedDataParallel | None = None  # None where nothing is split
         self._reductions: _Reductions | None = None
         if ranks > 1:
@@ -68,7 +72,8 @@ class DataParallelStep:
         ``global_size`` is None where only the other ranks know how many samples they have.
         """
         loss, aux = (self._replicated or self._local)(part)
-        mean = _global_mean(loss, count_samples(part), global_size, self._ranks, self._gradient_scale, self._lockstep)
+        count, buffers = count_samples(part), self._changed.end()
+        mean = _global_mean(loss, count, global_size, self._ranks, self._gradient_scale, self._lockstep, buffers)
         if self._reductions is not None:
             self._reductions.watch(mean)
         if not self._returns_aux:
@@ -147,16 +152,20 @@ class _Reductions(Unreduced):
 class _LocalLoss(nn.Module):
     """The model and the loss function as one module, since DistributedDataParallel must see the whole forward."""
 
-    def __init__(self, model: nn.Module, loss_fn: LossFn, used: frozenset[str], returns_aux: bool) -> None:
+    def __init__(
+        self, model: nn.Module, loss_fn: LossFn, used: frozenset[str], returns_aux: bool, buffers: ChangedBuffers
+    ) -> None:
         super().__init__()
         self.model = model
         self._loss_fn = loss_fn
         self._used = used
         self._returns_aux = returns_aux
+        self._changed = buffers
 
     def forward(self, part: Any) -> tuple[Tensor, Any]:
         if count_samples(part) == 0:
             return self._zero(), None
+        self._changed.begin()  # here, where DistributedDataParallel has given all ranks rank 0's
         result = self._loss_fn(self.model, part)
         return result if self._returns_aux else (result, None)
 
@@ -167,10 +176,16 @@ class _LocalLoss(nn.Module):
 
 
 def _global_mean(
-    loss: Tensor, count: int, global_size: int | None, ranks: int, gradient_scale: float, lockstep: Lockstep
+    loss: Tensor,
+    count: int,
+    global_size: int | None,
+    ranks: int,
+    gradient_scale: float,
+    lockstep: Lockstep,
+    buffers: dict[str, Any],
 ) -> Tensor:
     mean: Tensor = _GlobalMean.apply(  # type: ignore[no-untyped-call]
-        loss, count, global_size, ranks, gradient_scale, lockstep
+        loss, count, global_size, ranks, gradient_scale, lockstep, buffers
     )
     return mean
 
@@ -189,6 +204,15 @@ def _refuse_other_sizes(sums: Tensor, size: int, ranks: int) -> None:
         )
 
 
+def _refuse_other_buffers(sums: Tensor, buffers: dict[str, Any], count: int, ranks: int) -> None:
+    """Raise on every rank where ``buffers`` differ between ranks, of whose digests these are the sum and squares."""
+    equal = sums[4].square() == sums[5] * ranks
+    if sums.device.type == "cuda":
+        assert_on_device(equal, refusal(buffers))
+    elif not equal:
+        refuse_unlike(buffers, count)
+
+
 class _GlobalMean(torch.autograd.Function):
     """Forward: the weighted mean of all ranks' losses. Backward: this rank's share, as the module's docstring says."""
 
@@ -201,17 +225,23 @@ class _GlobalMean(torch.autograd.Function):
         ranks: int,
         gradient_scale: float,
         lockstep: Lockstep,
+        buffers: dict[str, Any],
     ) -> Tensor:
         size = global_size or 0
         # In float64, so that the order of the ranks leaves no trace in a float32 loss.
-        sums = torch.cat([(loss.double() * count)[None], loss.new_tensor([count, size, size**2], dtype=torch.float64)])
+        sums = loss.new_tensor([0, count, size, size**2, 0, 0], dtype=torch.float64)
+        sums[0] = loss.double() * count
         if ranks > 1:
+            if buffers:
+                sums[4] = digest(buffers, loss.device)
+                sums[5] = sums[4].square()
             lockstep.run(dist.all_reduce, sums)
             _refuse_other_sizes(sums, size, ranks)
+            _refuse_other_buffers(sums, buffers, count, ranks)
         total = sums[1] if global_size is None else global_size
         ctx.share = (ranks * gradient_scale * count) / total
         return (loss.clone() if ranks == 1 else sums[0] / total).to(loss.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradient[0] * ctx.share).to(gradient[0].dtype), None, None, None, None, None
+        return (gradient[0] * ctx.share).to(gradient[0].dtype), None, None, None, None, None, None

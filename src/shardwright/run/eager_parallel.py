@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.data.loading.batch import Batch
-from shardwright.data.loading.same_data import checksum
 from shardwright.data.loading.samples import count_samples, map_tensors
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.plan.searches import Mode
+from shardwright.run.changed_buffers import buffers_restored
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import metric_sums_over_ranks
@@ -59,6 +59,7 @@ def parallelize_eagerly(
         ranks=1 if mode == "single" else world.size,
         gradient_scale=world.size if gradients == "sum" else 1,
         used=frozenset(trial.used),
+        changing=trial.changing,
         returns_aux=trial.returns_aux,
         lockstep=lockstep,
     )
@@ -228,8 +229,8 @@ def _plain(batch: Any) -> Any:
 class _Trial:
     """What trying the loss function on the sample batch showed: what does not fit, and what the loss depends on.
 
-    ``samples`` is 0 where this rank's part is empty, so that only the other ranks' trials tell anything. In ``buffers``
-    are checksums of what it makes of buffers, but for those of batch normalisation.
+    ``samples`` is 0 where this rank's part is empty, so that only the other ranks' trials tell anything. ``changing``
+    names the buffers that it changes, but for those of batch normalisation.
     """
 
     problem: str | None = None
@@ -237,7 +238,7 @@ class _Trial:
     used: tuple[str, ...] = ()
     returns_aux: bool = False
     parameters: tuple[tuple[str, tuple[int, ...], str], ...] = ()
-    buffers: Mapping[str, str] = field(default_factory=dict)
+    changing: frozenset[str] = frozenset()
 
 
 def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitter) -> _Trial:
@@ -256,8 +257,8 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
         samples = count_samples(part)
         if samples == 0:
             return _Trial(parameters=described)
-        changed: dict[str, str] = {}
-        result = _forward(model, loss_fn, part, splitter.world.device, changed)
+        changing: set[str] = set()
+        result = _forward(model, loss_fn, part, splitter.world.device, changing)
     except Exception as error:
         return _Trial(f"the sample batch does not fit: {type(error).__name__}: {error}")
     returns_aux = isinstance(result, tuple) and len(result) == 2
@@ -284,33 +285,25 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
         return _Trial(
             "the loss depends on no parameter of the model that requires a gradient; there is nothing to train"
         )
-    return _Trial(None, samples, used, returns_aux, described, changed)
+    return _Trial(None, samples, used, returns_aux, described, frozenset(changing))
 
 
 def _forward(
-    model: nn.Module, loss_fn: LossFn, part: Any, device: torch.device, changed: dict[str, str] | None = None
+    model: nn.Module, loss_fn: LossFn, part: Any, device: torch.device, changed: set[str] | None = None
 ) -> Any:
     """The loss function's result, leaving the model's buffers and the random numbers as they were.
 
     Args:
-        changed: is given a checksum of each buffer that the forward changes, but for those of batch normalisation.
+        changed: is given the names of the buffers that the forward changes, but for those of batch normalisation.
     """
     model.to(device)
-    buffers = [(name, buffer, buffer.detach().clone()) for name, buffer in model.named_buffers()]
-    try:
-        gradients = torch.enable_grad() if model.training else nullcontext()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), gradients:
-            return loss_fn(model, part)
-    finally:
-        with torch.no_grad():
-            for name, buffer, before in buffers:
-                path, _, own = name.rpartition(".")
-                module = model.get_submodule(path)
-                now = getattr(module, own)
-                statistic = isinstance(module, nn.modules.batchnorm._BatchNorm)
-                if changed is not None and not statistic and not torch.equal(now, before):
-                    changed[name] = checksum(now)
-                setattr(module, own, buffer.copy_(before))
+    gradients = torch.enable_grad() if model.training else nullcontext()
+    random_numbers = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
+    with buffers_restored(model) as found, random_numbers, gradients:
+        result = loss_fn(model, part)
+    if changed is not None:
+        changed |= found
+    return result
 
 
 def _problem_with_loss(loss: Any) -> str | None:
@@ -359,22 +352,6 @@ def _agree(trial: _Trial, arguments: tuple[Any, ...], world: World) -> _Trial:
     tried = [theirs for theirs, _ in everyone if theirs.samples]
     if not tried:
         raise UsageError("the sample batch is empty on every rank; pass one that holds samples")
-    if arguments[0] == "data":
-        _refuse_own_buffers(tried)
     used = {name for theirs in tried for name in theirs.used}
-    return _Trial(None, sum(t.samples for t in tried), tuple(sorted(used)), tried[0].returns_aux, first.parameters)
-
-
-def _refuse_own_buffers(tried: Sequence[_Trial]) -> None:
-    """Refuse buffers that become others on each rank: before the next forward all are given those of rank 0.
-
-    Raises:
-        UsageError: where there is one.
-    """
-    for name in sorted({name for trial in tried for name in trial.buffers}):
-        if len({trial.buffers.get(name) for trial in tried}) > 1:
-            raise UsageError(
-                f"the forward changes the buffer {name} by the samples of each rank, of which DistributedDataParallel "
-                "keeps what rank 0 makes of its own; change it outside of the loss function, by what this returns "
-                "beside the loss, or write the step so that it can be captured"
-            )
+    samples, changing = sum(t.samples for t in tried), frozenset(name for t in tried for name in t.changing)
+    return _Trial(None, samples, tuple(sorted(used)), tried[0].returns_aux, first.parameters, changing)

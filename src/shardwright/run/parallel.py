@@ -35,6 +35,7 @@ from shardwright.run.placing.initialising import Init, init_problem
 from shardwright.run.programs.batches import problem_with_sample
 from shardwright.run.programs.inputs import BatchKind, mesh_for
 from shardwright.run.programs.planner import Planner, hardware_of
+from shardwright.torch_private import is_batch_norm
 from shardwright.world.agreement import agree
 from shardwright.world.world import current_world
 
@@ -203,4 +204,4 @@ def _code_of(model: nn.Module, loss_fn: LossFunction, predict_fn: LossFunction |
 
 
 def _has_batch_norm(model: nn.Module) -> bool:
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+    return any(map(is_batch_norm, model.modules()))

@@ -13,7 +13,7 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright import torch_private
@@ -50,15 +50,10 @@ class Unreduced(ABC):
 
     def hooked(self, names: Iterable[str]) -> str:
         """The name of one of these parameters that has a hook on its gradient, empty where none has."""
-        return next((name for name in names if name in self._named and has_hook(self._named[name])), "")
+        return next((name for name in names if name in self._named and torch_private.has_hook(self._named[name])), "")
 
 
 _all: WeakSet[Unreduced] = WeakSet()
-
-
-def has_hook(parameter: Tensor) -> bool:
-    """Whether a function is to be given the gradient of a parameter in the backward."""
-    return bool(parameter._backward_hooks) or torch_private.has_post_hooks(parameter)
 
 
 @cache

@@ -177,7 +177,7 @@ def refuse_hooks(model: nn.Module, splits: bool, makes_new: bool) -> None:
         UsageError: where there is one, which its parameter's successor would not have.
     """
     named = model.named_parameters() if makes_new else ()
-    hooked = [n for n, p in named if p._backward_hooks or torch_private.has_post_hooks(p)]
+    hooked = [n for n, p in named if torch_private.has_hook(p)]
     if hooked:
         why = "the plan splits parameters" if splits else "parameters are on the meta device"
         raise UsageError(
