@@ -83,6 +83,7 @@ __all__ = [
     "job_store",
     "keeps_statistics",
     "local_part",
+    "looking_into",
     "may_be_taken_apart",
     "may_stay_whole",
     "members",
@@ -96,6 +97,7 @@ __all__ = [
     "parts_of",
     "put_part",
     "quiet_exporter",
+    "random_state",
     "read_whole_numbers",
     "references_to",
     "replaced",
@@ -119,6 +121,7 @@ __all__ = [
     "unbound",
     "untraced",
     "version",
+    "waited_for",
     "without_defaults",
     "written_operands",
 ]
@@ -910,29 +913,46 @@ _DRAWING = (
 )  # fmt: skip
 
 
-_VIEWS = ("__getitem__", "select", "narrow", "chunk", "split", "tensor_split", "unbind", "diagonal", "view")
-
-
 def change_dtensors(
-    set_data: Callable[[Any, Any], None],
+    set_data: Callable[[Any, Any], bool],
     set_items: Callable[[Any, Any, Any], None],
     drawn: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any],
     looked_into: Callable[[Any, str, Any], None],
+    data_taken: Callable[[Any], None],
 ) -> None:
-    """Let ``x.data = y``, ``x[i] = y`` and random operators on DTensors call these, and views tell what they gave.
+    """Let ``x.data = y``, ``x[i] = y`` and random operators on DTensors call these; ``set_data`` answers whether it has
+    done it, else torch does. Views that need the parts of several ranks tell what they gave, and ``x.data`` that it was
+    asked for. It holds for the whole process.
 
     Torch keeps the part of a DTensor beside the tensor, which assigning ``data`` does not know of, and a DTensor tells
-    nobody that it is asked for random numbers, or for a view.
+    nobody that it is asked for random numbers, or for a view. Whatever a view is called by, torch's dispatcher asks one
+    method for its parts where they have to come from other ranks.
     """
     from torch.distributed.tensor import DTensor
 
     data: Any = torch.Tensor.data
     of_class: Any = DTensor
-    of_class.data = property(data.__get__, set_data)
+    dispatcher: Any = DTensor._op_dispatcher
+    compute = dispatcher._dispatch_get_local_results_slow_path
+
+    def get(tensor: Any) -> Any:
+        data_taken(tensor)
+        return data.__get__(tensor)
+
+    def put(tensor: Any, new: Any) -> None:
+        if not set_data(tensor, new):
+            data.__set__(tensor, new)
+
+    def computed(operator: Any, args: tuple[Any, ...], info: Any) -> Any:
+        found = compute(operator, args, info)
+        if operator.is_view:
+            looked_into(args[0], operator.overloadpacket.__name__, found)
+        return found
+
+    of_class.data = property(get, put)
     of_class.__setitem__ = set_items
-    for name in _VIEWS:
-        setattr(DTensor, name, _telling(name, looked_into))
-    handlers: Any = DTensor._op_dispatcher._custom_op_handlers
+    dispatcher._dispatch_get_local_results_slow_path = computed
+    handlers: Any = dispatcher._custom_op_handlers
     for name in _DRAWING:
         packet: Any = getattr(torch.ops.aten, name)
         for overload in packet.overloads():
@@ -940,22 +960,29 @@ def change_dtensors(
                 handlers[getattr(packet, overload)] = drawn
 
 
-def _telling(name: str, looked_into: Callable[[Any, str, Any], None]) -> Any:
-    method = getattr(torch.Tensor, name)
+def looking_into(part: torch.Tensor) -> int:
+    """How many tensors look into the memory of ``part``, in any language: it has no public name."""
+    count: int = torch._C._storage_Use_Count(part.untyped_storage()._cdata)
+    return count - 1  # the storage that this asks
 
-    @wraps(method)
-    def view(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        found = method(tensor, *args, **kwargs)
-        looked_into(tensor, "an index" if name == "__getitem__" else f"{name}()", found)
-        return found
 
-    return view
+def random_state(generator: torch.Generator | None, device: torch.device) -> bytes:
+    """The state of a generator, without one of that which ``device`` draws from, whatever modes are on."""
+    if generator is None:
+        own = device.type == "cuda"
+        generator = torch.cuda.default_generators[device.index or 0] if own else torch.default_generator
+    with _disable_current_modes():
+        state: bytes = generator.get_state().numpy().tobytes()
+    return state
 
 
 def part_of(tensor: Any) -> torch.Tensor:
-    """What this rank holds of a DTensor, the tensor itself: ``to_local`` makes another where gradients are on, and one
-    that has just been gathered stands within another until it is waited for."""
-    part = tensor._local_tensor
+    """What this rank holds of a DTensor, the tensor itself: ``to_local`` makes another where gradients are on."""
+    return waited_for(tensor._local_tensor)
+
+
+def waited_for(part: Any) -> torch.Tensor:
+    """A part of a DTensor, which stands within another tensor as long as it is on its way from other ranks."""
     found: torch.Tensor = part.trigger_wait() if hasattr(part, "trigger_wait") else part
     return found
 

@@ -1,15 +1,19 @@
 """What a script changes of split parameters between steps changes the whole, as on one device, or is refused."""
 
 import copy
+from time import monotonic
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn import functional as F
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.mesh import changed as changed_by_hand
 from shardwright.mesh.dtensor import gathered
 
 
@@ -88,13 +92,6 @@ def changed():
 def refused(parallel, batch):
     weight, found = parallel.module[0].weight, []
 
-    def said(do):
-        try:
-            do()
-        except (RuntimeError, ValueError) as error:
-            return str(error)
-        return ""
-
     def row():
         with torch.no_grad():
             weight[3].mul_(2)
@@ -111,7 +108,7 @@ def refused(parallel, batch):
 
 
 REFUSED = [
-    r"what an index of a split tensor of shape \[16, 8\] gave was changed in place",
+    r"what select\(\) or an index gave of a split tensor of shape \[16, 8\] was changed in place",
     r"a split tensor of float64\[16, 8\] on cpu is given data of float64\[8, 8\] on cpu",
     "a view of a leaf Variable that requires grad is being used in an in-place operation",
     "^$",
@@ -126,3 +123,153 @@ def test_changes_of_split_parameters_are_those_of_whole_ones():
         for text, words in zip(said, REFUSED, strict=True):
             with pytest.raises(RuntimeError, match=words):
                 raise RuntimeError(text)
+
+
+# How to get a view of the first row or column of a tensor, as a method and as a function.
+VIEWS = {
+    "[]": lambda p, dim: p[0] if dim == 0 else p[:, 0],
+    "[:]": lambda p, dim: p[:1] if dim == 0 else p[:, :1],
+    "select method": lambda p, dim: p.select(dim, 0),
+    "select": lambda p, dim: torch.select(p, dim, 0),
+    "narrow method": lambda p, dim: p.narrow(dim, 0, 1),
+    "narrow": lambda p, dim: torch.narrow(p, dim, 0, 1),
+    "chunk method": lambda p, dim: p.chunk(3, dim)[0],
+    "chunk": lambda p, dim: torch.chunk(p, 3, dim)[0],
+    "split method": lambda p, dim: p.split(3, dim)[0],
+    "split": lambda p, dim: torch.split(p, 3, dim)[0],
+    "tensor_split method": lambda p, dim: p.tensor_split(3, dim)[0],
+    "tensor_split": lambda p, dim: torch.tensor_split(p, 3, dim)[0],
+    "hsplit or vsplit method": lambda p, dim: (p.vsplit(4) if dim == 0 else p.hsplit(4))[0],
+    "hsplit or vsplit": lambda p, dim: (torch.vsplit(p, 4) if dim == 0 else torch.hsplit(p, 4))[0],
+    "diagonal method": lambda p, dim: p.diagonal(),
+    "diagonal": lambda p, dim: torch.diagonal(p),
+    "unbind method": lambda p, dim: p.unbind(dim)[0],
+    "unbind": lambda p, dim: torch.unbind(p, dim)[0],
+    "of a transposed one": lambda p, dim: p.t().select(1 - dim, 0),
+    "data": lambda p, dim: torch.select(p, dim, 0).data,
+    "kept data": lambda p, dim: [row := torch.select(p, dim, 0), row.data][1],
+}
+
+
+def said(do):
+    """What an error says that torch or the package raises, else nothing."""
+    try:
+        do()
+    except (RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
+def split_model():
+    torch.set_num_threads(1)
+    sw.init()
+    sw.set_seed(3)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    batch = torch.randn(12, 8), torch.randn(12, 8)
+    split = {"0": ((1, 1), (2, 1), None), "2": ((1, 2), (1, 2), None)}  # by rows, and by columns
+    return sw.parallelize(model, loss_fn, batch, "semi-auto", batch="global", mesh="tp=2", pins=split), batch
+
+
+def views():
+    """Of each view of each weight by each dim: whether a write came to the whole, and what was said then."""
+    parallel, _ = split_model()
+    found = {}
+    for layer in (0, 2):
+        weight = parallel.module[layer].weight
+        for name, view in VIEWS.items():
+            for dim in (0, 1):
+                plain = gathered(weight).clone()
+                with torch.no_grad():
+                    view(plain, dim).fill_(9)
+                    refusal = said(lambda: view(weight, dim).fill_(9))  # noqa: B023
+                same = gathered(weight).equal(plain)
+                refusal = refusal or said(parallel.full_state_dict)
+                found[layer, name, dim] = same, refusal
+                with torch.no_grad():
+                    weight.copy_(weight * 0.5)
+    return found
+
+
+def test_a_change_by_any_view_is_made_or_refused():
+    for found in run_ranks(2, views):
+        assert any(same for same, _ in found.values())
+        for case, (same, refusal) in found.items():
+            refused = "was changed in place" in refusal or "unbind along the sharded dimension" in refusal
+            assert refused != same, (case, same, refusal)
+            assert refused or not refusal, (case, refusal)
+
+
+def kept_views():
+    parallel, batch = split_model()
+    weight, found = parallel.module[0].weight, []
+    noted = changed_by_hand._copies._noted
+    with torch.no_grad():
+        early, kept = weight[3], [weight[row % 16] for row in range(100)]
+        found.append(said(lambda: parallel(batch)))  # they were read alone
+        early.mul_(2)
+        found.append(said(lambda: parallel.load_state_dict(parallel.state_dict())))
+        kept[0].zero_()
+        del early, kept
+        found.append(said(lambda: parallel(batch)))
+        for row in range(100):
+            weight[row % 16].norm()
+            weight.mul_(1.0)
+        end = monotonic() + 60  # what has gathered them may hold them a moment longer
+        while any(each.parts for each in noted) and monotonic() < end:
+            changed_by_hand._copies._settle()
+        assert not any(each.parts for each in noted), "memory of what was only read is kept"
+        found.append(said(parallel.full_state_dict))
+        row = weight[5]
+        if torch.distributed.get_rank() == 1:  # a part that only one rank changes is refused on all
+            row.to_local().add_(1)
+        found.append(said(parallel.full_state_dict))
+        found.append(said(parallel.full_state_dict))
+    hidden = weight * 2
+    found.append(said(lambda: hidden.__setitem__(0, 1.0)))
+    return found
+
+
+KEPT = ["", "was changed in place", "was changed in place", "", "was changed in place", "", "with gradients that would"]
+
+
+def test_views_that_are_kept_are_watched_and_those_that_were_read_are_not():
+    for found in run_ranks(2, kept_views):
+        for text, words in zip(found, KEPT, strict=True):
+            assert words in text, found
+            assert bool(words) == bool(text), found
+
+
+def unlike_generators():
+    parallel, _ = split_model()
+    weight, rank = parallel.module[0].weight, torch.distributed.get_rank()
+    own = torch.Generator().manual_seed(rank)
+    with torch.no_grad():
+        found = [said(lambda: weight.normal_(generator=own))]
+        found.append(said(lambda: weight.normal_(generator=own.manual_seed(5))))
+        torch.manual_seed(rank)
+        found.append(said(lambda: nn.init.xavier_uniform_(weight)))
+        found.append(said(lambda: torch.randn_like(weight)))
+        sw.set_seed(1)
+        found.append(said(lambda: nn.init.xavier_uniform_(weight)))
+    return found
+
+
+def test_draws_from_generators_that_differ_are_refused_on_all_ranks():
+    for found in run_ranks(2, unlike_generators):
+        assert [bool(text) for text in found] == [True, False, True, True, False], found
+        assert "rank 1 would draw others than rank 0; call sw.set_seed(seed) on all ranks" in found[0]
+
+
+def of_others():
+    """A DTensor that no model of ours has is given data, and written to, as torch does it."""
+    split_model()
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("others",))
+    tensor = nn.Parameter(distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)]))
+    tensor.data = distribute_tensor(torch.ones(4, 4, dtype=torch.float64), mesh, [Shard(0)])
+    with torch.no_grad():
+        torch.select(tensor, 0, 0).fill_(2)
+    return str(tensor.dtype), changed_by_hand._copies._noted
+
+
+def test_dtensors_of_others_are_changed_as_torch_changes_them():
+    assert run_ranks(2, of_others) == [("torch.float64", [])] * 2

@@ -36,6 +36,7 @@ from shardwright.checkpoint.whole_run.run_state import (
     whole_state,
 )
 from shardwright.errors import UsageError
+from shardwright.mesh.changed import refuse_lost_changes
 from shardwright.waiting import waiting_for
 from shardwright.world.agreement import from_rank_zero, together
 from shardwright.world.ranks import ranks_by_messages
@@ -106,6 +107,7 @@ class Checkpoints:
         config: str | Mapping[str, Any] | None,
     ) -> None:  # fmt: skip
         self.check()
+        refuse_lost_changes()
         ranks = ranks_by_messages(TO_SAVE)
         state = together(ranks, lambda: whole_state(run, extra))
         state["run", "generators"] = generators(ranks)

@@ -3,16 +3,21 @@
 Torch loses some of them without a word: what is put in place of ``x.data`` never reaches the part, and what is written
 by an index into a gathered copy is gone with that. Others it draws anew for each part on CPUs, so that parts hold equal
 noise. Here each of them does to the whole what plain PyTorch does, of which every rank then keeps its part. All ranks
-come to them together, with equal numbers and generators. What is written into a view of several ranks' parts, which is
-a copy, cannot be brought back, and is refused at the next step.
+come to them together, with equal numbers and generators, of which the latter are compared. What is written into a view
+of several ranks' parts, which is a copy, cannot be brought back, and is refused when the model is next used.
+
+Torch is changed for the whole process, once the first model is split: all DTensors draw so. The rest is done to those
+that lie on a mesh like that of a model, and others, as of a model by FSDP2, are changed as torch changes them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
+from hashlib import blake2b
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -21,27 +26,31 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
-from shardwright.mesh.dtensor import gathered, layout_of, part_like
+from shardwright.mesh.dtensor import gathered, is_on_mesh_of_model, layout_of, part_like
+from shardwright.world.agreement import from_all_ranks
 
 
 @cache
 def change_wholes() -> None:
     """Let changes of DTensors change the whole; once per process."""
-    torch_private.change_dtensors(_set_data, _set_items, _drawn, _looked_into)
+    torch_private.change_dtensors(_set_data, _set_items, _drawn, _copies.note, _copies.data_taken)
 
 
-def _set_data(tensor: DTensor, new: Tensor) -> None:
-    """What ``tensor.data = new`` does.
+def _set_data(tensor: DTensor, new: Tensor) -> bool:
+    """What ``tensor.data = new`` does; False where that is left to torch.
 
     Raises:
         UsageError: where ``new`` is of another shape, dtype or device.
     """
+    if not is_on_mesh_of_model(tensor):
+        return False
     if (new.shape, new.dtype, new.device) != (tensor.shape, tensor.dtype, tensor.device):
         raise UsageError(
-            f"a split tensor of {_kind(tensor)} is given data of {_kind(new)}; programs were made for it as it is, so "
-            "that new numbers must be of the same shape, dtype and device"
+            f"a split tensor of {_kind(tensor)} is given data of {_kind(new)}; what is split over the ranks of a model "
+            "stays as it is, so that new numbers must be of the same shape, dtype and device"
         )
     torch_private.put_part(tensor, part_like(new, tensor))
+    return True
 
 
 def _kind(tensor: Tensor) -> str:
@@ -52,22 +61,28 @@ def _set_items(tensor: DTensor, index: Any, value: Any) -> None:
     """What ``tensor[index] = value`` does, without gradients.
 
     Raises:
-        RuntimeError: in the words of torch, where autograd would have to know of it.
+        RuntimeError: in the words of torch for a parameter, where autograd would have to know of it.
     """
-    if any(isinstance(placed, Partial) for placed in tensor.placements):
+    if not is_on_mesh_of_model(tensor) or any(isinstance(placed, Partial) for placed in tensor.placements):
         Tensor.__setitem__(tensor, index, value)
         return
     taught = isinstance(value, Tensor) and value.requires_grad
     if torch.is_grad_enabled() and (tensor.requires_grad or taught):
+        if tensor.is_leaf and tensor.requires_grad:
+            raise RuntimeError(
+                "a view of a leaf Variable that requires grad is being used in an in-place operation: write to a split "
+                "parameter under torch.no_grad()"
+            )
         raise RuntimeError(
-            "a view of a leaf Variable that requires grad is being used in an in-place operation: write to a split "
-            "parameter under torch.no_grad()"
+            f"a split tensor of {_kind(tensor)} is written to by an index, with gradients that would not pass; make a "
+            "new one, as by torch.where, or write under torch.no_grad()"
         )
     with torch.no_grad():
         whole, part = gathered(tensor), tensor.to_local()
         whole[_wholes(index)] = _wholes(value)
         _keep(part, whole, tensor)
-    _copies[:] = [copy for copy in _copies if copy.given is not value]  # ``x[i] += 1`` brings back what it was given
+    if isinstance(value, DTensor):
+        _copies.brought_back(value, tensor)
 
 
 def _keep(part: Tensor, whole: Tensor, of: DTensor) -> None:
@@ -82,55 +97,144 @@ def _wholes(given: Any) -> Any:
     return torch_private.tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, DTensor) else leaf, given)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class _Copy:
-    """What was given of a tensor in place of a view, with this rank's part as it was then.
+    """What was given of a tensor in place of a view of it, with this rank's part as it was then.
 
-    How often that was written to, torch notes for a view and what it looks into together.
+    How often either was written to torch counts for both together, so that the numbers alone tell which it was. They
+    are kept until nobody else looks into the memory, and let go then, where neither was written to.
     """
 
-    given: DTensor
-    before: Tensor
-    of: tuple[int, ...]
-    how: str
+    of: ref[DTensor]
+    whole: torch_private.MemoryOf  # in which the tensor lies
+    version: int | None  # of the tensor; None where a write need not count
+    words: str
+    parts: tuple[Tensor, ...]
+    before: tuple[Tensor, ...]
+    given: tuple[ref[Tensor], ...] = ()
+
+    @property
+    def memory(self) -> int:
+        """What a tensor that looks into it has for its own."""
+        return torch_private.storage_key(self.parts[0]) if self.parts else 0
+
+    @property
+    def is_done(self) -> bool:
+        """Whether nobody can write to it any more."""
+        return not self.parts or torch_private.looking_into(self.parts[0]) == len(self.parts)
+
+    @property
+    def is_lost(self) -> bool:
+        """Whether it was written to, in place of a tensor that is still there."""
+        return not self.whole.is_free and any(map(_differs, self.before, self.parts))
+
+    def begin(self) -> None:
+        """Let what it is now be what was given."""
+        of = self.of()
+        self.version = None if of is None or of.is_inference() else torch_private.version(of)
+        self.before = tuple(part.clone() for part in self.parts)
+
+    def forgotten(self, _: ref[Tensor]) -> None:
+        """Called where one of those that were given is gone, which still looks into the memory just then."""
+        of, own = self.of(), len(self.parts)
+        if not own or torch_private.looking_into(self.parts[0]) > own + 1:
+            return
+        if of is not None and self.version is not None and torch_private.version(of) == self.version:
+            self.parts = self.before = ()
 
 
-_copies: list[_Copy] = []
-_MOST = 64
+class _Copies:
+    """What this process was given in place of views of split tensors, and may still write to."""
+
+    def __init__(self) -> None:
+        self._noted: list[_Copy] = []
+        self._lost: str | None = None
+        self._are_asked_for = False  # the same on all ranks
+
+    def note(self, tensor: DTensor, view: str, found: Any) -> None:
+        """Note what a view of a tensor gave that is none: what is written to it would be lost."""
+        if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():  # torch refuses to write to a view
+            return
+        if not is_on_mesh_of_model(tensor):
+            return
+        self._settle()
+        self._are_asked_for = True
+        memory = torch_private.storage_key(torch_private.part_of(tensor))
+        results = [part for part in torch_private.tree_leaves(found) if isinstance(part, Tensor) and part.numel()]
+        held = [torch_private.waited_for(part) for part in results]
+        parts = tuple(part.detach() for part in held if torch_private.storage_key(part) != memory)
+        if not parts:
+            return
+        words = f"{view}() or an index gave of a split tensor of shape {list(tensor.shape)}"
+        copy = _Copy(ref(tensor), torch_private.MemoryOf(torch_private.part_of(tensor)), None, words, parts, ())
+        copy.begin()
+        forgotten = partial(_forgotten, ref(copy))
+        copy.given = tuple(ref(part, forgotten) for part in held)
+        self._noted.append(copy)
+
+    def data_taken(self, tensor: DTensor) -> None:
+        """Note that ``tensor.data`` was asked for: what is written to that, torch does not count."""
+        for copy in self._of_memory(tensor):
+            copy.version = None
+
+    def brought_back(self, value: DTensor, tensor: DTensor) -> None:
+        """Note that what was given of a tensor was written to it, as by ``x[i] += 1``."""
+        whole = torch_private.MemoryOf(torch_private.part_of(tensor))
+        for copy in self._of_memory(value):
+            if copy.whole == whole:
+                copy.begin()
+
+    def refuse_lost(self) -> None:
+        """As `refuse_lost_changes`."""
+        if not self._are_asked_for:
+            return
+        self._settle()
+        for copy in self._noted:
+            self._look(copy)
+        everyone = from_all_ranks((self._lost, bool(self._noted)))
+        self._lost = None
+        self._are_asked_for = any(left for _, left in everyone)
+        words = next((lost for lost, _ in everyone if lost), None)
+        if words is not None:
+            raise UsageError(
+                f"what {words} was changed in place; it needs the parts of several ranks and is a copy, so that the "
+                "change is lost; write by an index, under torch.no_grad(): parameter[index] = value"
+            )
+
+    def _settle(self) -> None:
+        """Let go of all that nobody can write to any more, and keep in mind what was lost."""
+        done = [copy for copy in self._noted if copy.is_done]
+        for copy in done:
+            self._look(copy)
+            self._noted.remove(copy)
+
+    def _look(self, copy: _Copy) -> None:
+        if copy.is_lost:
+            self._lost = self._lost or copy.words
+            copy.begin()
+
+    def _of_memory(self, tensor: DTensor) -> list[_Copy]:
+        memory = torch_private.storage_key(torch_private.part_of(tensor)) if self._noted else 0
+        return [copy for copy in self._noted if copy.memory == memory]
 
 
-def _looked_into(tensor: DTensor, how: str, found: Any) -> None:
-    """Note what a view of a tensor gave that is none: what is written to it would be lost."""
-    if tensor.requires_grad and torch.is_grad_enabled():  # torch refuses to write to a view
-        return
-    memory = _memory(tensor)
-    for given in torch_private.tree_leaves(found):
-        if isinstance(given, DTensor) and given.numel() and _memory(given) != memory:
-            _copies.append(_Copy(given, torch_private.part_of(given).clone(), tuple(tensor.shape), how))
-    if len(_copies) > _MOST:
-        refuse_lost_changes()
+_copies = _Copies()
 
 
-def _memory(tensor: DTensor) -> int:
-    return torch_private.part_of(tensor).untyped_storage().data_ptr()
+def _forgotten(copy: ref[_Copy], given: ref[Tensor]) -> None:
+    found = copy()
+    if found is not None:
+        found.forgotten(given)
 
 
 def refuse_lost_changes() -> None:
-    """Asked before each step of a model that is split.
+    """Asked before each use of a model that is split: steps, and what saves or loads its state. All ranks come to it
+    together, and talk to each other where they have looked into split tensors since.
 
     Raises:
-        UsageError: where a copy was written to in place of a parameter.
+        UsageError: on all ranks, where on one of them a copy was written to in place of a parameter.
     """
-    if not _copies:
-        return
-    lost = next((copy for copy in _copies if _differs(copy.before, torch_private.part_of(copy.given))), None)
-    _copies.clear()
-    if lost is not None:
-        raise UsageError(
-            f"what {lost.how} of a split tensor of shape {list(lost.of)} gave was changed in place; it needs the parts "
-            "of several ranks and is a copy, so that the change is lost; write by an index, under torch.no_grad(): "
-            "parameter[index] = value"
-        )
+    _copies.refuse_lost()
 
 
 def _differs(before: Tensor, now: Tensor) -> bool:
@@ -140,6 +244,7 @@ def _differs(before: Tensor, now: Tensor) -> bool:
 def _drawn(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """What a random operator gives on a DTensor: this rank's part of what it gives on the whole."""
     tensor = next(leaf for leaf in args if isinstance(leaf, DTensor))
+    _refuse_unlike_generators(tensor, kwargs.get("generator"))
     if torch_private.changes_operands(operator):  # whatever numbers it had
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
         _keep(tensor.to_local(), operator(whole, *_wholes(args[1:]), **kwargs), tensor)
@@ -153,3 +258,21 @@ def _drawn(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
         return like.redistribute(placements=placements)
 
     return torch_private.tree_map(part, operator(*_wholes(args), **_wholes(kwargs)))
+
+
+def _refuse_unlike_generators(tensor: DTensor, generator: torch.Generator | None) -> None:
+    """Compare what the ranks draw from.
+
+    Raises:
+        UsageError: on all ranks, where two of them would draw other numbers.
+    """
+    if not is_on_mesh_of_model(tensor):
+        return
+    states = from_all_ranks(blake2b(torch_private.random_state(generator, tensor.device), digest_size=16).digest())
+    unlike = next((rank for rank, state in enumerate(states) if state != states[0]), None)
+    if unlike is not None:
+        raise UsageError(
+            f"random numbers for a split tensor of {_kind(tensor)} are drawn from generators that differ: rank "
+            f"{unlike} would draw others than rank 0; call sw.set_seed(seed) on all ranks before, or pass generator= "
+            "with the same seed"
+        )

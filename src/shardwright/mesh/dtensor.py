@@ -124,6 +124,12 @@ def device_mesh(mesh: Mesh, device_type: str) -> DeviceMesh:
     return made[key]
 
 
+def is_on_mesh_of_model(tensor: DTensor) -> bool:
+    """Whether a DTensor lies on a mesh that `device_mesh` made, or on one that torch takes for the same."""
+    world = dist.group.WORLD
+    return world is not None and tensor.device_mesh in _made.get(world, {}).values()
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """The whole of a tensor on every rank, without autograd; a plain tensor is whole. All ranks call it together."""
     tensor = tensor.detach()

@@ -303,6 +303,8 @@ class Parallel(ParallelModel):
 
     def full_state_dict(self) -> dict[str, Tensor]:
         self._refuse_closed()
+        if self._split:
+            refuse_lost_changes()
         return self._state.whole(self._communicator)
 
     def random_state(self) -> dict[str, int]:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import UsageError
+from shardwright.mesh.changed import refuse_lost_changes
 from shardwright.run.programs.splitting import as_stored, is_split
 from shardwright.run.programs.storage import agree_on_weights
 from shardwright.world.agreement import together
@@ -108,6 +109,7 @@ class LikeModule(ABC):
         """
         from shardwright.checkpoint.saving.asynchronous import wait_copied  # 0.3 s and 5 MiB that few need
 
+        refuse_lost_changes()
         wait_copied()
         return self.module.load_state_dict(as_stored(self.module, state), strict=strict)
 
