@@ -926,7 +926,7 @@ def change_dtensors(
 
     Torch keeps the part of a DTensor beside the tensor, which assigning ``data`` does not know of, and a DTensor tells
     nobody that it is asked for random numbers, or for a view. Whatever a view is called by, torch's dispatcher asks one
-    method for its parts where they have to come from other ranks.
+    method for its parts where they have to come from other ranks, which follows from layouts, the same on all ranks.
     """
     from torch.distributed.tensor import DTensor
 
@@ -945,7 +945,7 @@ def change_dtensors(
 
     def computed(operator: Any, args: tuple[Any, ...], info: Any) -> Any:
         found = compute(operator, args, info)
-        if operator.is_view:
+        if operator.is_view and info.output_sharding.needs_redistribute:  # on all ranks or none
             looked_into(args[0], operator.overloadpacket.__name__, found)
         return found
 
