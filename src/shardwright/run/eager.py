@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from shardwright.world.agreement import from_all_ranks
 from shardwright.world.lockstep import Lockstep
 
 LossFn = Callable[[nn.Module, Any], Any]
+_OTHER_SIZES = "ranks passed batches of different sizes, which are to be the same, or parts of it"
 
 
 class DataParallelStep:
@@ -190,27 +192,26 @@ def _global_mean(
     return mean
 
 
-def _refuse_other_sizes(sums: Tensor, size: int, ranks: int) -> None:
-    """Raise on every rank where the ranks' sizes of the same batch, whose sum and sum of squares these are, differ."""
-    equal = sums[2].square() == sums[3] * ranks
-    if sums.device.type == "cuda":
-        assert_on_device(equal, "ranks passed batches of different sizes, which are to be the same, or parts of it")
+def _refuse_unequal(total: Tensor, squares: Tensor, ranks: int, on_gpu: str, refuse: Callable[[], None]) -> None:
+    """Raise on every rank where the ranks' numbers, whose sum and sum of squares these are, are not all equal.
+
+    A GPU is not waited for: its own assertion says ``on_gpu``. Elsewhere ``refuse`` raises.
+    """
+    equal = total.square() == squares * ranks
+    if equal.device.type == "cuda":
+        assert_on_device(equal, on_gpu)
     elif not equal:
-        sizes = from_all_ranks(size)
-        other = next(rank for rank, theirs in enumerate(sizes) if theirs != sizes[0])
-        raise UsageError(
-            f"every rank passes the same whole batch, or its part of the same, but rank 0's has {sizes[0]} samples and "
-            f"rank {other}'s {sizes[other]}; take batches from sw.loader, or pass parts with batch='local'"
-        )
+        refuse()
 
 
-def _refuse_other_buffers(sums: Tensor, buffers: dict[str, Any], count: int, ranks: int) -> None:
-    """Raise on every rank where ``buffers`` differ between ranks, of whose digests these are the sum and squares."""
-    equal = sums[4].square() == sums[5] * ranks
-    if sums.device.type == "cuda":
-        assert_on_device(equal, refusal(buffers))
-    elif not equal:
-        refuse_unlike(buffers, count)
+def _refuse_other_sizes(size: int) -> None:
+    """Say which rank has another size of the same batch than rank 0; all ranks call it together."""
+    sizes = from_all_ranks(size)
+    other = next(rank for rank, theirs in enumerate(sizes) if theirs != sizes[0])
+    raise UsageError(
+        f"every rank passes the same whole batch, or its part of the same, but rank 0's has {sizes[0]} samples and "
+        f"rank {other}'s {sizes[other]}; take batches from sw.loader, or pass parts with batch='local'"
+    )
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -229,18 +230,19 @@ class _GlobalMean(torch.autograd.Function):
     ) -> Tensor:
         size = global_size or 0
         # In float64, so that the order of the ranks leaves no trace in a float32 loss.
-        sums = loss.new_tensor([0, count, size, size**2, 0, 0], dtype=torch.float64)
-        sums[0] = loss.double() * count
+        summed = loss.new_tensor([0, count, size, size**2, 0, 0], dtype=torch.float64)
+        weighted, samples, sizes, squared_sizes, digests, squared_digests = summed.unbind()
+        weighted.copy_(loss.double() * count)
         if ranks > 1:
             if buffers:
-                sums[4] = digest(buffers, loss.device)
-                sums[5] = sums[4].square()
-            lockstep.run(dist.all_reduce, sums)
-            _refuse_other_sizes(sums, size, ranks)
-            _refuse_other_buffers(sums, buffers, count, ranks)
-        total = sums[1] if global_size is None else global_size
+                digests.copy_(digest(buffers, loss.device))
+                squared_digests.copy_(digests.square())
+            lockstep.run(dist.all_reduce, summed)
+            _refuse_unequal(sizes, squared_sizes, ranks, _OTHER_SIZES, partial(_refuse_other_sizes, size))
+            _refuse_unequal(digests, squared_digests, ranks, refusal(buffers), partial(refuse_unlike, buffers, count))
+        total = samples if global_size is None else global_size
         ctx.share = (ranks * gradient_scale * count) / total
-        return (loss.clone() if ranks == 1 else sums[0] / total).to(loss.dtype)
+        return (loss.clone() if ranks == 1 else weighted / total).to(loss.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
