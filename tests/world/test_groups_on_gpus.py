@@ -74,7 +74,8 @@ def beside_data_on_gpus():
     answers = from_all_ranks(dist.get_rank()), from_rank_zero(planning, lambda: "plan"), planning.gather("x")
     model = torch.nn.Linear(2, 2)
     agree_on_weights(model)  # where it still lies in the memory of the host
-    rows = Parts(Lockstep(), meanwhile=True).ask([torch.zeros(2 + dist.get_rank(), 3)], "key").rows()
+    height = 2 + dist.get_rank()
+    rows = Parts(Lockstep(), meanwhile=True).ask([torch.zeros(height, 3)], height, "key").rows()
     return answers, rows.all_ranks, used
 
 

@@ -34,7 +34,7 @@ from shardwright.run.placing.placing import place
 from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
-from shardwright.run.programs.inputs import BatchKind, Rows, rows_of
+from shardwright.run.programs.inputs import BatchKind, Rows, height_of, rows_of
 from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs, Step
 from shardwright.run.programs.splitting import is_split
@@ -267,7 +267,8 @@ class Parallel(ParallelModel):
             if self.options.batch == "global" and not isinstance(batch, Batch):
                 self._same_batch.check(tensors)
             return _Given(kind, batch, key, tensors, self.options.batch, self.world.size)
-        asked = self._parts.ask(tensors, key, self._same_batch.beside_rows(tensors))
+        height = height_of(tensors)
+        asked = self._parts.ask(tensors, height, key, self._same_batch.beside_rows(tensors, height))
         return _Given(kind, batch, key, tensors, self.options.batch, self.world.size, asked)
 
     def _ready(self, given: _Given, rows: Rows) -> tuple[PreparedProgram, list[Tensor]]:

@@ -21,7 +21,7 @@ from torch import Tensor
 from shardwright.errors import ShardwrightError, UsageError, WorldError
 from shardwright.mesh.processes import all_gather_single
 from shardwright.pulse import own_pulse
-from shardwright.run.programs.inputs import Rows, global_shapes, height_of, in_turn, shown
+from shardwright.run.programs.inputs import Rows, global_shapes, in_turn, shown
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
@@ -58,8 +58,8 @@ class Parts:
         self._answers: dict[tuple[int, int], Rows] = {}
         self._letter: _Letter | None = None
 
-    def ask(self, tensors: Sequence[Tensor], key: str, alike: Sequence[str] = ()) -> Asked:
-        """The question to all ranks for the sizes of their parts, of which this one has ``tensors``.
+    def ask(self, tensors: Sequence[Tensor], height: int, key: str, alike: Sequence[str] = ()) -> Asked:
+        """The question to all ranks for the sizes of their parts, of which this one has ``tensors`` of ``height`` rows.
 
         They are asked for in the memory of the CPU: a step need not wait for what a GPU still has to do.
 
@@ -67,7 +67,6 @@ class Parts:
             key: what the program depends on beside sizes.
             alike: what all ranks are to have passed alike, in words.
         """
-        height = height_of(tensors)
         mine = height, _number(key, global_shapes(tensors, _any_rows(height)))
         if self._letter is None or self._letter.under_way:
             with torch.inference_mode(False):  # in which later questions may be asked
@@ -184,9 +183,9 @@ class Asked:
                 f"ranks answer for different calls of the model ({', '.join(map(str, calls))}, rank by rank), since an "
                 "earlier one failed on some of them while others waited; let such an error end the job"
             )
-        if len(set(numbers)) == 1 < len(set(alike)):
-            self._refuse_unlike()
         if len(set(numbers)) == 1:
+            if len(set(alike)) > 1:
+                self._refuse_unlike()
             rows = _agreed(counts, dist.get_rank())
             self._parts.remember(self._mine, rows)
             return rows

@@ -16,7 +16,6 @@ from shardwright.data.loading.same_data import checksum
 from shardwright.errors import UsageError
 from shardwright.graph.tracing.open_sizes import in_batch
 from shardwright.graph.tracing.outside.values import PLAIN
-from shardwright.run.programs.inputs import height_of
 from shardwright.torch_private import tree_flatten
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group
@@ -112,12 +111,12 @@ class SameBatch:
             f"{other} {everyone[other]}; seed the ranks alike where batches are drawn, or pass parts with batch='local'"
         )
 
-    def beside_rows(self, tensors: Sequence[Tensor]) -> list[str]:
-        """What is to be the same on all ranks though each passes rows of its own: tensors that have no rows. Nothing
-        where that is not compared for this batch."""
-        height = height_of(tensors)
-        whole = [tensor for tensor in tensors if not (tensor.ndim and tensor.shape[0] == height)]
-        return _shown(whole) if self._is_due() else []
+    def beside_rows(self, tensors: Sequence[Tensor], height: int) -> list[str]:
+        """What is to be the same on all ranks though each passes rows of its own, here so many: tensors that have no
+        rows. Nothing where that is not compared for this batch."""
+        if not self._is_due():
+            return []
+        return _shown([tensor for tensor in tensors if not (tensor.ndim and tensor.shape[0] == height)])
 
     def _is_due(self) -> bool:
         self._seen += 1
