@@ -24,7 +24,9 @@ from shardwright.world.lockstep import Lockstep
 all_gather_single: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
-_FEW_BYTES = 1024  # of several tensors, to copy which takes less than to tell where each lies
+# Of several tensors, to copy which takes less than to tell where each lies. Not the room of a question between ranks
+# (run/parts.py), whose size each step pays; but what fits there is few bytes, and comes as one tensor.
+_FEW_BYTES = 1024
 _ALIGNED = 16  # bytes, of the widest dtype
 
 

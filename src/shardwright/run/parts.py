@@ -30,7 +30,9 @@ _MOST = 256  # answers that are remembered
 # What each rank tells: its rows, on what its program depends, what is to be the same beside rows, what it expects, how
 # many bytes it adds behind that, and its call of the model.
 _HEAD = struct.Struct("=6q")
-_BYTES = 1024  # in all; written and read by Python, since each call of torch takes microseconds
+# In all, so that small gathers come with the question; fixed, since all ranks gather as much whatever they add. Written
+# and read by Python, since each call of torch takes microseconds.
+_BYTES = 1024
 
 
 class NotAsExpected(BaseException):
