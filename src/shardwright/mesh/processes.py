@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -42,16 +43,16 @@ def _start_plainly(
     return work.wait
 
 
-def _gather_together(outputs: list[Tensor], inputs: list[Tensor], group: Any, async_op: bool = False) -> dist.Work:
-    work: dist.Work = group.all_gather_together(outputs, inputs, async_op)
-    return work
-
-
-def _reduce_scatter_together(
-    outputs: list[Tensor], inputs: list[Tensor], group: Any, async_op: bool = False
+def _together(
+    collective: str, outputs: list[Tensor], inputs: list[Tensor], group: Any, async_op: bool = False
 ) -> dist.Work:
-    work: dist.Work = group.reduce_scatter_together(outputs, inputs, async_op)
+    """A collective of several tensors, which the groups of the backend shm have as a method of that name."""
+    work: dist.Work = getattr(group, collective)(outputs, inputs, async_op)
     return work
+
+
+_all_gather_together = partial(_together, "all_gather_together")
+_reduce_scatter_together = partial(_together, "reduce_scatter_together")
 
 
 class _Packed:
@@ -223,7 +224,7 @@ class ProcessCommunicator:
             return gather_joined(self, tensors, axes)
         gathered = [tensor.new_empty(group.size(), *tensor.shape) for tensor in tensors]
         with self._pulse(b"all_gather"):
-            self._run(_gather_together, gathered, [*tensors], group=group)
+            self._run(_all_gather_together, gathered, [*tensors], group=group)
         return gathered
 
     def _moving_together(self, tensors: Sequence[Tensor], axes: Axes, *, sums: bool) -> dist.ProcessGroup | None:
