@@ -85,16 +85,16 @@ class Planner:
         batch: Any,
         rows: Rows,
         known: Sequence[Plan] = (),
-    ) -> Plan | int:
+    ) -> Plan:
         """The plan of another step of the same model, whose parameters are stored as the first plan says.
 
         Args:
             storage: the layouts of the parameters by their names in the model.
-            known: plans of such steps. Where one is of the very graph that is captured now, its number is returned in
-                place of a plan.
+            known: plans of such steps, the same on all ranks. Where one is of the very graph that is captured now, it
+                is what is returned.
         """
 
-        def make() -> Plan | int:
+        def make() -> Plan | int:  # the number of a plan that all ranks have, which need not be sent
             capture = self._captured_later(kind, batch, rows)
             for number, plan in enumerate(known):
                 if same_step(plan.capture, capture):
@@ -108,7 +108,8 @@ class Planner:
                 evaluated = "; to evaluate alone, call it under torch.no_grad()" if kind == "fine-tuning" else ""
                 raise OverBudget(f"a batch with {shapes_of(capture)} came: {error}{evaluated}") from None
 
-        return from_rank_zero(ranks_by_collectives("making the plan"), make)
+        made = from_rank_zero(ranks_by_collectives("making the plan"), make)
+        return known[made] if isinstance(made, int) else made
 
     def _alongside(self, first: Plan, storage: Mapping[str, Layout], capture: Capture) -> PlanRequest:
         """The same request on the mesh and in the mode of the first plan, which may have been given."""

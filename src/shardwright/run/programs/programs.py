@@ -192,9 +192,8 @@ class Programs:
                 if unlike:
                     with_text(error, unlike)
                 raise
-            if isinstance(plan, int):
-                return self._prepare_again(step, known[plan].prepared)
-            return self._prepare(step, plan, unlike)
+            same = next((each.prepared for each in known if each.prepared.plan is plan), None)
+            return self._prepare(step, plan, unlike) if same is None else self._prepare_again(step, same)
 
     def executions(self) -> list[Execution]:
         """The programs that were made so far, each with a count of its runs."""
