@@ -37,9 +37,6 @@ def set_seed(seed: int, deterministic: bool = False) -> None:
 class RandomNumbers:
     """The generators of python, numpy and torch on the CPU, as they were when this was made."""
 
-    restored = True
-    """Whether `own_random_numbers` restores them at its end."""
-
     def __init__(self) -> None:
         self._torch, self._numpy, self._python = torch.get_rng_state(), np.random.get_state(), random.getstate()
 
@@ -65,19 +62,11 @@ class RandomNumbers:
 
 
 @contextmanager
-def own_random_numbers() -> Iterator[RandomNumbers]:
-    """Inside, whatever is drawn or seeded makes no difference afterwards."""
-    numbers = RandomNumbers()
-    try:
-        yield numbers
-    finally:
-        if numbers.restored:
-            numbers.restore()
-
-
-@contextmanager
 def same_random_numbers() -> Iterator[None]:
     """Draw the same on every rank and every time, with python, numpy and torch on the CPU; leave them as they were."""
-    with own_random_numbers() as numbers:
+    numbers = RandomNumbers()
+    try:
         numbers.set(0)
         yield
+    finally:
+        numbers.restore()

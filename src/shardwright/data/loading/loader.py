@@ -28,7 +28,7 @@ from shardwright.data.loading.stream_loader import StreamLoader
 from shardwright.data.order import KEY_LIMIT, permutation, sample_seeds, worker_seed
 from shardwright.errors import UsageError
 from shardwright.hosts.environment import read_environment
-from shardwright.world.seed import own_random_numbers
+from shardwright.world.seed import RandomNumbers
 
 
 @dataclass(frozen=True)
@@ -231,12 +231,12 @@ class _Rows(torch.utils.data.Dataset[Any]):
     def _read(self, chosen: list[int], epoch: int) -> Any:
         """The samples, collated. Those of a data set that draws from global generators are drawn by their indices:
         it is found out when it first does, and then asked for its samples once more, one by one."""
-        with own_random_numbers() as numbers:
-            numbers.restored = get_worker_info() is None  # nobody else draws in a process that only loads
+        numbers, restores = RandomNumbers(), get_worker_info() is None  # nobody else draws in a process that only loads
+        try:
             samples = [] if self._draws else self._samples(chosen)
             self._draws = self._draws or numbers.drawn
             if not self._draws and self._collate is default_collate:  # which draws nothing either
-                numbers.restored = False
+                restores = False
                 return self._collate(samples)
             seeds = sample_seeds(self._seed, epoch, chosen if self._draws else chosen[:1])
             if self._draws:
@@ -246,6 +246,9 @@ class _Rows(torch.utils.data.Dataset[Any]):
                     samples.append(self._dataset[index])
             numbers.set(seeds[0])
             return self._collate(samples)
+        finally:
+            if restores:
+                numbers.restore()
 
     def _samples(self, chosen: list[int]) -> list[Any]:
         if hasattr(self._dataset, "__getitems__"):
