@@ -138,7 +138,7 @@ def _sum_of_words(buffer: Any, device: torch.device) -> Tensor:
 
 
 def _mixed(numbers: Tensor) -> Tensor:
-    """Whole numbers of which neighbours become unlike."""
+    """Whole numbers of which neighbours become unlike; on their device, with signs, and not as `data.order` mixes."""
     numbers = numbers * _ODD[0]
     numbers = (numbers ^ numbers >> 31) * _ODD[1]
     return numbers ^ numbers >> 29
