@@ -1,6 +1,6 @@
 """Where a plan pays: training over a slow link, our plans beside DDP, FSDP and tensor parallelism by hand.
 
-    python benchmarks/plan_pays.py [--megabits 1000 100] [--rounds 3] [--quick] [--busy]
+    python benchmarks/plan_pays.py [--megabits 1000 100] [--rounds 3] [--backend gloo] [--quick] [--busy]
 
 Needs root: two hosts of two ranks each are network namespaces of this machine (`tests/support/hosts.py`), whose
 links ``tc`` shapes to each rate in turn. For each rate the hosts are measured as ``shardwright bench --save-profile``
@@ -11,7 +11,8 @@ rows of its global batch.
 The ways: "found", mode "auto" at the prices measured; "data", mode "data"; "tensor", pins as Megatron-LM splits, inside
 the hosts, and the batch between them; torch's DistributedDataParallel ("ddp") and fully_shard on every layer ("fsdp").
 A run's figure is the median of its steps (forward, backward, a step of SGD), slowest rank; the table has the median of
-the rounds. Predicted is what the cost model says of a plan. ``--quick`` measures little, to see that everything works.
+the rounds. Predicted is what the cost model says of a plan. All is measured over the usual backend, or ``--backend``.
+``--quick`` measures little, to see that everything works.
 Where other programs want the cores it refuses to measure, unless told ``--busy``.
 """
 
@@ -122,10 +123,11 @@ CASES = (("transformer", 8), ("transformer", 64), ("perceptron", 64))
 
 
 class Hosts:
-    """Starts scripts on two hosts of two ranks."""
+    """Starts scripts on two hosts of two ranks, over a backend, by default the usual one."""
 
-    def __init__(self, network: HostNetwork, folder: Path) -> None:
+    def __init__(self, network: HostNetwork, folder: Path, backend: str | None) -> None:
         self.network, self.folder = network, folder
+        self.backend = ["--backend", backend] if backend else []
         self.environment = os.environ | {"OMP_NUM_THREADS": "1", "PATH": network.path}
         (folder / "measure_hosts.py").write_text(PROFILE)
         (folder / "train.py").write_text(TRAIN)
@@ -135,7 +137,7 @@ class Hosts:
             self.network.slow(host, megabits * 1_000_000)
 
     def run(self, *words: str) -> None:
-        command = [str(BIN / "shardwright"), "launch", "-H", "host1:2,host2:2", *words]
+        command = [str(BIN / "shardwright"), "launch", "-H", "host1:2,host2:2", *self.backend, *words]
         done = subprocess.run(command, cwd=self.folder, env=self.environment, capture_output=True, text=True)
         if done.returncode != 0:
             raise SystemExit(f"{' '.join(words)}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
@@ -176,6 +178,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=15.0, help="of steps in each run, two steps at least")
     parser.add_argument("--only", default="", help="part of a case, as perceptron")
+    parser.add_argument("--backend", help="of all ways and of the profile, as for shardwright launch")
     parser.add_argument("--plans", type=Path, help="a folder for the plans that were found")
     parser.add_argument("--quick", action="store_true")
     add_busy(parser)
@@ -186,7 +189,7 @@ def main() -> None:
     print(f"| Mbit/s | case | {' | '.join(WAYS)} | found / best other | found / ddp | predicted / measured |")
     print(f"| ---: | --- |{' ---: |' * (len(WAYS) + 3)}", flush=True)
     with tempfile.TemporaryDirectory() as name, host_network(2, Path(name)) as network:
-        hosts = Hosts(network, Path(name))
+        hosts = Hosts(network, Path(name), given.backend)
         for megabits in given.megabits:
             hosts.shape(megabits)
             hosts.run("measure_hosts.py", "hardware.json", "quick" if given.quick else "all")
