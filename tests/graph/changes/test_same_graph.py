@@ -108,3 +108,25 @@ def evaluated_in_between(most_programs):
 def test_the_values_of_one_program_are_forgotten_before_another_program():
     [found] = run_ranks(1, evaluated_in_between, 3)
     assert len(set(found)) == 1
+
+
+def captured_anew():
+    """For which values of a counter the model is captured, where one program is kept for three of them."""
+    programs.MOST_VALUES = 3
+    sw.init()
+    config = SimpleNamespace(step=0, tells=False, weights=POSITIVE)
+    model, batch = Counting(config), [torch.randn(6, 4), torch.randint(3, (6,))]
+    parallel, calls, found = sw.parallelize(model, loss_fn, batch, "data", batch="global"), Counter(), []
+    counting(calls, planner.Planner, "later_plan")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for step in (0, 1, 2, 0, 3, 0, 2, 1):
+            config.step = step
+            before = calls["later_plan"]
+            parallel(batch)
+            found += [step] * (calls["later_plan"] - before)
+    return found, len(parallel.executions())
+
+
+def test_a_program_is_kept_for_the_values_that_were_used_last():
+    assert run_ranks(2, captured_anew) == [([1, 2, 3, 1], 1)] * 2

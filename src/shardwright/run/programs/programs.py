@@ -37,6 +37,7 @@ from shardwright.world.lockstep import Lockstep
 from shardwright.world.world import World
 
 MOST_PROGRAMS = 64
+MOST_VALUES = 16  # of Python for which one program is kept: a counter has a new one at every step
 MANY_VALUES = 3  # of something that a program depends on: a fourth is warned of
 
 
@@ -172,8 +173,10 @@ class Programs:
 
     def come(self, step: Step, kept: Kept) -> PreparedProgram:
         """Use a program that is known for a step to which all ranks come; each says so, where it came to another."""
-        left_out = kept.prepared.execution.left_out
-        self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, self._used(step), left_out))
+        left_out, known = kept.prepared.execution.left_out, self._used(step)
+        if known[-1] is not kept:
+            known.append(known.pop(known.index(kept)))
+        self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
         return kept.prepared
 
     def of(self, step: Step) -> PreparedProgram:
@@ -206,8 +209,11 @@ class Programs:
 
     def _prepare_again(self, step: Step, prepared: PreparedProgram) -> PreparedProgram:
         """Keep a program for values of Python, too, with which the graph is the same."""
-        remembered = self._remember(step, prepared.plan, prepared.function)
-        self._by_key[step.key].append(Kept(remembered, prepared, str(self._made)))
+        remembered, known = self._remember(step, prepared.plan, prepared.function), self._by_key[step.key]
+        of_program = [kept for kept in known if kept.prepared is prepared]
+        if len(of_program) >= MOST_VALUES:
+            known.remove(of_program[0])
+        known.append(Kept(remembered, prepared, str(self._made)))
         return prepared
 
     def _remember(self, step: Step, plan: Plan, function: LossFunction) -> Remembered:
