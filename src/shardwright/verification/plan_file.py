@@ -129,7 +129,10 @@ def plan_file(
     states, limit = states_of(optimizer), read_memory(memory) if memory is not None else None
     build = BuildFunction.parse(target).load()
     chosen = None if load else _mesh(devices, mesh)
-    known = _on_hosts(hardware, hosts, chosen.size if chosen is not None else None)
+    # Read before what takes long; which profile "cpu" is, only the number of devices says.
+    prices = hardware if hardware == "cpu" else read_hardware(hardware)
+    if chosen is not None:
+        known = _on_hosts(prices, hosts, chosen.size)
     stages = _Stages(progress)
     built, notes = stages.timed("building", lambda: _build_without_storage(build))
     graph = stages.timed(
@@ -143,7 +146,7 @@ def plan_file(
     else:
         plan = stages.timed("loading", lambda: Plan.load(load or "", graph))
         _refuse_other_size(plan, load or "", devices, mesh)
-        known = _on_hosts(hardware, hosts, plan.mesh.size)
+        known = _on_hosts(prices, hosts, plan.mesh.size)
         request = PlanRequest(plan.named, inputs=inputs, hardware=known, optimizer=plan.optimizer)
     return PlannedFile(plan, request, notes, stages.seconds)
 
@@ -185,11 +188,10 @@ def _mesh(devices: int | None, mesh: str | None) -> Mesh:
     return chosen
 
 
-def _on_hosts(hardware: str, hosts: int | None, devices: int | None) -> Hardware:
-    """The prices of so many devices, evenly on hosts; of any number where that is not known yet."""
-    alone = hosts is not None and hosts == devices
-    known = read_hardware(hardware, usual_backend("cpu", shared=not alone).name)
-    if hosts is None or devices is None:
+def _on_hosts(prices: Hardware | str, hosts: int | None, devices: int) -> Hardware:
+    """The prices of so many devices, evenly on hosts."""
+    known = read_hardware(prices, usual_backend("cpu", shared=hosts != devices).name)
+    if hosts is None:
         return known
     if hosts < 1 or devices % hosts:
         raise UsageError(
