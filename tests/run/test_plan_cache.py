@@ -33,7 +33,7 @@ def graph():
 REQUEST = PlanRequest(Mesh.of(ranks=2), "data")
 
 
-def ask(graph, request=REQUEST):
+def ask(graph, request=REQUEST, say=plan_cache.said_once):
     """The plan, and whether it had to be made."""
     made = []
 
@@ -41,7 +41,7 @@ def ask(graph, request=REQUEST):
         made.append(make_plan(captured, asked))
         return made[0]
 
-    return plan_cache.remembered(graph, request, make), bool(made)
+    return plan_cache.remembered(graph, request, make, say), bool(made)
 
 
 def test_a_plan_is_made_once_for_a_question(graph):
@@ -54,10 +54,10 @@ def test_a_plan_is_made_once_for_a_question(graph):
 
 @pytest.mark.parametrize(("mode", "searched"), [("data", False), ("auto", True)])
 def test_who_looks_is_told_of_a_search_that_was_saved_and_how_to_search_anew(graph, capsys, mode, searched):
-    request = PlanRequest(Mesh.of(ranks=2), mode)
-    ask(graph, request)
+    request, say = PlanRequest(Mesh.of(ranks=2), mode), plan_cache.SaidOnce()
+    ask(graph, request, say)
     assert capsys.readouterr().err == ""
-    ask(graph, request)
+    ask(graph, request, say)
     [path] = plan_cache.cache_directory().iterdir()
     day = datetime.fromtimestamp(path.stat().st_mtime)
     said = (
@@ -65,8 +65,10 @@ def test_who_looks_is_told_of_a_search_that_was_saved_and_how_to_search_anew(gra
         f"{path} to search anew\n"
     )
     assert capsys.readouterr().err == said * searched
+    assert not ask(graph, request, say)[1]  # as for another model, of which the same process says nothing more
+    assert capsys.readouterr().err == ""
     path.unlink()
-    assert ask(graph, request)[1]
+    assert ask(graph, request, plan_cache.SaidOnce())[1]
     assert capsys.readouterr().err == ""
 
 

@@ -46,8 +46,20 @@ def _rules_of_users(graph: RuledGraph) -> dict[str, str]:
     return {op: rule for op, rule in registered_rules().items() if op in operators}
 
 
-def _on_standard_error(text: str) -> None:
-    print(f"shardwright: {text}", file=sys.stderr, flush=True)
+class SaidOnce:
+    """Writes the first text that it is given on standard error, and no other."""
+
+    def __init__(self) -> None:
+        self._said = False
+
+    def __call__(self, text: str) -> None:
+        if not self._said:
+            self._said = True
+            print(f"shardwright: {text}", file=sys.stderr, flush=True)
+
+
+said_once = SaidOnce()
+"""Of this process, which may parallelize several models."""
 
 
 def _said(path: Path) -> str:
@@ -63,12 +75,12 @@ def remembered(
     graph: RuledGraph,
     request: PlanRequest,
     make: Callable[[Capture, PlanRequest], Plan] = make_plan,
-    say: Callable[[str], None] = _on_standard_error,
+    say: Callable[[str], None] = said_once,
 ) -> Plan:
     """The plan of an earlier job for the same graph and request, else a new one.
 
     A plan made by another planner is not met again. A file that cannot be read or written is ignored: the cache is
-    never needed. Where that saves a search, it is said.
+    never needed. Where that saves a search, it is said, of the first plan of a process.
     """
     text = f"{__version__} {planner_digest()} {graph.capture.digest} {request.digest} {_rules_of_users(graph)}"
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
