@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -353,5 +353,5 @@ def _agree(trial: _Trial, arguments: tuple[Any, ...], world: World) -> _Trial:
     if not tried:
         raise UsageError("the sample batch is empty on every rank; pass one that holds samples")
     used = {name for theirs in tried for name in theirs.used}
-    samples, changing = sum(t.samples for t in tried), frozenset(name for t in tried for name in t.changing)
-    return _Trial(None, samples, tuple(sorted(used)), tried[0].returns_aux, first.parameters, changing)
+    changing = frozenset(name for theirs in tried for name in theirs.changing)
+    return replace(tried[0], used=tuple(sorted(used)), changing=changing)
