@@ -19,7 +19,7 @@ from pathlib import Path
 
 from shardwright.errors import LaunchError
 
-_SIOCGIFADDR = 0x8915
+_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 _REACH_S = 3.0
 _GLOBAL_SCOPE = "00"
 
@@ -36,14 +36,20 @@ class Address:
         return f"{self.address} ({self.interface})"
 
 
-def own_addresses() -> list[Address]:
-    """The addresses of all interfaces but the loopback: IPv4, and those of IPv6 that are known outside of the link."""
-    addresses = []
+def ipv4_addresses() -> dict[str, str]:
+    """The IPv4 address of every network interface that has one, without resolving any name."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # an interface without an IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                addresses.append(Address(name, socket.inet_ntoa(answer[20:24]), _speed(name)))
+                found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def own_addresses() -> list[Address]:
+    """The addresses of all interfaces but the loopback: IPv4, and those of IPv6 that are known outside of the link."""
+    addresses = [Address(name, address, _speed(name)) for name, address in ipv4_addresses().items()]
     with contextlib.suppress(OSError):  # no IPv6
         for line in Path("/proc/net/if_inet6").read_text().splitlines():
             digits, _, _, scope, _, name = line.split()
@@ -61,13 +67,7 @@ def _speed(interface: str) -> int:
 
 def own_loopback() -> str | None:
     """The interface that has 127.0.0.1."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                if socket.inet_ntoa(answer[20:24]) == "127.0.0.1":
-                    return name
-    return None
+    return next((name for name, address in ipv4_addresses().items() if address == "127.0.0.1"), None)
 
 
 def infiniband_ports(sysfs: Path = Path("/sys")) -> list[str]:

@@ -7,11 +7,9 @@ every rank: who is missing, who came twice, who believes in another world size.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator
@@ -25,12 +23,12 @@ from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore
 from shardwright.backends.table import DeviceType
 from shardwright.errors import UsageError, WorldError
 from shardwright.hosts.environment import FileMeeting, LaunchEnvironment, Meeting, MpiMeeting, TcpMeeting
+from shardwright.hosts.interfaces import ipv4_addresses
 from shardwright.whole_file import write_whole
 
 _LOOPBACK = "127.0.0.1"
 _QUIET_S = 5.0  # for which nobody is told that it is waited
 _READERS_S = 5.0  # for which who serves the store waits for those that are to read why the world did not come about
-_SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
 @dataclass(frozen=True)
@@ -225,20 +223,9 @@ def _meet_by_mpi(told: LaunchEnvironment, deadline: Deadline) -> Store:
     return _serve(listener, told.size) if listener else _join(addresses, port, told, deadline)
 
 
-def interfaces() -> dict[str, str]:
-    """The IPv4 address of every network interface that has one, without resolving any name."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-                found[name] = socket.inet_ntoa(answer[20:24])
-    return found
-
-
 def own_addresses() -> list[str]:
     """The addresses by which other hosts may reach this one; the loopback where there is no other."""
-    outer = [address for address in interfaces().values() if not address.startswith("127.")]
+    outer = [address for address in ipv4_addresses().values() if not address.startswith("127.")]
     return outer or [_LOOPBACK]
 
 

@@ -35,6 +35,7 @@ from shardwright.hosts.environment import (
     TcpMeeting,
     read_environment,
 )
+from shardwright.hosts.interfaces import own_loopback
 from shardwright.launch.asked.variables import BACKEND_VARIABLE
 from shardwright.pulse import own_pulse
 from shardwright.world.agreement import from_all_ranks
@@ -45,7 +46,6 @@ from shardwright.world.leave import leave
 from shardwright.world.meeting import (
     Card,
     Deadline,
-    interfaces,
     job_store,
     meeting_from_url,
     open_store,
@@ -278,9 +278,9 @@ def _start(world: World, store: Store, launched: LaunchEnvironment, timeout: tim
         switch_on_recorder()
     if len(set(world.hosts)) == 1:
         # gloo would resolve this host's own name, which can take seconds or fail; within a host the loopback will do.
-        loopback = [name for name, address in interfaces().items() if address == "127.0.0.1"]
-        if loopback:
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+        loopback = own_loopback()
+        if loopback is not None:
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback)
     dist.init_process_group(
         backend_called(world.backend).registered,
         store=PrefixStore("group", store),
