@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from shardwright.cluster.doctor.checks.software import numbers
 from shardwright.cluster.doctor.finding import MISREAD, Finding, Found, Severity, misread, ok, problem, warning
 from shardwright.cluster.doctor.reach import Cluster, Way, addresses_of
 from shardwright.cluster.doctor.reading import Reading, plain, typed
+from shardwright.hosts.rank_table import is_address
 from shardwright.launch.carriers.ssh_errors import pip_words
 
 _WARN_CLOCK_S, _BAD_CLOCK_S = 0.5, 5.0
@@ -163,20 +163,12 @@ def _tried(cluster: Cluster, every: str, some: str) -> str:
     return every if len(cluster.ways) == ways else f"{some} ({len(cluster.ways)} of {ways} ways)"
 
 
-def _is_address(name: str) -> bool:
-    try:
-        ipaddress.ip_address(name)
-    except ValueError:
-        return False
-    return True
-
-
 def _names(cluster: Cluster) -> Iterator[Found]:
     """Each host knows the names of the others, by addresses that are theirs."""
     bad = False
     for (here, there), way in cluster.ways.items():
         theirs = addresses_of(cluster.readings[there])
-        if _is_address(there) or set(way.addresses) & set(theirs):
+        if is_address(there) or set(way.addresses) & set(theirs):
             continue
         bad = True
         leads = f"{there} is {', '.join(way.addresses)} here, none of its addresses" if way.addresses else ""
