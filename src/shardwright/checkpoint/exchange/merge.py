@@ -25,6 +25,7 @@ from shardwright.checkpoint.format.manifest import Box, Entry, TensorEntry, Valu
 from shardwright.checkpoint.format.pieces import cut
 from shardwright.checkpoint.loading.load import read_box, read_whole
 from shardwright.checkpoint.loading.source import Source, open_source
+from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.torch_private import tree_flatten
 from shardwright.waiting import counted
@@ -95,7 +96,7 @@ def _whole_or_not(target: Path) -> Iterator[BinaryIO]:
             file.flush()
             os.fsync(file.fileno())
         _name(temporary, target)
-        _sync(target.parent)
+        LocalFiles().sync_directory(str(target.parent))
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
@@ -112,14 +113,6 @@ def _name(temporary: Path, target: Path) -> None:
         os.rename(temporary, target)
 
 
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
 def _write_folder(source: Source, chosen: Mapping[str, Entry], target: Path) -> Merged:
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}-{secrets.token_hex(4)}.part")
@@ -131,7 +124,7 @@ def _write_folder(source: Source, chosen: Mapping[str, Entry], target: Path) -> 
             with _whole_or_not(temporary / "config.json") as file:
                 file.write(source.file("config.json"))
         os.rename(temporary, target)  # over an empty folder, too
-        _sync(target.parent)
+        LocalFiles().sync_directory(str(target.parent))
     except OSError as error:
         raise CheckpointError(f"{target} cannot be written: {error.strerror or error}") from error
     finally:
