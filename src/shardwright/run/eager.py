@@ -75,7 +75,9 @@ class DataParallelStep:
         """
         loss, aux = (self._replicated or self._local)(part)
         count, buffers = count_samples(part), self._changed.end()
-        mean = _global_mean(loss, count, global_size, self._ranks, self._gradient_scale, self._lockstep, buffers)
+        mean: Tensor = _GlobalMean.apply(  # type: ignore[no-untyped-call]
+            loss, count, global_size, self._ranks, self._gradient_scale, self._lockstep, buffers
+        )
         if self._reductions is not None:
             self._reductions.watch(mean)
         if not self._returns_aux:
@@ -175,21 +177,6 @@ class _LocalLoss(nn.Module):
         """A loss of nothing that reaches every parameter: the other ranks wait for this one's gradients."""
         used = [parameter for name, parameter in self.model.named_parameters() if name in self._used]
         return torch.stack([parameter.flatten()[:1].sum().double() * 0 for parameter in used]).sum().to(used[0].dtype)
-
-
-def _global_mean(
-    loss: Tensor,
-    count: int,
-    global_size: int | None,
-    ranks: int,
-    gradient_scale: float,
-    lockstep: Lockstep,
-    buffers: dict[str, Any],
-) -> Tensor:
-    mean: Tensor = _GlobalMean.apply(  # type: ignore[no-untyped-call]
-        loss, count, global_size, ranks, gradient_scale, lockstep, buffers
-    )
-    return mean
 
 
 def _refuse_unequal(total: Tensor, squares: Tensor, ranks: int, on_gpu: str, refuse: Callable[[], None]) -> None:
