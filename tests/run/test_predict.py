@@ -94,3 +94,51 @@ def test_predictions_that_nobody_knows_are_refused():
     [(nothing, mean)] = run_ranks(1, unpredictable, "data")
     assert "To predict otherwise than the loss function does, such as without labels, pass sw.parallelize(" in nothing
     assert float(mean.split("(")[1][:-1]) == pytest.approx(0, abs=1)
+
+
+class Sampling(nn.Module):
+    """Draws in each prediction, as Monte Carlo dropout does."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner, self.drop = Perceptron(), nn.Dropout(0.5)
+
+    def forward(self, x):
+        return self.drop(self.inner(x))
+
+
+def drawn(plan):
+    """What is drawn in predictions and evaluations, and the losses of training beside evaluations that draw nothing."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    sw.init()
+    sw.set_seed(1)
+    batch, options = perceptron_batch(8), {"batch": "global", **PLANS[plan]}
+    sampled = sw.parallelize(
+        Sampling(), classify, batch, predict_fn=lambda m, b: nn.functional.dropout(m(b), 0.5), **options
+    )
+    samples = [sampled.predict(batch[0]) for _ in range(2)]
+    sampled.eval()
+    sampled.module.drop.train()
+    with torch.no_grad():
+        samples += [sampled(batch)[0] for _ in range(2)]
+    losses = []
+    for evaluations in (0, 2):
+        trained = sw.parallelize(copy.deepcopy(sampled.module), classify, batch, **options).train()
+        for _ in range(2):
+            losses.append(float(trained(batch)[0]))
+            for _ in range(evaluations):
+                trained.eval()
+                trained(batch)
+                trained.predict(batch)
+                trained.train()
+    return samples, losses
+
+
+def test_each_prediction_draws_other_numbers_and_the_same_on_any_number_of_ranks():
+    [(samples, losses)] = run_ranks(1, drawn, "data")
+    assert not torch.equal(samples[0], samples[1])
+    assert samples[2] != samples[3]
+    for plan in ("data", "split"):
+        for found in run_ranks(2, drawn, plan):
+            torch.testing.assert_close(found, (samples, losses), rtol=1e-12, atol=1e-12)

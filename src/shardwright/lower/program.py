@@ -6,6 +6,7 @@ assignment; its right-hand side calls a torch operator, a kernel, or a redistrib
 
 from __future__ import annotations
 
+import re
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, Step
 
 INDENT = "    "
+_KEY = re.compile(r"\bkey\(\d")  # as `shardwright.lower.site.RandomKey` is written
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,11 @@ class LocalProgram:
             function = unused(f"block_{number}", taken)
             found[module] = ProgramBlock(function, module, tuple(inside), frozenset(self.mutations))
         return found
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the program draws random numbers: another run of it is then to draw others."""
+        return any(_KEY.search(instruction.text) for instruction in self.instructions)
 
     @cached_property
     def source(self) -> str:

@@ -150,8 +150,8 @@ class Parallel(ParallelModel):
         self._state.store_buffers(prepared.plan.capture, new_buffers)
         if training:
             self._tell_computed(rows.total, loss)
+        self._draw_others(kind, prepared)
         if kind != "evaluation":
-            self._state.step += 1
             if self.options.gradients == "sum":
                 loss = _scaled_gradient(loss, self.world.size)
         if self._split and loss.requires_grad:
@@ -171,7 +171,13 @@ class Parallel(ParallelModel):
     def _predicted(self, batch: Any, gather: bool) -> Any:
         prepared, rows, (_, aux, new_buffers) = self._computed("predict", batch)
         self._state.store_buffers(prepared.plan.capture, new_buffers)
+        self._draw_others("predict", prepared)
         return prepared.outputs(aux, rows, self._communicator, whole=gather)
+
+    def _draw_others(self, kind: StepKind, prepared: PreparedProgram) -> None:
+        """Let the next call draw other random numbers; an evaluation that draws none changes nothing for the training."""
+        if kind in ("training", "fine-tuning") or prepared.execution.program.draws:
+            self._state.step += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)

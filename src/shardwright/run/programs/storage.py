@@ -126,7 +126,8 @@ class _Leaves:
 class ModelState:
     """The tensors of ``module``, whose parameters are stored as ``plan`` says, and what random numbers depend on.
 
-    ``seed`` and ``step``, the training steps so far, fix the random numbers of a step, together with positions.
+    ``seed`` and ``step`` fix the random numbers of a step, together with positions: ``step`` counts the training steps
+    so far, and the evaluations and predictions that have drawn random numbers.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, seed: int, device: torch.device) -> None:
