@@ -199,3 +199,30 @@ def test_a_run_that_was_stopped_stays_so(tmp_path):
     [[first, second]] = run_ranks(1, stopped, str(tmp_path))
     assert first == second
     assert first[:2] == (3, 15)
+
+
+class AtItsLastBatch(sw.Callback):
+    """Dies when the last batch of the first epoch is saved, of which a stream does not say that it is the last."""
+
+    def at_rest(self, run):
+        if run.steps == 5 and run.under_way:
+            raise KeyboardInterrupt
+
+
+def stream_run(directory, interrupted):
+    losses = Losses()
+    dying = [AtItsLastBatch()] if interrupted else []
+    trainer, _, dataset = trainer_of(directory, [losses], every_steps=1)
+    trainer.callbacks = (*trainer.callbacks, *dying)
+    quietly(trainer.resume)
+    with contextlib.suppress(KeyboardInterrupt):
+        quietly(trainer.fit, sw.loader(lambda: iter(dataset), 8), 2)
+    return losses.seen, trainer.epoch, trainer.steps
+
+
+def test_a_stream_goes_on_after_the_last_batch_of_an_epoch(tmp_path):
+    [whole] = run_ranks(1, stream_run, str(tmp_path / "whole"), False)
+    [cut] = run_ranks(1, stream_run, str(tmp_path / "parts"), True)
+    [rest] = run_ranks(1, stream_run, str(tmp_path / "parts"), False)
+    assert (len(cut[0]), len(whole[0])) == (5, 10)
+    assert (cut[0] + rest[0], *rest[1:]) == whole

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 from torch.utils.data import SequentialSampler
@@ -61,7 +61,15 @@ class Continuation:
         """The batches of the epoch that is under way on which it has not trained yet."""
         if self.loader is not None and hasattr(loader, "load_state_dict"):
             epoch = getattr(loader, "epoch", None)
-            return iter(()) if epoch != self.loader.get("epoch", epoch) else iter(loader)  # it may have been the last
+            if epoch != self.loader.get("epoch", epoch):  # it was the last
+                return iter(())
+            batches = iter(loader)
+            first = [*islice(batches, 1)]
+            if getattr(loader, "epoch", None) == epoch:
+                return chain(first, batches)
+            if first:  # of the next epoch: a stream knows its end when nothing more comes
+                loader.load_state_dict({**self.loader, "epoch": loader.epoch, "samples": 0})
+            return iter(())
         return islice(iter(loader), run.batches, None)
 
 
