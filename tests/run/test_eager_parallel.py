@@ -16,6 +16,7 @@ from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError, WorldError
 from shardwright.run.changed_buffers import buffers_restored, digest
 from shardwright.run.eager_parallel import parallelize_eagerly
+from shardwright.run.mean_check import problem_with_mean
 
 TOLERANCE = 1e-12
 FEATURES, CLASSES = 6, 3
@@ -563,3 +564,16 @@ def test_parallelize_needs_a_world():
     assert os.environ.get("RANK") is None
     with pytest.raises(WorldError, match=r"there is no world yet; call sw.init\(\) first"):
         parallelize_eagerly(Net(), cross_entropy, global_batch(4))
+
+
+def test_a_mask_of_every_second_sample_is_no_mean_over_samples():
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 4), torch.randn(12, 3)
+    model = torch.nn.Linear(4, 3)
+
+    def masked(batch):
+        x, y, mask = batch
+        return ((model(x) - y).square().mean(1) * mask).sum() / mask.sum()
+
+    assert problem_with_mean(model, masked, (x, y, torch.ones(12))) is None
+    assert "it is no mean over samples" in problem_with_mean(model, masked, (x, y, (torch.arange(12) % 2).float()))

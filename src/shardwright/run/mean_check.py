@@ -26,21 +26,34 @@ def problem_with_mean(model: nn.Module, loss_of: Callable[[Any], Any], batch: An
     samples = count_samples(batch)
     if samples < 2:
         return None
-    first = max(1, samples // 3)
-    try:
-        with evaluating(model), torch.no_grad():
-            whole, again = _loss(loss_of, batch, seed=0), _loss(loss_of, batch, seed=1)
-            parts = [
-                _loss(loss_of, map_tensors(lambda tensor: tensor[:first], batch), seed=0),
-                _loss(loss_of, map_tensors(lambda tensor: tensor[first:], batch), seed=0),
-            ]
-    except Exception:  # what fails here has worked in training mode, and will be used there alone
-        return None
-    mean = (first * parts[0] + (samples - first) * parts[1]) / samples
+    third = max(1, samples // 3)
+    cuts = sorted({third, min(third + 1, samples - 1)})  # every second sample may be masked
+    for gradients in (torch.no_grad, torch.enable_grad):  # inside, the loss may take gradients itself
+        try:
+            with evaluating(model), gradients():
+                whole, again = _loss(loss_of, batch, seed=0), _loss(loss_of, batch, seed=1)
+                means = [_mean_of_parts(loss_of, batch, cut, samples) for cut in cuts]
+        except Exception:  # what fails here has worked in training mode, and will be used there alone
+            continue
+        if float(whole) != float(again):
+            return None
+        return next((_no_mean(samples, whole, mean) for mean in means if not _are_close(whole, mean)), None)
+    return None
+
+
+def _mean_of_parts(loss_of: Callable[[Any], Any], batch: Any, cut: int, samples: int) -> Tensor:
+    """The mean of the losses of the samples before and after the ``cut``."""
+    first = _loss(loss_of, map_tensors(lambda tensor: tensor[:cut], batch), seed=0)
+    second = _loss(loss_of, map_tensors(lambda tensor: tensor[cut:], batch), seed=0)
+    return (cut * first + (samples - cut) * second) / samples
+
+
+def _are_close(whole: Tensor, mean: Tensor) -> bool:
     scale = max(abs(float(whole)), abs(float(mean)))
-    tolerance = _FACTOR * torch.finfo(whole.dtype).eps * scale
-    if float(whole) != float(again) or abs(float(whole) - float(mean)) <= tolerance:
-        return None
+    return abs(float(whole) - float(mean)) <= _FACTOR * torch.finfo(whole.dtype).eps * scale
+
+
+def _no_mean(samples: int, whole: Tensor, mean: Tensor) -> str:
     return (
         f"the loss of the {samples} samples that were tried is {float(whole):.6g}, but the mean of the losses of their "
         f"parts is {float(mean):.6g}: it is no mean over samples (is it a sum, masked, weighted by class, or are "
