@@ -151,9 +151,8 @@ class Parallel(ParallelModel):
         if training:
             self._tell_computed(rows.total, loss)
         self._draw_others(kind, prepared)
-        if kind != "evaluation":
-            if self.options.gradients == "sum":
-                loss = _scaled_gradient(loss, self.world.size)
+        if kind != "evaluation" and self.options.gradients == "sum":
+            loss = _scaled_gradient(loss, self.world.size)
         if self._split and loss.requires_grad:
             loss = _scaled_gradient(loss, 1)
         if prepared.plan.capture.aux_spec is None:
@@ -175,7 +174,7 @@ class Parallel(ParallelModel):
         return prepared.outputs(aux, rows, self._communicator, whole=gather)
 
     def _draw_others(self, kind: StepKind, prepared: PreparedProgram) -> None:
-        """Let the next call draw other random numbers; an evaluation that draws none changes nothing for the training."""
+        """Let the next call draw other random numbers; evaluations that draw none change nothing for the training."""
         if kind in ("training", "fine-tuning") or prepared.execution.program.draws:
             self._state.step += 1
 

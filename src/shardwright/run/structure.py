@@ -16,6 +16,8 @@ class Structure:
 
     def __init__(self, model: nn.Module) -> None:
         self._members: list[tuple[dict[str, Any], str, Any, str]] = []
+        self._modules = dict(model.named_modules())
+        self._kinds = [*map(type, self._modules.values())]
         self._counts: list[tuple[dict[str, Any], int, str]] = []
         for path, module in model.named_modules():
             for members in torch_private.members(module):
@@ -34,6 +36,17 @@ class Structure:
         same = all(map(is_, map(dict.get, self._where, self._names), self._objects))
         if not same or [*map(len, self._counted)] != self._lengths:
             self._refuse()
+        if [*map(type, self._modules.values())] != self._kinds:
+            self._refuse_kinds()
+
+    def _refuse_kinds(self) -> None:
+        for (path, module), kind in zip(self._modules.items(), self._kinds, strict=True):
+            if type(module) is not kind:
+                raise UsageError(
+                    f"{path or 'the model'} was a {kind.__name__} and was made a {type(module).__name__} after "
+                    "sw.parallelize, which knows the model as it was before; change the model first and then "
+                    "parallelize it (again)"
+                )
 
     def _refuse(self) -> None:
         for members, name, member, path in self._members:
