@@ -172,3 +172,57 @@ def averaged(plan):
 def test_averages_of_torch_are_those_of_one_device(plan):
     for loss, expected in run_ranks(2, averaged, plan):
         assert loss == pytest.approx(expected, rel=1e-10)
+
+
+def steps(model, optimizer, batch, count):
+    losses = []
+    for _ in range(count):
+        loss = loss_fn(model, batch)[0] if isinstance(model, nn.Module) else model(batch)[0]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def written(folder):
+    """What becomes of states that were written by torch.save, and of those of plain PyTorch."""
+    parallel, plain, batch, world = started("split")
+    ours, theirs = (torch.optim.AdamW(model.parameters(), lr=0.01) for model in (parallel, plain))
+    before = steps(plain, theirs, batch, 2)
+    parallel.load_state_dict(plain.state_dict())
+    ours.load_state_dict(copy.deepcopy(theirs.state_dict()))
+    losses = before, steps(parallel, ours, batch, 3), steps(plain, theirs, batch, 3)
+    states = {"model": parallel.state_dict(), "optimizer": ours.state_dict()}
+    torch.save(states, f"{folder}/{world.rank}.pt")
+    torch.distributed.barrier()
+    own, first = (torch.load(f"{folder}/{rank}.pt") for rank in (world.rank, 0))
+    found = {"model": said(lambda: parallel.load_state_dict(first["model"]))}
+    ours.load_state_dict(first["optimizer"])
+    found["optimizer"] = said(lambda: steps(parallel, ours, batch, 1))
+    ours.zero_grad()
+    parallel.load_state_dict(own["model"])
+    ours.load_state_dict(own["optimizer"])
+    losses += steps(parallel, ours, batch, 2), steps(plain, theirs, batch, 2)
+    beside = {"states": [parallel.state_dict()]}
+    found["extra"] = said(lambda: sw.checkpoint.save(f"{folder}/run", parallel, step=1, extra=beside))
+    parallel.module.norm.__class__ = type("Other", (type(parallel.module.norm),), {})
+    found["kind"] = said(lambda: parallel(batch))
+    return losses, found
+
+
+WRITTEN = {
+    "model": "UsageError: up.weight is the part of a tensor that another rank has saved: of split parameters torch.",
+    "optimizer": "UsageError: 'exp_avg' of an optimizer's state is the part of a tensor that another rank has saved",
+    "extra": "run.extra['states'][0]['up.weight'] is a DTensor, of which each rank has a part, while values are",
+    "kind": "UsageError: norm was a BatchNorm1d and was made a Other after sw.parallelize, which knows the model as it",
+}
+
+
+def test_states_of_files_and_of_plain_pytorch_are_those_of_this_rank_or_refused_on_all(tmp_path):
+    for losses, found in run_ranks(2, written, str(tmp_path)):
+        _, ours, theirs, later, expected = losses
+        assert ours == pytest.approx(theirs, rel=1e-10)
+        assert later == pytest.approx(expected, rel=1e-10)
+        for name, text in WRITTEN.items():
+            assert text in found[name], (name, found[name])

@@ -130,6 +130,13 @@ def is_on_mesh_of_model(tensor: DTensor) -> bool:
     return world is not None and tensor.device_mesh in _made.get(world, {}).values()
 
 
+def is_of_another_rank(tensor: DTensor) -> bool:
+    """Whether a DTensor has the part of another rank, as in a file that this one has not written."""
+    devices = tensor.device_mesh
+    here = [tuple(place) for place in (devices.mesh == dist.get_rank()).nonzero().tolist()]
+    return here != [tuple(devices.get_coordinate() or ())]
+
+
 def gathered(tensor: Tensor) -> Tensor:
     """The whole of a tensor on every rank, without autograd; a plain tensor is whole. All ranks call it together."""
     tensor = tensor.detach()

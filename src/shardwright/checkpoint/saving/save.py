@@ -10,13 +10,14 @@ takes back what was written, and all ranks raise the same error.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwright import __version__
 from shardwright.checkpoint.format.containers import packed, write_tensor, write_value
@@ -96,6 +97,7 @@ def prepare(state: State, ranks: Ranks, shared: Callable[[Sequence[Piece], int],
             described.append(f"{name}: {piece.dtype} {list(piece.shape)} {piece.layout} on {piece.mesh}")
         else:
             described.append(f"{name}: {type(value).__name__}")
+            _refuse_parts(name, value)
             if ranks.rank == 0:
                 values[path] = packed(path, value)
     if len(described) != len({line.partition(": ")[0] for line in described}):
@@ -106,6 +108,25 @@ def prepare(state: State, ranks: Ranks, shared: Callable[[Sequence[Piece], int],
         if share.writer == ranks.rank
     }
     return Prepared(tuple(sorted(described)), pieces, parts, values, also)
+
+
+def _refuse_parts(name: str, value: Any) -> None:
+    """Raises `CheckpointError` where a value, which is saved as rank 0 has it, holds tensors that are split."""
+    place = next(_dtensors_in(value, name), None)
+    if place is not None:
+        raise CheckpointError(
+            f"{place} is a DTensor, of which each rank has a part, while values are saved as rank 0 has them. Pass a "
+            "model and its optimizer as such, each such pair with a directory of its own, or put whole tensors there "
+            "(tensor.full_tensor(), parallel.full_state_dict())"
+        )
+
+
+def _dtensors_in(value: Any, place: str) -> Iterator[str]:
+    if isinstance(value, DTensor):
+        yield place
+    named = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    for key, each in named:
+        yield from _dtensors_in(each, f"{place}[{key!r}]")
 
 
 def _part(piece: Piece, box: Box, rank: int) -> Tensor:

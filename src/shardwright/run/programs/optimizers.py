@@ -22,8 +22,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
-from shardwright.mesh.dtensor import gathered
+from shardwright.mesh.dtensor import gathered, part_like
 from shardwright.plan.pricing.optimizers import WHOLE_GRADIENTS
+from shardwright.run.programs.splitting import refuse_parts_of_others
 
 # Parameters that were replaced -> what they were replaced by.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -58,6 +59,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """What the step is to be called with, None where it stays as it is."""
     _give_successors(optimizer)
+    _take_loaded(optimizer)
     if not isinstance(optimizer, WHOLE_GRADIENTS):
         return None
     _make_whole(optimizer)
@@ -99,6 +101,41 @@ def _give_successors(optimizer: torch.optim.Optimizer) -> None:
                 )
             group["params"][at] = successor
     _known[optimizer] = count
+
+
+def _take_loaded(optimizer: torch.optim.Optimizer) -> None:
+    """Take what `Optimizer.load_state_dict` was given for split parameters: DTensors of a file, or whole tensors.
+
+    Raises:
+        UsageError: where the file is that of another rank.
+    """
+    by_entry = isinstance(optimizer, _BY_ENTRY)
+    loaded = [
+        (parameter, kept, key, value)
+        for parameter, kept in optimizer.state.items()
+        if isinstance(parameter, DTensor)
+        for key, value in kept.items()
+        if _is_loaded(value, parameter, by_entry and key not in _NUMBERS)
+    ]
+    if not loaded:
+        return
+    refuse_parts_of_others((f"{key!r} of an optimizer's state", value, own) for own, _, key, value in loaded)
+    for parameter, kept, key, value in loaded:
+        placements = parameter.placements
+        if isinstance(value, DTensor):
+            part, placements = value.to_local(), value.placements
+        else:
+            part = part_like(value, parameter)
+        kept[key] = DTensor.from_local(
+            part, parameter.device_mesh, placements, shape=parameter.shape, stride=parameter.stride()
+        )
+
+
+def _is_loaded(value: Any, parameter: DTensor, by_entry: bool) -> bool:
+    """Whether the step has not made a value itself; ``by_entry`` says that it keeps one for each entry."""
+    if isinstance(value, DTensor):
+        return value.device_mesh is not parameter.device_mesh
+    return by_entry and isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
 
 
 def _step_on_parts(

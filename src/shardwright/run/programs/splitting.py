@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,10 +23,19 @@ from torch.utils.weak import WeakIdKeyDictionary
 from shardwright import torch_private
 from shardwright.errors import UsageError
 from shardwright.mesh.changed import change_wholes
-from shardwright.mesh.dtensor import device_mesh, gathered, layout_of, part_like, to_placements
+from shardwright.mesh.dtensor import (
+    device_mesh,
+    gathered,
+    is_of_another_rank,
+    layout_of,
+    part_like,
+    to_placements,
+)
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
+from shardwright.world.agreement import together
+from shardwright.world.ranks import ranks_by_collectives
 
 # Parameter -> whoever runs a program with it as a plain tensor.
 _whole: MutableMapping[nn.Parameter, weakref.ref[object]] = WeakIdKeyDictionary()
@@ -95,11 +104,38 @@ def is_split(model: nn.Module) -> bool:
 def as_stored(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same state with every tensor laid out as the one of that name in the model; all ranks call it together."""
     own = model.state_dict(keep_vars=True)
+    refuse_parts_of_others((name, value, own.get(name)) for name, value in state.items())
     found = copy.copy(state) if isinstance(state, dict) else dict(state)  # a copy keeps what torch notes beside it
     for name, value in state.items():
         if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
             found[name] = _laid_out(value, own[name])
     return found
+
+
+def refuse_parts_of_others(loaded: Iterable[tuple[str, Any, Any]]) -> None:
+    """Refuse DTensors that hold the parts of another rank; of each there is its name, and what it is loaded for.
+
+    Where some lie on meshes of their own, as what was read from a file does on all ranks, all ranks compare.
+
+    Raises:
+        UsageError: on all ranks.
+    """
+    read = [
+        (name, value)
+        for name, value, own in loaded
+        if isinstance(value, DTensor) and not (isinstance(own, DTensor) and value.device_mesh is own.device_mesh)
+    ]
+    if read:
+        together(ranks_by_collectives("loading a state"), lambda: _refuse_parts_of_others(read))
+
+
+def _refuse_parts_of_others(read: Sequence[tuple[str, DTensor]]) -> None:
+    for name, value in read:
+        if is_of_another_rank(value):
+            raise UsageError(
+                f"{name} is the part of a tensor that another rank has saved: of split parameters torch.save writes "
+                "what one rank holds. Save with sw.checkpoint.save, or what parallel.full_state_dict() gives"
+            )
 
 
 def _laid_out(value: Tensor, own: Tensor) -> Tensor:
