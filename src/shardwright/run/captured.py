@@ -6,7 +6,7 @@ The first decides how parameters are stored; the plans of later shapes take the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -39,6 +39,7 @@ from shardwright.run.programs.planner import Planner
 from shardwright.run.programs.programs import PreparedProgram, Programs, Step
 from shardwright.run.programs.splitting import is_split
 from shardwright.run.programs.storage import ModelState, layouts_by_name
+from shardwright.run.replicas import Replicas, summed_axes
 from shardwright.waiting import waiting_for
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.lockstep import Lockstep
@@ -125,6 +126,15 @@ class Parallel(ParallelModel):
             Compiler(says=world.rank == 0) if options.compile else None,
         )
         self._programs.add_first(sample_batch, rows)
+        self._replicas = Replicas(
+            model,
+            {value.label for value in self.plan.capture.of_kind("buffer")},
+            lockstep,
+            world.device,
+            axes=[axis.name for axis in self.plan.mesh.axes if axis.size > 1],
+            summed=partial(_summed, self.plan, self._programs),
+            together=self.plan.mode != "single",
+        )
         if self._pulse.steps.told and planner.request.hardware is not None:
             self._pulse.steps.tell({"plan": expected(self.plan, planner.request.hardware)})
 
@@ -144,6 +154,7 @@ class Parallel(ParallelModel):
         """What a call gives for a batch, and which rows of it this rank was given."""
         training = self.module.training
         self._tell_pulse(training)
+        self._replicas.begin()
         kind: StepKind = "training" if training else "fine-tuning" if torch.is_grad_enabled() else "evaluation"
         prepared, rows, (loss, aux, new_buffers) = self._computed(kind, batch)
         assert loss is not None
@@ -284,6 +295,8 @@ class Parallel(ParallelModel):
         return prepared, prepared.inputs(given.tensors, rows, self._communicator)
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
+        if self._replicas.due:
+            self._replicas.check()
         arguments = self._arguments(prepared, inputs, self._state.step)
         kind = self.world.device.type
         try:
@@ -319,6 +332,11 @@ class Parallel(ParallelModel):
     def load_random_state(self, state: Mapping[str, int]) -> None:
         self._state.seed, self._state.step = state["seed"], state["step"]
         self._pulse.set_steps(self._state.step)
+
+
+def _summed(plan: Plan, programs: Programs) -> Mapping[str, Collection[str]]:
+    """The axes over which a step sums gradients, by the names of their parameters."""
+    return summed_axes(plan.capture, programs.executions()[0].program)
 
 
 def _scaled_gradient(x: Tensor, factor: float) -> Tensor:

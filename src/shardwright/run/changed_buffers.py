@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardwright import torch_private
 from shardwright.data.loading.same_data import checksum
 from shardwright.errors import UsageError
-from shardwright.run.programs.batches import EVERY, FIRST
+from shardwright.run.programs.batches import Turns
 from shardwright.world.agreement import from_all_ranks
 
 _BITS = 20  # of a digest, whose squares many ranks then sum without a rounding
@@ -27,7 +27,7 @@ _ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64)
 
 
 @dataclass(frozen=True)
-class _Place:
+class Place:
     """Where a module has a buffer, or None."""
 
     name: str
@@ -40,9 +40,10 @@ class _Place:
         return self.buffers.get(self.own)
 
 
-def _places(model: nn.Module) -> list[_Place]:
+def places_of(model: nn.Module) -> list[Place]:
+    """Where the model's modules have buffers; what several modules share stands at each."""
     return [
-        _Place(f"{path}.{own}".lstrip("."), torch_private.buffers_in(module), own, torch_private.is_batch_norm(module))
+        Place(f"{path}.{own}".lstrip("."), torch_private.buffers_in(module), own, torch_private.is_batch_norm(module))
         for path, module in model.named_modules()
         for own in torch_private.buffers_in(module)
     ]
@@ -55,7 +56,7 @@ def buffers_restored(model: nn.Module) -> Iterator[set[str]]:
     Yields:
         what at the end gets the names of those that were changed, but for those of batch normalisation.
     """
-    before: list[tuple[_Place, Any, Any]] = [(place, place.now, _copy(place.now)) for place in _places(model)]
+    before: list[tuple[Place, Any, Any]] = [(place, place.now, _copy(place.now)) for place in places_of(model)]
     changed: set[str] = set()
     try:
         yield changed
@@ -89,9 +90,9 @@ class ChangedBuffers:
     """
 
     def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
-        self._places = [place for place in _places(model) if not place.is_statistic]
+        self._places = [place for place in places_of(model) if not place.is_statistic]
         self._changing = frozenset(changing)
-        self._seen = 0
+        self._turns = Turns()
         self._before: list[tuple[Any, int]] = []
 
     def begin(self) -> None:
@@ -100,8 +101,7 @@ class ChangedBuffers:
 
     def end(self) -> dict[str, Any]:
         """The buffers to compare: those that the forward since `begin` has changed, if there was one, and others."""
-        self._seen += 1
-        whole = self._seen <= FIRST or self._seen % EVERY == 0
+        whole = self._turns.next()
         before, self._before = self._before or [(place.now, _version(place.now)) for place in self._places], []
         return {
             place.name: place.now
@@ -122,7 +122,7 @@ def digest(buffers: dict[str, Any], device: torch.device) -> Tensor:
     not waited for; 0 without buffers."""
     total = torch.zeros((), dtype=torch.int64, device=device)
     for number, name in enumerate(sorted(buffers)):
-        total += _mixed(_sum_of_words(buffers[name], device) + number)
+        total += mixed(_sum_of_words(buffers[name], device) + number)
     top: Tensor = (total >> (64 - _BITS)) & (2**_BITS - 1)
     return top.double()
 
@@ -133,11 +133,11 @@ def _sum_of_words(buffer: Any, device: torch.device) -> Tensor:
         return torch.ones((), dtype=torch.int64, device=device)
     kind = {1: torch.uint8, 2: torch.int16}.get(buffer.element_size(), torch.int32)
     words = buffer.detach().resolve_conj().resolve_neg().reshape(-1).view(kind).to(torch.int64) + 1
-    factors = _mixed(torch.arange(1, len(words) + 1, device=words.device)) | 1
+    factors = mixed(torch.arange(1, len(words) + 1, device=words.device)) | 1
     return (words * factors).sum().to(device)
 
 
-def _mixed(numbers: Tensor) -> Tensor:
+def mixed(numbers: Tensor) -> Tensor:
     """Whole numbers of which neighbours become unlike; on their device, with signs, and not as `data.order` mixes."""
     numbers = numbers * _ODD[0]
     numbers = (numbers ^ numbers >> 31) * _ODD[1]

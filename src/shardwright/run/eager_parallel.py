@@ -16,7 +16,7 @@ from shardwright.data.loading.samples import count_samples, map_tensors
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.plan.searches import Mode
-from shardwright.run.changed_buffers import buffers_restored
+from shardwright.run.changed_buffers import buffers_restored, places_of
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import metric_sums_over_ranks
@@ -25,6 +25,7 @@ from shardwright.run.model import ParallelModel
 from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import BatchKind
+from shardwright.run.replicas import Replicas
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
 from shardwright.world.lockstep import Lockstep
@@ -90,6 +91,10 @@ class EagerParallel(ParallelModel):
         self._step = step
         self._splitter = splitter
         self._same_batch = SameBatch(lockstep)
+        # Statistics of batch normalisation are those of each rank's samples until the next forward takes rank 0's.
+        kept = [place.name for place in places_of(model) if not place.is_statistic]
+        together = splitter.mode != "single"
+        self._replicas = Replicas(model, kept, lockstep, splitter.world.device, together=together)
         self._pulse.steps.communicating_s = None  # torch reduces the gradients, and does not say for how long
 
     def _called(self, batch: Any) -> Any:
@@ -101,6 +106,9 @@ class EagerParallel(ParallelModel):
         tensors = tensors_of(batch)
         if self._splitter.kind == "global" and not isinstance(batch, Batch):
             self._same_batch.check(tensors)
+        self._replicas.begin()
+        if self._replicas.due:
+            self._replicas.check()
         part, global_size = self._splitter.split(batch)
         try:
             result = self._step(part, global_size)

@@ -80,7 +80,19 @@ def _kind(leaf: Any) -> str:
 
 FIRST = 3
 EVERY = 100
-"""The first batches are compared, and then one in so many."""
+"""The first calls are those in which ranks compare what they have, and then one in so many."""
+
+
+class Turns:
+    """Counts calls, and knows those in which ranks compare what they have."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def next(self) -> bool:
+        """Whether one more call is such a one."""
+        self.seen += 1
+        return self.seen <= FIRST or self.seen % EVERY == 0
 
 
 class SameBatch:
@@ -88,7 +100,7 @@ class SameBatch:
 
     def __init__(self, lockstep: Lockstep) -> None:
         self._lockstep = lockstep
-        self._seen = 0
+        self._turns = Turns()
 
     def check(self, tensors: Sequence[Tensor]) -> None:
         """All ranks call it together, with the whole batch that each was given.
@@ -119,8 +131,7 @@ class SameBatch:
         return _shown([tensor for tensor in tensors if not (tensor.ndim and tensor.shape[0] == height)])
 
     def _is_due(self) -> bool:
-        self._seen += 1
-        return not (alone() or (self._seen > FIRST and self._seen % EVERY))
+        return self._turns.next() and not alone()
 
 
 def _shown(tensors: Sequence[Tensor]) -> list[str]:

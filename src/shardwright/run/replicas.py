@@ -1,0 +1,303 @@
+"""Whether ranks still hold alike what several of them hold: parameters, parts of these, and buffers.
+
+All begin with what rank 0 has, and each makes the steps of its optimizer for itself, from gradients that are the same:
+so they stay alike, unless a script does on one rank what it does not do on the others. That no collective of a step
+would show, and the loss would be that of no model.
+
+Ranks compare checksums, in a collective of 8 bytes for each way in which tensors are cut. Ranks on unlike processors
+may round unlike, so where checksums differ they tell of each tensor a few projections: the difference of these is, on
+average, the length of the difference of the tensors. What all decide by has come from all, so that they decide alike.
+
+Refused is what differs by more than the square root of what a rounding makes, for float32 by 3e-4 of its norm, which a
+million roundings at random are below; in the first calls by as many hundredths of that, which is what a single step
+exceeds. A gradient that ranks computed each for itself may be nothing but a rounding, as that of the bias of keys in
+attention, which Adam makes as large as any other. Such parameters are refused where most of their kind differ.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright import torch_private
+from shardwright.errors import UsageError
+from shardwright.graph.ir import Capture
+from shardwright.lower.program import LocalProgram
+from shardwright.mesh.dtensor import layout_of
+from shardwright.mesh.processes import all_gather_single
+from shardwright.run.changed_buffers import Place, mixed, places_of
+from shardwright.run.programs.batches import EVERY, Turns
+from shardwright.world.agreement import from_all_ranks
+from shardwright.world.control import control_group
+from shardwright.world.lockstep import Lockstep
+from shardwright.world.ranks import alone
+
+_PROJECTIONS = 8
+_WIDTH = 2**12  # of the rows that are projected together
+_PIECE = 2**20  # entries that are looked at together, so that no copy of a whole tensor is made
+_NAMED = 8  # ranks that a message names
+
+Kind = Literal["parameter", "frozen parameter", "buffer"]
+Summed = Mapping[str, Collection[str]]
+"""The axes over which the gradient of a parameter is summed, by its name; along others each rank has it for itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What several ranks hold: ``first`` is, for each rank, the first one of those that hold the same.
+
+    ``along`` names the axes along which a parameter is the same.
+    """
+
+    name: str
+    first: tuple[int, ...]
+    at: nn.Parameter | Place
+    along: frozenset[str] = frozenset()
+
+    @property
+    def now(self) -> Tensor | None:
+        """What this rank holds of it."""
+        found: Tensor | None = self.at.now if isinstance(self.at, Place) else self.at
+        return torch_private.part_of(found) if isinstance(found, DTensor) else found
+
+    @property
+    def kind(self) -> Kind:
+        if isinstance(self.at, Place):
+            return "buffer"
+        return "parameter" if self.at.requires_grad else "frozen parameter"
+
+
+class Replicas:
+    """Compares what ranks hold alike of a model in the first calls, and then in one of so many.
+
+    Args:
+        buffers: the names of those that are to be the same on all ranks.
+        axes: those along which parameters are the same that are no DTensors.
+        summed: asked where ranks have drifted apart, for the parameters of which gradients are computed.
+        together: whether ranks make the calls of the model together; else nothing is compared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buffers: Collection[str],
+        lockstep: Lockstep,
+        device: torch.device,
+        *,
+        axes: Collection[str] = (),
+        summed: Callable[[], Summed] = dict,
+        together: bool = True,
+    ) -> None:
+        self._model, self._buffers, self._axes = model, frozenset(buffers), frozenset(axes)
+        self._lockstep, self._device, self._summed = lockstep, device, summed
+        self._compares = together and not alone()
+        self._turns = Turns()
+        self.due = False
+        """Whether `check` is to be called."""
+
+    def begin(self) -> None:
+        """Told of each call of the model. What was refused in the last one is looked at again."""
+        if self._compares and self._turns.next():
+            self.due = True
+
+    def check(self) -> None:
+        """Compare; all ranks call it together.
+
+        Raises:
+            UsageError: on every rank, where some hold other numbers than others.
+        """
+        if self._sets:
+            with torch.no_grad():
+                everyone = self._gathered([_digest(held, self._device) for held in self._sets.values()])
+                unlike = [
+                    each
+                    for at, (first, held) in enumerate(self._sets.items())
+                    if any(everyone[rank][at] != everyone[of][at] for rank, of in enumerate(first))
+                    for each in held
+                ]
+                if unlike:
+                    self._measure(unlike)
+        self.due = False
+
+    @cached_property
+    def _sets(self) -> dict[tuple[int, ...], list[_Held]]:
+        """What is compared, by the ranks that hold the same: equal on all ranks, and in the same order."""
+        found: dict[tuple[int, ...], list[_Held]] = {}
+        for each in _held(self._model, self._buffers, self._axes):
+            found.setdefault(each.first, []).append(each)
+        return found
+
+    def _gathered(self, digests: Sequence[Tensor]) -> list[list[int]]:
+        """Those of all ranks, rank by rank."""
+        mine = torch.tensor(torch.stack([*digests]).tolist(), device="cpu")
+        everyone = mine.new_empty(dist.get_world_size() * len(mine))
+        self._lockstep.run(all_gather_single, everyone, mine, group=control_group())
+        found: list[list[int]] = everyone.view(-1, len(mine)).tolist()
+        return found
+
+    def _measure(self, held: Sequence[_Held]) -> None:
+        """Refuse what differs by more than roundings."""
+        sums = from_all_ranks(torch.stack([_sum_of_words(each.now, self._device) for each in held]).tolist())
+        unlike = {
+            each: ranks
+            for at, each in enumerate(held)
+            if (ranks := [rank for rank, of in enumerate(each.first) if sums[rank][at] != sums[of][at]])
+        }
+        sketches = from_all_ranks([_sketch(each.now) for each in unlike])
+        drifted: dict[_Held, dict[int, str]] = {}
+        allowed = min(1, self._turns.seen / EVERY)
+        for at, (each, ranks) in enumerate(unlike.items()):
+            words = {r: _difference(sketches[r][at], sketches[each.first[r]][at], allowed) for r in ranks}
+            if beyond := {rank: text for rank, text in words.items() if text}:
+                drifted[each] = beyond
+        if refused := self._refused(list(drifted)):
+            raise UsageError(_refusal(refused, drifted[refused[0]]))
+
+    def _refused(self, drifted: Sequence[_Held]) -> list[_Held]:
+        """Those of which no rounding can be the reason, or which are most of their kind."""
+        every, summed = [each for held in self._sets.values() for each in held], self._summed()
+
+        def is_certain(held: _Held) -> bool:
+            return held.kind == "frozen parameter" or held.along <= frozenset(summed.get(held.name, held.along))
+
+        all_certain = all(is_certain(held) for held in every)
+        all_of, drifted_of = Counter(held.kind for held in every), Counter(held.kind for held in drifted)
+        return [
+            held
+            for held in drifted
+            if all_certain
+            or (held.kind != "buffer" and is_certain(held))
+            or 2 * drifted_of[held.kind] >= all_of[held.kind]
+        ]
+
+
+def summed_axes(capture: Capture, program: LocalProgram) -> dict[str, set[str]]:
+    """The axes over which the backward of a program sums the gradient of each parameter, by names."""
+    found: dict[str, set[str]] = {value.label: set() for value in capture.of_kind("parameter")}
+    for cause, direction, collective in program.collectives():
+        if cause in found and direction == "backward" and collective.kind in ("all_reduce", "reduce_scatter"):
+            found[cause].update(collective.axes)
+    return found
+
+
+def _held(model: nn.Module, buffers: Collection[str], axes: frozenset[str]) -> Iterator[_Held]:
+    """What is the same on several ranks, in the same order on all of these."""
+    everywhere = (0,) * dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            yield _Held(name, everywhere, parameter, axes)
+            continue
+        layout, mesh = layout_of(parameter)
+        along = frozenset(axis.name for axis in mesh.axes if axis.size > 1) - layout.split_axes
+        if along:
+            first = {rank: group[0] for group in mesh.groups(along) for rank in group}
+            yield _Held(name, tuple(first[rank] for rank in range(mesh.size)), parameter, along)
+    for place in places_of(model):
+        if place.name in buffers:
+            yield _Held(place.name, everywhere, place)
+
+
+def _digest(held: Sequence[_Held], device: torch.device) -> Tensor:
+    """A whole number that other values would nearly never give, a scalar of int64 on ``device``."""
+    sums = torch.stack([_sum_of_words(each.now, device) for each in held])
+    return mixed(sums + torch.arange(len(held), device=device)).sum()
+
+
+def _sum_of_words(tensor: Tensor | None, device: torch.device) -> Tensor:
+    """All bits of a tensor, its words as whole numbers, modulo 2**64: the same in whatever order they are summed."""
+    if tensor is None or tensor.layout != torch.strided:
+        return torch.ones((), dtype=torch.int64, device=device)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.element_size() > 8:
+        plain = torch.view_as_real(plain)
+    flat, size = plain.reshape(-1), plain.element_size()
+    if flat.nbytes % 8 == 0 == flat.storage_offset() * size % 8:
+        return flat.view(torch.int64).sum().to(device)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    # In pieces, since torch copies what it sums in another dtype.
+    return torch.stack([piece.sum() for piece in torch.split(flat.view(kind), _PIECE)]).sum().to(device)
+
+
+class _Sketch(NamedTuple):
+    """What a rank tells of a tensor; NaN and infinite entries are counted, and are 0 in all else."""
+
+    what: str
+    rounds: float  # how much a rounding may change a number by, relative to it; 0 for whole numbers
+    not_finite: int
+    norm: float
+    projections: tuple[float, ...]
+
+
+def _sketch(tensor: Tensor | None) -> _Sketch:
+    if tensor is None or tensor.layout != torch.strided:
+        return _Sketch("no such tensor", 0, 0, 0, ())
+    what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
+    signs = _signs(0, _WIDTH, flat.device)
+    total = torch.zeros(_PROJECTIONS + 2, dtype=torch.float64, device=flat.device)
+    for number, piece in enumerate(torch.split(flat, _PIECE)):
+        numbers = piece.double()
+        finite = numbers.isfinite()
+        numbers = numbers.where(finite, 0)
+        rows = nn.functional.pad(numbers, (0, -len(numbers) % _WIDTH)).view(-1, _WIDTH)
+        total[:-2] += (rows @ signs * _signs(_WIDTH + number * (_PIECE // _WIDTH), len(rows), flat.device)).sum(0)
+        total[-2] += numbers.square().sum()
+        total[-1] += len(numbers) - finite.sum()
+    *projections, squares, not_finite = total.tolist()
+    rounds = torch.finfo(plain.dtype).eps if plain.is_floating_point() or plain.is_complex() else 0.0
+    return _Sketch(what, rounds, int(not_finite), math.sqrt(squares), tuple(projections))
+
+
+def _signs(start: int, count: int, device: torch.device) -> Tensor:
+    """1 and -1 without an order, float64 [count, projections], the same on all ranks."""
+    numbers = torch.arange(start * _PROJECTIONS, (start + count) * _PROJECTIONS, device=device)
+    return (mixed(numbers) >> 40 & 1).mul_(2).sub_(1).double().view(count, _PROJECTIONS)
+
+
+def _difference(there: _Sketch, here: _Sketch, allowed: float) -> str:
+    """How a tensor differs from another one whose bits are not the same; empty where that may be roundings.
+
+    Args:
+        allowed: how much of what many roundings may make those so far may have made.
+    """
+    if there.what != here.what:
+        return f"being {there.what} in place of {here.what}"
+    if there.not_finite != here.not_finite:
+        return f"with {there.not_finite} numbers that are NaN or infinite in place of {here.not_finite}"
+    squares = [(a - b) ** 2 for a, b in zip(there.projections, here.projections, strict=True)]
+    length, norm = math.sqrt(sum(squares) / max(len(squares), 1)), max(there.norm, here.norm)
+    if length <= allowed * math.sqrt(here.rounds) * norm:
+        return ""
+    return f"by about {length / (norm or 1):.2g} of its norm"
+
+
+_ADVICE = {
+    False: "every rank must change parameters alike: with the same lr, an optimizer.step() on each, gradients as "
+    "backward() leaves them, the same checkpoint, and noise drawn after sw.set_seed(seed)",
+    True: "every rank must change buffers alike, as torch.optim.swa_utils.update_bn does where it is given the same "
+    "whole batches on each, and load the same checkpoint",
+}
+
+
+def _refusal(refused: Sequence[_Held], of: Mapping[int, str]) -> str:
+    """What is said of the first of those that have drifted; ``of`` says by how much it has on each rank."""
+    held = refused[0]
+    rank = min(of)
+    same = [other for other in of if held.first[other] == held.first[rank]]
+    names = f"rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same[:_NAMED]))}"
+    names += f" and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
+    more = f", as {len(refused) - 1} more of its tensors do" if len(refused) > 1 else ""
+    return (
+        f"what ranks hold alike of the model has drifted apart: {held.name} of {names} differs from that of rank "
+        f"{held.first[rank]}, {of[rank]}{more}; {_ADVICE[held.kind == 'buffer']}"
+    )
