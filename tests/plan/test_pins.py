@@ -1,12 +1,24 @@
-"""Pins: the strategies that fulfil them, and what is said where none does."""
+"""Pins: the strategies that fulfil them, what is said where none does, and what they leave to the search."""
+
+import itertools
+from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
 from shardwright.errors import StrategyError
 from shardwright.graph.ir import Node, Pin
+from shardwright.graph.step import captured_step
+from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
 from shardwright.plan.pins import pinned_strategies
+from shardwright.plan.pricing.cost import Seconds
+from shardwright.plan.pricing.hardware import shipped
+from shardwright.plan.request import PlanRequest
 from shardwright.rules.notation import parse
+from whole import true_cost
 
 EIGHT = Mesh.of(d=8).atomic()
 RULE = parse("m k+, k+ n -> m n").bind([(16, 32), (32, 16)], [(16, 16)])
@@ -77,3 +89,27 @@ def test_a_frozen_dim_is_refused():
     node = Node("softmax", "aten.softmax.int", (), (), ("x",), ("y",), "", "model.py:9", pin)
     with pytest.raises(StrategyError, match=r"dim 1 of \(1, 8\) may not be split \(factor d\)"):
         pinned_strategies(node, rule, EIGHT)
+
+
+def stored_over(names):
+    """Every layout of a matrix over some of these axes."""
+    for count in range(len(names) + 1):
+        for axes in itertools.permutations(names, count):
+            for dims in itertools.product((0, 1), repeat=count):
+                by_dim = {dim: tuple(a for a, d in zip(axes, dims, strict=True) if d == dim) for dim in dims}
+                yield Layout.split(2, by_dim)
+
+
+@pytest.mark.parametrize("pin", [((2, 1), (2, 1)), ((2, 2), (1, 2)), ((1, 2), (1, 2))], ids=str)
+@pytest.mark.parametrize("width", [256, 4096])
+def test_a_pin_leaves_free_how_a_parameter_is_stored(width, pin):
+    """Wherever it is stored nothing is below the bound: a large one in parts that the pinned operator does not take."""
+    mesh, hardware = Mesh.of(a=2, b=2), shipped("h100")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(width, width, bias=False))
+        captured = captured_step(model, lambda m, x: m(x).square().sum(), torch.zeros(16, width), {"0": pin})
+    plan = make_plan(captured, PlanRequest(mesh, hardware=hardware, axes=mesh))
+    [weight] = captured.of_kind("parameter")
+    others = [replace(plan, leaves={**plan.leaves, weight.name: layout}) for layout in stored_over(mesh.names)]
+    assert plan.bound == pytest.approx(min(true_cost(other, Seconds(hardware)) for other in others), rel=1e-9)
+    assert plan.cost == pytest.approx(plan.bound, rel=1e-9)

@@ -27,15 +27,24 @@ def space_of(graph: RuledGraph, mesh: Mesh, request: PlanRequest, row: Search) -
     outputs = output_layouts(graph.capture, mesh, leaves)
     alike: dict[int, tuple[Strategy, ...]] = {}  # by rule, which operators that are alike share
     strategies: dict[str, tuple[Strategy, ...]] = {}
+    storing: dict[str, tuple[Strategy, ...]] = {}
+    unpinned: dict[tuple[int, tuple[Strategy, ...]], tuple[Strategy, ...]] = {}  # equal layers share these, too
+    parameters = {value.name for value in graph.capture.of_kind("parameter")}
     for node in graph.capture.nodes:
         rule = graph.rules[node.name]
         if node.pin is not None:
-            strategies[node.name] = pinned_strategies(node, rule, mesh)
+            pinned = pinned_strategies(node, rule, mesh)
+            strategies[node.name] = storing[node.name] = pinned
+            if not parameters.isdisjoint(node.operands):  # a pin says how these are used, not how they are stored
+                key = id(rule), pinned
+                if key not in unpinned:
+                    unpinned[key] = (*pinned, *choices_of(rule, mesh, row))
+                storing[node.name] = unpinned[key]
         else:
             if id(rule) not in alike:
                 alike[id(rule)] = choices_of(rule, mesh, row)
-            strategies[node.name] = alike[id(rule)]
-    leaves = with_parameters(graph, mesh, strategies, leaves)
+            strategies[node.name] = storing[node.name] = alike[id(rule)]
+    leaves = with_parameters(graph, mesh, storing, leaves)
     return Space(graph, mesh, strategies, leaves, outputs, *blocks_for(graph, request))
 
 
@@ -68,7 +77,7 @@ def with_parameters(
     strategies: Mapping[str, Sequence[Strategy]],
     fixed: Mapping[str, Sequence[Layout]],
 ) -> dict[str, Sequence[Layout]]:
-    """Parameters may be stored in any layout in which some strategy of a consumer takes them, replicated first.
+    """Parameters may be stored in any layout in which one of the strategies of a consumer takes them, replicated first.
 
     Strategies cut evenly. A matrix that none of them cuts over all devices may be stored so in uneven parts.
     """
