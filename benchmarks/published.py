@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
+from shardwright.graph.ir import Capture
 from shardwright.graph.step import captured_step
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
@@ -166,6 +167,17 @@ def _pins(run: Run) -> dict[str, object]:
     return found | dict.fromkeys(("*.norm1", "*.norm2"), ((rows, cut, 1), None, None))
 
 
+def _stored(run: Run, captured: Capture) -> dict[str, Layout]:
+    """How Megatron-LM stores parameters: as its products and its vocabulary are split, and whole in each replica."""
+    found = {}
+    for value in captured.of_kind("parameter"):
+        module, kind = value.label.rsplit(".", 2)[-2:]
+        columns = module in ("q", "k", "v", "up") or (module, kind) in (("tokens", "weight"), ("head", "weight"))
+        dim = 0 if columns else 1 if (module in ("out", "down") and kind == "weight") else None
+        found[value.name] = Layout.split(len(value.shape), {} if dim is None else {dim: ("tp",)})
+    return found
+
+
 def plan_of(run: Run, layers: int) -> Plan:
     """The plan of their run for a model of so many layers, in 16 bits."""
     cut = (run.replicas, run.tp if run.split_sequence else 1, 1)
@@ -177,7 +189,8 @@ def plan_of(run: Run, layers: int) -> Plan:
     hardware = replace(read_hardware(run.hardware), ranks_per_host=PER_HOST)
     if run.tp > 1:
         label = captured.of_kind("input")[0].label
-        request = PlanRequest(run.mesh, "semi-auto", "exact", {label: (run.replicas, 1)}, hardware, axes=run.mesh)
+        inputs, storage = {label: (run.replicas, 1)}, _stored(run, captured)
+        request = PlanRequest(run.mesh, "semi-auto", "exact", inputs, hardware, storage, axes=run.mesh)
     else:
         request = PlanRequest(run.mesh, "data", hardware=hardware, axes=run.mesh)
     plan = make_plan(captured, request)
