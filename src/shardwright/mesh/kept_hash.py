@@ -13,10 +13,12 @@ def kept_hash(kind: Kind) -> Kind:
     of: Any = kind
     compute, names = of.__hash__, [field.name for field in fields(of)]
 
-    def hashed(self: object) -> int:
-        known: int | None = self.__dict__.get("_hash")
-        if known is None:
-            known = self.__dict__["_hash"] = compute(self)
+    def hashed(self: Any) -> int:
+        try:
+            known: int = self._hash
+        except AttributeError:
+            known = compute(self)
+            object.__setattr__(self, "_hash", known)
         return known
 
     def without_hash(self: object) -> dict[str, object]:

@@ -137,7 +137,7 @@ class Mesh:
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:
         """The same axes in mesh order."""
         chosen = set(axes)
-        return tuple(name for name in self.sizes if name in chosen)
+        return tuple([name for name in self.sizes if name in chosen])
 
     def atomic(self) -> Mesh:
         """The mesh whose axes have prime sizes; ranks keep their places. Axes of size 1 disappear."""

@@ -14,7 +14,7 @@ from shardwright.plan.pricing.blocks import Block, Blocks
 from shardwright.plan.pricing.memory import local_bytes
 from shardwright.plan.pricing.meshes import cuts
 from shardwright.plan.pricing.ruled import RuledGraph
-from shardwright.plan.pricing.targets import target_of
+from shardwright.plan.pricing.targets import targets_of
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searches import Search
 from shardwright.plan.searching.space import Space
@@ -91,7 +91,7 @@ def with_parameters(
                 of = strategies[use.node.name]
                 key = id(graph.rules[use.node.name]), id(of), use.index
                 if key not in demanded:
-                    targets = (target_of(graph, use.node, use.index, strategy, mesh) for strategy in of)
+                    targets = targets_of(graph, use.node, use.index, of, mesh)
                     demanded[key] = tuple(dict.fromkeys(target.layout.whole() for target in targets))
                 layouts += demanded[key]
             if len(value.shape) > 1 and not any(layout.split_axes == set(mesh.names) for layout in layouts):

@@ -41,6 +41,7 @@ from shardwright.mesh.mesh import Mesh
 Shape = tuple[int, ...]
 Dims = tuple[tuple[str, ...], ...]  # for every dim its factors, major first; () is a dim that is never split
 FactorKind = Literal["free", "sum", "merged", "frozen"]
+_Cuts = tuple[tuple[int, int] | None, ...]  # for every dim the position of its major factor, and the unit
 
 
 @dataclass(frozen=True)
@@ -108,45 +109,53 @@ class OpRule:
         """
         return min(devices, math.prod(math.gcd(self.factors[i].size, devices) for i in self.splittable))
 
-    def _axes(self, strategy: Strategy) -> dict[str, tuple[str, ...]]:
-        return {factor.name: axes for factor, axes in zip(self.factors, strategy.axes, strict=True)}
+    @cached_property
+    def _of_operands(self) -> tuple[_Cuts, ...]:
+        return tuple(map(self._cuts, self.operands))
 
-    def _layout(self, dims: Dims, strategy: Strategy, partial: tuple[str, ...]) -> Layout:
-        axes = self._axes(strategy)
-        splits = []
-        for dim in dims:
-            cut = axes[dim[0]] if dim else ()
-            splits.append(Split(cut, math.prod(self.sizes[name] for name in dim[1:])) if cut else WHOLE)
-        return Layout(tuple(splits), partial)
+    @cached_property
+    def _of_results(self) -> tuple[_Cuts, ...]:
+        return tuple(map(self._cuts, self.results))
+
+    def _cuts(self, dims: Dims) -> _Cuts:
+        positions = {factor.name: at for at, factor in enumerate(self.factors)}
+        return tuple((positions[dim[0]], math.prod(self.sizes[n] for n in dim[1:])) if dim else None for dim in dims)
+
+    @cached_property
+    def _summed_for(self) -> tuple[tuple[int, ...], ...]:
+        """For every result the positions of the factors that are summed and that it does not name."""
+        named = [{name for dim in dims for name in dim} for dims in self.results]
+        summed = [(at, factor.name) for at, factor in enumerate(self.factors) if factor.kind == "sum"]
+        return tuple(tuple(at for at, name in summed if name not in of) for of in named)
+
+    @cached_property
+    def _not_held(self) -> tuple[tuple[int, ...], ...]:
+        """For every operand the positions of the factors over which ranks do different work on the same part of it."""
+        held = [{cut[0] for cut in cuts if cut} for cuts in self._of_operands]
+        for index in self.added_operands:
+            held[index] |= {at for at, factor in enumerate(self.factors) if factor.kind == "sum"}
+        return tuple(tuple(at for at in range(len(self.factors)) if at not in of) for of in held)
 
     def operand_layout(self, index: int, strategy: Strategy) -> Layout:
         """How operand ``index`` must be laid out for the operator to run on local parts."""
-        return self._layout(self.operands[index], strategy, strategy.partial if index in self.linear_operands else ())
+        return _layout(self._of_operands[index], strategy, strategy.partial if index in self.linear_operands else ())
 
     def result_layout(self, index: int, strategy: Strategy, mesh: Mesh) -> Layout:
         """How result ``index`` is laid out when every operand is laid out as `operand_layout` says."""
-        named = {name for dim in self.results[index] for name in dim}
-        summed = [
-            axis
-            for factor, axes in zip(self.factors, strategy.axes, strict=True)
-            if factor.kind == "sum" and factor.name not in named
-            for axis in axes
-        ]
-        carried = strategy.partial if index in self.linear_results else ()
-        return self._layout(self.results[index], strategy, mesh.ordered([*summed, *carried]))
+        partial = [*strategy.partial] if index in self.linear_results else []
+        for at in self._summed_for[index]:
+            partial += strategy.axes[at]
+        return _layout(self._of_results[index], strategy, mesh.ordered(partial))
 
     def operand_gradient_partial(self, index: int, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
         """The axes over which the gradient of operand ``index`` comes out of the operator's backward as partial.
 
         They are those over which the ranks do different work on the same part of the operand (design: duality).
         """
-        axes = self._axes(strategy)
-        held = {axis for dim in self.operands[index] for name in dim[:1] for axis in axes[name]}
-        if index in self.linear_operands | self.added_operands:
-            held.update(strategy.partial)
-        if index in self.added_operands:
-            held.update(axis for f in self.factors if f.kind == "sum" for axis in axes[f.name])
-        return mesh.ordered(strategy.used - held)
+        partial = [] if index in self.linear_operands or index in self.added_operands else [*strategy.partial]
+        for at in self._not_held[index]:
+            partial += strategy.axes[at]
+        return mesh.ordered(partial)
 
     def merged_axes(self, strategy: Strategy, mesh: Mesh) -> tuple[str, ...]:
         """The axes along which the operator communicates inside itself."""
@@ -180,19 +189,14 @@ class OpRule:
         choices: list[int | None] = [None, *self.splittable]
         if partial and self.linear_operands:
             choices.append(-1)
-        for chosen in itertools.product(choices, repeat=len(mesh.axes)):
-            parts = [1] * len(self.factors)
-            for axis, factor in zip(mesh.axes, chosen, strict=True):
-                if factor is not None and factor >= 0:
-                    parts[factor] *= axis.size
-            if all(f.size % n == 0 for f, n in zip(self.factors, parts, strict=True)):
-                yield Strategy(
-                    tuple(
-                        tuple(axis.name for axis, at in zip(mesh.axes, chosen, strict=True) if at == i)
-                        for i in range(len(self.factors))
-                    ),
-                    tuple(axis.name for axis, at in zip(mesh.axes, chosen, strict=True) if at == -1),
-                )
+        names = mesh.names
+        for chosen in itertools.product(choices, repeat=len(names)):
+            cut: dict[int | None, tuple[str, ...]] = {}
+            for axis, at in zip(names, chosen, strict=True):
+                cut[at] = (*cut.get(at, ()), axis)
+            axes = tuple([cut.get(at, ()) for at in range(len(self.factors))])
+            if all(factor.size % mesh.extent(of) == 0 for factor, of in zip(self.factors, axes, strict=True) if of):
+                yield Strategy(axes, cut.get(-1, ()))
 
     def __str__(self) -> str:
         mark = {"free": "", "sum": "+", "merged": "&", "frozen": "^"}
@@ -210,6 +214,11 @@ class OpRule:
 
         operands = side(self.operands, self.linear_operands, self.added_operands)
         return f"{operands} -> {side(self.results, self.linear_results)}"
+
+
+def _layout(cuts: _Cuts, strategy: Strategy, partial: tuple[str, ...]) -> Layout:
+    axes = strategy.axes
+    return Layout(tuple([Split(axes[cut[0]], cut[1]) if cut and axes[cut[0]] else WHOLE for cut in cuts]), partial)
 
 
 @dataclass(frozen=True)

@@ -87,10 +87,9 @@ class Pairs:
         """What each way costs; infinite where there is none."""
         numbers, staying = self._look_up(value.shape, layouts, targets)
         costs = np.full(numbers.shape, math.inf)
-        for mask in _present(staying):
-            at = (staying == mask) & (numbers >= 0)
-            ways, which = _different(numbers[at])
-            costs[at] = self._priced(ways, value, value.bytes // self._extents[mask])[which]
+        asked = numbers >= 0
+        different, which = _different(numbers[asked] << self._count | staying[asked])
+        costs[asked] = self._priced(different >> self._count, different & (1 << self._count) - 1, value)[which]
         for i, j in np.argwhere(numbers == BY_STEPS).tolist():
             costs[i, j] = self._alone(value, layouts[i], targets[j])
         return costs
@@ -99,20 +98,20 @@ class Pairs:
         """The bytes of the largest buffer of a collective on each way; 0 where there is none."""
         numbers, staying = self._look_up(value.shape, layouts, targets)
         found = np.zeros(numbers.shape)
-        for mask in _present(staying):
-            at = (staying == mask) & (numbers >= 0)
-            found[at] = self._largest(numbers[at], value, value.bytes // self._extents[mask])
+        asked = numbers >= 0
+        sizes = np.array([value.bytes // extent for extent in self._extents], dtype=np.int64)
+        found[asked] = self._largest(numbers[asked], value, sizes[staying[asked]])
         for i, j in np.argwhere(numbers == BY_STEPS).tolist():
             steps = self._steps(value.shape, layouts[i], targets[j])
             found[i, j] = largest_buffer(value, steps, transfer_collectives(value, steps, self._mesh))
         return found
 
-    def _largest(self, ways: Numbers, value: Value, size: int) -> Costs:
+    def _largest(self, ways: Numbers, value: Value, sizes: Numbers) -> Costs:
         divisors = np.array([divisor if axes else math.inf for _, axes, divisor in self._kinds])
         divided = divisors[self._forward[ways]].min(axis=1)
         if value.needs_gradient:
             divided = np.minimum(divided, divisors[self._backward[ways]].min(axis=1))
-        found = size // divided
+        found = sizes // divided
         if value.kind == "parameter":
             enters = self._flags[ways, 2]
             found[enters] = np.minimum(found[enters], BUCKET_BYTES)
@@ -151,7 +150,11 @@ class Pairs:
         code[(left & ~partial) != 0] = IMPOSSIBLE
         self._ask_singly(code, layouts, targets, even_source[:, None] & even_to[None, :])
         found, which = _different(code)
-        numbers = np.array([self._number(of) for of in found.tolist()], dtype=np.int64)
+        codes = found.tolist()
+        for code in codes:
+            if code not in self._numbers:
+                self._add(code)
+        numbers = np.array([self._numbers[code] for code in codes], dtype=np.int64)
         return numbers[which], staying
 
     def _ask_singly(self, code: Numbers, layouts: Sequence[Layout], targets: Sequence[Target], even: Flags) -> None:
@@ -177,12 +180,6 @@ class Pairs:
         partial = self._masks.get(layout.partial)
         return None if partial is None else [*found, partial]
 
-    def _number(self, code: int) -> int:
-        if code not in self._numbers:
-            self._numbers[code] = number = len(self._numbers) - 2
-            self._add(number, *self._decoded(code))
-        return self._numbers[code]
-
     def _decoded(self, code: int) -> tuple[Way, list[int]]:
         """The way of a code, and the axes of the mesh by their numbers in it."""
         mask = (1 << self._count) - 1
@@ -201,7 +198,10 @@ class Pairs:
         change = Change(changed, *(tuple(sorted(renamed(of))) for of in sums))
         return way_of(change, tuple(self._sizes[axis] for axis in number)), list(number)
 
-    def _add(self, number: int, way: Way, axes: Sequence[int]) -> None:
+    def _add(self, code: int) -> None:
+        """Give the way of a code the next number."""
+        self._numbers[code] = number = len(self._numbers) - 2
+        way, axes = self._decoded(code)
         if number == len(self._flags):
             self._forward = np.concatenate([self._forward, np.zeros_like(self._forward)])
             self._backward = np.concatenate([self._backward, np.zeros_like(self._backward)])
@@ -220,21 +220,25 @@ class Pairs:
 
     # Prices
 
-    def _priced(self, ways: Numbers, value: Value, size: int) -> Costs:
-        """What ways cost for a value whose changing dims have so many bytes."""
-        costs = self._sums(self._forward[ways], size)
+    def _priced(self, ways: Numbers, staying: Numbers, value: Value) -> Costs:
+        """What ways cost for a value of which each leaves the dims over these axes as they are."""
+        costs = self._sums(self._forward[ways], staying, value.bytes)
         if value.needs_gradient:
-            costs += self._sums(self._backward[ways], size)
+            costs += self._sums(self._backward[ways], staying, value.bytes)
             enters = self._flags[ways, 2] & (value.kind == "parameter")
             if enters.any():  # such gradients share a few collectives
-                costs[enters] = self._sums(self._backward[ways[enters]], size, shared=True)
+                costs[enters] = self._sums(self._backward[ways[enters]], staying[enters], value.bytes, shared=True)
         return costs
 
-    def _sums(self, parts: npt.NDArray[np.int32], size: int, *, shared: bool = False) -> Costs:
-        prices = np.zeros(len(self._kinds))
-        for part in _present(parts):
-            prices[part] = self._price(part, size, shared) if part else 0.0
-        return np.asarray(prices[parts].sum(axis=1))
+    def _sums(self, parts: npt.NDArray[np.int32], staying: Numbers, size: int, *, shared: bool = False) -> Costs:
+        """What the parts of each way cost together, by the axes of the dims that stay as they are."""
+        kinds = len(self._kinds)
+        priced = staying[:, None] * kinds + parts
+        prices = np.zeros(len(self._extents) * kinds)
+        for at in _present(priced):
+            mask, part = divmod(at, kinds)
+            prices[at] = self._price(part, size // self._extents[mask], shared) if part else 0.0
+        return np.asarray(prices[priced].sum(axis=1))
 
     def _price(self, part: int, size: int, shared: bool) -> float:
         kind, mask, divisor = self._kinds[part]

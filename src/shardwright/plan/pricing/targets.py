@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from shardwright.graph.ir import Node
+from shardwright.mesh.kept_hash import kept_hash
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.rules.notation import Strategy
 
 
+@kept_hash
 @dataclass(frozen=True)
 class Target:
     """What a consumer needs of a value: a layout, and the axes over which the gradient that it returns is partial."""
@@ -23,34 +25,43 @@ class Target:
 
 def target_of(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mesh: Mesh) -> Target:
     """What operand ``index`` of ``node`` must be under a strategy, units normalised; once for equal layers."""
-    rule, known = graph.rules[node.name], _known(graph, mesh)
-    value = graph.capture.values[node.operands[index]]
-    key = id(rule), index, strategy, value.shape, value.needs_gradient
-    if key not in known:
-        layout = rule.operand_layout(index, strategy).normalised(value.shape, mesh)
-        partial = rule.operand_gradient_partial(index, strategy, mesh) if value.needs_gradient else ()
-        known[key] = the_one(graph, Target(layout, partial), mesh)
-    found: Target = known[key]
-    return found
+    return targets_of(graph, node, index, (strategy,), mesh)[0]
+
+
+def targets_of(
+    graph: RuledGraph, node: Node, index: int, strategies: Sequence[Strategy], mesh: Mesh
+) -> tuple[Target, ...]:
+    """The same under each of several strategies."""
+    rule, value = graph.rules[node.name], graph.capture.values[node.operands[index]]
+    known = _known(graph, mesh, ("target", id(rule), index, value.shape, value.needs_gradient))
+    for strategy in strategies:
+        if strategy not in known:
+            layout = rule.operand_layout(index, strategy).normalised(value.shape, mesh)
+            partial = rule.operand_gradient_partial(index, strategy, mesh) if value.needs_gradient else ()
+            known[strategy] = the_one(graph, Target(layout, partial), mesh)
+    return tuple([known[strategy] for strategy in strategies])
 
 
 def made_by(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mesh: Mesh) -> Layout:
     """How result ``index`` of ``node`` is laid out under a strategy, units normalised; once for equal layers."""
-    rule, known, shape = graph.rules[node.name], _known(graph, mesh), graph.capture.values[node.results[index]].shape
-    key = id(rule), index, strategy, shape
-    if key not in known:
-        known[key] = rule.result_layout(index, strategy, mesh).normalised(shape, mesh)
-    found: Layout = known[key]
+    rule, shape = graph.rules[node.name], graph.capture.values[node.results[index]].shape
+    known = _known(graph, mesh, ("layout", id(rule), index, shape))
+    if strategy not in known:
+        known[strategy] = rule.result_layout(index, strategy, mesh).normalised(shape, mesh)
+    found: Layout = known[strategy]
     return found
 
 
 def the_one(graph: RuledGraph, target: Target, mesh: Mesh) -> Target:
     """Of equal targets the one that is the same object."""
-    found: Target = _known(graph, mesh).setdefault(target, target)
+    found: Target = _known(graph, mesh, "targets").setdefault(target, target)
     return found
 
 
-def _known(graph: RuledGraph, mesh: Mesh) -> dict[Hashable, Any]:
+def _known(graph: RuledGraph, mesh: Mesh, of: Hashable) -> dict[Hashable, Any]:
     """What is known of a graph on a mesh; the mesh stays with it, so that its identity is given to no other."""
-    found: dict[Hashable, Any] = graph.known.setdefault(("targets", id(mesh)), (mesh, {}))[1]
+    key = "on a mesh", id(mesh), of
+    if key not in graph.known:
+        graph.known[key] = mesh, {}
+    found: dict[Hashable, Any] = graph.known[key][1]
     return found

@@ -17,7 +17,7 @@ from shardwright.plan.minima.tables import Costs
 from shardwright.plan.pricing.cost import Objective, operator_collectives
 from shardwright.plan.pricing.pairs import pairs_on
 from shardwright.plan.pricing.ruled import RuledGraph, Use
-from shardwright.plan.pricing.targets import Target, made_by, target_of
+from shardwright.plan.pricing.targets import Target, made_by, targets_of
 from shardwright.rules.notation import Strategy
 
 # Larger three-way tables are not worth their sharing: the consumers of such a value are charged singly.
@@ -90,7 +90,7 @@ class Known:
         rule, value = self.graph.rules[use.node.name], self.graph.capture.values[use.node.operands[use.index]]
         key = self._identity(rule), self._identity(strategies), use.index, value.shape, value.needs_gradient
         if key not in self._targets:
-            made = tuple(target_of(self.graph, use.node, use.index, s, self.mesh) for s in strategies)
+            made = targets_of(self.graph, use.node, use.index, strategies, self.mesh)
             self._targets[key] = self._same.setdefault(made, made)  # equal ones are one object
         return self._targets[key]
 
