@@ -3,8 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 # Four tests at a time keep two cores busy, since tests wait too; who is done first takes over what others have left.
 TOGETHER := -n 4 --dist worksteal
+# Tests start hundreds of processes: each would compile anew what none may write.
+unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo test test-fast test-all lint docs clean
+.PHONY: help setup demo test test-fast test-all lint compiled docs clean
 
 help:
 	@echo "make demo      set up, then train on 8 processes on real handwritten digits"
@@ -22,19 +24,26 @@ setup: .venv/installed
 demo: setup
 	@scripts/demo
 
-test: setup lint
+test: setup
+	@$(MAKE) --no-print-directory -j 2 lint compiled
 	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow"
 
 test-fast: setup
 	@$(BIN)/python -m pytest $(TOGETHER) -m "not slow and not processes and not networks"
 
-test-all: setup lint
+test-all: setup
+	@$(MAKE) --no-print-directory -j 2 lint compiled
 	@$(BIN)/python -m pytest $(TOGETHER)
 
 lint: setup
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+# What all workers import, once. Errors are not told here, since the tests tell them.
+compiled: setup
+	@$(BIN)/python -m pytest --collect-only -qq >/dev/null 2>&1 || true
+	@cd tests/support && ../../$(BIN)/python -c "import ranks, sys; [*map(__import__, ranks.PRELOAD)]" || true
 
 docs: setup
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
