@@ -46,7 +46,9 @@ def averaged(dtype):
     return max(apart), model[1].num_batches_tracked.item(), model[3].num_batches_tracked.item()
 
 
-@pytest.mark.parametrize(("ranks", "dtype"), [(1, torch.float32), (2, torch.float64)])
+@pytest.mark.parametrize(
+    ("ranks", "dtype"), [pytest.param(1, torch.float32, marks=pytest.mark.slow), (2, torch.float64)]
+)
 def test_running_statistics_are_means_over_all_batches(ranks, dtype):
     for apart, *batches in run_ranks(ranks, averaged, dtype):
         assert apart < (1e-10 if dtype == torch.float64 else 1e-4)

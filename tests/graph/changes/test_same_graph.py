@@ -77,7 +77,7 @@ def counting(calls, where, name):
     setattr(where, name, call)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_value_by_which_the_graph_does_not_go_makes_no_other_program(ranks):
     for rank, (right, made, calls, said) in enumerate(run_ranks(ranks, counted)):
         assert all(right)
