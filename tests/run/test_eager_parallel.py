@@ -327,6 +327,37 @@ def test_the_state_has_the_models_own_names():
         assert abs(loss - torch.tensor(CLASSES, dtype=torch.float64).log().item()) < TOLERANCE
 
 
+class Remembering(Net):
+    """A model whose state has more than tensors."""
+
+    seen = 3
+
+    def get_extra_state(self):
+        return {"seen": self.seen}
+
+    def set_extra_state(self, state):
+        self.seen = state["seen"]
+
+
+def extra_state_run():
+    world = sw.init(timeout=60)
+    batch = part_of(global_batch(8), world.rank, world.size)
+    found = []
+    for parallel in (
+        parallelize_eagerly(Remembering(), cross_entropy, batch),
+        sw.parallelize(Remembering(), cross_entropy, global_batch(8), "data", batch="global"),
+    ):
+        state = parallel.full_state_dict()
+        parallel.module.seen = 0
+        parallel.load_state_dict(state)
+        found += [state["_extra_state"], parallel.module.seen]
+    return found
+
+
+def test_a_state_may_hold_more_than_tensors():
+    assert run_ranks(2, extra_state_run) == [[{"seen": 3}, 3] * 2] * 2
+
+
 # What does not fit: each is a function of the rank that returns the arguments of parallelize.
 def frozen(rank):
     model = Net()

@@ -320,7 +320,7 @@ class Parallel(ParallelModel):
 
     # The state
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         self._refuse_closed()
         if self._split:
             refuse_lost_changes()

@@ -172,9 +172,10 @@ class EagerParallel(ParallelModel):
         """Say that no more calls come; it communicates in the default process group, which stays."""
         self._lockstep.end()
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """The state of the model, which is whole on every rank."""
-        return {name: tensor.detach() for name, tensor in self.module.state_dict().items()}
+        state = self.module.state_dict().items()
+        return {name: value.detach() if isinstance(value, Tensor) else value for name, value in state}
 
     def random_state(self) -> None:
         """None, since random numbers come from torch's generators."""
@@ -254,7 +255,7 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
     described = tuple((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
     if not parameters:
         return _Trial(f"{type(model).__name__} has no parameter that requires a gradient; there is nothing to train")
-    meta = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    meta = [name for name, value in model.state_dict().items() if isinstance(value, Tensor) and value.is_meta]
     if meta:
         return _Trial(
             f"{len(meta)} tensors of the model are on the meta device ({', '.join(meta[:3])}, ...); give them values "

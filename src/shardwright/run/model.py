@@ -159,7 +159,7 @@ class ParallelModel(LikeModule):
     # The state
 
     @abstractmethod
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""
 
     @abstractmethod

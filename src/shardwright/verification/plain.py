@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from shardwright.data.loading.batch import Batch
 from shardwright.graph.capture import flatten_batch
@@ -49,7 +49,7 @@ class PlainModel(ParallelModel):
     def close(self) -> None:
         pass
 
-    def full_state_dict(self) -> dict[str, Tensor]:
+    def full_state_dict(self) -> dict[str, Any]:
         return self.state_dict()
 
     def random_state(self) -> None:

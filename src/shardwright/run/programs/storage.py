@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 from weakref import finalize, ref
 
 import torch
@@ -227,13 +228,13 @@ class ModelState:
             with torch.no_grad():
                 torch_private.copy_each(self._leaves_of(capture).mutated.now(), new)
 
-    def whole(self, communicator: Communicator) -> dict[str, Tensor]:
+    def whole(self, communicator: Communicator) -> dict[str, Any]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""
         return {name: self._gathered(name, tensor, communicator) for name, tensor in self._module.state_dict().items()}
 
-    def _gathered(self, name: str, tensor: Tensor, communicator: Communicator) -> Tensor:
+    def _gathered(self, name: str, tensor: Any, communicator: Communicator) -> Any:
         if not isinstance(tensor, DTensor):
-            return tensor.detach()
+            return tensor.detach() if isinstance(tensor, Tensor) else tensor  # what a module adds: get_extra_state
         shape, replicated = tuple(tensor.shape), Layout.replicated(tensor.ndim)
         layout = self.storage.get(self._plan.capture.tied.get(name, name), replicated)
         steps = redistribute(layout, replicated, (), shape, self._plan.mesh)
