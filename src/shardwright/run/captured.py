@@ -6,7 +6,7 @@ The first decides how parameters are stored; the plans of later shapes take the 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
@@ -132,7 +132,9 @@ class Parallel(ParallelModel):
             lockstep,
             world.device,
             axes=[axis.name for axis in self.plan.mesh.axes if axis.size > 1],
-            summed=partial(_summed, self.plan, self._programs),
+            summed=partial(
+                summed_axes, self.plan.capture, self._programs.executions()[0].program
+            ),  # of a training step
             together=self.plan.mode != "single",
         )
         if self._pulse.steps.told and planner.request.hardware is not None:
@@ -295,8 +297,7 @@ class Parallel(ParallelModel):
         return prepared, prepared.inputs(given.tensors, rows, self._communicator)
 
     def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
-        if self._replicas.due:
-            self._replicas.check()
+        self._compare(self._replicas)
         arguments = self._arguments(prepared, inputs, self._state.step)
         kind = self.world.device.type
         try:
@@ -332,11 +333,6 @@ class Parallel(ParallelModel):
     def load_random_state(self, state: Mapping[str, int]) -> None:
         self._state.seed, self._state.step = state["seed"], state["step"]
         self._pulse.set_steps(self._state.step)
-
-
-def _summed(plan: Plan, programs: Programs) -> Mapping[str, Collection[str]]:
-    """The axes over which a step sums gradients, by the names of their parameters."""
-    return summed_axes(plan.capture, programs.executions()[0].program)
 
 
 def _scaled_gradient(x: Tensor, factor: float) -> Tensor:

@@ -16,7 +16,7 @@ from shardwright.data.loading.samples import count_samples, map_tensors
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
 from shardwright.plan.searches import Mode
-from shardwright.run.changed_buffers import buffers_restored, places_of
+from shardwright.run.changed_buffers import buffers_restored
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import metric_sums_over_ranks
@@ -91,10 +91,8 @@ class EagerParallel(ParallelModel):
         self._step = step
         self._splitter = splitter
         self._same_batch = SameBatch(lockstep)
-        # Statistics of batch normalisation are those of each rank's samples until the next forward takes rank 0's.
-        kept = [place.name for place in places_of(model) if not place.is_statistic]
-        together = splitter.mode != "single"
-        self._replicas = Replicas(model, kept, lockstep, splitter.world.device, together=together)
+        # Without buffers: the forward gives all ranks those of rank 0, and compares what it changes of them.
+        self._replicas = Replicas(model, (), lockstep, splitter.world.device, together=splitter.mode != "single")
         self._pulse.steps.communicating_s = None  # torch reduces the gradients, and does not say for how long
 
     def _called(self, batch: Any) -> Any:
@@ -102,13 +100,12 @@ class EagerParallel(ParallelModel):
             self._pulse.begin_step()
         else:
             self._pulse.beat()
+        self._replicas.begin()
         self._refuse_changes()
         tensors = tensors_of(batch)
         if self._splitter.kind == "global" and not isinstance(batch, Batch):
             self._same_batch.check(tensors)
-        self._replicas.begin()
-        if self._replicas.due:
-            self._replicas.check()
+        self._compare(self._replicas)
         part, global_size = self._splitter.split(batch)
         try:
             result = self._step(part, global_size)

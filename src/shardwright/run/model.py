@@ -23,6 +23,7 @@ from shardwright.pulse import own_pulse
 from shardwright.run.evaluation import Evaluation, Sums, metric_sums
 from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
+from shardwright.run.replicas import Replicas
 from shardwright.run.structure import Structure
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.on_its_way import OnItsWay
@@ -145,6 +146,17 @@ class ParallelModel(LikeModule):
         """Told of an error in what ranks do together in a step, where others may wait for this one."""
         self._lockstep.lost(error)
         self._note_failure(error)
+
+    def _compare(self, replicas: Replicas) -> None:
+        """Compare what ranks hold alike, where that is due. What all ranks refuse alike lets the next step begin."""
+        if replicas.due:
+            try:
+                replicas.check()
+            except UsageError:
+                raise
+            except Exception as error:
+                self._failed_in_step(error)
+                raise
 
     def _note_failure(self, error: Exception) -> None:
         """Let no further step begin here: what it sends would reach ranks that are still in this one."""

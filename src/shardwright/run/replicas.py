@@ -167,7 +167,7 @@ class Replicas:
         every, summed = [each for held in self._sets.values() for each in held], self._summed()
 
         def is_certain(held: _Held) -> bool:
-            return held.kind == "frozen parameter" or held.along <= frozenset(summed.get(held.name, held.along))
+            return held.along <= frozenset(summed.get(held.name, held.along))
 
         all_certain = all(is_certain(held) for held in every)
         all_of, drifted_of = Counter(held.kind for held in every), Counter(held.kind for held in drifted)
@@ -181,8 +181,8 @@ class Replicas:
 
 
 def summed_axes(capture: Capture, program: LocalProgram) -> dict[str, set[str]]:
-    """The axes over which the backward of a program sums the gradient of each parameter, by names."""
-    found: dict[str, set[str]] = {value.label: set() for value in capture.of_kind("parameter")}
+    """The axes over which the backward of a program sums the gradient of each parameter that has one, by names."""
+    found: dict[str, set[str]] = {value.label: set() for value in capture.of_kind("parameter") if value.needs_gradient}
     for cause, direction, collective in program.collectives():
         if cause in found and direction == "backward" and collective.kind in ("all_reduce", "reduce_scatter"):
             found[cause].update(collective.axes)

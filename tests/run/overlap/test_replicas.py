@@ -71,6 +71,13 @@ def noise(parallel, batch, rank):
         weight += 0.01 * torch.randn(weight.shape, generator=torch.Generator().manual_seed(rank))
 
 
+def noise_after_an_evaluation(parallel, batch, rank):
+    parallel.eval()
+    with torch.no_grad():
+        parallel(batch)
+    noise(parallel.train(), batch, rank)
+
+
 def not_a_number(parallel, batch, rank):
     with torch.no_grad():
         next(iter(parallel.parameters()))[0, rank:2] = torch.nan
@@ -93,6 +100,7 @@ CASES = [
     (on_one_rank, Normal, WEIGHT + "by about "),
     (a_checkpoint, Normal, WEIGHT + "by about "),
     (noise, Normal, WEIGHT + "by about "),
+    (noise_after_an_evaluation, Normal, WEIGHT + "by about "),
     (not_a_number, Normal, WEIGHT + "with 1 numbers that are NaN or infinite in place of 2"),
     (statistics, Normal, "layers.1.running_mean of rank 1 differs from that of rank 0, by about "),
     (a_frozen_one, Normal, "layers.3.bias of rank 1 differs from that of rank 0, by about "),

@@ -174,9 +174,9 @@ class Programs:
     def come(self, step: Step, kept: Kept) -> PreparedProgram:
         """Use a program that is known for a step to which all ranks come; each says so, where it came to another."""
         left_out, known = kept.prepared.execution.left_out, self._used(step)
+        self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
         if known[-1] is not kept:
             known.append(known.pop(known.index(kept)))
-        self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
         return kept.prepared
 
     def of(self, step: Step) -> PreparedProgram:
