@@ -132,9 +132,7 @@ class Parallel(ParallelModel):
             lockstep,
             world.device,
             axes=[axis.name for axis in self.plan.mesh.axes if axis.size > 1],
-            summed=partial(
-                summed_axes, self.plan.capture, self._programs.executions()[0].program
-            ),  # of a training step
+            summed=partial(summed_axes, self.plan.capture, self._programs.executions()[0].program),  # of training
             together=self.plan.mode != "single",
         )
         if self._pulse.steps.told and planner.request.hardware is not None:

@@ -14,6 +14,7 @@ from shardwright.checkpoint.api import CheckpointPath, Loaded, load
 from shardwright.checkpoint.loading.match import Rename
 from shardwright.checkpoint.loading.source import TO_LOAD, checkpoints
 from shardwright.checkpoint.storage.folders import last_part, open_folder
+from shardwright.data.loading.stream_loader import StreamLoader
 from shardwright.errors import CheckpointError, DamageError, UsageError
 from shardwright.training.checkpointing import ModelCheckpoint, averaging, named_callbacks, run_of
 from shardwright.training.hooks import RunView
@@ -64,6 +65,8 @@ class Continuation:
             if epoch != self.loader.get("epoch", epoch):  # it was the last
                 return iter(())
             batches = iter(loader)
+            if not isinstance(loader, StreamLoader):
+                return batches
             first = [*islice(batches, 1)]
             if getattr(loader, "epoch", None) == epoch:
                 return chain(first, batches)
