@@ -64,7 +64,7 @@ class Continuation:
             epoch = getattr(loader, "epoch", None)
             if epoch != self.loader.get("epoch", epoch):  # it was the last
                 return iter(())
-            batches = iter(loader)
+            batches: Iterator[Any] = iter(loader)
             if not isinstance(loader, StreamLoader):
                 return batches
             first = [*islice(batches, 1)]
