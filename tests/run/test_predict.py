@@ -135,6 +135,39 @@ def drawn(plan):
     return samples, losses
 
 
+def trained_beside(evaluations):
+    """The losses of training with dropout, what is drawn beside it, and what the steps' random numbers depend on."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    sw.init()
+    sw.set_seed(1)
+    batch = perceptron_batch(8)
+    parallel = sw.parallelize(
+        Sampling(), classify, batch, "data", batch="global", predict_fn=lambda m, b: nn.functional.dropout(m(b), 0.5)
+    )
+    losses, samples = [], []
+    for _ in range(3):
+        losses.append(float(parallel(batch)[0]))
+        samples += [parallel.predict(batch[0]) for _ in range(evaluations)]
+    state = parallel.random_state()
+    parallel.load_random_state({"seed": state["seed"], "step": 0})  # as of an older checkpoint
+    again = [float(parallel(batch)[0]), parallel.predict(batch[0])]
+    parallel.load_random_state(state)
+    return losses, samples, state, again, parallel.predict(batch[0])
+
+
+def test_training_draws_the_same_however_often_one_predicts():
+    [(losses, _, state, _, _)] = run_ranks(1, trained_beside, 0)
+    [(beside, samples, counted, again, following)] = run_ranks(1, trained_beside, 2)
+    assert len(set(losses)) == 3
+    assert beside == losses
+    assert (state["step"], state["evaluations"]) == (3, 0)
+    assert (counted["step"], counted["evaluations"]) == (3, 6)
+    assert again[0] == losses[0]
+    assert torch.equal(again[1], samples[0])
+    assert not any(torch.equal(a, b) for a in [following, *samples] for b in [following, *samples] if a is not b)
+
+
 def test_each_prediction_draws_other_numbers_and_the_same_on_any_number_of_ranks():
     [(samples, losses)] = run_ranks(1, drawn, "data")
     assert not torch.equal(samples[0], samples[1])

@@ -185,9 +185,11 @@ class Parallel(ParallelModel):
         return prepared.outputs(aux, rows, self._communicator, whole=gather)
 
     def _draw_others(self, kind: StepKind, prepared: PreparedProgram) -> None:
-        """Let the next call draw other random numbers; evaluations that draw none change nothing for the training."""
-        if kind in ("training", "fine-tuning") or prepared.execution.program.draws:
+        """Let the next call of its kind draw other random numbers; evaluations change nothing for the training."""
+        if kind in ("training", "fine-tuning"):
             self._state.step += 1
+        elif prepared.execution.program.draws:
+            self._state.evaluations += 1
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
@@ -240,7 +242,7 @@ class Parallel(ParallelModel):
                         raise other.error from None
             rows = given.rows()
             prepared, inputs = self._ready(given, rows)
-            return prepared, rows, self._run(prepared, inputs)
+            return prepared, rows, self._run(given.kind, prepared, inputs)
         except Exception as error:
             self._note_unanswered(given.asked, error)
             raise
@@ -263,7 +265,7 @@ class Parallel(ParallelModel):
         prepared = kept.prepared
 
         def compute() -> Outputs:
-            return self._run(prepared, prepared.inputs(given.tensors, rows, self._communicator))
+            return self._run(given.kind, prepared, prepared.inputs(given.tensors, rows, self._communicator))
 
         first = partial(asked.confirm, partial(self._programs.come, step, kept))
         return prepared, rows, self._lockstep.after(first, compute)
@@ -294,14 +296,14 @@ class Parallel(ParallelModel):
         prepared = self._programs.of(Step.of(given.kind, given.batch, given.key, given.tensors, rows))
         return prepared, prepared.inputs(given.tensors, rows, self._communicator)
 
-    def _run(self, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
+    def _run(self, kind: StepKind, prepared: PreparedProgram, inputs: Sequence[Tensor]) -> Outputs:
         self._compare(self._replicas)
-        arguments = self._arguments(prepared, inputs, self._state.step)
-        kind = self.world.device.type
+        arguments = self._arguments(prepared, inputs, self._state.number(kind))
+        device = self.world.device.type
         try:
-            if not torch.is_autocast_enabled(kind):
+            if not torch.is_autocast_enabled(device):
                 return prepared.run(arguments)
-            with torch.autocast(kind, enabled=False):  # whose casts are operators of the graph
+            with torch.autocast(device, enabled=False):  # whose casts are operators of the graph
                 return prepared.run(arguments)
         except Exception as error:
             self._failed_in_step(error)
@@ -326,10 +328,11 @@ class Parallel(ParallelModel):
         return self._state.whole(self._communicator)
 
     def random_state(self) -> dict[str, int]:
-        return {"seed": self._state.seed, "step": self._state.step}
+        return {"seed": self._state.seed, "step": self._state.step, "evaluations": self._state.evaluations}
 
     def load_random_state(self, state: Mapping[str, int]) -> None:
         self._state.seed, self._state.step = state["seed"], state["step"]
+        self._state.evaluations = state.get("evaluations", 0)  # older checkpoints have none
         self._pulse.set_steps(self._state.step)
 
 

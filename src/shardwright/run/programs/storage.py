@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
+from shardwright.graph.capture import StepKind
 from shardwright.graph.ir import Capture
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.mesh.collectives import Communicator, all_gather
@@ -27,6 +28,8 @@ from shardwright.run.programs.execute import StepArguments
 from shardwright.run.programs.splitting import local_part, note_whole
 from shardwright.world.control import group_moving
 from shardwright.world.ranks import alone
+
+_EVALUATIONS = 2**63  # the number of the first one, where no training comes
 
 
 def agree_on_weights(model: nn.Module) -> None:
@@ -127,18 +130,22 @@ class _Leaves:
 class ModelState:
     """The tensors of ``module``, whose parameters are stored as ``plan`` says, and what random numbers depend on.
 
-    ``seed`` and ``step`` fix the random numbers of a step, together with positions: ``step`` counts the training steps
-    so far, and the evaluations and predictions that have drawn random numbers.
+    ``seed`` and ``step``, the training steps so far, fix the random numbers of a step, together with positions;
+    ``seed`` and ``evaluations``, the evaluations and predictions so far that drew some, those of an evaluation.
     """
 
     def __init__(self, module: nn.Module, plan: Plan, seed: int, device: torch.device) -> None:
-        self.seed, self.step = seed, 0
+        self.seed, self.step, self.evaluations = seed, 0, 0
         self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
         """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
         self._module, self._plan, self._device = module, plan, device
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
         self._leaves: dict[int, _Leaves] = {}  # by the id of a capture, for as long as that lives
         note_whole(module, self)
+
+    def number(self, kind: StepKind) -> int:
+        """What the random numbers of the next call depend on beside the seed: other numbers for evaluations."""
+        return self.step if kind in ("training", "fine-tuning") else _EVALUATIONS + self.evaluations
 
     @cached_property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -178,7 +185,7 @@ class ModelState:
         step: int,
         reduction: GradientReduction,
     ) -> StepArguments:
-        """What the program of ``capture``, which is that of ``function``, is called with in training step ``step``."""
+        """What the program of ``capture``, which is that of ``function``, is called with; ``step`` as of `number`."""
         leaves = self._leaves_of(capture)
         buffers = leaves.buffers.now()
         if leaves.copied:  # what `store_buffers` overwrites
