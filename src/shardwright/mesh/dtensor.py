@@ -131,10 +131,40 @@ def is_on_mesh_of_model(tensor: DTensor) -> bool:
 
 
 def is_of_another_rank(tensor: DTensor) -> bool:
-    """Whether a DTensor has the part of another rank, as in a file that this one has not written."""
-    devices = tensor.device_mesh
-    here = [tuple(place) for place in (devices.mesh == dist.get_rank()).nonzero().tolist()]
-    return here != [tuple(devices.get_coordinate() or ())]
+    """Whether a DTensor has the part of another rank, as in a file that this one has not written.
+
+    A file of another rank with the same place on the axes that split the tensor has what this rank holds.
+    """
+    devices, there = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if there is None:
+        return True
+    if all(placed.is_replicate() for placed in tensor.placements):
+        return False
+    here = (devices.mesh == dist.get_rank()).nonzero().tolist()
+    if not is_on_mesh_of_model(tensor):  # what splits it is gathered over the groups of the rank that has saved it
+        return here != [list(there)]
+    axes = [axis for axis, placed in enumerate(tensor.placements) if not placed.is_replicate()]
+    return len(here) != 1 or any(here[0][axis] != there[axis] for axis in axes)
+
+
+def on_own_mesh(tensor: DTensor) -> DTensor:
+    """The same on the equal mesh of this process, if there is one: that of a file has the groups of who saved it."""
+    world = dist.group.WORLD
+    made = _made.get(world, {}).values() if world is not None else ()
+    own = next((each for each in made if each == tensor.device_mesh), tensor.device_mesh)
+    return tensor if own is tensor.device_mesh else on_mesh(tensor, own)
+
+
+def on_mesh(tensor: DTensor, devices: DeviceMesh) -> DTensor:
+    """The same, without autograd, on ``devices``, which is equal to the mesh that it has."""
+    with torch.no_grad():
+        part = tensor.to_local()
+    return DTensor.from_local(part, devices, tensor.placements, shape=tensor.shape, stride=tensor.stride())
+
+
+def replicated(whole: Tensor, devices: DeviceMesh) -> DTensor:
+    """A tensor that is whole on every rank as a DTensor."""
+    return DTensor.from_local(whole, devices, [Replicate()] * devices.ndim, shape=whole.shape, stride=whole.stride())
 
 
 def gathered(tensor: Tensor) -> Tensor:
@@ -144,8 +174,9 @@ def gathered(tensor: Tensor) -> Tensor:
         return tensor
     placements = list(tensor.placements)
     for axis in reversed(range(len(placements))):  # the minor axis first; at once, torch would warn of several gathers
-        placements[axis] = Replicate()
-        tensor = tensor.redistribute(placements=placements)
+        if not placements[axis].is_replicate():
+            placements[axis] = Replicate()
+            tensor = tensor.redistribute(placements=placements)
     return tensor.to_local()
 
 

@@ -111,22 +111,26 @@ def prepare(state: State, ranks: Ranks, shared: Callable[[Sequence[Piece], int],
 
 
 def _refuse_parts(name: str, value: Any) -> None:
-    """Raises `CheckpointError` where a value, which is saved as rank 0 has it, holds tensors that are split."""
-    place = next(_dtensors_in(value, name), None)
+    """Raises `CheckpointError` where a value, which is saved as rank 0 has it, holds DTensors."""
+    place = next(_dtensors_in(value, name, set()), None)
     if place is not None:
         raise CheckpointError(
-            f"{place} is a DTensor, of which each rank has a part, while values are saved as rank 0 has them. Pass a "
-            "model and its optimizer as such, each such pair with a directory of its own, or put whole tensors there "
-            "(tensor.full_tensor(), parallel.full_state_dict())"
+            f"{place} is a DTensor, which belongs to the rank that holds it, while values are saved as rank 0 has "
+            "them. Pass a model and its optimizer as such, each such pair with a directory of its own, or put whole "
+            "tensors there (tensor.full_tensor(), parallel.full_state_dict())"
         )
 
 
-def _dtensors_in(value: Any, place: str) -> Iterator[str]:
+def _dtensors_in(value: Any, place: str, seen: set[int]) -> Iterator[str]:
+    """Where in a value they stand; ``seen`` are the containers that were looked into, which may hold themselves."""
     if isinstance(value, DTensor):
         yield place
+    if id(value) in seen:
+        return
     named = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
+    seen.add(id(value))
     for key, each in named:
-        yield from _dtensors_in(each, f"{place}[{key!r}]")
+        yield from _dtensors_in(each, f"{place}[{key!r}]", seen)
 
 
 def _part(piece: Piece, box: Box, rank: int) -> Tensor:

@@ -16,13 +16,13 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
-from shardwright.mesh.dtensor import gathered, part_like
+from shardwright.mesh.dtensor import gathered, is_on_mesh_of_model, on_mesh, part_like, replicated
 from shardwright.plan.pricing.optimizers import WHOLE_GRADIENTS
 from shardwright.run.programs.splitting import refuse_parts_of_others
 
@@ -51,6 +51,8 @@ def watch_optimizers() -> None:
 
 
 _known: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # how many parameters were looked at
+# Whether a state may have been loaded since the last step; of those that are not here, too.
+_may_be_loaded: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -104,38 +106,55 @@ def _give_successors(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _take_loaded(optimizer: torch.optim.Optimizer) -> None:
-    """Take what `Optimizer.load_state_dict` was given for split parameters: DTensors of a file, or whole tensors.
+    """Lay out what `Optimizer.load_state_dict` was given for split parameters, DTensors of a file or whole tensors.
+
+    It looks where something may have been loaded since the last step, which all ranks find alike: what the values are
+    tells no rank whether another has to compare.
 
     Raises:
         UsageError: where the file is that of another rank.
     """
-    by_entry = isinstance(optimizer, _BY_ENTRY)
+    if optimizer not in _may_be_loaded:
+        optimizer.register_load_state_dict_post_hook(_note_loaded)
+    elif not _may_be_loaded[optimizer]:
+        return
+    _may_be_loaded[optimizer] = True
     loaded = [
         (parameter, kept, key, value)
         for parameter, kept in optimizer.state.items()
-        if isinstance(parameter, DTensor)
+        if isinstance(parameter, DTensor) and is_on_mesh_of_model(parameter)
         for key, value in kept.items()
-        if _is_loaded(value, parameter, by_entry and key not in _NUMBERS)
+        if _is_to_lay_out(optimizer, parameter, key, value)
     ]
-    if not loaded:
-        return
-    refuse_parts_of_others((f"{key!r} of an optimizer's state", value, own) for own, _, key, value in loaded)
+    refuse_parts_of_others((f"{key!r} of an optimizer's state", value) for _, _, key, value in loaded)
     for parameter, kept, key, value in loaded:
-        placements = parameter.placements
-        if isinstance(value, DTensor):
-            part, placements = value.to_local(), value.placements
-        else:
-            part = part_like(value, parameter)
-        kept[key] = DTensor.from_local(
-            part, parameter.device_mesh, placements, shape=parameter.shape, stride=parameter.stride()
-        )
+        kept[key] = _laid_out(optimizer, parameter, value)
+    _may_be_loaded[optimizer] = False
 
 
-def _is_loaded(value: Any, parameter: DTensor, by_entry: bool) -> bool:
-    """Whether the step has not made a value itself; ``by_entry`` says that it keeps one for each entry."""
+def _note_loaded(optimizer: torch.optim.Optimizer) -> None:
+    _may_be_loaded[optimizer] = True
+
+
+def _is_to_lay_out(optimizer: torch.optim.Optimizer, parameter: DTensor, key: str, value: Any) -> bool:
+    if isinstance(value, DTensor) or not isinstance(value, Tensor) or key in _NUMBERS:
+        return isinstance(value, DTensor)
+    return isinstance(optimizer, WHOLE_GRADIENTS) or (
+        isinstance(optimizer, _BY_ENTRY) and value.shape == parameter.shape
+    )
+
+
+def _laid_out(optimizer: torch.optim.Optimizer, parameter: DTensor, value: Tensor) -> DTensor:
+    """What was loaded as a step would have left it; all ranks call it together."""
+    devices = parameter.device_mesh
     if isinstance(value, DTensor):
-        return value.device_mesh is not parameter.device_mesh
-    return by_entry and isinstance(value, Tensor) and value.ndim > 0 and value.shape == parameter.shape
+        if value.device_mesh == devices:
+            return on_mesh(value, devices)
+        value = gathered(value)
+    if isinstance(optimizer, WHOLE_GRADIENTS) or value.shape != parameter.shape:
+        return replicated(value, devices)
+    part = part_like(value, parameter)
+    return DTensor.from_local(part, devices, parameter.placements, shape=parameter.shape, stride=parameter.stride())
 
 
 def _step_on_parts(
@@ -229,7 +248,4 @@ def _make_whole(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _whole(tensor: DTensor) -> DTensor:
-    replicated = [Replicate()] * tensor.device_mesh.ndim
-    return DTensor.from_local(
-        gathered(tensor), tensor.device_mesh, replicated, shape=tensor.shape, stride=tensor.stride()
-    )
+    return replicated(gathered(tensor), tensor.device_mesh)

@@ -28,6 +28,7 @@ from shardwright.mesh.dtensor import (
     gathered,
     is_of_another_rank,
     layout_of,
+    on_own_mesh,
     part_like,
     to_placements,
 )
@@ -104,7 +105,7 @@ def is_split(model: nn.Module) -> bool:
 def as_stored(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """The same state with every tensor laid out as the one of that name in the model; all ranks call it together."""
     own = model.state_dict(keep_vars=True)
-    refuse_parts_of_others((name, value, own.get(name)) for name, value in state.items())
+    refuse_parts_of_others(state.items())
     found = copy.copy(state) if isinstance(state, dict) else dict(state)  # a copy keeps what torch notes beside it
     for name, value in state.items():
         if isinstance(value, Tensor) and isinstance(own.get(name), Tensor):
@@ -112,19 +113,15 @@ def as_stored(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     return found
 
 
-def refuse_parts_of_others(loaded: Iterable[tuple[str, Any, Any]]) -> None:
-    """Refuse DTensors that hold the parts of another rank; of each there is its name, and what it is loaded for.
+def refuse_parts_of_others(loaded: Iterable[tuple[str, Any]]) -> None:
+    """Refuse DTensors that hold the parts of another rank, among values that are loaded by their names.
 
-    Where some lie on meshes of their own, as what was read from a file does on all ranks, all ranks compare.
+    Where there are any, which all ranks find alike, all ranks compare.
 
     Raises:
         UsageError: on all ranks.
     """
-    read = [
-        (name, value)
-        for name, value, own in loaded
-        if isinstance(value, DTensor) and not (isinstance(own, DTensor) and value.device_mesh is own.device_mesh)
-    ]
+    read = [(name, value) for name, value in loaded if isinstance(value, DTensor)]
     if read:
         together(ranks_by_collectives("loading a state"), lambda: _refuse_parts_of_others(read))
 
@@ -140,6 +137,7 @@ def _refuse_parts_of_others(read: Sequence[tuple[str, DTensor]]) -> None:
 
 def _laid_out(value: Tensor, own: Tensor) -> Tensor:
     """``value`` as a DTensor where ``own`` is one, as a plain tensor where that is; torch tells where shapes differ."""
+    value = on_own_mesh(value) if isinstance(value, DTensor) else value
     if not isinstance(own, DTensor):
         return gathered(value)
     alike = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (own.device_mesh, own.placements)
