@@ -1,6 +1,7 @@
 """Any number of ranks gives the losses and gradients of one, whichever way the batch is split."""
 
 import os
+import random
 from contextlib import nullcontext
 
 import numpy as np
@@ -17,6 +18,7 @@ from shardwright.errors import UsageError, WorldError
 from shardwright.run.changed_buffers import buffers_restored, digest
 from shardwright.run.eager_parallel import parallelize_eagerly
 from shardwright.run.mean_check import problem_with_mean
+from shardwright.world.seed import RandomNumbers
 
 TOLERANCE = 1e-12
 FEATURES, CLASSES = 6, 3
@@ -297,17 +299,25 @@ def test_parameters_that_the_loss_does_not_use_get_no_gradient():
         assert unused is None
 
 
+def drawing_loss(model, batch):
+    loss = cross_entropy(model, batch) * (1 + 0 * random.random() * np.random.random())
+    if loss.requires_grad:
+        loss.backward(retain_graph=True)
+    return loss
+
+
 def trial_run():
     world = sw.init(timeout=60)
     model = nn.Sequential(nn.BatchNorm1d(FEATURES), nn.Dropout(0.5), nn.Linear(FEATURES, CLASSES)).double()
-    before = torch.random.get_rng_state()
-    parallelize_eagerly(model, cross_entropy, part_of(global_batch(8), world.rank, world.size))
-    untouched = torch.equal(before, torch.random.get_rng_state())
-    return untouched, model[0].num_batches_tracked.item(), all(p.grad is None for p in model.parameters())
+    kept = model[2].weight.grad = torch.ones_like(model[2].weight)
+    before = RandomNumbers()
+    parallelize_eagerly(model, drawing_loss, part_of(global_batch(8), world.rank, world.size))
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    return before.drawn, model[0].num_batches_tracked.item(), gradients == [kept], kept.unique().tolist()
 
 
 def test_trying_the_loss_function_leaves_no_trace():
-    assert run_ranks(2, trial_run) == [(True, 0, True)] * 2
+    assert run_ranks(2, trial_run) == [(False, 0, True, [1.0])] * 2
 
 
 def state_run():
@@ -602,7 +612,7 @@ def test_a_mask_of_every_second_sample_is_no_mean_over_samples():
     x, y = torch.randn(12, 4), torch.randn(12, 3)
     model = torch.nn.Linear(4, 3)
 
-    def masked(batch):
+    def masked(batch, seed):
         x, y, mask = batch
         return ((model(x) - y).square().mean(1) * mask).sum() / mask.sum()
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,6 +29,7 @@ from shardwright.run.replicas import Replicas
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
 from shardwright.world.lockstep import Lockstep
+from shardwright.world.seed import random_numbers_kept
 from shardwright.world.world import World, current_world
 
 
@@ -273,7 +274,8 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
     if problem:
         return _Trial(problem)
     if splitter.mode == "data" and splitter.world.size > 1:
-        problem = problem_with_mean(model, lambda batch: _forward(model, loss_fn, batch, splitter.world.device), part)
+        device = splitter.world.device
+        problem = problem_with_mean(model, lambda batch, seed: _forward(model, loss_fn, batch, device, seed=seed), part)
         if problem:
             return _Trial(problem)
     reached = _reached(loss)
@@ -295,21 +297,43 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
 
 
 def _forward(
-    model: nn.Module, loss_fn: LossFn, part: Any, device: torch.device, changed: set[str] | None = None
+    model: nn.Module,
+    loss_fn: LossFn,
+    part: Any,
+    device: torch.device,
+    changed: set[str] | None = None,
+    seed: int | None = None,
 ) -> Any:
-    """The loss function's result, leaving the model's buffers and the random numbers as they were.
+    """The loss function's result, leaving the model's buffers, its gradients and all random numbers as they were.
 
     Args:
         changed: is given the names of the buffers that the forward changes, but for those of batch normalisation.
+        seed: of the random numbers; None for those that come next.
     """
     model.to(device)
-    gradients = torch.enable_grad() if model.training else nullcontext()
-    random_numbers = torch.random.fork_rng(devices=[device] if device.type == "cuda" else [])
-    with buffers_restored(model) as found, random_numbers, gradients:
+    recording = torch.enable_grad() if model.training else nullcontext()
+    with (
+        buffers_restored(model) as found,
+        _gradients_restored(model),
+        random_numbers_kept(seed, device),
+        recording,
+    ):
         result = loss_fn(model, part)
     if changed is not None:
         changed |= found
     return result
+
+
+@contextmanager
+def _gradients_restored(model: nn.Module) -> Iterator[None]:
+    """Leave the gradients as they were: a loss function may make a backward of its own, as a gradient penalty does."""
+    before = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in model.parameters()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, gradient, copy in before:
+                parameter.grad = gradient if gradient is None or copy is None else gradient.copy_(copy)
 
 
 def _problem_with_loss(loss: Any) -> str | None:

@@ -18,8 +18,12 @@ from shardwright.run.like_module import evaluating
 _FACTOR = 64  # how many roundings apart two orders of adding may be
 
 
-def problem_with_mean(model: nn.Module, loss_of: Callable[[Any], Any], batch: Any) -> str | None:
-    """What is wrong with ``loss_of(batch)`` as a mean over the samples of ``batch``, in evaluation mode; else None.
+LossOf = Callable[[Any, int], Any]
+"""The loss of a batch, or that and more, with random numbers of a seed; it changes nothing that others see."""
+
+
+def problem_with_mean(model: nn.Module, loss_of: LossOf, batch: Any) -> str | None:
+    """What is wrong with ``loss_of`` as a mean over the samples of ``batch``, in evaluation mode; else None.
 
     None too where it cannot be tried: with one sample, random numbers inside, or a loss that needs training mode.
     """
@@ -41,7 +45,7 @@ def problem_with_mean(model: nn.Module, loss_of: Callable[[Any], Any], batch: An
     return None
 
 
-def _mean_of_parts(loss_of: Callable[[Any], Any], batch: Any, cut: int, samples: int) -> Tensor:
+def _mean_of_parts(loss_of: LossOf, batch: Any, cut: int, samples: int) -> Tensor:
     """The mean of the losses of the samples before and after the ``cut``."""
     first = _loss(loss_of, map_tensors(lambda tensor: tensor[:cut], batch), seed=0)
     second = _loss(loss_of, map_tensors(lambda tensor: tensor[cut:], batch), seed=0)
@@ -62,9 +66,7 @@ def _no_mean(samples: int, whole: Tensor, mean: Tensor) -> str:
     )
 
 
-def _loss(loss_of: Callable[[Any], Any], batch: Any, seed: int) -> Tensor:
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        result = loss_of(batch)
+def _loss(loss_of: LossOf, batch: Any, seed: int) -> Tensor:
+    result = loss_of(batch, seed)
     loss: Tensor = result[0] if isinstance(result, tuple) else result
     return loss.detach()

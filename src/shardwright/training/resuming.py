@@ -20,6 +20,7 @@ from shardwright.training.checkpointing import ModelCheckpoint, averaging, named
 from shardwright.training.hooks import RunView
 from shardwright.world.agreement import from_rank_zero
 from shardwright.world.ranks import ranks_by_messages
+from shardwright.world.seed import RandomNumbers
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,15 @@ class Continuation:
             epoch = getattr(loader, "epoch", None)
             if epoch != self.loader.get("epoch", epoch):  # it was the last
                 return iter(())
-            batches: Iterator[Any] = iter(loader)
             if not isinstance(loader, StreamLoader):
-                return batches
+                return iter(loader)
+            numbers, batches = RandomNumbers(), iter(loader)
             first = [*islice(batches, 1)]
             if getattr(loader, "epoch", None) == epoch:
                 return chain(first, batches)
             if first:  # of the next epoch: a stream knows its end when nothing more comes
                 loader.load_state_dict({**self.loader, "epoch": loader.epoch, "samples": 0})
+            numbers.restore()
             return iter(())
         return islice(iter(loader), run.batches, None)
 

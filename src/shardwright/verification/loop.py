@@ -23,7 +23,7 @@ from shardwright.run.model import ParallelModel
 from shardwright.verification.compare import ONE_DEVICE, PLAIN, Comparison, State, gradients_of, parameters_of
 from shardwright.verification.copies import Copies
 from shardwright.verification.result import Deviation
-from shardwright.world.seed import same_random_numbers
+from shardwright.world.seed import random_numbers_kept
 
 Loop = Callable[[ParallelModel, Sequence[Any]], Iterable[Any]]
 """``loop(parallel, batches)`` trains and yields the loss after each of its steps."""
@@ -38,7 +38,7 @@ def loops_compared(loop: Loop, copies: Copies, plan: Plan, steps: int, rank: int
     outside = Outside(copies.model, copies.loss_fn, loop)
 
     def run(make: Callable[[], ParallelModel]) -> list[State]:
-        with outside.fresh(copies.torch_dtype), same_random_numbers():
+        with outside.fresh(copies.torch_dtype), random_numbers_kept(seed=0):
             return states_of(loop, make(), copies.batches_for(steps))
 
     got = run(lambda: copies.split(plan))

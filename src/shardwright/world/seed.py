@@ -62,11 +62,20 @@ class RandomNumbers:
 
 
 @contextmanager
-def same_random_numbers() -> Iterator[None]:
-    """Draw the same on every rank and every time, with python, numpy and torch on the CPU; leave them as they were."""
-    numbers = RandomNumbers()
-    try:
-        numbers.set(0)
-        yield
-    finally:
-        numbers.restore()
+def random_numbers_kept(seed: int | None = None, device: torch.device | None = None) -> Iterator[None]:
+    """Leave the generators of python, numpy and torch, on the CPU and on ``device``, as they were.
+
+    Args:
+        seed: what all of them are seeded with at first; None leaves them.
+        device: the one that is current, where random numbers are drawn on a GPU as well.
+    """
+    numbers, on_gpu = RandomNumbers(), device is not None and device.type == "cuda"
+    with torch.random.fork_rng(devices=[device] if on_gpu else []):
+        try:
+            if seed is not None:
+                numbers.set(seed)
+                if on_gpu:
+                    torch.cuda.manual_seed(seed)
+            yield
+        finally:
+            numbers.restore()
