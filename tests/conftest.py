@@ -91,9 +91,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say what failed at first and passed when run again: by chance, a defect of the test or of what it tests."""
+    """Say how a test failed at first that was run again: where it passed then, it or what it tests fails by chance."""
     failed = {report.nodeid for how in ("failed", "error") for report in terminalreporter.getreports(how)}
     for report in terminalreporter.getreports("rerun"):
-        if report.nodeid not in failed:
-            terminalreporter.section(f"failed once, passed when run again: {report.nodeid}")
-            terminalreporter.line(report.longreprtext)
+        then = "failed" if report.nodeid in failed else "passed"
+        terminalreporter.section(f"failed once, {then} when run again: {report.nodeid}")
+        terminalreporter.line(report.longreprtext)

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -84,6 +85,8 @@ def run_bash(block, folder):
         assert block.text == "".join(f"make {target}\n" for target in targets)
         subprocess.run(["make", "--dry-run", *targets], cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
         return
+    for job in re.findall(r"--job (\S+)", block.text):  # of a first try that has failed
+        shutil.rmtree(folder / "log_output" / job, ignore_errors=True)
     done = run(block.text, folder)
     assert done.returncode == 0, done.stdout
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
 from shardwright.graph.capture import StepKind, flatten_batch
+from shardwright.graph.ir import Capture
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.changed import refuse_lost_changes
 from shardwright.mesh.dtensor import gathered
@@ -128,7 +129,7 @@ class Parallel(ParallelModel):
         self._programs.add_first(sample_batch, rows)
         self._replicas = Replicas(
             model,
-            {value.label for value in self.plan.capture.of_kind("buffer")},
+            _used_buffers(self.plan.capture),
             lockstep,
             world.device,
             axes=[axis.name for axis in self.plan.mesh.axes if axis.size > 1],
@@ -352,3 +353,10 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gathered(gradient) * ctx.factor, None
+
+
+def _used_buffers(capture: Capture) -> set[str]:
+    """The names in the model of the buffers that a step reads or changes: what others hold is the script's."""
+    used = {name for node in capture.nodes for name in node.operands}
+    used.update((capture.loss, *capture.aux, *capture.mutations))
+    return {value.label for value in capture.of_kind("buffer") if value.name in used}

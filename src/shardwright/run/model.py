@@ -148,15 +148,19 @@ class ParallelModel(LikeModule):
         self._note_failure(error)
 
     def _compare(self, replicas: Replicas) -> None:
-        """Compare what ranks hold alike, where that is due. What all ranks refuse alike lets the next step begin."""
+        """Compare what ranks hold alike, where that is due.
+
+        Raises:
+            UsageError: on every rank, where it has drifted apart; the next step may begin then.
+        """
         if replicas.due:
             try:
-                replicas.check()
-            except UsageError:
-                raise
+                refusal = replicas.check()
             except Exception as error:
                 self._failed_in_step(error)
                 raise
+            if refusal:
+                raise UsageError(refusal)
 
     def _note_failure(self, error: Exception) -> None:
         """Let no further step begin here: what it sends would reach ranks that are still in this one."""

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import torch_private
-from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
 from shardwright.lower.program import LocalProgram
 from shardwright.mesh.dtensor import layout_of
@@ -109,11 +108,11 @@ class Replicas:
         if self._compares and self._turns.next():
             self.due = True
 
-    def check(self) -> None:
+    def check(self) -> str | None:
         """Compare; all ranks call it together.
 
-        Raises:
-            UsageError: on every rank, where some hold other numbers than others.
+        Returns:
+            on every rank what to say where some hold other numbers than others, which the next call looks at again.
         """
         if self._sets:
             with torch.no_grad():
@@ -124,9 +123,11 @@ class Replicas:
                     if any(everyone[rank][at] != everyone[of][at] for rank, of in enumerate(first))
                     for each in held
                 ]
-                if unlike:
-                    self._measure(unlike)
+                refusal = self._measure(unlike) if unlike else None
+                if refusal:
+                    return refusal
         self.due = False
+        return None
 
     @cached_property
     def _sets(self) -> dict[tuple[int, ...], list[_Held]]:
@@ -144,8 +145,8 @@ class Replicas:
         found: list[list[int]] = everyone.view(-1, len(mine)).tolist()
         return found
 
-    def _measure(self, held: Sequence[_Held]) -> None:
-        """Refuse what differs by more than roundings."""
+    def _measure(self, held: Sequence[_Held]) -> str | None:
+        """What is to be refused of what differs by more than roundings."""
         sums = from_all_ranks(torch.stack([_sum_of_words(each.now, self._device) for each in held]).tolist())
         unlike = {
             each: ranks
@@ -159,8 +160,8 @@ class Replicas:
             words = {r: _difference(sketches[r][at], sketches[each.first[r]][at], allowed) for r in ranks}
             if beyond := {rank: text for rank, text in words.items() if text}:
                 drifted[each] = beyond
-        if refused := self._refused(list(drifted)):
-            raise UsageError(_refusal(refused, drifted[refused[0]]))
+        refused = self._refused(list(drifted))
+        return _refusal(refused, drifted[refused[0]]) if refused else None
 
     def _refused(self, drifted: Sequence[_Held]) -> list[_Held]:
         """Those of which no rounding can be the reason, or which are most of their kind."""

@@ -125,12 +125,11 @@ def _dtensors_in(value: Any, place: str, seen: set[int]) -> Iterator[str]:
     """Where in a value they stand; ``seen`` are the containers that were looked into, which may hold themselves."""
     if isinstance(value, DTensor):
         yield place
-    if id(value) in seen:
-        return
-    named = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list | tuple) else ()
-    seen.add(id(value))
-    for key, each in named:
-        yield from _dtensors_in(each, f"{place}[{key!r}]", seen)
+    elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
+        seen.add(id(value))
+        for key, each in value.items() if isinstance(value, Mapping) else enumerate(value):
+            if isinstance(each, DTensor | Mapping | list | tuple):  # of the many others no place is written
+                yield from _dtensors_in(each, f"{place}[{key!r}]", seen)
 
 
 def _part(piece: Piece, box: Box, rank: int) -> Tensor:
