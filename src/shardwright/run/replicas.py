@@ -42,6 +42,7 @@ from shardwright.world.ranks import alone
 
 _PROJECTIONS = 8
 _WIDTH = 2**12  # of the rows that are projected together
+_ROW = 2**10  # words that are summed together for a digest
 _PIECE = 2**20  # entries that are looked at together, so that no copy of a whole tensor is made
 _NAMED = 8  # ranks that a message names
 
@@ -214,7 +215,7 @@ def _digest(held: Sequence[_Held], device: torch.device) -> Tensor:
 
 
 def _sum_of_words(tensor: Tensor | None, device: torch.device) -> Tensor:
-    """All bits of a tensor, its words as whole numbers, modulo 2**64: the same in whatever order they are summed."""
+    """All bits of a tensor, as words times numbers that belong to their places, modulo 2**64, in whatever order."""
     if tensor is None or tensor.layout != torch.strided:
         return torch.ones((), dtype=torch.int64, device=device)
     plain = tensor.detach().resolve_conj().resolve_neg()
@@ -222,10 +223,21 @@ def _sum_of_words(tensor: Tensor | None, device: torch.device) -> Tensor:
         plain = torch.view_as_real(plain)
     flat, size = plain.reshape(-1), plain.element_size()
     if flat.nbytes % 8 == 0 == flat.storage_offset() * size % 8:
-        return flat.view(torch.int64).sum().to(device)
+        return _weighed(flat.view(torch.int64)).to(device)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     # In pieces, since torch copies what it sums in another dtype.
-    return torch.stack([piece.sum() for piece in torch.split(flat.view(kind), _PIECE)]).sum().to(device)
+    pieces = [_weighed(piece) for piece in torch.split(flat.view(kind), _PIECE)]
+    return _times_places(torch.stack(pieces)).to(device)
+
+
+def _weighed(words: Tensor) -> Tensor:
+    """The sums of rows and of columns of words, which are read twice and not copied, and what is no whole row."""
+    rows = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
+    return _times_places(torch.cat([rows.sum(0), rows.sum(1), words[rows.numel() :].to(torch.int64)]))
+
+
+def _times_places(words: Tensor) -> Tensor:
+    return (words * (mixed(torch.arange(1, len(words) + 1, device=words.device)) | 1)).sum()
 
 
 class _Sketch(NamedTuple):

@@ -13,7 +13,7 @@ from models import Branching, Transformer, classify, next_token, perceptron_batc
 from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.run.programs.batches import FIRST, Turns
-from shardwright.run.replicas import _difference, _sketch
+from shardwright.run.replicas import _difference, _sketch, _sum_of_words
 
 
 class Normal(nn.Module):
@@ -222,6 +222,21 @@ def single(rank_changes):
 def test_ranks_that_train_for_themselves_are_not_compared():
     assert run_ranks(2, single, True) == [("", False)] * 2
     assert run_ranks(1, single, True) == [("", False)]
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float32, torch.float16, torch.uint8, torch.bool])
+@pytest.mark.parametrize("size", [7, 5000, 2**13])
+def test_a_digest_sees_numbers_at_other_places(dtype, size, monkeypatch):
+    monkeypatch.setattr("shardwright.run.replicas._PIECE", 2**11)
+    generator = torch.Generator().manual_seed(size)
+    numbers = torch.arange(size).to(dtype)[torch.randperm(size, generator=generator)]
+    others = [numbers.flip(0), numbers.roll(1), numbers.roll(1024), numbers[torch.randperm(size, generator=generator)]]
+    swapped, other = numbers.clone(), int((numbers != numbers[0]).nonzero()[0])
+    swapped[0], swapped[other] = numbers[other], numbers[0]
+    others.append(swapped)
+    sums = [int(_sum_of_words(each, numbers.device)) for each in (numbers, numbers.clone(), *others)]
+    assert sums[0] == sums[1]
+    assert all(torch.equal(each, numbers) for each, found in zip(others, sums[2:], strict=True) if found == sums[0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.complex64, torch.int64])
