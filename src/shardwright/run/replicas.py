@@ -16,6 +16,7 @@ attention, which Adam makes as large as any other. Such parameters are refused w
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ from shardwright.world.ranks import alone
 _PROJECTIONS = 8
 _WIDTH = 2**12  # of the rows that are projected together
 _ROW = 2**10  # words that are summed together for a digest
+_KEPT = 16  # bits of how many numbers of places are kept
 _PIECE = 2**20  # entries that are looked at together, so that no copy of a whole tensor is made
 _NAMED = 8  # ranks that a message names
 
@@ -232,12 +234,24 @@ def _sum_of_words(tensor: Tensor | None, device: torch.device) -> Tensor:
 
 def _weighed(words: Tensor) -> Tensor:
     """The sums of rows and of columns of words, which are read twice and not copied, and what is no whole row."""
-    rows = words[: len(words) // _ROW * _ROW].view(-1, _ROW)
-    return _times_places(torch.cat([rows.sum(0), rows.sum(1), words[rows.numel() :].to(torch.int64)]))
+    count = len(words) // _ROW * _ROW
+    if not count:
+        return _times_places(words)
+    rows = words[:count].view(-1, _ROW)
+    return _times_places(torch.cat([rows.sum(0), rows.sum(1), words[count:].to(torch.int64)]))
 
 
 def _times_places(words: Tensor) -> Tensor:
-    return (words * (mixed(torch.arange(1, len(words) + 1, device=words.device)) | 1)).sum()
+    count = len(words)
+    kept = _numbers_of_places(min(count.bit_length(), _KEPT), words.device)
+    numbers = kept[:count] if count <= len(kept) else mixed(torch.arange(1, count + 1, device=words.device)) | 1
+    return (words * numbers).sum()
+
+
+@functools.cache
+def _numbers_of_places(bits: int, device: torch.device) -> Tensor:
+    """Odd ones, for the first 2**bits places."""
+    return mixed(torch.arange(1, 2**bits + 1, device=device)) | 1
 
 
 class _Sketch(NamedTuple):
