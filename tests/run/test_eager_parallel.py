@@ -618,3 +618,18 @@ def test_a_mask_of_every_second_sample_is_no_mean_over_samples():
 
     assert problem_with_mean(model, masked, (x, y, torch.ones(12))) is None
     assert "it is no mean over samples" in problem_with_mean(model, masked, (x, y, (torch.arange(12) % 2).float()))
+
+
+def test_a_mean_whose_parts_cancel_is_one():
+    torch.manual_seed(0)
+    x, advantages = torch.randn(12, 4), torch.randn(12)
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    model = torch.nn.Linear(4, 1)
+
+    def policy(batch, seed):
+        now = model(batch[0]).squeeze(1)
+        return -((now - now.detach()).exp() * batch[1]).mean()
+
+    assert policy((x, advantages), 0).abs() < 1e-7
+    assert problem_with_mean(model, policy, (x, advantages)) is None
+    assert "no mean" in problem_with_mean(model, lambda batch, seed: policy(batch, 0) * len(batch[0]), (x, x[:, 0] + 1))

@@ -36,31 +36,30 @@ def problem_with_mean(model: nn.Module, loss_of: LossOf, batch: Any) -> str | No
         try:
             with evaluating(model), gradients():
                 whole, again = _loss(loss_of, batch, seed=0), _loss(loss_of, batch, seed=1)
-                means = [_mean_of_parts(loss_of, batch, cut, samples) for cut in cuts]
+                parts = [_of_parts(loss_of, batch, cut) for cut in cuts]
         except Exception:  # what fails here has worked in training mode, and will be used there alone
             continue
         if float(whole) != float(again):
             return None
-        return next((_no_mean(samples, whole, mean) for mean in means if not _are_close(whole, mean)), None)
+        for cut, (first, second) in zip(cuts, parts, strict=True):
+            mean = float((cut * first + (samples - cut) * second) / samples)
+            scale = max(abs(float(each)) for each in (whole, first, second))  # the parts may nearly cancel
+            if not abs(float(whole) - mean) <= _FACTOR * torch.finfo(whole.dtype).eps * scale:
+                return _no_mean(samples, float(whole), mean)
+        return None
     return None
 
 
-def _mean_of_parts(loss_of: LossOf, batch: Any, cut: int, samples: int) -> Tensor:
-    """The mean of the losses of the samples before and after the ``cut``."""
+def _of_parts(loss_of: LossOf, batch: Any, cut: int) -> tuple[Tensor, Tensor]:
+    """The losses of the samples before and after the ``cut``."""
     first = _loss(loss_of, map_tensors(lambda tensor: tensor[:cut], batch), seed=0)
-    second = _loss(loss_of, map_tensors(lambda tensor: tensor[cut:], batch), seed=0)
-    return (cut * first + (samples - cut) * second) / samples
+    return first, _loss(loss_of, map_tensors(lambda tensor: tensor[cut:], batch), seed=0)
 
 
-def _are_close(whole: Tensor, mean: Tensor) -> bool:
-    scale = max(abs(float(whole)), abs(float(mean)))
-    return abs(float(whole) - float(mean)) <= _FACTOR * torch.finfo(whole.dtype).eps * scale
-
-
-def _no_mean(samples: int, whole: Tensor, mean: Tensor) -> str:
+def _no_mean(samples: int, whole: float, mean: float) -> str:
     return (
-        f"the loss of the {samples} samples that were tried is {float(whole):.6g}, but the mean of the losses of their "
-        f"parts is {float(mean):.6g}: it is no mean over samples (is it a sum, masked, weighted by class, or are "
+        f"the loss of the {samples} samples that were tried is {whole:.6g}, but the mean of the losses of their "
+        f"parts is {mean:.6g}: it is no mean over samples (is it a sum, masked, weighted by class, or are "
         "samples compared with each other?), and DistributedDataParallel takes every loss for one; return a mean over "
         "samples, or mend what keeps the model from being captured"
     )
