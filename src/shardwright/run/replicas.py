@@ -30,10 +30,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from shardwright import torch_private
-from shardwright.graph.ir import Capture
+from shardwright.graph.ir import Capture, Node
 from shardwright.lower.program import LocalProgram
 from shardwright.mesh.dtensor import layout_of
 from shardwright.mesh.processes import all_gather_single
+from shardwright.rules.table import row_of
+from shardwright.rules.views import cast
 from shardwright.run.changed_buffers import Place, mixed, places_of
 from shardwright.run.programs.batches import EVERY, Turns
 from shardwright.world.agreement import from_all_ranks
@@ -185,12 +187,38 @@ class Replicas:
 
 
 def summed_axes(capture: Capture, program: LocalProgram) -> dict[str, set[str]]:
-    """The axes over which the backward of a program sums the gradient of each parameter that has one, by names."""
-    found: dict[str, set[str]] = {value.label: set() for value in capture.of_kind("parameter") if value.needs_gradient}
-    for cause, direction, collective in program.collectives():
-        if cause in found and direction == "backward" and collective.kind in ("all_reduce", "reduce_scatter"):
-            found[cause].update(collective.axes)
-    return found
+    """The axes over which the backward of a program sums the gradient of each parameter that has one, by names.
+
+    The sum may come where only casts and views follow the parameter, as under autocast: all ranks make the same of it.
+    """
+    reduced: dict[str, set[str]] = {name: set() for name in capture.values}
+    for value, step in (moved for instruction in program.instructions for moved in instruction.steps()):
+        _, backward = step.collectives(value.shape, value.dtype.itemsize, program.mesh)
+        if backward and value.needs_gradient and backward.kind in ("all_reduce", "reduce_scatter"):
+            reduced[value.name].update(backward.axes)
+    after: dict[str, list[set[str]]] = {name: [] for name in capture.values}  # by each node that takes the value
+    for node in reversed(capture.nodes):
+        if _only_casts_or_views(node):
+            (operand,), results = node.operands, [_with_those_after(name, reduced, after) for name in node.results]
+            after[operand].append(set.intersection(*results))
+        else:
+            for operand in node.operands:
+                after[operand].append(set())
+    return {
+        value.label: _with_those_after(value.name, reduced, after)
+        for value in capture.of_kind("parameter")
+        if value.needs_gradient
+    }
+
+
+def _only_casts_or_views(node: Node) -> bool:
+    row = row_of(node.op)
+    return len(node.operands) == 1 and bool(node.results) and (row.view or row.casts or row.rule is cast)
+
+
+def _with_those_after(name: str, reduced: Mapping[str, set[str]], after: Mapping[str, list[set[str]]]) -> set[str]:
+    """The axes over which the gradient of a value is summed: its own, and those of all that is made of it."""
+    return reduced[name] | (set.intersection(*after[name]) if after[name] else set())
 
 
 def _held(model: nn.Module, buffers: Collection[str], axes: frozenset[str]) -> Iterator[_Held]:

@@ -135,6 +135,23 @@ def test_what_is_done_on_one_rank_alone_is_refused_on_all_until_they_are_alike_a
         assert mended == ""
 
 
+def drifted_under_autocast():
+    """What is said where gradients are summed in another dtype than the parameters'."""
+    rank = sw.init().rank
+    with torch.autocast("cpu", torch.bfloat16):
+        parallel, batch = made(rank, Normal, DATA)
+        first = said(lambda: parallel(batch))
+        noise(parallel, batch, rank)
+        return first, said(lambda: parallel(batch))
+
+
+def test_weights_that_are_cast_are_compared_as_others():
+    for first, then in run_ranks(2, drifted_under_autocast):
+        assert first == ""
+        assert WEIGHT in then
+        assert " more of its tensors do" not in then
+
+
 SPLIT = {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}
 
 
