@@ -24,7 +24,7 @@ INSIDE = {
     "plan": ("pricing", "decided", "minima", "searching"),
     "report": ("pages", "plans", "runs"),
     "training": ("records",),
-    "run": ("graphs", "overlap", "compiled", "programs", "placing"),
+    "run": ("graphs", "overlap", "compiled", "programs", "updates", "placing"),
     "cluster": ("programs", "bench", "doctor", "jobs", "watch", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),
 }

@@ -28,7 +28,7 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, StepArguments
-from shardwright.run.programs.optimizers import watch_optimizers
+from shardwright.run.updates.optimizers import watch_optimizers
 from shardwright.zoo import GPT, Perceptron, TwoMatmuls, resnet18, resnet50
 from whole import tensors_of
 

@@ -633,3 +633,19 @@ def test_a_mean_whose_parts_cancel_is_one():
     assert policy((x, advantages), 0).abs() < 1e-7
     assert problem_with_mean(model, policy, (x, advantages)) is None
     assert "no mean" in problem_with_mean(model, lambda batch, seed: policy(batch, 0) * len(batch[0]), (x, x[:, 0] + 1))
+
+
+def test_roundings_inside_of_the_model_make_no_mean_another():
+    torch.manual_seed(0)
+    x, y = torch.randn(12, 64), torch.randint(8, (12,))
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 8))
+
+    def half(batch, seed, reduction="mean"):
+        with torch.autocast("cpu", torch.bfloat16):
+            logits = model(batch[0])
+        rounded = logits * (1 + len(logits) % 2 * 2**-8)  # as products of other sizes may be
+        return torch.nn.functional.cross_entropy(rounded.float(), batch[1], reduction=reduction)
+
+    assert problem_with_mean(model, half, (x, y)) is None
+    assert "no mean" in problem_with_mean(model, lambda batch, seed: half(batch, 0, "sum"), (x, y))
+    assert not any(module._forward_hooks for module in model.modules())

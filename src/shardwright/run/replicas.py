@@ -2,7 +2,8 @@
 
 All begin with what rank 0 has, and each makes the steps of its optimizer for itself, from gradients that are the same:
 so they stay alike, unless a script does on one rank what it does not do on the others. That no collective of a step
-would show, and the loss would be that of no model.
+would show, and the loss would be that of no model. What only one rank holds is compared with nothing: of that ranks
+tell each other which steps they have made.
 
 Ranks compare checksums, in a collective of 8 bytes for each way in which tensors are cut. Ranks on unlike processors
 may round unlike, so where checksums differ they tell of each tensor a few projections: the difference of these is, on
@@ -22,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +39,8 @@ from shardwright.rules.table import row_of
 from shardwright.rules.views import cast
 from shardwright.run.changed_buffers import Place, mixed, places_of
 from shardwright.run.programs.batches import EVERY, Turns
+from shardwright.run.programs.splitting import is_split
+from shardwright.run.updates.made_steps import made_steps, unlike
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
@@ -50,7 +53,6 @@ _KEPT = 16  # bits of how many numbers of places are kept
 _PIECE = 2**20  # entries that are looked at together, so that no copy of a whole tensor is made
 _NAMED = 8  # ranks that a message names
 
-Kind = Literal["parameter", "frozen parameter", "buffer"]
 Summed = Mapping[str, Collection[str]]
 """The axes over which the gradient of a parameter is summed, by its name; along others each rank has it for itself."""
 
@@ -74,10 +76,8 @@ class _Held:
         return torch_private.part_of(found) if isinstance(found, DTensor) else found
 
     @property
-    def kind(self) -> Kind:
-        if isinstance(self.at, Place):
-            return "buffer"
-        return "parameter" if self.at.requires_grad else "frozen parameter"
+    def is_buffer(self) -> bool:
+        return isinstance(self.at, Place)
 
 
 class Replicas:
@@ -105,6 +105,7 @@ class Replicas:
         self._lockstep, self._device, self._summed = lockstep, device, summed
         self._compares = together and not alone()
         self._turns = Turns()
+        self._made_before = made_steps()
         self.due = False
         """Whether `check` is to be called."""
 
@@ -119,20 +120,26 @@ class Replicas:
         Returns:
             on every rank what to say where some hold other numbers than others, which the next call looks at again.
         """
-        if self._sets:
+        if self._sets or self._has_split:
             with torch.no_grad():
                 everyone = self._gathered([_digest(held, self._device) for held in self._sets.values()])
-                unlike = [
+                if refusal := self._other_steps([theirs[len(self._sets) :] for theirs in everyone]):
+                    return refusal
+                others = [
                     each
                     for at, (first, held) in enumerate(self._sets.items())
                     if any(everyone[rank][at] != everyone[of][at] for rank, of in enumerate(first))
                     for each in held
                 ]
-                refusal = self._measure(unlike) if unlike else None
+                refusal = self._measure(others) if others else None
                 if refusal:
                     return refusal
         self.due = False
         return None
+
+    @cached_property
+    def _has_split(self) -> bool:
+        return is_split(self._model)
 
     @cached_property
     def _sets(self) -> dict[tuple[int, ...], list[_Held]]:
@@ -143,12 +150,18 @@ class Replicas:
         return found
 
     def _gathered(self, digests: Sequence[Tensor]) -> list[list[int]]:
-        """Those of all ranks, rank by rank."""
-        mine = torch.tensor(torch.stack([*digests]).tolist(), device="cpu")
+        """Those of all ranks, rank by rank, and what optimizers have done to split parameters."""
+        alike = torch.stack([*digests]).tolist() if digests else []
+        mine = torch.tensor([*alike, *made_steps().since(self._made_before)], device="cpu")
         everyone = mine.new_empty(dist.get_world_size() * len(mine))
         self._lockstep.run(all_gather_single, everyone, mine, group=control_group())
         found: list[list[int]] = everyone.view(-1, len(mine)).tolist()
         return found
+
+    def _other_steps(self, everyone: Sequence[Sequence[int]]) -> str | None:
+        if all(theirs == everyone[0] for theirs in everyone):
+            return None
+        return unlike(everyone, from_all_ranks(made_steps().last))
 
     def _measure(self, held: Sequence[_Held]) -> str | None:
         """What is to be refused of what differs by more than roundings."""
@@ -175,14 +188,17 @@ class Replicas:
         def is_certain(held: _Held) -> bool:
             return held.along <= frozenset(summed.get(held.name, held.along))
 
+        def kind(held: _Held) -> str:
+            return "buffer" if held.is_buffer else "parameter" if held.name in summed else "frozen parameter"
+
         all_certain = all(is_certain(held) for held in every)
-        all_of, drifted_of = Counter(held.kind for held in every), Counter(held.kind for held in drifted)
+        all_of, drifted_of = Counter(map(kind, every)), Counter(map(kind, drifted))
         return [
             held
             for held in drifted
             if all_certain
-            or (held.kind != "buffer" and is_certain(held))
-            or 2 * drifted_of[held.kind] >= all_of[held.kind]
+            or (not held.is_buffer and is_certain(held))
+            or 2 * drifted_of[kind(held)] >= all_of[kind(held)]
         ]
 
 
@@ -251,13 +267,21 @@ def _sum_of_words(tensor: Tensor | None, device: torch.device) -> Tensor:
     plain = tensor.detach().resolve_conj().resolve_neg()
     if plain.element_size() > 8:
         plain = torch.view_as_real(plain)
-    flat, size = plain.reshape(-1), plain.element_size()
+    flat, size = _in_memory_order(plain).reshape(-1), plain.element_size()
     if flat.nbytes % 8 == 0 == flat.storage_offset() * size % 8:
         return _weighed(flat.view(torch.int64)).to(device)
     kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
     # In pieces, since torch copies what it sums in another dtype.
     pieces = [_weighed(piece) for piece in torch.split(flat.view(kind), _PIECE)]
     return _times_places(torch.stack(pieces)).to(device)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The same numbers so that ``reshape(-1)`` copies none of a tensor whose channels come last."""
+    for kind, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        if tensor.ndim == dims and tensor.is_contiguous(memory_format=kind):
+            return tensor.movedim(1, -1)
+    return tensor
 
 
 def _weighed(words: Tensor) -> Tensor:
@@ -354,5 +378,5 @@ def _refusal(refused: Sequence[_Held], of: Mapping[int, str]) -> str:
     more = f", as {len(refused) - 1} more of its tensors do" if len(refused) > 1 else ""
     return (
         f"what ranks hold alike of the model has drifted apart: {held.name} of {names} differs from that of rank "
-        f"{held.first[rank]}, {of[rank]}{more}; {_ADVICE[held.kind == 'buffer']}"
+        f"{held.first[rank]}, {of[rank]}{more}; {_ADVICE[held.is_buffer]}"
     )

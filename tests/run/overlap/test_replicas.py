@@ -14,6 +14,7 @@ from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.run.programs.batches import FIRST, Turns
 from shardwright.run.replicas import _difference, _sketch, _sum_of_words
+from shardwright.run.updates.made_steps import made_steps
 
 
 class Normal(nn.Module):
@@ -156,7 +157,7 @@ SPLIT = {"mode": "auto", "mesh": "dp=2,tp=2", "search": "propagation"}
 
 
 def drifted_in_parts():
-    """What is said where ranks hold parts: of another rate on rank 3, of one part, of what may be a rounding."""
+    """What is said where ranks hold parts: of one part on rank 3, of what may be a rounding, of all parts."""
     rank, found = sw.init().rank, []
     parallel, batch = made(rank, Transformer, SPLIT, next_token, transformer_batch(8))
     parameters = dict(parallel.module.named_parameters())
@@ -169,8 +170,9 @@ def drifted_in_parts():
         with torch.no_grad():
             part.copy_(alike[name])
     assert found[-1] == "" == said(lambda: parallel(batch))
-    optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3 * (1 + (rank == 3)))
-    step(parallel, batch, optimizer)
+    with torch.no_grad():
+        for parameter in parameters.values():
+            parameter.to_local().mul_(1 + 0.1 * (rank == 3))
     parallel._replicas._turns = Turns()
     return *found, said(lambda: parallel(batch))
 
@@ -183,6 +185,68 @@ def test_parts_that_several_ranks_hold_are_compared_among_these():
     assert perhaps_rounded == ""  # its gradient is computed by each of two ranks for itself, and it is one of many
     assert "tokens.weight of rank 3 differs from that of rank 0, by about " in every
     assert " more of its tensors do; every rank must change parameters alike: with the same lr" in every
+
+
+def a_step_on_one_rank(parallel, batch, rank, optimizer):
+    parallel(batch).backward()
+    if rank == 0:
+        optimizer.step()
+
+
+def a_state_on_one_rank(parallel, batch, rank, optimizer):
+    if rank == 1:
+        optimizer.load_state_dict(optimizer.state_dict())
+    step(parallel, batch, optimizer)
+
+
+def rates_of_each(parallel, batch, rank, optimizer):
+    optimizer.param_groups[0]["lr"] = 0.001 * (1 + rank)
+    step(parallel, batch, optimizer)
+
+
+def rates_of_each_for_a_while(parallel, batch, rank, optimizer):
+    rates_of_each(parallel, batch, rank, optimizer)
+    optimizer.param_groups[0]["lr"] = 0.001
+    optimizer.step()
+
+
+def rates_worked_out_with_a_rounding(parallel, batch, rank, optimizer):
+    rates_of_each(parallel, batch, 1e-12 * rank, optimizer)
+
+
+ON_PARTS = {
+    a_step_on_one_rank: "rank 0 has made 2 of them and rank 1 1; call optimizer.step() on every rank",
+    a_state_on_one_rank: "rank 0 was given states 0 times by load_state_dict, and rank 1 once; load them on every rank",
+    rates_of_each: "rank 0 made the last one with lr=0.001 and rank 1 with lr=0.002; give optimizers and schedulers",
+    rates_of_each_for_a_while: "rank 1 made some with other settings than rank 0, which have amsgrad=False, betas=",
+    rates_worked_out_with_a_rounding: "",
+}
+
+
+def other_steps_of_parts():
+    rank, found = sw.init().rank, []
+    options = {"mode": "auto", "mesh": "tp=2", "search": "propagation"}
+    parallel, batch = made(rank, Transformer, options, next_token, transformer_batch(8))
+    alike = [parameter.to_local().clone() for parameter in parallel.parameters()]
+    for drift in ON_PARTS:
+        with torch.no_grad():
+            for parameter, part in zip(parallel.parameters(), alike, strict=True):
+                parameter.to_local().copy_(part)
+        parallel._replicas._turns, parallel._replicas._made_before = Turns(), made_steps()
+        optimizer = torch.optim.AdamW(parallel.parameters(), lr=1e-3)
+        step(parallel, batch, optimizer)
+        drift(parallel, batch, rank, optimizer)
+        found.append([said(lambda: parallel(batch)) for _ in range(2)])
+    return found
+
+
+def test_other_steps_of_parts_that_each_rank_holds_alone_are_refused():
+    ranks = run_ranks(2, other_steps_of_parts)
+    assert ranks[0] == ranks[1]
+    for (said, again), expected in zip(ranks[0], ON_PARTS.values(), strict=True):
+        assert said == again
+        assert expected in said
+        assert bool(expected) == bool(said)
 
 
 OPTIMIZERS = {

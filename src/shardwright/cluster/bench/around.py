@@ -22,8 +22,8 @@ from shardwright.plan.pricing.hardware import Hardware, Updating
 from shardwright.plan.pricing.optimizers import updated_times
 from shardwright.run.freed_memory import keep_freed_memory
 from shardwright.run.parallel import parallelize
-from shardwright.run.programs.optimizers import watch_optimizers
 from shardwright.run.programs.splitting import Splitting, local_part
+from shardwright.run.updates.optimizers import watch_optimizers
 from shardwright.world.world import World
 
 _SMALL, _LARGE = 64, 4  # parameters

@@ -17,9 +17,9 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.run.placing.initialising import Init, Initialising
 from shardwright.run.placing.members import Member, members
-from shardwright.run.programs.optimizers import note_successor, watch_optimizers
 from shardwright.run.programs.splitting import Splitting, refuse_hooks, watch_split
 from shardwright.run.programs.storage import of_rank_zero
+from shardwright.run.updates.optimizers import note_successor, watch_optimizers
 from shardwright.world.agreement import from_rank_zero, together
 from shardwright.world.ranks import ranks_by_collectives
 

@@ -128,11 +128,20 @@ def refuse_parts_of_others(loaded: Iterable[tuple[str, Any]]) -> None:
 
 def _refuse_parts_of_others(read: Sequence[tuple[str, DTensor]]) -> None:
     for name, value in read:
-        if is_of_another_rank(value):
-            raise UsageError(
-                f"{name} is the part of a tensor that another rank has saved: of split parameters torch.save writes "
-                "what one rank holds. Save with sw.checkpoint.save, or what parallel.full_state_dict() gives"
-            )
+        refuse_part_of_another(name, value)
+
+
+def refuse_part_of_another(name: str, value: DTensor) -> None:
+    """Refuse a DTensor that has the part of another rank, which is loaded as ``name``.
+
+    Raises:
+        UsageError: on this rank alone.
+    """
+    if is_of_another_rank(value):
+        raise UsageError(
+            f"{name} is the part of a tensor that another rank has saved: of split parameters torch.save writes "
+            "what one rank holds. Save with sw.checkpoint.save, or what parallel.full_state_dict() gives"
+        )
 
 
 def _laid_out(value: Tensor, own: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -24,7 +25,8 @@ from shardwright import torch_private
 from shardwright.errors import UsageError
 from shardwright.mesh.dtensor import gathered, is_on_mesh_of_model, on_mesh, part_like, replicated
 from shardwright.plan.pricing.optimizers import WHOLE_GRADIENTS
-from shardwright.run.programs.splitting import refuse_parts_of_others
+from shardwright.run.programs.splitting import refuse_part_of_another
+from shardwright.run.updates.made_steps import note_load, note_step
 
 # Parameters that were replaced -> what they were replaced by.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -50,9 +52,16 @@ def watch_optimizers() -> None:
         torch_private.steps_call(kind, _step_on_parts)
 
 
-_known: WeakKeyDictionary[torch.optim.Optimizer, int] = WeakKeyDictionary()  # how many parameters were looked at
-# Whether a state may have been loaded since the last step; of those that are not here, too.
-_may_be_loaded: WeakKeyDictionary[torch.optim.Optimizer, bool] = WeakKeyDictionary()
+@dataclass
+class _Known:
+    """What was found when an optimizer was looked at, and whether it was given a state since its last step."""
+
+    parameters: int
+    has_split: bool
+    was_loaded: bool
+
+
+_known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
 
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -60,8 +69,12 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """What the step is to be called with, None where it stays as it is."""
-    _give_successors(optimizer)
-    _take_loaded(optimizer)
+    known = _look_at(optimizer)
+    if known.has_split and known.was_loaded:
+        _take_loaded(optimizer)
+    known.was_loaded = False
+    if known.has_split:
+        note_step(optimizer)
     if not isinstance(optimizer, WHOLE_GRADIENTS):
         return None
     _make_whole(optimizer)
@@ -81,15 +94,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     return tuple(map(whole_after, args)), {name: whole_after(value) for name, value in kwargs.items()}
 
 
-def _give_successors(optimizer: torch.optim.Optimizer) -> None:
-    """Let an optimizer that was made before its parameters were split update those that took their place.
+def _look_at(optimizer: torch.optim.Optimizer) -> _Known:
+    """What is known of an optimizer; one that was made before its parameters were split is given their successors.
 
     Raises:
         UsageError: where it has state already, which belongs to whole parameters.
     """
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    if _known.get(optimizer) == count:
-        return
+    count, known = sum(len(group["params"]) for group in optimizer.param_groups), _known.get(optimizer)
+    if known is not None and known.parameters == count:
+        return known
     for group in optimizer.param_groups:
         for at, parameter in enumerate(group["params"]):
             successor = _replaced.get(parameter)  # type: ignore[no-untyped-call]
@@ -102,38 +115,36 @@ def _give_successors(optimizer: torch.optim.Optimizer) -> None:
                     "with sw.checkpoint"
                 )
             group["params"][at] = successor
-    _known[optimizer] = count
+    if known is None:
+        optimizer.register_load_state_dict_post_hook(_note_loaded)
+    has_split = any(_is_split(p) for group in optimizer.param_groups for p in group["params"])
+    _known[optimizer] = _Known(count, has_split, was_loaded=known is None or known.was_loaded)
+    return _known[optimizer]
+
+
+def _note_loaded(optimizer: torch.optim.Optimizer) -> None:
+    _known[optimizer].was_loaded = True
+
+
+def _is_split(parameter: Tensor) -> bool:
+    return isinstance(parameter, DTensor) and is_on_mesh_of_model(parameter)
 
 
 def _take_loaded(optimizer: torch.optim.Optimizer) -> None:
     """Lay out what `Optimizer.load_state_dict` was given for split parameters, DTensors of a file or whole tensors.
 
-    It looks where something may have been loaded since the last step, which all ranks find alike: what the values are
-    tells no rank whether another has to compare.
-
     Raises:
         UsageError: where the file is that of another rank.
     """
-    if optimizer not in _may_be_loaded:
-        optimizer.register_load_state_dict_post_hook(_note_loaded)
-    elif not _may_be_loaded[optimizer]:
-        return
-    _may_be_loaded[optimizer] = True
-    loaded = [
-        (parameter, kept, key, value)
-        for parameter, kept in optimizer.state.items()
-        if isinstance(parameter, DTensor) and is_on_mesh_of_model(parameter)
-        for key, value in kept.items()
-        if _is_to_lay_out(optimizer, parameter, key, value)
-    ]
-    refuse_parts_of_others((f"{key!r} of an optimizer's state", value) for _, _, key, value in loaded)
-    for parameter, kept, key, value in loaded:
-        kept[key] = _laid_out(optimizer, parameter, value)
-    _may_be_loaded[optimizer] = False
-
-
-def _note_loaded(optimizer: torch.optim.Optimizer) -> None:
-    _may_be_loaded[optimizer] = True
+    states = [(p, kept) for p, kept in optimizer.state.items() if isinstance(p, DTensor) and _is_split(p) and kept]
+    for parameter, kept in states:
+        for key, value in kept.items():
+            if _is_to_lay_out(optimizer, parameter, key, value):
+                if isinstance(value, DTensor):
+                    refuse_part_of_another(f"{key!r} of an optimizer's state", value)
+                kept[key] = _laid_out(optimizer, parameter, value)
+    if states:
+        note_load()
 
 
 def _is_to_lay_out(optimizer: torch.optim.Optimizer, parameter: DTensor, key: str, value: Any) -> bool:
