@@ -213,6 +213,8 @@ def sums_between(
     src: Layout, dst: Layout, gradient_partial: Sequence[str], moves: Sequence[Move], mesh: Mesh
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """The axes over which the value, and those over which its gradient, is added up beside the moves."""
+    if not (src.partial or gradient_partial):
+        return (), ()
     scattered = {axis for move in moves if move.kind == "reduce_scatter" for axis in move.axes}
     summed = mesh.ordered(set(src.partial) - set(dst.partial) - scattered)
     return summed, mesh.ordered(set(gradient_partial) - src.split_axes)

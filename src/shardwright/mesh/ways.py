@@ -58,12 +58,15 @@ class Way:
 def way_of(change: Change, sizes: tuple[int, ...]) -> Way:
     """What a change communicates on axes of these sizes, as the steps of `redistribute` do; sizes are above 1."""
     route = _route(change)
-    cuts = [math.prod(sizes[axis] for axis in stage) for stage in route.stages]
-    sum_at, enter_at = where_to_sum([-parts for parts in cuts], route.moves, _names(route.summed))
-    forward: list[Part] = [("all_reduce", route.summed, cuts[sum_at])] if route.summed else []
-    backward: list[Part] = [("all_reduce", route.entered, cuts[enter_at])] if route.entered else []
+    forward: list[Part] = []
+    backward: list[Part] = []
+    if route.summed or route.entered:
+        cuts = [math.prod([sizes[axis] for axis in stage]) for stage in route.stages]
+        sum_at, enter_at = where_to_sum([-parts for parts in cuts], route.moves, _names(route.summed))
+        forward += [("all_reduce", route.summed, cuts[sum_at])] if route.summed else []
+        backward += [("all_reduce", route.entered, cuts[enter_at])] if route.entered else []
     for move, axes, held in zip(route.moves, route.axes, route.held, strict=True):
-        divisor = math.prod(sizes[axis] for axis in held) // math.prod(sizes[axis] for axis in axes)
+        divisor = math.prod([sizes[axis] for axis in held]) // math.prod([sizes[axis] for axis in axes])
         if move.kind in COLLECTIVES:
             forward.append((COLLECTIVES[move.kind], axes, divisor))
         if move.adjoint in COLLECTIVES:
@@ -98,18 +101,18 @@ def _route(change: Change) -> _Route:
     gradient_partial = _names(change.gradient_partial)
     moves = moves_between(src, dst, gradient_partial, (mesh.size,) * len(src.dims), mesh)
     summed, entered = sums_between(src, dst, gradient_partial, moves, mesh)
-    stages = [src.dims, *(move.dims for move in moves)]
+    stages = [[split.axes for split in dims] for dims in (src.dims, *[move.dims for move in moves])]
     held = [
-        [axis for dims in zip(before, after, strict=True) for axis in max((split.axes for split in dims), key=len)]
+        [axis for a, b in zip(before, after, strict=True) for axis in (a if len(a) >= len(b) else b)]
         for before, after in itertools.pairwise(stages)
     ]
     return _Route(
         tuple(moves),
         _back(summed),
         _back(entered),
-        tuple(_back(axis for split in dims for axis in split.axes) for dims in stages),
-        tuple(_back(move.axes) for move in moves),
-        tuple(_back(axes) for axes in held),
+        tuple([_back([axis for axes in dims for axis in axes]) for dims in stages]),
+        tuple([_back(move.axes) for move in moves]),
+        tuple([_back(axes) for axes in held]),
     )
 
 
@@ -127,8 +130,18 @@ def _numbers(change: Change) -> Iterator[int]:
 
 
 def _names(axes: Axes) -> tuple[str, ...]:
-    return tuple(map(str, axes))
+    return tuple([_name(axis) for axis in axes])
+
+
+@cache
+def _name(axis: int) -> str:
+    return str(axis)
 
 
 def _back(names: Iterable[str]) -> Axes:
-    return tuple(map(int, names))
+    return tuple([_number(name) for name in names])
+
+
+@cache
+def _number(name: str) -> int:
+    return int(name)

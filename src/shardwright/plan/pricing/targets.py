@@ -34,22 +34,35 @@ def targets_of(
     """The same under each of several strategies."""
     rule, value = graph.rules[node.name], graph.capture.values[node.operands[index]]
     known = _known(graph, mesh, ("target", id(rule), index, value.shape, value.needs_gradient))
+    found: list[Target] = []
     for strategy in strategies:
-        if strategy not in known:
+        target = known.get(strategy)
+        if target is None:
             layout = rule.operand_layout(index, strategy).normalised(value.shape, mesh)
             partial = rule.operand_gradient_partial(index, strategy, mesh) if value.needs_gradient else ()
-            known[strategy] = the_one(graph, Target(layout, partial), mesh)
-    return tuple([known[strategy] for strategy in strategies])
+            target = known[strategy] = the_one(graph, Target(layout, partial), mesh)
+        found.append(target)
+    return tuple(found)
 
 
 def made_by(graph: RuledGraph, node: Node, index: int, strategy: Strategy, mesh: Mesh) -> Layout:
     """How result ``index`` of ``node`` is laid out under a strategy, units normalised; once for equal layers."""
+    return each_made_by(graph, node, index, (strategy,), mesh)[0]
+
+
+def each_made_by(
+    graph: RuledGraph, node: Node, index: int, strategies: Sequence[Strategy], mesh: Mesh
+) -> tuple[Layout, ...]:
+    """The same under each of several strategies."""
     rule, shape = graph.rules[node.name], graph.capture.values[node.results[index]].shape
     known = _known(graph, mesh, ("layout", id(rule), index, shape))
-    if strategy not in known:
-        known[strategy] = rule.result_layout(index, strategy, mesh).normalised(shape, mesh)
-    found: Layout = known[strategy]
-    return found
+    found: list[Layout] = []
+    for strategy in strategies:
+        layout = known.get(strategy)
+        if layout is None:
+            layout = known[strategy] = rule.result_layout(index, strategy, mesh).normalised(shape, mesh)
+        found.append(layout)
+    return tuple(found)
 
 
 def the_one(graph: RuledGraph, target: Target, mesh: Mesh) -> Target:

@@ -17,7 +17,7 @@ from shardwright.plan.minima.tables import Costs
 from shardwright.plan.pricing.cost import Objective, operator_collectives
 from shardwright.plan.pricing.pairs import pairs_on
 from shardwright.plan.pricing.ruled import RuledGraph, Use
-from shardwright.plan.pricing.targets import Target, made_by, targets_of
+from shardwright.plan.pricing.targets import Target, each_made_by, targets_of
 from shardwright.rules.notation import Strategy
 
 # Larger three-way tables are not worth their sharing: the consumers of such a value are charged singly.
@@ -71,10 +71,11 @@ class Known:
         key = cost.__name__, self.graph.alike[node.name], self._identity(strategies)
         if key not in self._operators:
             prices = self._prices.setdefault(key[:2], {})
-            for strategy in strategies:
-                if strategy not in prices:
-                    prices[strategy] = cost(self.graph, node, strategy, self.mesh)
-            self._operators[key] = np.array([prices[strategy] for strategy in strategies])
+            found = [prices.get(strategy) for strategy in strategies]
+            for at, strategy in enumerate(strategies):
+                if found[at] is None:
+                    found[at] = prices[strategy] = cost(self.graph, node, strategy, self.mesh)
+            self._operators[key] = np.array(found)
         return self._operators[key]
 
     def layouts(self, node: Node, index: int, strategies: Sequence[Strategy]) -> tuple[Layout, ...]:
@@ -82,7 +83,7 @@ class Known:
         rule, shape = self.graph.rules[node.name], self.graph.capture.values[node.results[index]].shape
         key = self._identity(rule), self._identity(strategies), index, shape
         if key not in self._layouts:
-            self._layouts[key] = tuple(made_by(self.graph, node, index, s, self.mesh) for s in strategies)
+            self._layouts[key] = each_made_by(self.graph, node, index, strategies, self.mesh)
         return self._layouts[key]
 
     def targets(self, use: Use, strategies: Sequence[Strategy]) -> tuple[Target, ...]:
