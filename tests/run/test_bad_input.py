@@ -23,13 +23,13 @@ from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, StepArguments
 
 BAD = {
-    "labels": lambda x, y: (x, y.double()),
-    "lacking": lambda x, y: (x,),
-    "added": lambda x, y: (x, y, y),
     "meta": lambda x, y: (x.to("meta"), y),
     "empty": lambda x, y: (x[:0], y[:0]),
     "array": lambda x, y: (x.numpy(), y),
     "other": lambda x, y: collections.UserDict(x=x, y=y),
+    "labels": lambda x, y: (x, y.double()),
+    "lacking": lambda x, y: (x,),
+    "added": lambda x, y: (x, y, y),
     "single": lambda x, y: (x.float(), y),  # the last one: it fails in the program
 }
 
