@@ -1,5 +1,6 @@
 """What a captured step reads of Python and changes between steps: equal to plain PyTorch, or refused, on real ranks."""
 
+import copy
 import random
 import warnings
 
@@ -169,6 +170,30 @@ def test_an_optimizer_may_be_made_before(ranks):
             assert their_norm == pytest.approx(norm, rel=1e-10)
     for said in run_ranks(ranks, optimizer_made_before, "split", 1):
         assert said.startswith("this AdamW has made steps with parameters that sw.parallelize has split since; make it")
+
+
+def optimizer_that_stepped_before(plan, splits_another):
+    """The loss after steps of plain SGD, which keeps nothing, before the model is split and after."""
+    _, model, batch = started()
+    if splits_another:  # so that steps are looked at
+        sw.parallelize(copy.deepcopy(model), loss_fn, batch, batch="global", **PLANS[plan])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loss_fn(model, batch).backward()
+    optimizer.step()
+    parallel = sw.parallelize(model, loss_fn, batch, batch="global", **PLANS[plan])
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = parallel(batch)
+        loss.backward()
+        optimizer.step()
+    return loss.item()
+
+
+def test_an_optimizer_that_keeps_nothing_may_have_made_steps_before():
+    [expected] = run_ranks(1, optimizer_that_stepped_before, "data", False)
+    for splits_another in (False, True):
+        for loss in run_ranks(2, optimizer_that_stepped_before, "split", splits_another):
+            assert loss == pytest.approx(expected, rel=1e-10)
 
 
 def numbers_of_gradients(plan):

@@ -127,7 +127,7 @@ RUNS = {
 }
 
 
-def train(names, large, runs):
+def train(names, large, runs, backend=None):
     """What rank 0 prints of each run, on two hosts with half of the ranks each."""
     each = int(os.environ["WORLD_SIZE"]) // 2
     host, local_rank = divmod(int(os.environ["RANK"]), each)
@@ -141,7 +141,7 @@ def train(names, large, runs):
         "LOCAL_WORLD_SIZE": str(each),
     }
     torch.set_num_threads(1)
-    sw.init()
+    sw.init(backend)
     printed = {}
     for name in runs:
         mode, options, training = RUNS[name]
@@ -229,7 +229,7 @@ def test_a_run_on_two_hosts_predicts_what_the_link_counts(large):
 @pytest.mark.slow
 def test_with_several_ranks_on_each_host_only_what_crosses_is_predicted_for_the_link():
     with namespaces() as names:
-        printed = run_ranks(4, train, names, True, ["data"], timeout=110)[0]["data"]
+        printed = run_ranks(4, train, names, True, ["data"], "gloo", timeout=110)[0]["data"]
     lines = [read_line(line) for line in printed.splitlines() if line.startswith("traffic")]
     assert [line[:2] for line in lines] == [
         (f"node{i}, {place}", device)
@@ -240,6 +240,17 @@ def test_with_several_ranks_on_each_host_only_what_crosses_is_predicted_for_the_
         8 * sum(p.numel() for p in Wide().parameters()) * 4 * 2 * 3 / 4
     )  # one edge of the ring, both ways round
     assert [line[2] for line in lines] == pytest.approx([once_around] * 4, rel=0.05)
+
+
+@pytest.mark.slow
+def test_ranks_that_share_memory_send_over_the_link_what_the_hosts_lack():
+    with namespaces() as names:
+        printed = run_ranks(4, train, names, True, ["data"], timeout=110)[0]["data"]
+    lines = [line for line in printed.splitlines() if line.startswith("traffic")]
+    between = [read_line(line) for line in lines if "with other hosts" in line]
+    assert [line[:2] for line in between] == [(f"node{i}, with other hosts", DEVICE) for i in (0, 1)]
+    sums = 8 * sum(p.numel() for p in Wide().parameters()) * 4  # with two hosts each sends what it has
+    assert [line[2] for line in between] == pytest.approx([sums] * 2, rel=0.05)
 
 
 def train_within_a_host(name):

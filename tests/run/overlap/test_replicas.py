@@ -210,6 +210,23 @@ def rates_of_each_for_a_while(parallel, batch, rank, optimizer):
     optimizer.step()
 
 
+def gradients_of_some(parallel, batch, rank, optimizer):
+    parallel(batch).backward()
+    if rank == 1:
+        parallel.module.tokens.weight.grad = None
+    optimizer.step()
+
+
+def another_class_on_one_rank(parallel, batch, rank, optimizer):
+    kind = torch.optim.Adam if rank else torch.optim.AdamW
+    step(parallel, batch, kind(parallel.parameters(), lr=1e-3, weight_decay=0.01))
+
+
+def steps_by_other_ways(parallel, batch, rank, optimizer):
+    optimizer.param_groups[0]["foreach"] = bool(rank)
+    step(parallel, batch, optimizer)
+
+
 def rates_worked_out_with_a_rounding(parallel, batch, rank, optimizer):
     rates_of_each(parallel, batch, 1e-12 * rank, optimizer)
 
@@ -218,7 +235,10 @@ ON_PARTS = {
     a_step_on_one_rank: "rank 0 has made 2 of them and rank 1 1; call optimizer.step() on every rank",
     a_state_on_one_rank: "rank 0 was given states 0 times by load_state_dict, and rank 1 once; load them on every rank",
     rates_of_each: "rank 0 made the last one with lr=0.001 and rank 1 with lr=0.002; give optimizers and schedulers",
-    rates_of_each_for_a_while: "rank 1 made some with other settings than rank 0, which have amsgrad=False, betas=",
+    rates_of_each_for_a_while: "rank 1 made some otherwise than rank 0, and the last one as it did, with AdamW of ",
+    gradients_of_some: "parameters and rank 1 with AdamW of ",
+    another_class_on_one_rank: "rank 0 made the last one with AdamW of ",
+    steps_by_other_ways: "",
     rates_worked_out_with_a_rounding: "",
 }
 

@@ -9,10 +9,16 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 _DIGITS = 6  # of settings that are compared: processors may work out a schedule with other roundings
+_WAYS = ("params", "foreach", "fused", "capturable", "differentiable")  # by which a step makes the same
+
+_Settings = tuple[int, int | None, tuple[tuple[str, tuple[float, ...]], ...]]
 
 
 @dataclass(frozen=True)
@@ -39,12 +45,9 @@ def made_steps() -> MadeSteps:
     return _made[0]
 
 
-def note_step(optimizer: Optimizer) -> None:
-    """Told before each step of an optimizer that has split parameters."""
-    last = "; ".join(
-        ", ".join(f"{name}={_rounded(value)}" for name, value in sorted(group.items()) if _is_setting(name, value))
-        for group in optimizer.param_groups
-    )
+def note_step(optimizer: Optimizer, *, has_closure: bool = False) -> None:
+    """Told before each step of an optimizer that has split parameters; gradients are still to come of a closure."""
+    last = _told(type(optimizer).__name__, tuple(_settings(group, has_closure) for group in optimizer.param_groups))
     before = made_steps()
     _made[0] = replace(before, steps=before.steps + 1, settings=before.settings + zlib.crc32(last.encode()), last=last)
 
@@ -54,18 +57,38 @@ def note_load() -> None:
     _made[0] = replace(made_steps(), loads=made_steps().loads + 1)
 
 
-def _is_setting(name: str, value: object) -> bool:
-    """Whether it is a number, or some; a tensor may be on a GPU, which is not waited for."""
-    numbers = value if isinstance(value, (tuple, list)) and name != "params" else [value]
-    return all(isinstance(number, (int, float)) for number in numbers)
+def _settings(group: dict[str, Any], has_closure: bool) -> _Settings:
+    """How many parameters a group has, how many of them have gradients, and its numbers."""
+    parameters = group["params"]
+    gradients = None if has_closure else sum(parameter.grad is not None for parameter in parameters)
+    numbers = [(name, _numbers(value)) for name, value in sorted(group.items()) if name not in _WAYS]
+    return len(parameters), gradients, tuple([(name, found) for name, found in numbers if found])
 
 
-def _rounded(value: float | Sequence[float]) -> str:
-    if isinstance(value, bool):
-        return str(value)
-    if isinstance(value, (int, float)):
-        return f"{value:.{_DIGITS}g}"
-    return f"({', '.join(map(_rounded, value))})"
+def _numbers(value: object) -> tuple[float, ...]:
+    """What a setting is if it is a number, or some; a tensor may be on a GPU, which is not waited for."""
+    if isinstance(value, Tensor) and value.numel() == 1 and value.device.type == "cpu":
+        value = value.item()
+    numbers = value if isinstance(value, (tuple, list)) else (value,)
+    return tuple(numbers) if all(isinstance(number, (int, float)) for number in numbers) else ()
+
+
+@lru_cache(maxsize=64)
+def _told(kind: str, groups: tuple[_Settings, ...]) -> str:
+    return "; ".join(
+        ", ".join([_counted(kind, count, gradients), *(f"{name}={_rounded(numbers)}" for name, numbers in settings)])
+        for count, gradients, settings in groups
+    )
+
+
+def _counted(kind: str, count: int, gradients: int | None) -> str:
+    with_gradients = "" if gradients in (None, count) else f" of which {gradients} have gradients"
+    return f"{kind} of {count} parameters{with_gradients}"
+
+
+def _rounded(numbers: tuple[float, ...]) -> str:
+    texts = [f"{number:.{_DIGITS}g}" for number in numbers]
+    return texts[0] if len(texts) == 1 else f"({','.join(texts)})"
 
 
 def unlike(everyone: Sequence[Sequence[int]], last: Sequence[str]) -> str | None:
@@ -89,12 +112,12 @@ def unlike(everyone: Sequence[Sequence[int]], last: Sequence[str]) -> str | None
     elif last[0] != last[rank]:
         what = (
             f"rank 0 made the last one with {_differing(last[0], last[rank])} and rank {rank} with "
-            f"{_differing(last[rank], last[0])}; give optimizers and schedulers the same numbers on every rank"
+            f"{_differing(last[rank], last[0])}; give optimizers and schedulers the same on every rank"
         )
     else:
         what = (
-            f"rank {rank} made some with other settings than rank 0, which have {last[0]} now; give optimizers and "
-            "schedulers the same numbers on every rank"
+            f"rank {rank} made some otherwise than rank 0, and the last one as it did, with {last[0]}; give optimizers "
+            "and schedulers the same on every rank"
         )
     return f"ranks have not made the same steps of split parameters, of which each holds a part: {what}"
 

@@ -28,8 +28,9 @@ from shardwright.plan.pricing.optimizers import WHOLE_GRADIENTS
 from shardwright.run.programs.splitting import refuse_part_of_another
 from shardwright.run.updates.made_steps import note_load, note_step
 
-# Parameters that were replaced -> what they were replaced by.
+# Parameters that were replaced -> what they were replaced by, and how many ever were.
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_replaced_so_far = [0]
 # Each entry that these update, and what they keep for it, follows from that entry, its gradient and what was kept.
 _BY_ENTRY = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
@@ -42,6 +43,7 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 def note_successor(parameter: Tensor, successor: nn.Parameter) -> None:
     """Let every optimizer of ``parameter`` update ``successor`` in its place, from its next step on."""
     _replaced[parameter] = successor
+    _replaced_so_far[0] += 1
 
 
 @cache
@@ -54,9 +56,13 @@ def watch_optimizers() -> None:
 
 @dataclass
 class _Known:
-    """What was found when an optimizer was looked at, and whether it was given a state since its last step."""
+    """What was found when an optimizer was looked at, and whether it was given a state since its last step.
+
+    ``replaced`` is how many parameters of this process had been replaced by then.
+    """
 
     parameters: int
+    replaced: int
     has_split: bool
     was_loaded: bool
 
@@ -74,7 +80,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         _take_loaded(optimizer)
     known.was_loaded = False
     if known.has_split:
-        note_step(optimizer)
+        note_step(optimizer, has_closure=any(map(callable, (*args, *kwargs.values()))))
     if not isinstance(optimizer, WHOLE_GRADIENTS):
         return None
     _make_whole(optimizer)
@@ -101,7 +107,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _Known:
         UsageError: where it has state already, which belongs to whole parameters.
     """
     count, known = sum(len(group["params"]) for group in optimizer.param_groups), _known.get(optimizer)
-    if known is not None and known.parameters == count:
+    if known is not None and (known.parameters, known.replaced) == (count, _replaced_so_far[0]):
         return known
     for group in optimizer.param_groups:
         for at, parameter in enumerate(group["params"]):
@@ -118,7 +124,7 @@ def _look_at(optimizer: torch.optim.Optimizer) -> _Known:
     if known is None:
         optimizer.register_load_state_dict_post_hook(_note_loaded)
     has_split = any(_is_split(p) for group in optimizer.param_groups for p in group["params"])
-    _known[optimizer] = _Known(count, has_split, was_loaded=known is None or known.was_loaded)
+    _known[optimizer] = _Known(count, _replaced_so_far[0], has_split, was_loaded=known is None or known.was_loaded)
     return _known[optimizer]
 
 
