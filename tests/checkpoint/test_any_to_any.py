@@ -129,3 +129,30 @@ def test_every_pair_of_ranks_and_modes(tmp_path):
     loads += go(tmp_path / "down", down)
     alike = sum(len(own) ** 2 for _, own in up)
     assert loads == 2 * (len(list(itertools.product(sources, sources))) + alike)
+
+
+def of_an_optimizer_made_before(folder, mode, steps, resumes):
+    """The loss after so many steps, of which the first two are those of a checkpoint, if it resumes."""
+    sw.init()
+    torch.manual_seed(0)
+    model = Transformer()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    options = {"pins": PINS["transformer"](2), "mesh": "tp=2"} if mode == "semi-auto" else {}
+    parallel = sw.parallelize(model, next_token, transformer_batch(8), mode, batch="global", **options)
+    if resumes:
+        sw.checkpoint.load(folder, parallel, optimizer)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        parallel(transformer_batch(8)).backward()
+        optimizer.step()
+    if not resumes:
+        sw.checkpoint.save(folder, parallel, optimizer, step=steps)
+    return parallel(transformer_batch(8)).item()
+
+
+def test_an_optimizer_made_before_its_model_is_split_is_resumed(tmp_path):
+    saved, on = str(tmp_path / "saved"), str(tmp_path / "on")
+    run_ranks(1, of_an_optimizer_made_before, saved, "single", 2, False)
+    [expected] = run_ranks(1, of_an_optimizer_made_before, on, "single", 4, False)
+    for loss in run_ranks(2, of_an_optimizer_made_before, saved, "semi-auto", 2, True):
+        assert loss == pytest.approx(expected, rel=1e-5)

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from shardwright.errors import UsageError
 from shardwright.graph.ir import Capture
@@ -25,6 +26,7 @@ from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
 from shardwright.run.replicas import Replicas
 from shardwright.run.structure import Structure
+from shardwright.run.updates.optimizers import look_at
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.on_its_way import OnItsWay
 from shardwright.world.ranks import alone
@@ -177,6 +179,14 @@ class ParallelModel(LikeModule):
     @abstractmethod
     def full_state_dict(self) -> dict[str, Any]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""
+
+    def adopt(self, optimizer: Optimizer) -> None:
+        """Let an optimizer that was made before the model was split have its parts now, not only at its first step.
+
+        Raises:
+            UsageError: where it has state already, which belongs to whole parameters.
+        """
+        look_at(optimizer)
 
     @abstractmethod
     def random_state(self) -> dict[str, int] | None:

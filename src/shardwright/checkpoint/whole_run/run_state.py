@@ -65,6 +65,9 @@ class Run:
     def __post_init__(self) -> None:
         named = {"loader": self.loader, "scheduler": self.scheduler, "scaler": self.scaler}
         object.__setattr__(self, "others", {name: thing for name, thing in named.items() if thing is not None})
+        ours = parallelized(self.model)
+        if ours is not None and isinstance(self.optimizer, Optimizer):
+            ours.adopt(self.optimizer)  # it may have been made before
 
     def state(self) -> dict[Path, Any]:
         """Everything but the generators, as it is now: the tensors are the run's own."""

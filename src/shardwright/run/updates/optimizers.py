@@ -75,7 +75,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Arguments | None:
     """What the step is to be called with, None where it stays as it is."""
-    known = _look_at(optimizer)
+    known = look_at(optimizer)
     if known.has_split and known.was_loaded:
         _take_loaded(optimizer)
     known.was_loaded = False
@@ -100,7 +100,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     return tuple(map(whole_after, args)), {name: whole_after(value) for name, value in kwargs.items()}
 
 
-def _look_at(optimizer: torch.optim.Optimizer) -> _Known:
+def look_at(optimizer: torch.optim.Optimizer) -> _Known:
     """What is known of an optimizer; one that was made before its parameters were split is given their successors.
 
     Raises:
