@@ -242,17 +242,6 @@ def test_with_several_ranks_on_each_host_only_what_crosses_is_predicted_for_the_
     assert [line[2] for line in lines] == pytest.approx([once_around] * 4, rel=0.05)
 
 
-@pytest.mark.slow
-def test_ranks_that_share_memory_send_over_the_link_what_the_hosts_lack():
-    with namespaces() as names:
-        printed = run_ranks(4, train, names, True, ["data"], timeout=110)[0]["data"]
-    lines = [line for line in printed.splitlines() if line.startswith("traffic")]
-    between = [read_line(line) for line in lines if "with other hosts" in line]
-    assert [line[:2] for line in between] == [(f"node{i}, with other hosts", DEVICE) for i in (0, 1)]
-    sums = 8 * sum(p.numel() for p in Wide().parameters()) * 4  # with two hosts each sends what it has
-    assert [line[2] for line in between] == pytest.approx([sums] * 2, rel=0.05)
-
-
 def train_within_a_host(name):
     enter(name, "alone")
     torch.set_num_threads(1)
