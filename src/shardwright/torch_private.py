@@ -42,6 +42,7 @@ __all__ = [
     "DynamicOutputShapeException",
     "MemoryOf",
     "References",
+    "acts_on_loads",
     "add_gloo_inside",
     "apply_function",
     "assert_on_device",
@@ -1104,4 +1105,15 @@ def schema_parameters(op: str) -> tuple[Parameter, ...]:
     return tuple(
         Parameter(a.name, a.default_value, str(a.type) in ("Tensor", "Optional[Tensor]"))
         for a in _operator(op)._schema.arguments
+    )
+
+
+def acts_on_loads(module: torch.nn.Module) -> bool:
+    """Whether a module or one in it does more at `load_state_dict` than take tensors: no public name tells of hooks,
+    nor of the method by which a class takes what is its own, which torch's documentation lets users override."""
+    return any(
+        each._load_state_dict_pre_hooks
+        or each._load_state_dict_post_hooks
+        or not type(each)._load_from_state_dict.__module__.startswith("torch.")
+        for each in module.modules()
     )

@@ -190,6 +190,39 @@ def test_what_is_not_passed_is_not_loaded_and_what_was_not_saved_is_missed(tmp_p
     assert loaded.extra == {"best": [1, 2.5, "x", None]}
 
 
+class Overriding(Perceptron):
+    """Keeps a number of its parameters, as its class has it worked out when it loads."""
+
+    total = 0.0
+
+    def _load_from_state_dict(self, state, prefix, *others):
+        super()._load_from_state_dict(state, prefix, *others)
+        self.total = sum(float(parameter.detach().sum()) for parameter in self.parameters())
+
+
+class Hooked(Perceptron):
+    """The same by a hook."""
+
+    total = 0.0
+
+    def __init__(self):
+        super().__init__()
+        self.register_load_state_dict_post_hook(Hooked.add_up)
+
+    def add_up(self, _):
+        self.total = sum(float(parameter.detach().sum()) for parameter in self.parameters())
+
+
+@pytest.mark.parametrize("kind", [Overriding, Hooked])
+def test_modules_that_do_more_when_they_load_do_it(kind, tmp_path):
+    torch.manual_seed(0)
+    saved = kind()
+    sw.checkpoint.save(tmp_path, saved, step=1)
+    fresh = kind()
+    sw.checkpoint.load(tmp_path, fresh)
+    assert fresh.total == sum(float(parameter.detach().sum()) for parameter in saved.parameters()) != 0
+
+
 def test_schedules_scalers_averages_and_extra_state_come_back(tmp_path):
     class Counting(Perceptron):
         calls = 0

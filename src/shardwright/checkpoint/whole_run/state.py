@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from shardwright import torch_private
 from shardwright.checkpoint.format.manifest import Entry, TensorEntry
 from shardwright.errors import CheckpointError
 from shardwright.plan.plan import Plan
@@ -76,11 +77,18 @@ def model_state(module: nn.Module) -> dict[Path, Any]:
 
 
 def put_model_state(module: nn.Module, state: Mapping[Path, Any]) -> None:
-    """Hand the module what was not filled in place: what its own hooks made, and extra state."""
+    """Hand the module what was not filled in place: what its own hooks made, and extra state.
+
+    Modules that do more when they load are given all, as it is, so that they do it.
+    """
     own = {id(tensor) for tensor in [*module.parameters(), *module.buffers()]}
-    rest = {path[1]: value for path, value in state.items() if path[0] == "model" and id(value) not in own}
-    if rest:
-        module.load_state_dict(rest, strict=False)
+    given = {path[1]: value for path, value in state.items() if path[0] == "model" and id(value) not in own}
+    if torch_private.acts_on_loads(module):
+        whole = module.state_dict()
+        whole.update(given)
+        given = whole
+    if given:
+        module.load_state_dict(given, strict=False)
 
 
 def broadcast_buffers(model: Any) -> None:
