@@ -26,7 +26,7 @@ from shardwright.run.like_module import LikeModule, evaluating
 from shardwright.run.programs.execute import Execution
 from shardwright.run.replicas import Replicas
 from shardwright.run.structure import Structure
-from shardwright.run.updates.optimizers import look_at
+from shardwright.run.updates.optimizers import look_at, note_trained
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.on_its_way import OnItsWay
 from shardwright.world.ranks import alone
@@ -57,6 +57,7 @@ class ParallelModel(LikeModule):
         self._structure = Structure(module)
         self._failure = ""  # of a step that other ranks may still be in
         self._pulse = own_pulse()
+        note_trained(module.parameters())
 
     # Running
 

@@ -23,7 +23,7 @@ from shardwright.plan.pricing.optimizers import updated_times
 from shardwright.run.freed_memory import keep_freed_memory
 from shardwright.run.parallel import parallelize
 from shardwright.run.programs.splitting import Splitting, local_part
-from shardwright.run.updates.optimizers import watch_optimizers
+from shardwright.run.updates.optimizers import note_trained
 from shardwright.world.world import World
 
 _SMALL, _LARGE = 64, 4  # parameters
@@ -72,6 +72,7 @@ def _updating(per_entry: int, make: Make, device: torch.device) -> Updating:
 
 def _steps(make: Make, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
     """A step of the optimizer, which then lets the gradients go."""
+    note_trained(parameters)
     optimizer, gradients = make(parameters), [torch.ones_like(parameter) for parameter in parameters]
 
     def step() -> None:
@@ -89,7 +90,6 @@ def _split_s(world: World) -> float:
     splitting = Splitting({"": Layout.split(1, {0: [_AXIS]})}, mesh, device, splits=True)
     wholes = [nn.Parameter(torch.zeros(4 * world.size, device=device)) for _ in range(_SMALL)]
     parts = [splitting.part("", whole, whole) for whole in wholes]
-    watch_optimizers()
     parts_s, plain_s = (slowest_s(_training(parameters), device) for parameters in (parts, [*map(_plain, parts)]))
     return max(0.0, parts_s - plain_s) / _SMALL
 
@@ -100,6 +100,7 @@ def _plain(part: nn.Parameter) -> nn.Parameter:
 
 def _training(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
     """What a step does with parameters beside its operators."""
+    note_trained(parameters)
     optimizer = AdamW(parameters, 1e-3)
     gradients = [torch.ones_like(local_part(parameter)) for parameter in parameters]
 

@@ -19,7 +19,7 @@ from shardwright.run.placing.initialising import Init, Initialising
 from shardwright.run.placing.members import Member, members
 from shardwright.run.programs.splitting import Splitting, refuse_hooks, watch_split
 from shardwright.run.programs.storage import of_rank_zero
-from shardwright.run.updates.optimizers import note_successor, watch_optimizers
+from shardwright.run.updates.optimizers import note_successor
 from shardwright.world.agreement import from_rank_zero, together
 from shardwright.world.ranks import ranks_by_collectives
 
@@ -53,8 +53,6 @@ def place(
     if not makes_new:
         model.to(device)  # modules may do more than to move their tensors, such as joining the weights of an LSTM
         found = _plain(model)
-    if makes_new:
-        watch_optimizers()
     made: list[tuple[Member, Tensor]] = []
     Initialising(model, [member for member in found if member.name in empty], init, device).run(
         seed, of_rank_zero, lambda member, whole: made.append((member, _stored(member, whole, splitting)))

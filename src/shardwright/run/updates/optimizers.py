@@ -1,15 +1,16 @@
-"""What torch's optimizers must be told of parameters that are DTensors, in each of their steps.
+"""What torch's optimizers must be told of the parameters of a parallel model, which may be DTensors, in each step.
 
 Those that were made before the parameters were split are given the new ones. Those that work entry by entry make their
 step on the part that this rank holds, a plain tensor: torch runs every operator on a DTensor through Python, half a
 millisecond for each parameter that Adam updates. Those whose arithmetic torch cannot split are given whole gradients.
+On the CPU steps on plain tensors are made by fused kernels (`fused`).
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,11 +27,12 @@ from shardwright.errors import UsageError
 from shardwright.mesh.dtensor import gathered, is_on_mesh_of_model, on_mesh, part_like, replicated
 from shardwright.plan.pricing.optimizers import WHOLE_GRADIENTS
 from shardwright.run.programs.splitting import refuse_part_of_another
+from shardwright.run.updates.fused import by_fused_kernels
 from shardwright.run.updates.made_steps import note_load, note_step
 
-# Parameters that were replaced -> what they were replaced by, and how many ever were.
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()
-_replaced_so_far = [0]
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that were -> what they were replaced by
+_trained: WeakIdKeyDictionary = WeakIdKeyDictionary()  # the parameters of parallel models -> True
+_changes = [0]  # how often one of these was added to
 # Each entry that these update, and what they keep for it, follows from that entry, its gradient and what was kept.
 _BY_ENTRY = (
     torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam,
@@ -43,7 +45,16 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 def note_successor(parameter: Tensor, successor: nn.Parameter) -> None:
     """Let every optimizer of ``parameter`` update ``successor`` in its place, from its next step on."""
     _replaced[parameter] = successor
-    _replaced_so_far[0] += 1
+    _changes[0] += 1
+
+
+def note_trained(parameters: Iterable[nn.Parameter]) -> None:
+    """Let optimizers make their steps of these, the parameters of a parallel model as they are stored, as fast as they
+    can."""
+    watch_optimizers()
+    for parameter in parameters:
+        _trained[parameter] = True
+    _changes[0] += 1
 
 
 @cache
@@ -58,12 +69,14 @@ def watch_optimizers() -> None:
 class _Known:
     """What was found when an optimizer was looked at, and whether it was given a state since its last step.
 
-    ``replaced`` is how many parameters of this process had been replaced by then.
+    ``changes`` is how often by then something had changed for parameters of this process. ``is_ours``: it updates those
+    of a parallel model.
     """
 
     parameters: int
-    replaced: int
+    changes: int
     has_split: bool
+    is_ours: bool
     was_loaded: bool
 
 
@@ -107,7 +120,7 @@ def look_at(optimizer: torch.optim.Optimizer) -> _Known:
         UsageError: where it has state already, which belongs to whole parameters.
     """
     count, known = sum(len(group["params"]) for group in optimizer.param_groups), _known.get(optimizer)
-    if known is not None and (known.parameters, known.replaced) == (count, _replaced_so_far[0]):
+    if known is not None and (known.parameters, known.changes) == (count, _changes[0]):
         return known
     for group in optimizer.param_groups:
         for at, parameter in enumerate(group["params"]):
@@ -123,8 +136,14 @@ def look_at(optimizer: torch.optim.Optimizer) -> _Known:
             group["params"][at] = successor
     if known is None:
         optimizer.register_load_state_dict_post_hook(_note_loaded)
-    has_split = any(_is_split(p) for group in optimizer.param_groups for p in group["params"])
-    _known[optimizer] = _Known(count, _replaced_so_far[0], has_split, was_loaded=known is None or known.was_loaded)
+    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    _known[optimizer] = _Known(
+        count,
+        _changes[0],
+        has_split=any(map(_is_split, updated)),
+        is_ours=any(parameter in _trained for parameter in updated),
+        was_loaded=known is None or known.was_loaded,
+    )
     return _known[optimizer]
 
 
@@ -183,12 +202,15 @@ def _step_on_parts(
         with torch.enable_grad():
             loss = closure()
     split = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    if not split or not _are_alike(optimizer, split):
-        step()
-        return loss
-    with torch.no_grad():
-        parts: dict[Tensor, Tensor] = {parameter: parameter.to_local() for parameter in split}
-    with _standing_in(optimizer, parts):
+    parts: dict[Tensor, Tensor] = {}
+    if split and _are_alike(optimizer, split):
+        with torch.no_grad():
+            parts = {parameter: parameter.to_local() for parameter in split}
+    known = _known.get(optimizer)
+    with (
+        _standing_in(optimizer, parts) if parts else nullcontext(),
+        by_fused_kernels(optimizer) if known is not None and known.is_ours else nullcontext(),
+    ):
         step()
     return loss
 
