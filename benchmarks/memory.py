@@ -118,14 +118,14 @@ def most(kib: int) -> float:
 
 def measured(name: str, way: str) -> dict[str, float]:
     """MiB that training takes above what was there before the model was."""
-    step = WAYS[way](Case.made(replace(MODELS[name], make=SMALL[name]), torch.float32, False))
+    step = WAYS[way](Case.made(replace(MODELS[name], make=SMALL[name]), torch.float32))
     for _ in range(FIRST):
         step()
     del step
     anonymous, shared, _ = parts()
     before = anonymous + shared
     with peak() as making:
-        step = WAYS[way](Case.of(name, torch.float32, False))
+        step = WAYS[way](Case.of(name, torch.float32))
         for _ in range(FIRST):
             step()
     with peak() as stepping:
@@ -172,7 +172,7 @@ def main() -> None:
     if options.model:
         inside(options)
         return
-    options.compiled, options.before = False, None
+    options.compiled, options.fused, options.before = False, False, None
     models = models_of(parser, options)
     print("| model | way | over | from its making, MiB | in a step, MiB | in all, MiB |")
     print("| --- | --- | --- | ---: | ---: | ---: |", flush=True)

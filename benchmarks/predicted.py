@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from quiet import add_busy, refuse_load
 from step import SOURCE, Jobs, add_models, models_of, spread
-from step_ranks import BLOCKS, MODELS, WARMING, Case, adamw, add_one_rank, looped, loss_fn, slowest, timed
+from step_ranks import BLOCKS, MODELS, WARMING, Case, add_one_rank, looped, loss_fn, slowest, timed
 
 WAYS = {"ours": "data", "ours-auto": "auto"}
 
@@ -37,10 +37,10 @@ def inside(options: argparse.Namespace) -> None:
     from shardwright.run.programs.planner import hardware_of
 
     world = sw.init()
-    case = Case.of(options.model, torch.float32, False)
+    case = Case.of(options.model, torch.float32)
     how = {"mode": WAYS[options.way], "batch": "local", "hardware": options.hardware}
     parallel = sw.parallelize(case.model, loss_fn, case.rows, **how)
-    step = looped(lambda: parallel(case.rows), adamw(parallel))
+    step = looped(lambda: parallel(case.rows), case.adamw(parallel))
     timed(step, WARMING)
     took_s = slowest([s for s, _ in timed(step, BLOCKS * MODELS[options.model].steps)])
     prices = Prices(parallel.plan, hardware_of(world, read_hardware(options.hardware)))
@@ -79,7 +79,7 @@ def main() -> None:
     if options.model:
         inside(options)
         return
-    options.compiled, options.before = False, None
+    options.compiled, options.fused, options.before = False, False, None
     models = models_of(parser, options)
     refuse_load(options.busy)
     with tempfile.TemporaryDirectory() as name:

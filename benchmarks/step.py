@@ -2,6 +2,7 @@
 
     python benchmarks/step.py [--models perceptron,resnet18,transformer] [--ranks 2] [--rounds 3] [--backend shm]
     python benchmarks/step.py --compiled
+    python benchmarks/step.py --fused
     python benchmarks/step.py --split
     python benchmarks/step.py --before ../other/src
     python benchmarks/step.py --around
@@ -12,7 +13,8 @@ Accelerate, Lightning Fabric and DTensor's tensor parallelism, each as its users
 torchrun and over gloo; ours is started by ``shardwright launch``, over its usual backend or ``--backend``. All have one
 model, one batch and AdamW, and ranks of one thread. Under ``--compiled`` it is our ``compile=True`` and
 DistributedDataParallel by `torch.compile`. Under ``--split`` it is our tensor parallel and fully sharded plans beside
-DTensor's tensor parallelism and FSDP2.
+DTensor's tensor parallelism and FSDP2. Ours makes the steps of AdamW by torch's fused kernels, which are not usual on
+CPUs; under ``--fused`` all ways and limits ask for them.
 
 The ways take turns (A B A B ...), each in ranks of its own, in which its limit takes turns with it: the same ranks
 without communication. A run's figure is the median of its steps, slowest rank. The tables give medians over the rounds,
@@ -88,7 +90,7 @@ class Jobs:
         answer.unlink(missing_ok=True)
         words = [str(self.script), *self.words, "--model", model, "--answer", str(answer)]
         words += ["--way", "ours" if way == "before" else way]
-        words += ["--compiled"] * self.options.compiled + ["--check"] * check
+        words += ["--compiled"] * self.options.compiled + ["--fused"] * self.options.fused + ["--check"] * check
         environment = os.environ | {"PYTHONPATH": source, "OMP_NUM_THREADS": "1"}
         command = [*self._launcher(way), *words]
         done = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, text=True)
@@ -199,6 +201,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--backend", help="of ours, as for shardwright launch; the rivals are over gloo")
     parser.add_argument("--compiled", action="store_true", help="by torch.compile, ours and DistributedDataParallel")
+    parser.add_argument(
+        "--fused", action="store_true", help="all ways make AdamW with fused=True, which ours takes anyway"
+    )
     parser.add_argument("--split", action="store_true", help="our split plans beside DTensor and FSDP2")
     parser.add_argument("--before", type=os.path.abspath, help="the src folder of another checkout, as the rival")
     parser.add_argument("--around", action="store_true", help="what a call takes beside its program, on one rank")

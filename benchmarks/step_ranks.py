@@ -127,19 +127,20 @@ class Case:
     layers: Sequence[nn.Module]
     rank: int
     size: int
-    compiled: bool
+    compiled: bool = False
+    fused: bool = False
 
     @staticmethod
-    def of(name: str, dtype: torch.dtype, compiled: bool) -> Case:
-        return Case.made(MODELS[name], dtype, compiled)
+    def of(name: str, dtype: torch.dtype, compiled: bool = False, fused: bool = False) -> Case:
+        return Case.made(MODELS[name], dtype, compiled, fused)
 
     @staticmethod
-    def made(trained: Trained, dtype: torch.dtype, compiled: bool) -> Case:
+    def made(trained: Trained, dtype: torch.dtype, compiled: bool = False, fused: bool = False) -> Case:
         torch.manual_seed(0)
         model, (x, y) = trained.make()
         x = x.to(dtype) if x.is_floating_point() else x
         place = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-        return Case(model.to(dtype), (x, y), trained.layers(model), *place, compiled)
+        return Case(model.to(dtype), (x, y), trained.layers(model), *place, compiled, fused)
 
     @property
     def rows(self) -> Batch:
@@ -150,9 +151,8 @@ class Case:
     def as_run(self, model: Any) -> Any:
         return torch.compile(model) if self.compiled else model
 
-
-def adamw(model: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-3)
+    def adamw(self, model: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=self.fused or None)
 
 
 def looped(
@@ -171,7 +171,7 @@ def looped(
 def plain(case: Case) -> Step:
     """PyTorch without other ranks: the limit."""
     model, rows = case.as_run(case.model), case.rows
-    return looped(lambda: loss_fn(model, rows), adamw(model))
+    return looped(lambda: loss_fn(model, rows), case.adamw(model))
 
 
 # The rivals.
@@ -185,7 +185,7 @@ def meet() -> None:
 def ddp(case: Case) -> Step:
     meet()
     model, rows = case.as_run(nn.parallel.DistributedDataParallel(case.model)), case.rows
-    return looped(lambda: loss_fn(model, rows), adamw(model))
+    return looped(lambda: loss_fn(model, rows), case.adamw(model))
 
 
 def fsdp2(case: Case) -> Step:
@@ -197,14 +197,14 @@ def fsdp2(case: Case) -> Step:
     for layer in case.layers:
         fully_shard(layer, mesh=mesh)
     model, rows = fully_shard(case.model, mesh=mesh), case.rows
-    return looped(lambda: loss_fn(model, rows), adamw(model))
+    return looped(lambda: loss_fn(model, rows), case.adamw(model))
 
 
 def accelerate(case: Case) -> Step:
     from accelerate import Accelerator
 
     accelerator, rows = Accelerator(cpu=True), case.rows
-    model, optimizer = accelerator.prepare(case.model, adamw(case.model))
+    model, optimizer = accelerator.prepare(case.model, case.adamw(case.model))
     return looped(lambda: loss_fn(model, rows), optimizer, accelerator.backward)
 
 
@@ -213,7 +213,7 @@ def fabric(case: Case) -> Step:
 
     runs, rows = Fabric(accelerator="cpu", devices=case.size, strategy="ddp"), case.rows
     runs.launch()
-    model, optimizer = runs.setup(case.model, adamw(case.model))
+    model, optimizer = runs.setup(case.model, case.adamw(case.model))
     return looped(lambda: loss_fn(model, rows), optimizer, runs.backward)
 
 
@@ -246,7 +246,7 @@ def dtensor(case: Case) -> Step:
     else:
         ends = {"layers.0": ColwiseParallel(), "layers.2": RowwiseParallel()}
         model, losses_split = parallelize_module(case.model, mesh, ends), nullcontext
-    optimizer = adamw(model)
+    optimizer = case.adamw(model)
 
     def step() -> Tensor:
         with losses_split():
@@ -269,7 +269,7 @@ def ours(case: Case, **options: Any) -> Step:
     how = {"mode": "data", "batch": "local", **options} | ({"compile": True} if case.compiled else {})
     given = case.batch if how["batch"] == "global" else case.rows
     parallel = sw.parallelize(case.model, loss_fn, given, **how)
-    return looped(lambda: parallel(given), adamw(parallel))
+    return looped(lambda: parallel(given), case.adamw(parallel))
 
 
 def ours_auto(case: Case) -> Step:
@@ -319,11 +319,11 @@ def mean_loss(step: Step) -> float:
     return mine.item() / dist.get_world_size()
 
 
-def checked(name: str, way: str, compiled: bool) -> dict[str, list[float]]:
+def checked(name: str, way: str, compiled: bool, fused: bool) -> dict[str, list[float]]:
     """The losses of some steps in float64, and those of plain PyTorch on one device."""
-    step = WAYS[way](Case.of(name, torch.float64, compiled))
+    step = WAYS[way](Case.of(name, torch.float64, compiled, fused))
     losses = [mean_loss(step) for _ in range(CHECKED)]
-    alone = plain(replace(Case.of(name, torch.float64, False), rank=0, size=1))
+    alone = plain(replace(Case.of(name, torch.float64), rank=0, size=1))
     return {"losses": losses, "alone": [alone().item() for _ in range(CHECKED)]}
 
 
@@ -345,9 +345,9 @@ def slowest(times: Sequence[float]) -> float:
     return found.item()
 
 
-def measured(name: str, way: str, compiled: bool) -> dict[str, float]:
+def measured(name: str, way: str, compiled: bool, fused: bool) -> dict[str, float]:
     """Seconds of a step, and of one without other ranks, in turn; and the processor's."""
-    step, alone = WAYS[way](Case.of(name, torch.float32, compiled)), plain(Case.of(name, torch.float32, compiled))
+    step, alone = (made(Case.of(name, torch.float32, compiled, fused)) for made in (WAYS[way], plain))
     steps, took = MODELS[name].steps, {"step": list[tuple[float, float]](), "limit": list[tuple[float, float]]()}
     for block in range(BLOCKS + 1):
         for key, one in (("step", step), ("limit", alone)):
@@ -363,7 +363,7 @@ def around(name: str) -> dict[str, float]:
     from shardwright.run.programs.execute import Execution
 
     sw.init()
-    case = Case.of(name, torch.float32, False)
+    case = Case.of(name, torch.float32)
     rows = case.rows
     parallel = sw.parallelize(case.model, loss_fn, rows, mode="data", batch="local")
     outputs: dict[Execution, Any] = {}
@@ -394,12 +394,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_one_rank(parser)
     parser.add_argument("--compiled", action="store_true")
+    parser.add_argument("--fused", action="store_true")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     if options.way == "around":
         answer: dict[str, Any] = around(options.model)
     else:
-        asked = options.model, options.way, options.compiled
+        asked = options.model, options.way, options.compiled, options.fused
         answer = checked(*asked) if options.check else {}
         answer |= measured(*asked) | {"backend": dist.get_backend()}
     if int(os.environ["RANK"]) == 0:

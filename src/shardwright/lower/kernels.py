@@ -326,11 +326,12 @@ def cross_entropy(
     return found
 
 
-def batch_norm_per_replica(
+def batch_norm_of_replica(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
-    eps: float, comm: Communicator, axes: Axes, counts: Sizes,
+    eps: float, counts: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Batch normalisation of each rank's own part; running statistics are the mean over ranks, by values per channel.
+    """Batch normalisation of each rank's own part; running statistics are its share of the mean over ranks, by values
+    per channel.
 
     Results as of ``aten._native_batch_norm_legit_functional``.
     """
@@ -345,8 +346,27 @@ def batch_norm_per_replica(
         shape = _along_channels(x)
         results = (x * scale.view(shape) + shift.view(shape), running_mean, running_var, running_mean, running_var)
     normal, mean, scale, new_mean, new_var = results
-    running = comm.all_reduce(torch.stack([new_mean, new_var]) * (mine / sum(counts)), axes)
-    return normal, mean, scale, running[0], running[1]
+    share = mine / sum(counts)
+    return normal, mean, scale, new_mean * share, new_var * share
+
+
+def batch_norm_per_replica(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
+    eps: float, comm: Communicator, axes: Axes, counts: Sizes,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`batch_norm_of_replica`, with the running statistics of all ranks."""
+    results = batch_norm_of_replica(x, weight, bias, running_mean, running_var, momentum, eps, counts)
+    sum_in_place(comm, axes, *results[3:])
+    return results
+
+
+def sum_in_place(comm: Communicator, axes: Axes, *shares: Tensor) -> list[Tensor]:
+    """Sum tensors over ranks, by one collective for each dtype; the list of no results, as a program wants it."""
+    for dtype in dict.fromkeys(share.dtype for share in shares):
+        alike = [share for share in shares if share.dtype == dtype]
+        with torch.no_grad():
+            torch._foreach_copy_(alike, comm.all_reduce_together(alike, axes))
+    return []
 
 
 def batch_norm_running(

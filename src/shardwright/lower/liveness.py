@@ -72,7 +72,7 @@ class _Lives:
 
     def _note(self, alive: int, instruction: Instruction, direction: str) -> None:
         if self._always + alive > self._peak.bytes:
-            named = instruction.node.name if instruction.node else instruction.outputs[0]
+            named = instruction.node.name if instruction.node else (*instruction.outputs, *instruction.reads)[0]
             self._peak = Peak(self._always + alive, named, direction)
 
     # Memory

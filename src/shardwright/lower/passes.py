@@ -192,6 +192,31 @@ def _sum_of(members: Sequence[Instruction]) -> Instruction:
     return Instruction("joined", outputs, reads, text, bucket=pairs)
 
 
+_OF_REPLICA = re.compile(
+    r"kernels\.batch_norm_per_replica\((?P<given>.*), comm, (?P<axes>\(.*?\)), (?P<counts>\[.*\])\)"
+)
+
+
+def join_running_statistics(program: LocalProgram) -> LocalProgram:
+    """Sum the running statistics of batch norms at the end of the program, by one collective, where only those are
+    shared: nothing in the step waits for them, and so no rank for another."""
+    read = {name for instruction in program.instructions for name in instruction.reads}
+    instructions = list(program.instructions)
+    shares: dict[str, list[str]] = {}
+    for at, instruction in enumerate(instructions):
+        found = _OF_REPLICA.fullmatch(instruction.text)
+        running = instruction.outputs[3:]
+        if found is None or not instruction.internal[0] or instruction.block or read.intersection(running):
+            continue
+        text = f"kernels.batch_norm_of_replica({found['given']}, {found['counts']})"
+        instructions[at] = dataclasses.replace(instruction, text=text)
+        shares.setdefault(found["axes"], []).extend(running)
+    for axes, names in shares.items():
+        text = f"kernels.sum_in_place(comm, {axes}, {', '.join(names)})"
+        instructions.append(Instruction("in place", (), tuple(names), text))
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
 def join_gathers(program: LocalProgram) -> LocalProgram:
     """Join all-gathers of parameters that are stored split.
 

@@ -23,16 +23,17 @@ _KEY = re.compile(r"\bkey\(\d")  # as `shardwright.lower.site.RandomKey` is writ
 
 @dataclass(frozen=True)
 class Instruction:
-    """One assignment of the program: ``outputs = text``.
+    """One line of the program, ``outputs = text``.
 
     ``reads`` are the variables that ``text`` mentions. An operator has its ``node``; a redistribution its ``value``
     and ``step``; a bucket joins the gradient reductions of several replicated parameters over the same axes:
     ``bucket`` has the value and the step of each, as it has for small sums that are "joined". The program
-    begins with "later", in whose backward the gradients of all buckets are waited for. A "stretch" is a function of
+    begins with "later", in whose backward the gradients of all buckets are waited for. What is done "in place" has no
+    outputs: it ends what operators before it began, which say what it communicates. A "stretch" is a function of
     several operators (`shardwright.run.compiled.stretches`).
     """
 
-    kind: Literal["operator", "redistribution", "bucket", "later", "joined", "stretch"]
+    kind: Literal["operator", "redistribution", "bucket", "later", "joined", "in place", "stretch"]
     outputs: tuple[str, ...]
     reads: tuple[str, ...]
     text: str
@@ -53,6 +54,8 @@ class Instruction:
     @property
     def line(self) -> str:
         """The assignment as Python; a variable is written once, so that no other of a program is the same."""
+        if not self.outputs:
+            return self.text
         comma = "," if self.passes_on and len(self.outputs) == 1 else ""
         return f"{', '.join(self.outputs)}{comma} = {self.text}"
 

@@ -120,6 +120,8 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
     elif instruction.kind == "later":
         awaited = ", ".join(f"%{name}" for name in instruction.reads)
         yield f"# the last of the backward: wait for the gradients of {awaited}"
+    elif instruction.kind == "in place":
+        yield f"{instruction.text}  # in one collective, what is said inside of operators above"
     elif instruction.kind == "joined":
         for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.bucket, strict=True):
             local = _local(value, step.after, program)

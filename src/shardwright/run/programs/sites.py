@@ -48,8 +48,8 @@ class Sites:
             forward, backward = self._labels.get(frame.f_lasti, _NO_LABELS)
             pulse.at(forward)
             result = function(*args, **kwargs)
-            first = result if isinstance(result, Tensor) else next(iter(result))
-            if first.grad_fn is not None:
+            first = result if isinstance(result, Tensor) else next(iter(result), None)
+            if first is not None and first.grad_fn is not None:
                 first.grad_fn.register_prehook(hooks[backward])
             return result
 
@@ -110,6 +110,8 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         named = f"{', '.join(names[:_NAMED])}{more}"
         return ("" if instruction.kind == "bucket" else named), f"the gradients of {named}"
+    if instruction.kind == "in place":
+        return "running statistics of batch norms", ""
     user, value = _user(program, at), instruction.value
     used = "" if user is None else _name(user)
     sums = instruction.steps()
