@@ -106,7 +106,7 @@ def test_shared_memory_has_a_profile_of_its_own():
     found = for_device("cpu", backend="shm")
     assert (found.name, found.backend) == ("cpu_host_shm", "shm")
     times = [each.collective_s("all_reduce", 4096, 2, "inside") for each in (found, shipped("cpu_host"))]
-    assert 10 * times[0] < times[1]
+    assert 2 * times[0] < times[1]
     assert (read_hardware("cpu"), read_hardware("cpu", "gloo")) == (found, shipped("cpu_host"))
     assert for_device("cpu", backend="mpi") == for_device("cpu", backend="gloo") == shipped("cpu_host")
 
