@@ -152,7 +152,12 @@ class Case:
         return torch.compile(model) if self.compiled else model
 
     def adamw(self, model: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(model.parameters(), lr=1e-3, fused=self.fused or None)
+        if not self.fused:
+            return torch.optim.AdamW(model.parameters(), lr=1e-3)
+        kinds: dict[bool, list[Any]] = {}  # a fused kernel takes no DTensors beside plain tensors
+        for parameter in model.parameters():
+            kinds.setdefault(isinstance(parameter, DTensor), []).append(parameter)
+        return torch.optim.AdamW([{"params": alike} for alike in kinds.values()], lr=1e-3, fused=True)
 
 
 def looped(
