@@ -365,7 +365,8 @@ def sum_in_place(comm: Communicator, axes: Axes, *shares: Tensor) -> list[Tensor
     for dtype in dict.fromkeys(share.dtype for share in shares):
         alike = [share for share in shares if share.dtype == dtype]
         with torch.no_grad():
-            torch._foreach_copy_(alike, comm.all_reduce_together(alike, axes))
+            for share, total in zip(alike, comm.all_reduce_together(alike, axes), strict=True):
+                share.copy_(total)
     return []
 
 
