@@ -21,7 +21,7 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.backends import shm_meeting
 from shardwright.backends.segment import native
-from shardwright.backends.segment.direct import Direct, can_read
+from shardwright.backends.segment.direct import Direct, can_reach
 from shardwright.backends.segment.memory import SLOTS_BYTES
 from shardwright.errors import UsageError, WorldError
 from shardwright.mesh.processes import all_gather_single, reduce_scatter_single
@@ -75,7 +75,7 @@ def test_other_callers_and_groups():
 
 def through_slots():
     """As where the kernel lets no process read another's memory."""
-    shm_meeting.can_read = lambda *_: False
+    shm_meeting.can_reach = lambda *_: False
 
 
 def large(direct):
@@ -458,7 +458,7 @@ def test_who_shares_no_memory_is_told_why():
 
 FAILS = [
     ("_card", RuntimeError, 1), ("make_file", AttributeError, 0), ("make_semaphores", MemoryError, 0),
-    ("Memory", RuntimeError, 1), ("Arena", RuntimeError, 1), ("can_read", RuntimeError, 1),
+    ("Memory", RuntimeError, 1), ("Arena", RuntimeError, 1), ("can_reach", RuntimeError, 1),
 ]  # fmt: skip
 
 
@@ -497,6 +497,6 @@ def test_without_a_folder_of_caches_there_is_no_native_code(monkeypatch, error):
 
 def test_memory_is_read_where_the_kernel_allows_it():
     found = torch.frombuffer(bytearray(b"token"), dtype=torch.uint8)
-    assert can_read(os.getpid(), found.data_ptr(), b"token")
-    assert not can_read(os.getpid(), found.data_ptr(), b"other")
-    assert not can_read(os.getpid(), 1, b"token")
+    assert can_reach(os.getpid(), found.data_ptr(), b"token")
+    assert not can_reach(os.getpid(), found.data_ptr(), b"other")
+    assert not can_reach(os.getpid(), 1, b"token")

@@ -28,8 +28,11 @@ from shardwright.torch_private import job_store
 slow = pytest.mark.slow
 
 
-def init(hosts, timeout=60):
-    """Join the others as if this rank were on the host that ``hosts`` has for it."""
+def init(hosts, timeout=60, reaches=True):
+    """Join the others as if this rank were on the host that ``hosts`` has for it, whose ranks may read each other's
+    memory if ``reaches``."""
+    if not reaches:
+        shm_meeting.can_reach = lambda *_: False
     card, mine = shm_meeting._card, hosts[int(os.environ["RANK"])]
     shm_meeting._card = lambda: card() | {"machine": mine, "host": mine}
     sw.init("shm", timeout=timeout)
@@ -54,9 +57,9 @@ def test_collectives(hosts, examples):
         assert group == "HostsGroup"
 
 
-def sums(hosts):
+def sums(hosts, reaches):
     """Of tensors of all lengths that go other ways; what this rank gets, which is what the order of ranks gives."""
-    init(hosts)
+    init(hosts, reaches=reaches)
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = Grid.of(hosts).rows
     found = []
@@ -80,9 +83,17 @@ def sums(hosts):
     return found
 
 
-@pytest.mark.parametrize("hosts", ["abba", pytest.param("abcabc", marks=slow), pytest.param("aaabbb", marks=slow)])
-def test_sums_go_in_the_order_of_ranks_and_hosts(hosts):
-    assert len(set(map(tuple, run_ranks(len(hosts), sums, hosts, timeout=110)))) == 1
+@pytest.mark.parametrize(
+    ("hosts", "reaches"),
+    [
+        ("abba", True),
+        pytest.param("abcabc", True, marks=slow),
+        pytest.param("aaabbb", True, marks=slow),
+        pytest.param("abcabc", False, marks=slow),
+    ],
+)
+def test_sums_go_in_the_order_of_ranks_and_hosts(hosts, reaches):
+    assert len(set(map(tuple, run_ranks(len(hosts), sums, hosts, reaches, timeout=110)))) == 1
 
 
 def others_and_groups():
@@ -166,6 +177,8 @@ def unlike(how):
     rank = dist.get_rank()
     calls = {
         "sizes": lambda: dist.all_reduce(torch.ones(3 + rank // 2)),
+        "large sizes": lambda: dist.all_reduce(torch.ones(200_000 + rank // 2)),
+        "a large and a small one": lambda: dist.all_reduce(torch.ones(200_000 if rank // 2 else 3)),
         "one": lambda: dist.all_reduce(torch.ones(3)) if rank else dist.barrier(),
         "rows": lambda: dist.all_gather([torch.ones(r + (r == 0) * (rank // 2)) for r in range(4)], torch.ones(rank)),
         "parts": lambda: dist.all_to_all_single(
@@ -182,6 +195,8 @@ def unlike(how):
     ("how", "message"),
     [
         ("sizes", "rank 0 called all_reduce of 3 elements of float32 by SUM, rank 2 called all_reduce of 4 elements"),
+        pytest.param("large sizes", "called all_reduce of 200000 elements of float32 by SUM, rank ", marks=slow),
+        pytest.param("a large and a small one", "called all_reduce of 3 elements of float32 by SUM, rank ", marks=slow),
         pytest.param("one", "rank 0 called barrier, rank ", marks=slow),
         pytest.param("rows", "all_gather of several sizes of float32 with [0, 1, 2, 3], rank 2 called", marks=slow),
         pytest.param("parts", "rank 3 sends 8 bytes to rank 0, which awaits 4 from it", marks=slow),

@@ -23,7 +23,7 @@ from shardwright.backends.group import backends_of
 from shardwright.backends.hosts_group import HostsGroup
 from shardwright.backends.segment import native
 from shardwright.backends.segment.arena import Arena, Arenas
-from shardwright.backends.segment.direct import can_read
+from shardwright.backends.segment.direct import can_reach
 from shardwright.backends.segment.memory import TOKEN_BYTES, Layout, Memory, Process, make_file, open_file
 from shardwright.backends.segment.waiting import make_semaphores
 from shardwright.backends.shm_group import Members, ShmGroup
@@ -253,7 +253,7 @@ class _Part:
             with suppress(OSError, ValueError):
                 self.arenas = Arenas(self.arena, self._rank, files, self._token)
         addresses = [joined["address"] for joined in found]
-        reads = all(can_read(pid, address, self._token) for pid, address in zip(self._pids, addresses, strict=True))
+        reads = all(can_reach(pid, address, self._token) for pid, address in zip(self._pids, addresses, strict=True))
         return {"reads": reads, "writes": self.arenas is not None}
 
     def members(self, direct: bool, ranks: int) -> Members:

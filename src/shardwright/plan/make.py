@@ -110,7 +110,8 @@ def _following_the_batch(graph: RuledGraph, request: PlanRequest) -> Plan:
     outputs = output_layouts(graph.capture, mesh, leaves)
     space = Space(graph, mesh, {}, {}, outputs, *blocks_for(graph, request))
     weighing = Weighing(mesh, request, space, Seconds(request.hardware, request.optimizer))
-    choice = weighing.settle(data_parallel(graph, mesh, leaves, outputs))
+    between_hosts = request.hardware.ranks_per_host is not None
+    choice = weighing.settle(data_parallel(graph, mesh, leaves, outputs, whole_lookups=between_hosts))
     plan = weighing.plan(choice)
     if request.memory is not None and plan.held.total > request.memory:
         if (within := weighing.fewest(choice, request.memory)) is not None:

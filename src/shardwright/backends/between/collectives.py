@@ -19,6 +19,7 @@ from torch import Tensor
 from shardwright.backends.between.grid import PAIR, Grid, sums_parts
 from shardwright.backends.between.moving import Awaited, Moves
 from shardwright.backends.segment.collectives import Collectives, check_sizes
+from shardwright.backends.segment.direct import DIRECT_BYTES, Direct
 from shardwright.backends.segment.flats import ByRows, cut, flat_of, flats_of, gathering
 from shardwright.backends.segment.memory import SMALL_BYTES
 from shardwright.backends.segment.notes import Note, unlike
@@ -50,6 +51,37 @@ class _UnderWay:
     parts: Sequence[Tensor] = ()
 
 
+class _There:
+    """The memory of the ranks of a host, where each has a tensor like ``flat`` at one of the ``places``.
+
+    Each rank reads and writes one piece of all of them, so that none waits for another.
+    """
+
+    def __init__(self, inside: Direct, places: Sequence[int], flat: Tensor) -> None:
+        self._inside, self._places, self._start = inside, places, flat.data_ptr()
+
+    @classmethod
+    def of(cls, inside: Collectives, places: Sequence[int], flat: Tensor) -> _There | None:
+        """None where it is not to be reached, or its tensors better go through the shared memory."""
+        if not (places and isinstance(inside, Direct) and flat.nbytes > DIRECT_BYTES):
+            return None
+        return cls(inside, places, flat)
+
+    def reduce(self, mine: Tensor, reduction: Reduction) -> None:
+        """The piece of this rank, into its own tensor."""
+        self._inside.reduce_there(mine, mine, self._at(mine), reduction)
+
+    def spread(self, mine: Tensor) -> None:
+        """The piece of this rank, into the tensors of the others."""
+        for rank, place in enumerate(self._at(mine)):
+            if rank != self._inside.rank:
+                self._inside.write_there(rank, place, mine)
+
+    def _at(self, mine: Tensor) -> list[int]:
+        """Where a piece of ``flat`` lies in the memory of each rank."""
+        return [place + mine.data_ptr() - self._start for place in self._places]
+
+
 class Between(ByRows):
     """Those of one group, of rank ``rank`` among ``names``.
 
@@ -67,6 +99,7 @@ class Between(ByRows):
         self.row, self.index = grid.at(rank)
         self.number = 0  # of collectives that have begun
         self.met = False  # whether all ranks of this host have come to the last of them
+        self._places: Sequence[int] = ()  # where the tensors of these lie, where they may be read there
 
     def reduction(self, reduce_op: Any, tensor: Tensor) -> Reduction:
         return Reduction.of(self.inside.backend, reduce_op, tensor.dtype, self.size)
@@ -83,22 +116,28 @@ class Between(ByRows):
     ) -> Generator[Awaited | None, None, Note]:
         """Come to the next collective; all ranks of all hosts have come to the same when this ends.
 
-        What gloo is to move must fit from the beginning: it ends a process that gets more than it awaits.
+        What gloo is to move must fit from the beginning: it ends a process that gets more than it awaits. Of a large
+        tensor, a piece of which each rank moves, it asks the ranks to whom it does by itself, and waits for no others.
         """
         own = self.inside.note(kind, tensor, operation, root)
         self.number, self.met = self.number + 1, False
         note = own._replace(number=self.number)
         mine = note.head() + np.asarray(sizes or [0] * self.size, np.int64).tobytes()
-        first = self.index == 0  # of its host, whose others compare with it within that
-        heads = [torch.frombuffer(bytearray(mine), dtype=torch.uint8) for _ in self.grid.rows if first]
+        alone = tensor is not None and tensor.nbytes > DIRECT_BYTES
+        asks = alone or self.index == 0  # the first of a host, whose others compare with it within that
+        heads = [torch.frombuffer(bytearray(mine), dtype=torch.uint8) for _ in self.grid.rows if asks]
         moving = self.column.to_all(heads)
-        yield from self.inside.come(own, sizes)
+        if tensor is None:
+            yield from self.inside.come(own, sizes)
+        else:
+            self._places = yield from self.inside.come_showing(own, tensor, sizes)
         self.met = True
         yield from moving
         said = [head.numpy().tobytes() for head in heads]
         if any(other != mine for other in said):
             raise WorldError(unlike(said, self.column.names, note.number, self.names))
-        yield None  # to which the first rank of a host comes when it has heard of the others
+        if not alone:
+            yield None  # to which the first rank of a host comes when it has heard of the others
         return note
 
     def barrier(self) -> Steps:
@@ -121,20 +160,29 @@ class Between(ByRows):
             tensor.data.copy_(total)
 
     def _reduce_all(self, kind: str, flat: Tensor, reduction: Reduction, root: int = 0) -> Steps:
-        """Stretch after stretch: while the network moves some, the ranks of a host reduce the next within it."""
+        """Stretch after stretch: while the network moves some, the ranks of a host reduce the next within it.
+
+        Where they may read each other's memory they need not meet for that: each waits for the network alone.
+        """
         yield from self._come(kind, flat, reduction.name, root)
         in_parts = sums_parts(self.column.size, self.inside.size, flat.nbytes)
         count = max(1, -(-flat.nbytes // (STRETCH_BYTES * self.inside.size)))
+        there = _There.of(self.inside, self._places, flat)
         under_way: deque[_UnderWay] = deque()
         for stretch in cut(flat, count):
             pieces = self._pieces(stretch)
             mine = pieces[self.index]
-            yield from self.inside.reduce_scatter_list(mine, pieces, self._of_host(reduction))
+            if there:
+                there.reduce(mine, self._of_host(reduction))
+            else:
+                yield from self.inside.reduce_scatter_list(mine, pieces, self._of_host(reduction))
             under_way.append(self._sent_in_parts(pieces, mine) if in_parts else self._sent(pieces, mine))
             if len(under_way) == AHEAD:
-                yield from self._ended(under_way.popleft(), reduction)
+                yield from self._ended(under_way.popleft(), reduction, there)
         for sent in under_way:
-            yield from self._ended(sent, reduction)
+            yield from self._ended(sent, reduction, there)
+        if there:
+            yield None  # all have the sums of all pieces
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """One for each rank of a host."""
@@ -154,13 +202,16 @@ class Between(ByRows):
         rows, moving = self._exchanged(mine, [len(part) for part in parts])
         return _UnderWay(pieces, mine, [moving], rows, parts)
 
-    def _ended(self, sent: _UnderWay, reduction: Reduction) -> Steps:
+    def _ended(self, sent: _UnderWay, reduction: Reduction, there: _There | None) -> Steps:
         """The sum of all, in the order of the hosts, comes to all ranks of this one."""
         yield from sent.moving
         reduction.total(sent.rows, sent.parts[self.row] if sent.parts else sent.mine)
         if sent.parts:
             yield from self.column.to_all(sent.parts)
-        yield from self.inside.all_gather_list(sent.pieces, sent.mine)
+        if there:
+            there.spread(sent.mine)
+        else:
+            yield from self.inside.all_gather_list(sent.pieces, sent.mine)
 
     def _exchanged(self, flat: Tensor, lengths: Sequence[int]) -> tuple[list[Tensor], Awaited]:
         """Parts of ``flat``, of these lengths, begin to go to the hosts; and where what all have for this one comes."""

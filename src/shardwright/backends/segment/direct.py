@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from functools import cache
 
 import torch
@@ -27,7 +27,7 @@ _CHUNK_BYTES = 1 << 18  # so much is reduced at a time, while it is in the cache
 
 
 class Direct(Collectives):
-    """Those of ranks whose processes, ``pids``, may read each other's memory.
+    """Those of ranks whose processes, ``pids``, may read and write each other's memory.
 
     ``native``: ranks may meet here that gather and scatter by native code, which takes other sizes through the slots.
     """
@@ -46,15 +46,22 @@ class Direct(Collectives):
         self._scratch = torch.empty(self.size, _CHUNK_BYTES, dtype=torch.uint8)
 
     def _read(self, rank: int, address: int, into: Tensor) -> None:
-        try:
-            read(self._pids[rank], address, into)
-        except OSError as error:
-            raise OSError(
-                f"the memory of rank {self.names[rank]} (process {self._pids[rank]}) cannot be read: "
-                f"{error}; see the log of that rank, which may have ended"
-            ) from error
+        self._reach(read, rank, address, into)
         if reason := self.memory.reason(rank):  # it waits no more, so that other things may have stood there
             raise OSError(reason)
+
+    def write_there(self, rank: int, address: int, tensor: Tensor) -> None:
+        """Copy a tensor to where that rank awaits it."""
+        self._reach(write, rank, address, tensor)
+
+    def _reach(self, copy: Callable[[int, int, Tensor], None], rank: int, address: int, tensor: Tensor) -> None:
+        try:
+            copy(self._pids[rank], address, tensor)
+        except OSError as error:
+            raise OSError(
+                f"the memory of rank {self.names[rank]} (process {self._pids[rank]}) cannot be reached: "
+                f"{error}; see the log of that rank, which may have ended"
+            ) from error
 
     def _addresses(
         self, note: Note, own: Sequence[Tensor], sizes: Sequence[int] = ()
@@ -67,6 +74,12 @@ class Direct(Collectives):
         self.compare(notes[self.rank][:length])
         return [tuple(memoryview(note[length:]).cast("q")) for note in notes]
 
+    def come_showing(
+        self, note: Note, tensor: Tensor, sizes: Sequence[int] = ()
+    ) -> Generator[None, None, Sequence[int]]:
+        found = yield from self._addresses(note, [tensor], sizes)
+        return [address for (address,) in found]
+
     def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """Each rank reduces a slice where it lies, and reads those of the others."""
         if tensor.nbytes <= DIRECT_BYTES:
@@ -77,7 +90,7 @@ class Direct(Collectives):
         slices = cut(flat, self.size)
         starts = [part.data_ptr() - flat.data_ptr() for part in slices]
         mine = slices[self.rank]
-        self._reduce(mine, mine, [address + starts[self.rank] for (address,) in found], reduction)
+        self.reduce_there(mine, mine, [address + starts[self.rank] for (address,) in found], reduction)
         yield
         for rank, part in enumerate(slices):
             if rank != self.rank:
@@ -118,12 +131,12 @@ class Direct(Collectives):
         flat, finish = flat_of(output)
         note = self.note("reduce_scatter", flat[:0], reduction.name)
         found = yield from self._addresses(note, rows, [row.numel() for row in rows])
-        self._reduce(flat, rows[self.rank], [addresses[self.rank] for addresses in found], reduction)
+        self.reduce_there(flat, rows[self.rank], [addresses[self.rank] for addresses in found], reduction)
         yield
         finish()
 
-    def _reduce(self, out: Tensor, own: Tensor, addresses: Sequence[int], reduction: Reduction) -> None:
-        """Into ``out``, which may be ``own``, of what lies there in the ranks' processes."""
+    def reduce_there(self, out: Tensor, own: Tensor, addresses: Sequence[int], reduction: Reduction) -> None:
+        """Into ``out``, which may be ``own``, of what lies there in the ranks' processes, where nobody writes."""
         width = _CHUNK_BYTES // own.element_size()
         for start in range(0, own.numel(), width):
             chunk = own[start : start + width]
@@ -146,30 +159,41 @@ class _Span(ctypes.Structure):
 def _library() -> ctypes.CDLL:
     library = ctypes.CDLL(None, use_errno=True)
     span = ctypes.POINTER(_Span)
-    library.process_vm_readv.argtypes = (
-        ctypes.c_int, span, ctypes.c_ulong, span, ctypes.c_ulong, ctypes.c_ulong,
-    )  # fmt: skip
-    library.process_vm_readv.restype = ctypes.c_ssize_t
+    for copy in (library.process_vm_readv, library.process_vm_writev):
+        copy.argtypes = (ctypes.c_int, span, ctypes.c_ulong, span, ctypes.c_ulong, ctypes.c_ulong)
+        copy.restype = ctypes.c_ssize_t
     return library
 
 
 def read(pid: int, address: int, into: Tensor) -> None:
     """Copy what lies there in a process into a contiguous tensor; raises `OSError` where that is not allowed."""
-    done, target, nbytes = 0, into.data_ptr(), into.nbytes
+    _copy(_library().process_vm_readv, pid, address, into)
+
+
+def write(pid: int, address: int, tensor: Tensor) -> None:
+    """Copy a contiguous tensor to there in a process; raises `OSError` where that is not allowed."""
+    _copy(_library().process_vm_writev, pid, address, tensor)
+
+
+def _copy(copy: Callable[..., int], pid: int, address: int, tensor: Tensor) -> None:
+    done, mine, nbytes = 0, tensor.data_ptr(), tensor.nbytes
     while done < nbytes:
-        here, there = _Span(target + done, nbytes - done), _Span(address + done, nbytes - done)
-        got = _library().process_vm_readv(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
+        here, there = _Span(mine + done, nbytes - done), _Span(address + done, nbytes - done)
+        got = copy(pid, ctypes.byref(here), 1, ctypes.byref(there), 1, 0)
         if got <= 0:
             code = ctypes.get_errno()
             raise OSError(code, os.strerror(code))
         done += got
 
 
-def can_read(pid: int, address: int, expected: bytes) -> bool:
-    """Whether this process may read the memory of that one, and finds there what is ``expected``."""
+def can_reach(pid: int, address: int, expected: bytes) -> bool:
+    """Whether this process may read and write the memory of that one, and finds there what is ``expected``."""
     found = torch.zeros(len(expected), dtype=torch.uint8)
     try:
         read(pid, address, found)
-    except (OSError, AttributeError):  # the kernel forbids it, or the C library has no such function
+        if bytes(found.tolist()) != expected:
+            return False
+        write(pid, address, found)  # the same again
+    except (OSError, AttributeError):  # the kernel forbids it, or the C library has no such functions
         return False
-    return bytes(found.tolist()) == expected
+    return True
