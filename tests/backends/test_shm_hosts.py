@@ -21,6 +21,7 @@ import shardwright as sw
 from hosts import host_network
 from ranks import run_ranks
 from shardwright.backends import hosts_group, shm_meeting
+from shardwright.backends.between import collectives as between
 from shardwright.backends.between.grid import Grid
 from shardwright.errors import WorldError
 from shardwright.torch_private import job_store
@@ -169,6 +170,29 @@ def test_a_rank_that_stalls_is_named_on_all_hosts():
     found = run_ranks(4, goes, "stalls", stay=True)[:3]
     assert all("longer than the 3 s of sw.init(timeout=...): rank 3 last came to number" in said for said, _ in found)
     assert max(took_s for _, took_s in found) > 2.5  # others are told when the first of them has waited for so long
+
+
+def lost():
+    """Rank 3 goes in the middle of a large sum; whether the memory to which others may write then stays as it is."""
+    init("aabb")
+    rank, summed = dist.get_rank(), torch.ones(3_000_000)
+    dist.all_reduce(summed)
+    assert not between._WRITTEN_TO
+    if rank == 3:
+        between._There.reduce = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    place = summed.data_ptr()
+    with pytest.raises(WorldError) as error:
+        dist.all_reduce(summed)
+    del summed
+    stay(3)
+    return str(error.value), [tensor.data_ptr() for tensor in between._WRITTEN_TO.values()] == [place]
+
+
+@slow
+def test_the_memory_of_a_sum_that_fails_is_kept_for_who_may_still_write_to_it():
+    for said, kept in run_ranks(4, lost, dying=(3,))[:3]:
+        assert "rank 3" in said
+        assert kept
 
 
 def unlike(how):

@@ -30,6 +30,8 @@ from shardwright.errors import WorldError
 Steps = Iterator[Awaited | None]
 STRETCH_BYTES = 2**19  # at most, of what a rank moves between hosts at once
 AHEAD = 3  # stretches that are between hosts at the same time
+# To which other ranks write. Where a sum fails, they may do so later: its memory is never to be anybody else's.
+_WRITTEN_TO: dict[int, Tensor] = {}
 
 
 @dataclass(frozen=True)
@@ -168,8 +170,18 @@ class Between(ByRows):
         in_parts = sums_parts(self.column.size, self.inside.size, flat.nbytes)
         count = max(1, -(-flat.nbytes // (STRETCH_BYTES * self.inside.size)))
         there = _There.of(self.inside, self._places, flat)
+        if there:
+            _WRITTEN_TO[id(flat)] = flat
+        yield from self._in_stretches(cut(flat, count), reduction, in_parts, there)
+        if there:
+            yield None  # all have the sums of all pieces
+            del _WRITTEN_TO[id(flat)]
+
+    def _in_stretches(
+        self, stretches: Sequence[Tensor], reduction: Reduction, in_parts: bool, there: _There | None
+    ) -> Steps:
         under_way: deque[_UnderWay] = deque()
-        for stretch in cut(flat, count):
+        for stretch in stretches:
             pieces = self._pieces(stretch)
             mine = pieces[self.index]
             if there:
@@ -181,8 +193,6 @@ class Between(ByRows):
                 yield from self._ended(under_way.popleft(), reduction, there)
         for sent in under_way:
             yield from self._ended(sent, reduction, there)
-        if there:
-            yield None  # all have the sums of all pieces
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """One for each rank of a host."""

@@ -51,7 +51,9 @@ class Direct(Collectives):
             raise OSError(reason)
 
     def write_there(self, rank: int, address: int, tensor: Tensor) -> None:
-        """Copy a tensor to where that rank awaits it."""
+        """Copy a tensor to where that rank awaits it, which keeps that memory also where it gives up."""
+        if reason := self.memory.reason(rank):
+            raise OSError(reason)
         self._reach(write, rank, address, tensor)
 
     def _reach(self, copy: Callable[[int, int, Tensor], None], rank: int, address: int, tensor: Tensor) -> None:
