@@ -262,6 +262,7 @@ class Lane:
         self._queue.put(work)
 
     def _serve(self) -> None:
+        self.collectives.rendezvous.wait_aside()
         while (work := self._queue.get()) is not None:
             self.finish(work, None)
             del work  # nobody else may have its tensors

@@ -15,6 +15,9 @@
 
 #define FUTEX_WAIT 0 /* not the private ones: the waiting are other processes */
 #define FUTEX_WAKE 1
+#define SPIN_NS 1000000 /* a core that has gone to sleep takes some 0.1 ms to wake up, in a virtual machine longer */
+#define SPIN_ASIDE_NS 5000
+#define GLANCES 32 /* between two looks at the clock */
 #define YIELDS 30
 
 struct mark {
@@ -38,7 +41,7 @@ struct group {
     int64_t arena_bytes;
     int32_t size;
     int32_t rank;
-    int32_t spins; /* before a rank gives way to others */
+    int32_t spins; /* whether a rank keeps its core for a while before it gives way to others */
 };
 
 static struct mark *mark_of(const struct group *g, int rank) {
@@ -83,6 +86,14 @@ void shardwright_arrive(const struct group *g, uint32_t stage) {
     }
 }
 
+/* For how long a waiting thread keeps its core. */
+static __thread int64_t spin_ns = SPIN_NS;
+
+/* From now on this thread waits beside another one of its rank, which computes. */
+void shardwright_wait_aside(void) {
+    spin_ns = SPIN_ASIDE_NS;
+}
+
 static void sleep_on(struct mark *mark, uint32_t seen, int64_t ns) {
     struct timespec left = {ns / 1000000000LL, ns % 1000000000LL};
     __atomic_add_fetch(&mark->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -92,18 +103,24 @@ static void sleep_on(struct mark *mark, uint32_t seen, int64_t ns) {
 
 /* 1 when all have come to the stage, 0 when the time is over before. */
 int shardwright_wait(const struct group *g, uint32_t stage, int64_t timeout_ns) {
-    int64_t end_ns = 0;
+    int64_t end_ns = 0, spun_ns = 0;
+    int spins = g->spins;
     for (int rank = 0; rank < g->size; rank++) {
         struct mark *mark = mark_of(g, rank);
-        for (int turn = 0;; turn++) {
+        for (int turn = 0, yields = 0;; turn++) {
             uint32_t seen = __atomic_load_n(&mark->stage, __ATOMIC_SEQ_CST);
             if ((int32_t)(seen - stage) >= 0) break;
             if (timeout_ns <= 0) return 0;
-            if (turn < g->spins) {
+            if (spins && turn % GLANCES == 0) {
+                int64_t now = now_ns();
+                if (!spun_ns) spun_ns = now + spin_ns;
+                spins = now < spun_ns;
+            }
+            if (spins) {
                 pause_a_little();
                 continue;
             }
-            if (turn < g->spins + YIELDS) {
+            if (yields++ < YIELDS) {
                 sched_yield();
                 continue;
             }

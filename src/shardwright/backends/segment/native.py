@@ -25,7 +25,6 @@ _FLAGS = ("-O3", "-fPIC", "-shared", "-std=gnu11")  # for every processor of thi
 _COMPILE_TIMEOUT_S = 60.0
 # As native.c numbers them.
 TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
-_SPINS = 300  # a few microseconds
 OPERATIONS: Mapping[str, int] = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
 GATHERED = 5, 4  # the operation and the type of an all-gather, which moves bytes
 
@@ -57,7 +56,7 @@ class Group(ctypes.Structure):
             memory.address + layout.places_at, memory.address + layout.slots_at, memory.wide_address,
             (ctypes.c_void_p * len(arenas))(*arenas) if arenas else None, layout.place_bytes, layout.slot_bytes,
             layout.note_bytes, WIDE_BYTES, layout.head_at, HEAD_BYTES, SMALL_BYTES, arena_bytes(), memory.size,
-            memory.rank, 0 if crowded else _SPINS,
+            memory.rank, not crowded,
         )  # fmt: skip
 
 
@@ -86,6 +85,8 @@ class Native:
         group = ctypes.POINTER(Group)
         self.arrive = library.shardwright_arrive
         self.arrive.argtypes, self.arrive.restype = (group, ctypes.c_uint32), None
+        self.wait_aside = library.shardwright_wait_aside
+        self.wait_aside.argtypes, self.wait_aside.restype = (), None
         self.wait = library.shardwright_wait
         self.wait.argtypes = (group, ctypes.c_uint32, ctypes.c_int64)
         self.collective = library.shardwright_collective

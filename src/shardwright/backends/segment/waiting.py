@@ -36,6 +36,9 @@ class Rendezvous(Protocol):
     def wait(self, timeout_s: float) -> bool:
         """Whether all have come to the stage of this rank; may be asked again."""
 
+    def wait_aside(self) -> None:
+        """This thread is to wait beside one that computes, whose core it must not keep."""
+
 
 class ByNative(Rendezvous):
     """By futexes, in native code."""
@@ -49,6 +52,9 @@ class ByNative(Rendezvous):
 
     def wait(self, timeout_s: float) -> bool:
         return bool(self._native.wait(self._group, self.stage, int(timeout_s * 1e9)))
+
+    def wait_aside(self) -> None:
+        self._native.wait_aside()
 
 
 class BySemaphores(Rendezvous):
@@ -79,6 +85,9 @@ class BySemaphores(Rendezvous):
                     return False
             left.pop()
         return True
+
+    def wait_aside(self) -> None:
+        """Never keeps it for long."""
 
 
 def _taken(semaphore: int) -> bool:
