@@ -140,6 +140,8 @@ class Direct(Collectives):
     def reduce_there(self, out: Tensor, own: Tensor, addresses: Sequence[int], reduction: Reduction) -> None:
         """Into ``out``, which may be ``own``, of what lies there in the ranks' processes, where nobody writes."""
         width = _CHUNK_BYTES // own.element_size()
+        # The third part is read when the first two have been reduced to where the result goes.
+        overwritten = self.rank > 1 and own.data_ptr() == out.data_ptr()
         for start in range(0, own.numel(), width):
             chunk = own[start : start + width]
             parts = []
@@ -147,8 +149,10 @@ class Direct(Collectives):
                 part = self._scratch[rank, : chunk.nbytes].view(chunk.dtype)
                 if rank != self.rank:
                     self._read(rank, address + start * own.element_size(), part)
-                else:
+                elif overwritten:
                     part.copy_(chunk)
+                else:
+                    part = chunk
                 parts.append(part)
             reduction.total(parts, out[start : start + width])
 

@@ -56,7 +56,7 @@ class Reduction:
         return cls(kind.name, dtype, size)
 
     def total(self, parts: Sequence[Tensor], out: Tensor) -> None:
-        """Write what the parts of all ranks give into ``out``, which is none of them.
+        """Write what the parts of all ranks give into ``out``, which may be one of the first two of them.
 
         Numbers of 16 bits are reduced in 32 and rounded once.
         """
