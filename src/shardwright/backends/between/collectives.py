@@ -65,9 +65,7 @@ class _There:
     @classmethod
     def of(cls, inside: Collectives, places: Sequence[int], flat: Tensor) -> _There | None:
         """None where it is not to be reached, or its tensors better go through the shared memory."""
-        if not (places and isinstance(inside, Direct) and flat.nbytes > DIRECT_BYTES):
-            return None
-        return cls(inside, places, flat)
+        return cls(inside, places, flat) if isinstance(inside, Direct) and flat.nbytes > DIRECT_BYTES else None
 
     def reduce(self, mine: Tensor, reduction: Reduction) -> None:
         """The piece of this rank, into its own tensor."""
@@ -101,7 +99,6 @@ class Between(ByRows):
         self.row, self.index = grid.at(rank)
         self.number = 0  # of collectives that have begun
         self.met = False  # whether all ranks of this host have come to the last of them
-        self._places: Sequence[int] = ()  # where the tensors of these lie, where they may be read there
 
     def reduction(self, reduce_op: Any, tensor: Tensor) -> Reduction:
         return Reduction.of(self.inside.backend, reduce_op, tensor.dtype, self.size)
@@ -115,8 +112,10 @@ class Between(ByRows):
 
     def _come(
         self, kind: str, tensor: Tensor | None = None, operation: str = "", root: int = 0, sizes: Sequence[int] = ()
-    ) -> Generator[Awaited | None, None, Note]:
+    ) -> Generator[Awaited | None, None, tuple[Note, Sequence[int]]]:
         """Come to the next collective; all ranks of all hosts have come to the same when this ends.
+
+        It gives what they have come to, and where the tensor of each rank of this host lies, if it may be read there.
 
         What gloo is to move must fit from the beginning: it ends a process that gets more than it awaits. Of a large
         tensor, a piece of which each rank moves, it asks the ranks to whom it does by itself, and waits for no others.
@@ -129,10 +128,11 @@ class Between(ByRows):
         asks = alone or self.index == 0  # the first of a host, whose others compare with it within that
         heads = [torch.frombuffer(bytearray(mine), dtype=torch.uint8) for _ in self.grid.rows if asks]
         moving = self.column.to_all(heads)
+        places: Sequence[int] = ()
         if tensor is None:
             yield from self.inside.come(own, sizes)
         else:
-            self._places = yield from self.inside.come_showing(own, tensor, sizes)
+            places = yield from self.inside.come_showing(own, tensor, sizes)
         self.met = True
         yield from moving
         said = [head.numpy().tobytes() for head in heads]
@@ -140,7 +140,7 @@ class Between(ByRows):
             raise WorldError(unlike(said, self.column.names, note.number, self.names))
         if not alone:
             yield None  # to which the first rank of a host comes when it has heard of the others
-        return note
+        return note, places
 
     def barrier(self) -> Steps:
         yield from self._come("barrier")
@@ -166,10 +166,10 @@ class Between(ByRows):
 
         Where they may read each other's memory they need not meet for that: each waits for the network alone.
         """
-        yield from self._come(kind, flat, reduction.name, root)
+        _, places = yield from self._come(kind, flat, reduction.name, root)
         in_parts = sums_parts(self.column.size, self.inside.size, flat.nbytes)
         count = max(1, -(-flat.nbytes // (STRETCH_BYTES * self.inside.size)))
-        there = _There.of(self.inside, self._places, flat)
+        there = _There.of(self.inside, places, flat)
         if there:
             _WRITTEN_TO[id(flat)] = flat
         yield from self._in_stretches(cut(flat, count), reduction, in_parts, there)
@@ -274,7 +274,7 @@ class Between(ByRows):
         """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter."""
         sent, _ = flats_of(list(inputs.values()))
         received, finish = flats_of(list(outputs.values()))
-        note = yield from self._come(kind, next(iter((*sent, *received)))[:0], root=root)
+        note, _ = yield from self._come(kind, next(iter((*sent, *received)))[:0], root=root)
         out = dict(zip(inputs, (flat.view(torch.uint8) for flat in sent), strict=True))
         into = dict(zip(outputs, (flat.view(torch.uint8) for flat in received), strict=True))
         lengths, awaited = ([len(of[r]) if r in of else 0 for r in range(self.size)] for of in (out, into))

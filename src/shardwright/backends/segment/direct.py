@@ -88,15 +88,15 @@ class Direct(Collectives):
             yield from super().all_reduce(tensor, reduction)
             return
         flat, finish = flat_of(tensor)
-        found = yield from self._addresses(self.note("all_reduce", flat, reduction.name), [flat])
+        places = yield from self.come_showing(self.note("all_reduce", flat, reduction.name), flat)
         slices = cut(flat, self.size)
         starts = [part.data_ptr() - flat.data_ptr() for part in slices]
         mine = slices[self.rank]
-        self.reduce_there(mine, mine, [address + starts[self.rank] for (address,) in found], reduction)
+        self.reduce_there(mine, mine, [place + starts[self.rank] for place in places], reduction)
         yield
         for rank, part in enumerate(slices):
             if rank != self.rank:
-                self._read(rank, found[rank][0] + starts[rank], part)
+                self._read(rank, places[rank] + starts[rank], part)
         yield
         finish()
 
@@ -105,9 +105,9 @@ class Direct(Collectives):
             yield from super().broadcast(tensor, root)
             return
         flat, finish = flat_of(tensor)
-        found = yield from self._addresses(self.note("broadcast", flat, root=root), [flat])
+        places = yield from self.come_showing(self.note("broadcast", flat, root=root), flat)
         if self.rank != root:
-            self._read(root, found[root][0], flat)
+            self._read(root, places[root], flat)
             finish()
         yield
 
@@ -117,12 +117,12 @@ class Direct(Collectives):
             return
         flat, _ = flat_of(tensor)
         kind, like, sizes = gathering(rows, flat)
-        found = yield from self._addresses(self.note(kind, like), [flat], sizes)
+        places = yield from self.come_showing(self.note(kind, like), flat, sizes)
         for rank, row in enumerate(rows):
             if rank == self.rank:
                 row.copy_(flat)
             else:
-                self._read(rank, found[rank][0], row)
+                self._read(rank, places[rank], row)
         yield
 
     def _reduce_scatter(self, output: Tensor, rows: Sequence[Tensor], reduction: Reduction) -> Steps:
