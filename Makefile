@@ -1,8 +1,8 @@
 # Needs only Python 3.11+ (3.11 or 3.12 tested) and make. Everything is installed into .venv.
 PYTHON ?= python3
 BIN := .venv/bin
-# Four tests at a time keep two cores busy, since tests wait too; who is done first takes over what others have left.
-TOGETHER := -n 4 --dist worksteal
+# Three tests at a time keep two cores busy, since tests wait too; who is done first takes over what others have left.
+TOGETHER := -n 3 --dist worksteal
 # Tests start hundreds of processes: each would compile anew what none may write.
 unexport PYTHONDONTWRITEBYTECODE
 

@@ -8,6 +8,7 @@ imports torch once per test session and never runs an operator.
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -76,6 +77,7 @@ def _set_environment(variables: dict[str, str]) -> None:
 
 
 def _child(env: dict[str, str], fn: Callable[..., Any], args: tuple[Any, ...], pipe: Any, stay: bool) -> None:
+    gc.freeze()  # a full collection behind torch's imports takes a third of a second, and copies pages that all share
     os.environ.update(env)
     try:
         if env.get("SHARDWRIGHT_TEST_DEVICE"):  # which has been looked at before
