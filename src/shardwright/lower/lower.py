@@ -17,7 +17,14 @@ from shardwright.errors import LoweringError
 from shardwright.graph.ir import Node
 from shardwright.lower.check import check
 from shardwright.lower.local import localise
-from shardwright.lower.passes import join_buckets, join_gathers, join_running_statistics, join_sums, sum_first
+from shardwright.lower.passes import (
+    ask_first,
+    join_buckets,
+    join_gathers,
+    join_running_statistics,
+    join_sums,
+    sum_first,
+)
 from shardwright.lower.program import Instruction, LocalProgram
 from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
 from shardwright.mesh.redistribute import FUNCTION_NAMES, Shape, Step
@@ -39,7 +46,7 @@ def lower(
     lowering = _Lowering(plan, rank)
     program = lowering.run()
     check(program, plan)
-    program = join_buckets(program, bucket_bytes, first_bucket_bytes)
+    program = join_buckets(ask_first(program), bucket_bytes, first_bucket_bytes)
     program = join_running_statistics(join_gathers(join_sums(sum_first(program, plan))))
     check(program, plan)
     return program

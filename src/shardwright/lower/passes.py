@@ -23,7 +23,7 @@ from shardwright.plan.pricing.memory import local_bytes
 from shardwright.world.gradients import BUCKET_BYTES
 
 T = TypeVar("T")
-_SMALL_BYTES = 1024  # of a sum that may be joined with others
+_SMALL_BYTES = 1024  # of a sum that may be joined with others, and of what may be gathered with a question
 
 
 def join_buckets(
@@ -100,6 +100,25 @@ def _later(buckets: Sequence[Instruction]) -> Instruction:
     texts = (f"({', '.join(names)}{',' if len(names) == 1 else ''})" for names in reads)
     outputs = tuple(name for bucket in buckets for name in bucket.reads)
     return Instruction("later", outputs, tuple(name for names in reads for name in names), f"later({', '.join(texts)})")
+
+
+def ask_first(program: LocalProgram) -> LocalProgram:
+    """Gather small inputs, as labels, before all else.
+
+    Before the first collective of a step ranks ask each other what they were given, and what is small is gathered with
+    that question.
+    """
+    early = [instruction for instruction in program.instructions if _is_small_input(instruction, program)]
+    rest = [instruction for instruction in program.instructions if instruction not in early]
+    return dataclasses.replace(program, instructions=(*early, *rest))
+
+
+def _is_small_input(instruction: Instruction, program: LocalProgram) -> bool:
+    value, step, mesh = instruction.value, instruction.step, program.mesh
+    if value is None or step is None or step.kind != "all_gather" or instruction.again or instruction.block:
+        return False
+    of_all = mesh.extent(step.axes) == mesh.size > 1
+    return of_all and instruction.reads[0] in program.inputs and local_bytes(value, step.before, mesh) <= _SMALL_BYTES
 
 
 def sum_first(program: LocalProgram, plan: Plan) -> LocalProgram:

@@ -56,36 +56,40 @@ _reduce_scatter_together = partial(_together, "reduce_scatter_together")
 
 
 class _Packed:
-    """Small tensors of any dtypes, one behind the other in a row of bytes, which serves for all that are alike."""
+    """Small tensors of any dtypes, one behind the other in a row of bytes, and the ``rows`` of as many members: they
+    serve for all that are alike, since each view of a part takes microseconds."""
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], members: int) -> None:
         lengths = [-(-tensor.nbytes // _ALIGNED) * _ALIGNED for tensor in tensors]
-        self.row = torch.zeros(sum(lengths), dtype=torch.uint8, device=tensors[0].device)
+        device = tensors[0].device
+        self.row = torch.zeros(sum(lengths), dtype=torch.uint8, device=device)
+        self.rows = torch.zeros(members, sum(lengths), dtype=torch.uint8, device=device)
         starts = [0, *accumulate(lengths)][: len(tensors)]
-        self._places = [(start, tensor.nbytes, tensor.dtype) for start, tensor in zip(starts, tensors, strict=True)]
         self._parts = [
-            self.row.narrow(0, start, nbytes).view(dtype).view(tensor.shape)
-            for tensor, (start, nbytes, dtype) in zip(tensors, self._places, strict=True)
+            self.row.narrow(0, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
+        ]
+        self._of_all = [
+            self.rows.narrow(1, start, tensor.nbytes).view(tensor.dtype).view(members, *tensor.shape)
+            for start, tensor in zip(starts, tensors, strict=True)
         ]
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         for part, tensor in zip(self._parts, tensors, strict=True):
             part.copy_(tensor)
 
-    def sums(self, rows: Tensor) -> list[Tensor]:
-        """Of the tensors that all ranks have written, each of them a row."""
-        return [
-            rows.narrow(1, start, nbytes).view(dtype).sum(0, dtype=dtype).view(part.shape)
-            for part, (start, nbytes, dtype) in zip(self._parts, self._places, strict=True)
-        ]
+    def sums(self) -> list[Tensor]:
+        """Of the tensors that all members have written, once ``rows`` has theirs."""
+        return [parts.sum(0, dtype=parts.dtype) for parts in self._of_all]
 
 
 def _done() -> None:
     """What waits for nothing."""
 
 
-def _come(gathering: Tensor | None = None) -> None:
-    """Nothing is to be done before a collective."""
+def _come(gathering: Tensor | None = None, into: Tensor | None = None) -> bool:
+    """Nothing is to be done before a collective, and so nothing was gathered with it."""
+    return False
 
 
 def communicator_over(mesh: Mesh, lockstep: Lockstep | None = None) -> Communicator:
@@ -118,9 +122,9 @@ class ProcessCommunicator:
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._along: dict[Axes, dist.ProcessGroup] = {}  # those of them that were asked for, as they were
         self._backends: dict[tuple[str, dist.ProcessGroup], Backend] = {}
-        self._packed: dict[tuple[tuple[torch.device, torch.dtype, torch.Size], ...], _Packed] = {}
+        self._packed: dict[tuple[Axes, tuple[tuple[torch.device, torch.dtype, torch.Size], ...]], _Packed] = {}
         self._pulse = own_pulse()
-        self._come: Callable[..., Tensor | None] = lockstep.come if lockstep is not None else _come
+        self._come: Callable[..., bool] = lockstep.come if lockstep is not None else _come
         self._run: Callable[..., None] = lockstep.run if lockstep is not None else _plainly
         self._start: Callable[..., Callable[[], object]] = lockstep.start if lockstep is not None else _start_plainly
 
@@ -181,13 +185,14 @@ class ProcessCommunicator:
             flat = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), axes)
             sums = torch.split(flat, [tensor.numel() for tensor in tensors])
             return [part.view(tensor.shape) for tensor, part in zip(tensors, sums, strict=True)]
-        kinds = tuple([(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors])
+        kinds = axes, tuple([(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors])
         packed = self._packed.get(kinds)
         if packed is None:
             with torch.inference_mode(False):  # in which later calls may be made
-                packed = self._packed[kinds] = _Packed(tensors)
+                packed = self._packed[kinds] = _Packed(tensors, self.mesh.extent(axes))
         packed.write(tensors)
-        return packed.sums(self.all_gather(packed.row, axes))
+        self._gather(packed.rows, packed.row, axes)
+        return packed.sums()
 
     def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
         group = self._group(axes)
@@ -206,16 +211,23 @@ class ProcessCommunicator:
         return finish
 
     def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
-        if self.mesh.extent(axes) == self._size > 1 and (rows := self._come(tensor)) is not None:
-            return rows
+        gathered = tensor.new_empty(self.mesh.extent(axes), *tensor.shape)
+        self._gather(gathered, tensor, axes)
+        return gathered
+
+    def _gather(self, rows: Tensor, tensor: Tensor, axes: Axes) -> None:
+        """Every member's tensor into ``rows``; with what ranks ask each other before a step's first collective, where
+        all of them are members and it has room for that."""
+        if len(rows) == self._size > 1 and self._come(tensor, rows):
+            return
         group = self._group(axes)
         if group is None:
-            return torch.stack([tensor])
-        gathered, backend = tensor.new_empty(group.size(), *tensor.shape), self._backend(tensor, group)
+            rows.copy_(tensor.unsqueeze(0))
+            return
+        backend = self._backend(tensor, group)
         with self._pulse(b"all_gather"):
-            flat = moved(gathered, backend).view(-1), moved(tensor, backend).view(-1)
+            flat = moved(rows, backend).view(-1), moved(tensor, backend).view(-1)
             self._run(all_gather_single, *flat, group=group)
-        return gathered
 
     def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
         """Without a copy of all where the members are a group of the backend shm."""

@@ -8,6 +8,7 @@ to say. Where the answer is another one, what was computed is thrown away and co
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import struct
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from shardwright.backends.segment.flats import is_plain
 from shardwright.errors import ShardwrightError, UsageError, WorldError
 from shardwright.mesh.processes import all_gather_single
 from shardwright.pulse import own_pulse
@@ -93,6 +95,17 @@ class _Letter:
         self.told, self.everyone = bytearray(_BYTES), bytearray(ranks * _BYTES)
         self.sent = torch.frombuffer(self.told, dtype=torch.uint8)
         self.received = torch.frombuffer(self.everyone, dtype=torch.uint8)
+        self._room = self.sent.data_ptr() + _HEAD.size
+        self._rooms = [self.received.data_ptr() + start + _HEAD.size for start in range(0, len(self.everyone), _BYTES)]
+
+    def add(self, tensor: Tensor) -> None:
+        ctypes.memmove(self._room, tensor.data_ptr(), tensor.nbytes)
+
+    def take(self, rows: Tensor, nbytes: int) -> None:
+        """What each rank has added."""
+        start = rows.data_ptr()
+        for rank, room in enumerate(self._rooms):
+            ctypes.memmove(start + rank * nbytes, room, nbytes)
 
 
 class Asked:
@@ -118,9 +131,9 @@ class Asked:
         """Ask, with what is to be gathered from all ranks, where it is small."""
         letter, lockstep = self._letter, self._parts.lockstep
         letter.under_way = True
-        if added is not None and added.device.type == "cpu" and added.nbytes <= _BYTES - _HEAD.size:
+        if added is not None and added.is_cpu and added.nbytes <= _BYTES - _HEAD.size and is_plain(added):
             self._added = added.nbytes
-            letter.sent.narrow(0, _HEAD.size, self._added).copy_(added.detach().view(-1).view(torch.uint8))
+            letter.add(added)
         expected = 0 if self.expected is None else _number("", self.expected.all_ranks)
         alike = _number("", tuple(self._alike)) if self._alike else 0
         _HEAD.pack_into(letter.told, 0, *self._mine, alike, expected, self._added, lockstep.number)
@@ -144,10 +157,13 @@ class Asked:
             self._answer = self._awaited()
         return self._answer
 
-    def confirm(self, come: Callable[[], object], added: Tensor | None) -> Tensor | None:
+    def confirm(self, come: Callable[[], object], added: Tensor | None, into: Tensor | None) -> bool:
         """Wait, and ``come`` to the others if their answer is the expected one.
 
-        Returns: what all ranks have ``added``, as rows, where all did with this question.
+        Args:
+            into: where what all ranks have ``added`` is to go, as rows.
+
+        Returns: whether it is there, since all have added theirs to this question.
 
         Raises:
             NotAsExpected: where it is not, or there is an error.
@@ -161,17 +177,17 @@ class Asked:
                     rows = self.rows(added)
             if rows == self.expected:
                 come()
-                return self._gathered(added)
+                return into is not None and self._gathered(into)
         except ShardwrightError as error:
             raise NotAsExpected(error) from None
         raise NotAsExpected
 
-    def _gathered(self, added: Tensor | None) -> Tensor | None:
-        """None where some rank expected another step or none, or had begun to ask before, which added nothing here."""
-        if added is None or not self._added or any(theirs[2:] != self._told[0][2:] for theirs in self._told):
-            return None
-        rows = self._letter.received.view(-1, _BYTES).narrow(1, _HEAD.size, self._added)
-        return rows.contiguous().view(added.dtype).view(-1, *added.shape)
+    def _gathered(self, into: Tensor) -> bool:
+        """Not where some rank expected another step or none, or had begun to ask before, which added nothing here."""
+        if not self._added or any(theirs[2:] != self._told[0][2:] for theirs in self._told):
+            return False
+        self._letter.take(into, self._added)
+        return True
 
     def _awaited(self) -> Rows:
         assert self._wait is not None

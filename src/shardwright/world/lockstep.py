@@ -40,7 +40,7 @@ _LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank
 _KNOW_S = 1.5  # for which a rank that has met an error waits for others that do not know of it
 _EXIT_S = 5.0  # for which rank 0, whose store goes with it, waits for others that have not ended, on a busy host too
 
-First = Callable[[Tensor | None], Tensor | None]
+First = Callable[[Tensor | None, Tensor | None], bool]
 _T = TypeVar("_T")
 
 _END = "end"
@@ -208,7 +208,8 @@ class Lockstep:
     def after(self, first: First, compute: Callable[[], _T]) -> _T:
         """What ``compute`` gives, within which ``first`` is called before the first collective, else at its end.
 
-        It may gather what that is to gather from all ranks: it then returns it, as rows.
+        It may gather what that is to gather from all ranks: it is given that, and where the rows of all are to go, and
+        tells whether it has.
         """
         self._first = first
         try:
@@ -218,16 +219,16 @@ class Lockstep:
             self._first = None
         return result
 
-    def come(self, gathering: Tensor | None = None) -> Tensor | None:
+    def come(self, gathering: Tensor | None = None, into: Tensor | None = None) -> bool:
         """Call what is to be called before the first collective: nothing of that has begun, or was counted, yet.
 
         Args:
-            gathering: what the collective gathers from all ranks.
+            gathering: what the collective gathers from all ranks ``into`` rows.
 
-        Returns: that, where it was gathered.
+        Returns: whether it was gathered.
         """
         first, self._first = self._first, None
-        return first(gathering) if first is not None else None
+        return first is not None and first(gathering, into)
 
     def _waits_in_turns(self, group: dist.ProcessGroup, first: Any) -> bool:
         """Whether a collective on ``first`` can be waited for with a time limit, and then again."""

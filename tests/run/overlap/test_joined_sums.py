@@ -13,17 +13,28 @@ from shardwright.mesh.processes import ProcessCommunicator, all_gather_single
 from shardwright.world.lockstep import Lockstep
 from whole import plan_of, run, same
 
+# Every rank computes all rows.
+WHOLE = {"0": ((1, 1), (1, 1), (1,)), "2": ((1, 1), (1, 1), (1,))}
+
 
 def loss_fn(model, batch):
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
-def network():
+def network(width=8):
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).double()
+    model = nn.Sequential(nn.Linear(width, 16), nn.ReLU(), nn.Linear(16, 4)).double()
     target = torch.randint(4, (12,))
     target[:5] = -100
-    return model, (torch.randn(12, 8, dtype=torch.float64), target)
+    return model, (torch.randn(12, width, dtype=torch.float64), target)
+
+
+def test_labels_are_gathered_before_what_is_larger():
+    model, batch = network(64)
+    plan = plan_of(model, loss_fn, batch, Mesh.of(d=3), "auto", WHOLE)
+    gathers = [i.reads for i in lower(plan, 0).instructions if i.kind == "redistribution"]
+    assert gathers == [("batch_1",), ("batch_0",)]
+    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-12)
 
 
 def test_the_sum_and_the_count_of_a_loss_are_joined():
@@ -54,8 +65,13 @@ def waited():
 
     Lockstep.run, Lockstep.begin = counting(Lockstep.run), counting(Lockstep.begin)
     found = []
-    for (model, batch), each in ((network(), "global"), (normalised(), "global"), (network(), "local")):
-        parallel = sw.parallelize(model, loss_fn, batch, "data", batch=each)
+    for (model, batch), each, pins in (
+        (network(), "global", None),
+        (normalised(), "global", None),
+        (network(), "local", None),
+        (network(64), "local", WHOLE),
+    ):
+        parallel = sw.parallelize(model, loss_fn, batch, "auto" if pins else "data", batch=each, pins=pins)
         for _ in range(4):  # the first batches are compared
             parallel(batch).backward()
         count.clear()
@@ -75,7 +91,8 @@ def waited():
 
 
 def test_a_step_waits_once_for_small_sums_and_once_each_way_for_a_batch_norm():
-    """The bucket of gradients is begun, and waited for when all else is done; sizes are asked for with the sums."""
+    """The bucket of gradients is begun, and waited for when all else is done; sizes are asked for with the sums, or
+    with the labels that every rank needs."""
     gather, bucket = all_gather_single.__name__, "all_reduce"
     plain, normalised = [gather, bucket], [gather] * 3 + ["all_reduce"] * 2 + [bucket]
-    assert run_ranks(2, waited) == [[plain, normalised, plain]] * 2
+    assert run_ranks(2, waited) == [[plain, normalised, plain, [gather, gather]]] * 2

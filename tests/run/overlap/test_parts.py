@@ -59,11 +59,11 @@ def with_other_sizes(meanwhile):
     parallel = sw.parallelize(model, loss_fn, part_of(batches[0], rank, SIZES[0]), "data", batch="local")
     told, confirm, rows_of, apart = [], Asked.confirm, Asked.rows, 0.0
 
-    def confirming(self, come, added):
+    def confirming(self, come, added, into):
         told[-1].append("asked")
-        rows = confirm(self, come, added)
-        told[-1].append("as expected" if rows is None else "gathered, too")
-        return rows
+        gathered = confirm(self, come, added, into)
+        told[-1].append("gathered, too" if gathered else "as expected")
+        return gathered
 
     def waiting(self, added=None):
         if self._answer is None and self.expected is not None:
