@@ -305,13 +305,7 @@ def alike(model, options, loss_fn, batch):
         (Normal, DATA, classify, perceptron_batch(7)),
         (Normal, DATA | {"batch_norm": "per-replica"}, classify, perceptron_batch(7)),
         (Branching, DATA, classify, perceptron_batch(7)),
-        pytest.param(
-            Transformer,
-            {"mode": "auto", "mesh": "tp=2", "search": "propagation"},
-            next_token,
-            transformer_batch(6),
-            marks=pytest.mark.slow,
-        ),
+        (Transformer, {"mode": "auto", "mesh": "tp=2", "search": "propagation"}, next_token, transformer_batch(6)),
     ],
 )
 def test_correct_scripts_go_on(model, options, loss_fn, batch):
