@@ -108,9 +108,8 @@ def ask_first(program: LocalProgram) -> LocalProgram:
     Before the first collective of a step ranks ask each other what they were given, and what is small is gathered with
     that question.
     """
-    early = [instruction for instruction in program.instructions if _is_small_input(instruction, program)]
-    rest = [instruction for instruction in program.instructions if instruction not in early]
-    return dataclasses.replace(program, instructions=(*early, *rest))
+    instructions = sorted(program.instructions, key=lambda instruction: not _is_small_input(instruction, program))
+    return dataclasses.replace(program, instructions=tuple(instructions))
 
 
 def _is_small_input(instruction: Instruction, program: LocalProgram) -> bool:

@@ -65,14 +65,14 @@ class _Packed:
         self.row = torch.zeros(sum(lengths), dtype=torch.uint8, device=device)
         self.rows = torch.zeros(members, sum(lengths), dtype=torch.uint8, device=device)
         starts = [0, *accumulate(lengths)][: len(tensors)]
-        self._parts = [
-            self.row.narrow(0, start, tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
-        self._of_all = [
-            self.rows.narrow(1, start, tensor.nbytes).view(tensor.dtype).view(members, *tensor.shape)
-            for start, tensor in zip(starts, tensors, strict=True)
-        ]
+
+        def views(memory: Tensor, *of: int) -> list[Tensor]:
+            return [
+                memory.narrow(-1, start, tensor.nbytes).view(tensor.dtype).view((*of, *tensor.shape))
+                for start, tensor in zip(starts, tensors, strict=True)
+            ]
+
+        self._parts, self._of_all = views(self.row), views(self.rows, members)
 
     def write(self, tensors: Sequence[Tensor]) -> None:
         for part, tensor in zip(self._parts, tensors, strict=True):
