@@ -131,7 +131,9 @@ def _spread(step):
 
 
 @pytest.mark.parametrize(
-    ("victim", "fault", "timeout_s"), [(2, "exits", 100), (2, "stops", 12), (0, "exits", 100)], ids=str
+    ("victim", "fault", "timeout_s"),
+    [(2, "exits", 100), pytest.param(2, "stops", 12, marks=pytest.mark.slow), (0, "exits", 100)],
+    ids=str,
 )
 def test_a_rank_that_ends_or_stops_is_an_error_of_the_others(tmp_path, victim, fault, timeout_s):
     """No live rank is late by the ``timeout_s`` that a stopped one is waited for."""

@@ -9,6 +9,8 @@ import types
 import warnings
 from pathlib import Path
 
+import pytest
+
 from pages import DOCS
 from ranks import run_ranks
 
@@ -49,6 +51,7 @@ def outcomes(folder, examples):
     return [outcome(examples[0], example) for example in examples]
 
 
+@pytest.mark.slow
 def test_every_example_does_what_stands_under_it(tmp_path):
     seen, _ = run_ranks(2, outcomes, str(tmp_path), [example for example, _ in EXAMPLES], timeout=110)
     assert len(seen) > 30

@@ -1,7 +1,10 @@
 """The page about concepts is true: its blocks run in order, in one folder, and print what stands under them."""
 
+import pytest
+
 from pages import DOCS, run_blocks
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run(tmp_path):
     assert run_blocks(DOCS / "concepts.md", tmp_path).count("bash") == 3

@@ -25,7 +25,7 @@ PROGRAMS: dict[str, types.FunctionType] = {
 DRAWING = {"diffusion", "mixup_in_the_step", "discrete_latents"}
 # program -> what is said, and under which plans
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {}
-QUICK = {"gan", "lora", "segmentation", "lbfgs"}
+QUICK = {"gan", "lora"}
 
 
 def test_there_are_programs_enough():

@@ -184,7 +184,7 @@ def added_up(mode, options):
 @pytest.mark.parametrize(
     ("ranks", "mode", "options"),
     [
-        (1, "single", {}),
+        pytest.param(1, "single", {}, marks=pytest.mark.slow),
         (2, "data", {}),
         pytest.param(2, "auto", {"search": "propagation"}, marks=pytest.mark.slow),
         pytest.param(1, "data", {"compile": True}, marks=pytest.mark.slow),

@@ -189,6 +189,7 @@ def optimizer_that_stepped_before(plan, splits_another):
     return loss.item()
 
 
+@pytest.mark.slow
 def test_an_optimizer_that_keeps_nothing_may_have_made_steps_before():
     [expected] = run_ranks(1, optimizer_that_stepped_before, "data", False)
     for splits_another in (False, True):

@@ -87,6 +87,7 @@ def test_torchrun_looks_for_no_hangs(launching):
     assert "torchrun looks for no hangs; --stall-timeout needs --run, or another --via" in ended.stderr
 
 
+@pytest.mark.slow
 def test_who_writes_or_takes_steps_now_and_then_is_left_alone(launching):
     script = launching.write(
         "t.py",

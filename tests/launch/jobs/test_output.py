@@ -157,7 +157,8 @@ sys.exit(os.waitstatus_to_exitcode(status))
 """
 
 
-@pytest.mark.parametrize("tee", [pytest.param("0", marks=pytest.mark.slow), "all"])
+@pytest.mark.slow
+@pytest.mark.parametrize("tee", ["0", "all"])
 def test_a_line_of_100_megabytes_is_served_in_bounded_memory(launching, tee):
     script = launching.write(
         "train.py",

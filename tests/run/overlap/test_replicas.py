@@ -305,7 +305,13 @@ def alike(model, options, loss_fn, batch):
         (Normal, DATA, classify, perceptron_batch(7)),
         (Normal, DATA | {"batch_norm": "per-replica"}, classify, perceptron_batch(7)),
         (Branching, DATA, classify, perceptron_batch(7)),
-        (Transformer, {"mode": "auto", "mesh": "tp=2", "search": "propagation"}, next_token, transformer_batch(6)),
+        pytest.param(
+            Transformer,
+            {"mode": "auto", "mesh": "tp=2", "search": "propagation"},
+            next_token,
+            transformer_batch(6),
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_correct_scripts_go_on(model, options, loss_fn, batch):
