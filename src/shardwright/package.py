@@ -14,6 +14,7 @@ ROOMS = (
     "errors",
     "whole_file",
     "package",
+    "compiler",
     "words",
     "steps",
     "pulse",

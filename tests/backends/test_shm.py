@@ -19,6 +19,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright import compiler
 from shardwright.backends import shm_meeting
 from shardwright.backends.segment import native
 from shardwright.backends.segment.direct import Direct, can_reach
@@ -491,7 +492,7 @@ def test_where_one_rank_cannot_share_memory_gloo_takes_its_place_on_all():
 
 @pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])
 def test_without_a_folder_of_caches_there_is_no_native_code(monkeypatch, error):
-    monkeypatch.setattr(native, "_folder", Mock(side_effect=error))
+    monkeypatch.setattr(compiler, "_folder", Mock(side_effect=error))
     assert native.built() is None
 
 

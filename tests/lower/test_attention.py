@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
-from shardwright.lower import attention
-from shardwright.lower.draws import dropout
-from shardwright.lower.kernels import attention_with_dropout
+from shardwright.lower.operators import attention
+from shardwright.lower.operators.draws import dropout
+from shardwright.lower.operators.kernels import attention_with_dropout
 from whole import Watching
 
 HEADS = (2, 4, 11, 4)

@@ -8,7 +8,7 @@ import torch
 from scipy import stats
 
 from shardwright.errors import UsageError
-from shardwright.lower import draws, randomness
+from shardwright.lower.operators import draws, randomness
 
 CPU = torch.device("cpu")
 N = 20_000

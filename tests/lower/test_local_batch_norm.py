@@ -2,10 +2,12 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from shardwright.lower import kernels
+from shardwright.lower.operators import batch_norm, kernels
 from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.simulate import simulate
@@ -50,15 +52,59 @@ def on_one(x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
     return [y.detach(), *running, *gradients]
 
 
-@pytest.mark.parametrize("many", [0, 1 << 17], ids=["by differences", "by torch"])
+@pytest.fixture(params=["natively", "by differences", "by torch"])
+def way(request, monkeypatch):
+    """How what goes over the values is worked out."""
+    if request.param != "natively":
+        monkeypatch.setattr(batch_norm, "_native", lambda: None)
+        monkeypatch.setattr(batch_norm, "_MANY", 0 if request.param == "by differences" else 1 << 17)
+    elif batch_norm._native() is None:
+        pytest.skip("nothing compiles C here")
+    return request.param
+
+
 @pytest.mark.parametrize("parts", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("mean", "tolerance"), [(0.0, 2e-6), (100.0, 2e-5), (1000.0, 2e-4)])
-def test_merged_statistics_are_exact(parts, mean, tolerance, many, monkeypatch):
-    monkeypatch.setattr(kernels, "_MANY", many)
+def test_merged_statistics_are_exact(parts, mean, tolerance, way):
     x = data(mean)
+    assert (batch_norm._by(x) is batch_norm._ByTorch) == (way != "natively")
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     for found, wanted in zip(on_ranks(x, parts, upstream), on_one(x, upstream), strict=True):
         assert (found - wanted).abs().max() <= tolerance * max(1, wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@given(
+    shape=st.tuples(st.integers(1, 4), st.integers(1, 300), st.integers(4, 20))
+    | st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(500, 1100)),
+    spread=st.sampled_from([1.0, 0.0]),
+)
+def test_native_code_is_as_torch_in_float64(shape, spread, affine):
+    """Channels that are gone through together, and rows whose sums are made in blocks, are what they are alone."""
+    made = torch.Generator().manual_seed(0)
+    x, upstream = (torch.randn(shape, generator=made, dtype=torch.float64) for _ in range(2))
+    x = (x * spread + 3).requires_grad_()
+    weight, bias = (torch.randn(shape[1], generator=made, dtype=torch.float64).requires_grad_() for _ in range(2))
+    operands = (x, weight, bias) if affine else (x, None, None)
+    running = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
+    if batch_norm._by(*operands) is batch_norm._ByTorch:
+        pytest.skip("nothing compiles C here")
+    found = kernels.batch_norm_of_replica(*operands, *running, 0.1, 1e-5, [shape[0] * shape[2]])
+    wanted = torch.ops.aten._native_batch_norm_legit_functional(*operands, *running, True, 0.1, 1e-5)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+    leaves = [leaf for leaf in operands if leaf is not None]
+    for one, other in zip(
+        torch.autograd.grad(found[0], leaves, upstream), torch.autograd.grad(wanted[0], leaves, upstream), strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
+
+
+def test_what_native_code_does_not_know_is_left_to_torch():
+    x, weight = data(0.0), torch.ones(3)
+    assert batch_norm._by(x, weight, weight) is not batch_norm._ByTorch or batch_norm._native() is None
+    for others in [(x.bfloat16(),), (x.transpose(0, 2),), (x[..., :3].contiguous(),), (x[:0],), (x, weight.double())]:
+        assert batch_norm._by(*others) is batch_norm._ByTorch
 
 
 def test_sums_of_squares_would_not_be():
@@ -70,13 +116,13 @@ def test_sums_of_squares_would_not_be():
 
 def test_sums_of_gradients_are_made_with_a_weight():
     """Torch's kernel for GPUs makes them like the weight, which it takes to be there."""
-    given = []
+    noted = []
 
     class Noted(TorchDispatchMode):
         def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            given.extend([args[2]] if function is torch.ops.aten.native_batch_norm_backward.default else [])
+            noted.extend([args[2]] if function is torch.ops.aten.native_batch_norm_backward.default else [])
             return function(*args, **(kwargs or {}))
 
     with Noted():
-        kernels._gradient_sums(data(0.0), data(1.0), torch.zeros(3), torch.ones(3))
-    assert [weight.shape for weight in given] == [(3,)]
+        batch_norm._ByTorch.gradient_sums(data(0.0), data(1.0), torch.zeros(3), torch.ones(3))
+    assert [weight.shape for weight in noted] == [(3,)]

@@ -5,8 +5,8 @@ import itertools
 import pytest
 import torch
 
-from shardwright.lower import draws, randomness
-from shardwright.lower.randomness import kept, uniform
+from shardwright.lower.operators import draws, randomness
+from shardwright.lower.operators.randomness import kept, uniform
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 

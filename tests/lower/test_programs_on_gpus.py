@@ -9,8 +9,8 @@ from gpu_like import LIKE_A_GPU, OnGpus, gpu_autocast, on_gpu, step_on_gpu
 from models import NETWORKS
 from shardwright.errors import LoweringError
 from shardwright.graph.step import captured_step
-from shardwright.lower import kernels
-from shardwright.lower.guard import Guard
+from shardwright.lower.operators import kernels
+from shardwright.lower.operators.guard import Guard
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest

@@ -14,8 +14,8 @@ from models import Branching, Perceptron, classify, perceptron_batch
 from ranks import run_ranks
 from shardwright.errors import ShardwrightError, UsageError
 from shardwright.graph.step import captured_step
-from shardwright.lower.guard import Guard
 from shardwright.lower.lower import lower
+from shardwright.lower.operators.guard import Guard
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest

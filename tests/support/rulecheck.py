@@ -14,9 +14,9 @@ from torch import Tensor
 
 from shardwright.graph import operators
 from shardwright.graph.ir import Node, Value
-from shardwright.lower import draws, kernels
-from shardwright.lower.guard import Guard
 from shardwright.lower.local import localise
+from shardwright.lower.operators import draws, kernels
+from shardwright.lower.operators.guard import Guard
 from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh

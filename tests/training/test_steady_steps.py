@@ -82,7 +82,7 @@ def test_no_steady_step_of_any_network_waits(name, options, ranks):
 
 def test_what_waits_is_found():
     """The mode itself, on functions of the package that ask for values."""
-    from shardwright.lower.draws import randint_below
+    from shardwright.lower.operators.draws import randint_below
     from shardwright.training.nonfinite import _is_bad
 
     with waits_in_a_step() as waits:
@@ -92,8 +92,8 @@ def test_what_waits_is_found():
         OnItsWay(torch.ones(())).value()
     assert [where.partition(":")[0] for where in waits] == [
         "__bool__ at training/nonfinite.py",
-        "__int__ at lower/draws.py",
-        "__int__ at lower/draws.py",
+        "__int__ at lower/operators/draws.py",
+        "__int__ at lower/operators/draws.py",
     ]
 
 

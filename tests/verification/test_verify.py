@@ -12,7 +12,8 @@ from models import NETWORKS
 from ranks import run_ranks
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import PlanError, UsageError
-from shardwright.lower import local, randomness
+from shardwright.lower import local
+from shardwright.lower.operators import randomness
 from shardwright.mesh import together
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.verification.compare import ONE_DEVICE, PLAIN, difference_of

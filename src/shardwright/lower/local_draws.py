@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.lower.draws import refuse_range
+from shardwright.lower.operators.draws import refuse_range
 from shardwright.lower.site import ANY_DEVICE, Call, Localiser, RandomKey, Site
 from shardwright.rules.notation import Operand
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from shardwright.backends.table import NCCL
 from shardwright.errors import LoweringError
-from shardwright.lower.guard import Guard
 from shardwright.lower.lower import lower
+from shardwright.lower.operators.guard import Guard
 from shardwright.mesh.carried import summed_as
 from shardwright.mesh.collectives import Axes, gather_joined, reduce_scatter_joined
 from shardwright.mesh.mesh import Mesh
@@ -156,7 +156,7 @@ def step_on_gpu(plan: Plan, rank: int) -> tuple[dict[str, Any], Waits]:
         ]  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch, mode, torch.autograd.set_multithreading_enabled(False):
-        patch.setattr("shardwright.lower.guard.OnItsWay", _NeverThere)
+        patch.setattr("shardwright.lower.operators.guard.OnItsWay", _NeverThere)
         patch.setattr("shardwright.run.programs.execute.Guard", lambda on: Guard(on=True))
         arguments = StepArguments(*(made(kind) for kind in ("parameter", "buffer", "input", "constant")), 0, 0)
         execution = Execution(lower(plan, rank), captured, OnGpus(mesh, rank), LIKE_A_GPU, GradientReduction())

@@ -19,7 +19,9 @@ _ASKS = {"item", "tolist", "cpu", "numpy", "__bool__", "__float__", "__int__", "
 _ASKS |= {"is_nonzero", "equal", "allclose", "masked_select", "unique", "synchronize"}
 _MAKES = {"tensor", "as_tensor", "new_tensor"}  # from numbers in Python, which are copied from pageable memory
 # Where a number is asked for when it has come, and where on a CPU alone.
-_ALLOWED = {("world/on_its_way.py", "value"), ("lower/kernels.py", "cross_entropy"), ("world/seed.py", "drawn")}
+_ALLOWED = {
+    ("world/on_its_way.py", "value"), ("lower/operators/kernels.py", "cross_entropy"), ("world/seed.py", "drawn"),
+}  # fmt: skip
 
 
 class _Watching(TorchFunctionMode):

@@ -1,28 +1,18 @@
-"""The native code, compiled once for this user and kept in a folder of caches, by what stands in it."""
+"""What native.c is told, and what it does."""
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import hashlib
-import os
-import platform
-import shutil
-import subprocess
-import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
 
 from shardwright.backends.segment.arena import arena_bytes
 from shardwright.backends.segment.memory import HEAD_BYTES, SMALL_BYTES, WIDE_BYTES, Memory
+from shardwright.compiler import compiled
 
 _SOURCE = Path(__file__).with_name("native.c")
-_FLAGS = ("-O3", "-fPIC", "-shared", "-std=gnu11")  # for every processor of this kind: hosts may share the folder
-_COMPILE_TIMEOUT_S = 60.0
 # As native.c numbers them.
 TYPES: Mapping[torch.dtype, int] = {torch.float32: 0, torch.float64: 1, torch.int32: 2, torch.int64: 3}
 OPERATIONS: Mapping[str, int] = {"SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
@@ -94,46 +84,5 @@ class Native:
 
 
 def built() -> Path | None:
-    """The compiled code, which is made where it is not there yet; None where that cannot be done here."""
-    with contextlib.suppress(OSError, RuntimeError):  # the latter where nobody knows the home of this user
-        path = _folder() / f"{_key()}.so"
-        if path.exists():
-            return path
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for compiler in _compilers():
-            if _compile(compiler, path):
-                return path
-    return None
-
-
-def _folder() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright" / "native"
-
-
-def _key() -> str:
-    told = f"{platform.machine()} {' '.join(_FLAGS)}\n".encode() + _SOURCE.read_bytes()
-    return hashlib.sha256(told).hexdigest()[:16]
-
-
-def _compilers() -> Iterator[tuple[str, ...]]:
-    for name in (*os.environ.get("CC", "").split()[:1], "cc", "gcc", "clang"):
-        if found := shutil.which(name):
-            yield (found,)
-    if find_spec("ziglang") is not None:
-        yield (sys.executable, "-m", "ziglang", "cc")
-
-
-def _compile(compiler: tuple[str, ...], path: Path) -> bool:
-    """Whether ``path`` is there whole, by this process or another that did the same."""
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        draft = Path(folder) / path.name
-        try:
-            done = subprocess.run(
-                [*compiler, *_FLAGS, str(_SOURCE), "-o", str(draft)], capture_output=True, timeout=_COMPILE_TIMEOUT_S
-            )
-            if done.returncode == 0:
-                Native(draft)
-                draft.replace(path)
-        except (OSError, AttributeError, subprocess.TimeoutExpired):  # a compiler for another machine, or none at all
-            return False
-        return path.exists()
+    """The compiled code; None where it cannot be compiled here."""
+    return compiled(_SOURCE, opens=Native)

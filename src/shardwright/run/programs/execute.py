@@ -15,10 +15,10 @@ from torch import Tensor
 from shardwright.errors import StrategyError, UsageError
 from shardwright.graph import operators
 from shardwright.graph.ir import Capture
-from shardwright.lower import draws, kernels
-from shardwright.lower.guard import Guard
+from shardwright.lower.operators import draws, kernels
+from shardwright.lower.operators.guard import Guard
+from shardwright.lower.operators.randomness import mixed
 from shardwright.lower.program import Instruction, LocalProgram
-from shardwright.lower.randomness import mixed
 from shardwright.lower.recomputed import recomputed
 from shardwright.mesh import collectives, together
 from shardwright.mesh.collectives import Communicator

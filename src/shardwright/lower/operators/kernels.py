@@ -12,13 +12,17 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from shardwright.graph.tracing import written
-from shardwright.lower.attention import attention_with_dropout as attention_with_dropout
-from shardwright.lower.attention import causal_attention as causal_attention
-from shardwright.lower.guard import Guard
+from shardwright.lower.operators.attention import attention_with_dropout as attention_with_dropout
+from shardwright.lower.operators.attention import causal_attention as causal_attention
+from shardwright.lower.operators.batch_norm import batch_norm as batch_norm
+from shardwright.lower.operators.batch_norm import batch_norm_of_replica as batch_norm_of_replica
+from shardwright.lower.operators.batch_norm import batch_norm_per_replica as batch_norm_per_replica
+from shardwright.lower.operators.batch_norm import batch_norm_running as batch_norm_running
+from shardwright.lower.operators.batch_norm import sum_in_place as sum_in_place
+from shardwright.lower.operators.guard import Guard
 from shardwright.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
-_MANY = 1 << 17  # values, from which statistics are worth several calls
 _CACHED = 1 << 18  # values that stay in the caches of a CPU from one operator to the next
 
 
@@ -137,129 +141,6 @@ def embedding(
     return found
 
 
-class _BatchNorm(torch.autograd.Function):
-    """Normalisation over the batches of all ranks along ``axes``, by torch's own kernels where they go over values.
-
-    With n values per channel in all, centred and scaled to x̂, and sums over all of them,
-    dx = weight / σ · (dy − Σdy / n − x̂ · Σ(dy · x̂) / n). But for dy itself it is a normalisation of x again, whose
-    weight and bias are these sums.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator, axes: Axes,
-        counts: Sizes,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        ctx.set_materialize_grads(False)
-        mean, variance = _merged(_statistics(x), comm, axes, counts)
-        scale = (variance + eps).rsqrt()
-        ctx.save_for_backward(x, weight, mean, variance, scale)
-        ctx.communication = comm, axes, sum(counts)
-        ctx.eps = eps
-        ctx.mark_non_differentiable(mean, scale, variance)
-        return _normalised(x, weight, bias, mean, variance, eps), mean, scale, variance
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-        x, weight, mean, variance, scale = ctx.saved_tensors
-        comm, axes, count = ctx.communication
-        values, gradient = x.to(mean.dtype), gradient.to(mean.dtype)
-        sums = _gradient_sums(values, gradient, mean, scale)
-        kind = mean.dtype if weight is None else weight.dtype
-        d_weight, d_bias = (
-            part.to(kind) if wanted else None for part, wanted in zip(sums, ctx.needs_input_grad[1:3], strict=True)
-        )
-        total_normal, total = comm.all_reduce(sums.clone(), axes)
-        if not ctx.needs_input_grad[0]:
-            return None, d_weight, d_bias, None, None, None, None
-        factor = scale if weight is None else scale * weight
-        less = factor / -count
-        d_x = _normalised(values, less * total_normal, less * total, mean, variance, ctx.eps)
-        d_x.addcmul_(gradient, factor.view(_along_channels(x)))
-        return d_x.to(x.dtype), d_weight, d_bias, None, None, None, None
-
-
-def _along_channels(x: Tensor) -> list[int]:
-    """The shape in which a number for each channel meets those of ``x``."""
-    return [1, -1, *[1] * (x.ndim - 2)]
-
-
-def _normalised(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, eps: float
-) -> Tensor:
-    if not x.numel():
-        return x.clone()
-    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
-
-
-def _statistics(x: Tensor) -> Tensor:
-    """The mean and the variance of every channel: (2, channels), float32 at least."""
-    values = x.to(torch.promote_types(x.dtype, torch.float32))
-    if not x.numel():
-        return values.new_zeros(2, x.shape[1])
-    if x.device.type != "cpu":
-        variance, mean = torch.var_mean(values, [dim for dim in range(x.ndim) if dim != 1], correction=0)
-    elif x.numel() < _MANY:
-        mean, variance = torch.batch_norm_update_stats(values, None, None, 0.0)
-    else:
-        mean, variance = _statistics_by_differences(values)
-    return torch.stack([mean, variance])
-
-
-def _statistics_by_differences(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The mean and the variance from sums of differences from about the mean.
-
-    Of many values on a CPU they take less than half of the time of torch's own kernel.
-    """
-    count = x.numel() // x.shape[1]
-    about = x.sum([dim for dim in range(x.ndim) if dim != 1]) / count
-    apart = x - about.view(_along_channels(x))
-    squares, rest = _gradient_sums(apart, apart, torch.zeros_like(about), torch.ones_like(about)) / count
-    return about + rest, squares - rest.square()
-
-
-def _gradient_sums(x: Tensor, gradient: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-    """Σ(dy · x̂) and Σdy of the values here, for every channel, where x̂ is x centred by ``mean`` and scaled."""
-    if not x.numel():
-        return mean.new_zeros(2, len(mean))
-    some_weight = scale  # neither sum has it as a factor, but on a GPU both are made like it
-    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-        gradient, x, some_weight, None, None, mean, scale, True, 0.0, [False, True, True]
-    )
-    return torch.stack([of_weight, of_bias])
-
-
-def _merged(local: Tensor, comm: Communicator, axes: Axes, counts: Sizes) -> tuple[Tensor, Tensor]:
-    """The mean and the variance of all ranks together, of which rank i has ``counts[i]`` values.
-
-    Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances* (1979): sums of
-    x and x² would lose everything in float32 when the mean is large.
-    """
-    means, variances = comm.all_gather(local, axes).unbind(1)
-    if len(set(counts)) == 1:
-        between, mean = torch.var_mean(means, 0, correction=0)
-        return mean, variances.mean(0) + between
-    # Made on the device: what is copied there is waited for.
-    weights = torch.cat([local.new_full((1, 1), count / sum(counts)) for count in counts])
-    base = means[next(i for i, count in enumerate(counts) if count)]  # differences from it stay small
-    mean = base + (weights * (means - base)).sum(0)
-    return mean, (weights * (variances + (means - mean).square())).sum(0)
-
-
-def batch_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator, axes: Axes, counts: Sizes
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Batch normalisation of ``x`` (n, channels, ...) with the statistics of all ranks along ``axes``.
-
-    ``counts`` are the values per channel that each of them has, in rank order. Returns the result, the mean and the
-    reciprocal standard deviation of every channel. One collective forward, one backward; the gradients of ``weight``
-    and ``bias`` are sums over the values here.
-    """
-    normal, mean, scale, _ = _BatchNorm.apply(x, weight, bias, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
-    return normal, mean, scale
-
-
 class _CrossEntropy(torch.autograd.Function):
     """The summed cross entropy of samples of whose logits each rank along ``axes`` has those of some classes.
 
@@ -324,59 +205,3 @@ def cross_entropy(
         guard.note(number, target, wrong)
         found = found.masked_fill(wrong.any(), math.nan)
     return found
-
-
-def batch_norm_of_replica(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
-    eps: float, counts: Sizes,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Batch normalisation of each rank's own part; running statistics are its share of the mean over ranks, by values
-    per channel.
-
-    Results as of ``aten._native_batch_norm_legit_functional``.
-    """
-    mine = x.numel() // x.shape[1]
-    if mine:
-        results = torch.ops.aten._native_batch_norm_legit_functional(
-            x, weight, bias, running_mean, running_var, True, momentum, eps
-        )
-    else:
-        scale = x.new_ones(x.shape[1]) if weight is None else weight
-        shift = x.new_zeros(x.shape[1]) if bias is None else bias
-        shape = _along_channels(x)
-        results = (x * scale.view(shape) + shift.view(shape), running_mean, running_var, running_mean, running_var)
-    normal, mean, scale, new_mean, new_var = results
-    share = mine / sum(counts)
-    return normal, mean, scale, new_mean * share, new_var * share
-
-
-def batch_norm_per_replica(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
-    eps: float, comm: Communicator, axes: Axes, counts: Sizes,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`batch_norm_of_replica`, with the running statistics of all ranks."""
-    results = batch_norm_of_replica(x, weight, bias, running_mean, running_var, momentum, eps, counts)
-    sum_in_place(comm, axes, *results[3:])
-    return results
-
-
-def sum_in_place(comm: Communicator, axes: Axes, *shares: Tensor) -> list[Tensor]:
-    """Sum tensors over ranks, by one collective for each dtype; the list of no results, as a program wants it."""
-    for dtype in dict.fromkeys(share.dtype for share in shares):
-        alike = [share for share in shares if share.dtype == dtype]
-        with torch.no_grad():
-            for share, total in zip(alike, comm.all_reduce_together(alike, axes), strict=True):
-                share.copy_(total)
-    return []
-
-
-def batch_norm_running(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, running_mean: Tensor, running_var: Tensor, momentum: float,
-    eps: float, comm: Communicator, axes: Axes, counts: Sizes,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """`batch_norm`, with the new running mean and (unbiased) running variance behind its results."""
-    normal, mean, scale, variance = _BatchNorm.apply(x, weight, bias, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
-    new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
-    unbiased = variance * sum(counts) / (sum(counts) - 1)
-    new_var = torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
-    return normal, mean, scale, new_mean, new_var

@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
-from shardwright.lower import randomness
+from shardwright.lower.operators import randomness
 
 Sizes = Sequence[int]
 

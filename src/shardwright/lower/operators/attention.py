@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from shardwright.lower.draws import dropout
+from shardwright.lower.operators.draws import dropout
 
 Sizes = Sequence[int]
 Slices = tuple[slice, ...]

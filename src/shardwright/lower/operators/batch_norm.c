@@ -1,0 +1,160 @@
+/* Batch normalisation of values that lie as (samples, channels, size), with statistics that are given.
+ *
+ * A row is what one sample has of one channel. Sums within a row are made in the type of the values, of so many that
+ * this loses nothing that counts, and added up in double. Several channels are gone through together, so that what is
+ * read in one go is long, and so few that their values are still in a cache when they are read again.
+ */
+#ifndef VALUE
+
+#include <stdint.h>
+
+#define BLOCK 512 /* values whose sum is made in their own type */
+#define STRETCH 512 /* values of a sample that are read in one go, at least */
+
+static int64_t least(int64_t a, int64_t b) {
+    return a < b ? a : b;
+}
+
+static int64_t channels_together(int64_t channels, int64_t size) {
+    return least(channels, size < STRETCH ? STRETCH / size : 1);
+}
+
+#define VALUE float
+#define OF_TYPE(name) name##_float32
+#include "batch_norm.c"
+#undef VALUE
+#undef OF_TYPE
+#define VALUE double
+#define OF_TYPE(name) name##_float64
+#include "batch_norm.c"
+
+#else
+
+static double OF_TYPE(sum)(const VALUE *x, int64_t size) {
+    double sum = 0;
+    for (int64_t from = 0; from < size; from += BLOCK) {
+        VALUE part = 0;
+        int64_t to = least(size, from + BLOCK);
+#pragma omp simd reduction(+ : part)
+        for (int64_t i = from; i < to; i++) part += x[i];
+        sum += part;
+    }
+    return sum;
+}
+
+/* Adds the sums of g and of g · (x − about). */
+static void OF_TYPE(add_products)(
+    const VALUE *x, const VALUE *g, VALUE about, int64_t size, double *sum, double *products) {
+    for (int64_t from = 0; from < size; from += BLOCK) {
+        VALUE part = 0, product = 0;
+        int64_t to = least(size, from + BLOCK);
+#pragma omp simd reduction(+ : part, product)
+        for (int64_t i = from; i < to; i++) {
+            part += g[i];
+            product += g[i] * (x[i] - about);
+        }
+        *sum += part;
+        *products += product;
+    }
+}
+
+static void OF_TYPE(add_squares)(const VALUE *x, VALUE about, int64_t size, double *sum, double *squares) {
+    for (int64_t from = 0; from < size; from += BLOCK) {
+        VALUE part = 0, square = 0;
+        int64_t to = least(size, from + BLOCK);
+#pragma omp simd reduction(+ : part, square)
+        for (int64_t i = from; i < to; i++) {
+            VALUE apart = x[i] - about;
+            part += apart;
+            square += apart * apart;
+        }
+        *sum += part;
+        *squares += square;
+    }
+}
+
+/* The mean and the variance of each channel, by differences from about the mean. */
+void OF_TYPE(statistics)(
+    const VALUE *x, int64_t samples, int64_t channels, int64_t size, VALUE *mean, VALUE *variance) {
+    int64_t together = channels_together(channels, size);
+    for (int64_t first = 0; first < channels; first += together) {
+        int64_t number = least(together, channels - first);
+        double sums[STRETCH], squares[STRETCH];
+        VALUE about[STRETCH];
+        for (int64_t c = 0; c < number; c++) sums[c] = 0;
+        for (int64_t n = 0; n < samples; n++) {
+            const VALUE *rows = x + (n * channels + first) * size;
+            for (int64_t c = 0; c < number; c++) sums[c] += OF_TYPE(sum)(rows + c * size, size);
+        }
+        double count = (double)samples * size;
+        for (int64_t c = 0; c < number; c++) {
+            about[c] = sums[c] / count;
+            sums[c] = squares[c] = 0;
+        }
+        for (int64_t n = 0; n < samples; n++) {
+            const VALUE *rows = x + (n * channels + first) * size;
+            for (int64_t c = 0; c < number; c++)
+                OF_TYPE(add_squares)(rows + c * size, about[c], size, &sums[c], &squares[c]);
+        }
+        for (int64_t c = 0; c < number; c++) {
+            double rest = sums[c] / count;
+            mean[first + c] = about[c] + rest;
+            double apart = squares[c] / count - rest * rest;
+            variance[first + c] = apart > 0 ? apart : 0;
+        }
+    }
+}
+
+/* (x − mean) · scale · weight + bias. */
+void OF_TYPE(normalise)(
+    const VALUE *x, int64_t samples, int64_t channels, int64_t size, const VALUE *mean, const VALUE *scale,
+    const VALUE *weight, const VALUE *bias, VALUE *restrict y) {
+    for (int64_t n = 0; n < samples; n++) {
+        for (int64_t c = 0; c < channels; c++) {
+            VALUE factor = weight ? scale[c] * weight[c] : scale[c], shift = bias ? bias[c] : 0, about = mean[c];
+            const VALUE *row = x + (n * channels + c) * size;
+            VALUE *restrict to = y + (n * channels + c) * size;
+            for (int64_t i = 0; i < size; i++) to[i] = (row[i] - about) * factor + shift;
+        }
+    }
+}
+
+/* For each channel the sums of gradient · (x − mean) · scale and of the gradient. */
+void OF_TYPE(gradient_sums)(
+    const VALUE *x, const VALUE *gradient, int64_t samples, int64_t channels, int64_t size, const VALUE *mean,
+    const VALUE *scale, VALUE *products, VALUE *sums) {
+    int64_t together = channels_together(channels, size);
+    for (int64_t first = 0; first < channels; first += together) {
+        int64_t number = least(together, channels - first);
+        double sum[STRETCH], product[STRETCH];
+        for (int64_t c = 0; c < number; c++) sum[c] = product[c] = 0;
+        for (int64_t n = 0; n < samples; n++) {
+            int64_t at = (n * channels + first) * size;
+            for (int64_t c = 0; c < number; c++, at += size)
+                OF_TYPE(add_products)(x + at, gradient + at, mean[first + c], size, &sum[c], &product[c]);
+        }
+        for (int64_t c = 0; c < number; c++) {
+            products[first + c] = product[c] * scale[first + c];
+            sums[first + c] = sum[c];
+        }
+    }
+}
+
+/* scale · weight · (gradient − sum / count − (x − mean) · scale · product / count). */
+void OF_TYPE(gradient)(
+    const VALUE *x, const VALUE *gradient, int64_t samples, int64_t channels, int64_t size, const VALUE *mean,
+    const VALUE *scale, const VALUE *weight, const VALUE *products, const VALUE *sums, double count,
+    VALUE *restrict d_x) {
+    for (int64_t n = 0; n < samples; n++) {
+        for (int64_t c = 0; c < channels; c++) {
+            VALUE factor = weight ? scale[c] * weight[c] : scale[c], about = mean[c];
+            VALUE shift = factor * (sums[c] / count), slope = factor * scale[c] * (products[c] / count);
+            int64_t at = (n * channels + c) * size;
+            const VALUE *row = x + at, *given = gradient + at;
+            VALUE *restrict to = d_x + at;
+            for (int64_t i = 0; i < size; i++) to[i] = given[i] * factor - (row[i] - about) * slope - shift;
+        }
+    }
+}
+
+#endif
