@@ -3,11 +3,13 @@
 import contextlib
 import functools
 import io
+import math
 import os
 import resource
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -23,7 +25,7 @@ from shardwright import compiler
 from shardwright.backends import shm_meeting
 from shardwright.backends.segment import native
 from shardwright.backends.segment.direct import Direct, can_reach
-from shardwright.backends.segment.memory import SLOTS_BYTES
+from shardwright.backends.segment.memory import SLOTS_BYTES, SMALL_BYTES
 from shardwright.errors import UsageError, WorldError
 from shardwright.mesh.processes import all_gather_single, reduce_scatter_single
 
@@ -488,6 +490,55 @@ def test_where_one_rank_cannot_share_memory_gloo_takes_its_place_on_all():
         assert sums == [2.0, 2.0], name
         assert files == 0, name
         assert other == (sums, "", 0), name
+
+
+def at_once():
+    """Rank 1 has torch.distributed do, and comes late to, what others do at once."""
+    rank = sw.init("shm", timeout=60).rank
+    group, size = dist.group.WORLD, dist.get_world_size()
+    done = []
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for shape in ((), (0,), (3, 5), (SMALL_BYTES // 8 // size,)):
+            for late in (False, True):
+                mine = torch.arange(math.prod(shape)).reshape(shape).to(dtype) + rank
+                rows, total = mine.new_empty(size, *shape), mine.clone()
+                if rank == 1:
+                    time.sleep(0.02 * late)
+                    all_gather_single(rows.view(-1), mine.view(-1))
+                    dist.all_reduce(total)
+                else:
+                    done += [group.gather_at_once(rows, mine), group.sum_at_once(total)]
+                wanted = [mine - rank + other for other in range(size)]
+                assert torch.equal(rows, torch.stack(wanted)), (dtype, shape)
+                assert torch.equal(total, functools.reduce(torch.add, wanted)), (dtype, shape)
+    x = torch.ones(4, 6)
+    refused = [x.T, x[:, ::2], torch.ones(SMALL_BYTES), torch.ones(3, dtype=torch.bfloat16)]
+    left = [group.sum_at_once(tensor) for tensor in refused]
+    left += [
+        group.gather_at_once(torch.empty(size, 6, 4), x.T),
+        group.gather_at_once(torch.empty(size, 3), torch.ones(2)),
+    ]
+    large, under_way = torch.ones(1 << 22), None
+    if rank == 0:
+        under_way = dist.all_reduce(large, async_op=True)
+        left.append(group.sum_at_once(torch.ones(2)))
+    dist.all_reduce(large) if under_way is None else under_way.wait()
+    with pytest.raises(WorldError, match="all_reduce"):
+        group.sum_at_once(torch.ones(2 + rank))
+    after = torch.ones(2)
+    assert group.sum_at_once(after)
+    assert after.tolist() == [size, size]
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(WorldError, match="rank 1"):
+        group.sum_at_once(torch.ones(2))
+    return all(done), any(left)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_what_is_small_is_done_at_once_with_ranks_that_take_longer(ranks):
+    found = run_ranks(ranks, at_once, timeout=100, dying=[1])
+    assert [found[0], *found[2:]] == [(True, False)] * (ranks - 1)
 
 
 @pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])

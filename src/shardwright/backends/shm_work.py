@@ -24,9 +24,11 @@ from shardwright.backends.between.moving import Awaited
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.memory import DATA_BYTES, Process
 from shardwright.backends.segment.notes import Note
+from shardwright.backends.segment.reducing import SmallCollective
 from shardwright.backends.work import CollectiveWork, Task, caller
 from shardwright.errors import WorldError
 
+_SOON_NS = 5_000_000  # within which the ranks of a host mostly come to a collective
 _LOOK_S = 0.05  # a launcher that has seen one rank fail ends the others soon after, and tells of those that did before
 _STOP_TIMEOUT_S = 5.0
 
@@ -143,6 +145,19 @@ class Lane:
             if not (work.ended or course.one_stage or caller.waits):
                 self.finish_aside(work)
         return work
+
+    def at_once(self, what: str, output: Tensor, course: SmallCollective, own: int, into: int) -> bool:
+        """Whether one could be begun without more ado; it has ended then, or has raised as `ShmWork.wait` does."""
+        if self._asked or self.failed is not None or self.forked or not self._driving.acquire(blocking=False):
+            return False
+        try:
+            if course.begin(own, into, _SOON_NS):
+                return True
+            work = ShmWork(what, [output], course, self)
+            self._asked.append(work)
+        finally:
+            self._driving.release()
+        return work.wait()
 
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
         """Whether it has ended, with all that was asked for before it; within the time, if there is one."""

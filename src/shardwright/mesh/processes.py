@@ -19,6 +19,7 @@ from shardwright.mesh.collectives import Axes, Communicator, gather_joined, redu
 from shardwright.mesh.groups import SharedGroups
 from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
+from shardwright.torch_private import operators_are_watched
 from shardwright.world.lockstep import Lockstep
 
 # torch 2.13 gave these new names and deprecated the old ones, which are all that 2.11 has.
@@ -122,6 +123,7 @@ class ProcessCommunicator:
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._along: dict[Axes, dist.ProcessGroup] = {}  # those of them that were asked for, as they were
         self._backends: dict[tuple[str, dist.ProcessGroup], Backend] = {}
+        self._met: set[dist.ProcessGroup] = set()  # that have had a collective
         self._packed: dict[tuple[Axes, tuple[tuple[torch.device, torch.dtype, torch.Size], ...]], _Packed] = {}
         self._pulse = own_pulse()
         self._come: Callable[..., bool] = lockstep.come if lockstep is not None else _come
@@ -141,6 +143,7 @@ class ProcessCommunicator:
         self._groups.clear()
         self._along.clear()
         self._backends.clear()
+        self._met.clear()
 
     def _group(self, axes: Axes) -> dist.ProcessGroup | None:
         """The group along ``axes``, to talk to now; None where it is this rank alone."""
@@ -163,6 +166,15 @@ class ProcessCommunicator:
             self._backends[key] = backend_moving(tensor.device.type, backends_of(group))
         return self._backends[key]
 
+    def _at_once(self, group: dist.ProcessGroup, name: str) -> Callable[..., bool] | None:
+        """By which the groups of the backend shm do what is small without torch.distributed; that does the first of a
+        group, for which it may have to make ready, and all that somebody wants to see."""
+        if group not in self._met or operators_are_watched():
+            self._met.add(group)
+            return None
+        found: Callable[..., bool] | None = getattr(group, name, None)
+        return found
+
     def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
         """In memory that the members share, where they are a group of the backend shm."""
         make = getattr(self._groups.get(frozenset(axes)), "empty", None)
@@ -171,12 +183,15 @@ class ProcessCommunicator:
 
     def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
         group = self._group(axes)
-        if group is not None:
-            numbers = summed_as(tensor.dtype, self._backend(tensor, group))
-            total = numbers.made(tensor)
-            with self._pulse(b"all_reduce"):
+        if group is None:
+            return tensor
+        at_once = self._at_once(group, "sum_at_once")
+        with self._pulse(b"all_reduce"):
+            if at_once is None or not at_once(tensor):
+                numbers = summed_as(tensor.dtype, self._backend(tensor, group))
+                total = numbers.made(tensor)
                 self._run(dist.all_reduce, total, group=group)
-            numbers.write(tensor, total)
+                numbers.write(tensor, total)
         return tensor
 
     def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
@@ -224,10 +239,12 @@ class ProcessCommunicator:
         if group is None:
             rows.copy_(tensor.unsqueeze(0))
             return
-        backend = self._backend(tensor, group)
+        at_once = self._at_once(group, "gather_at_once")
         with self._pulse(b"all_gather"):
-            flat = moved(rows, backend).view(-1), moved(tensor, backend).view(-1)
-            self._run(all_gather_single, *flat, group=group)
+            if at_once is None or not at_once(rows, tensor):
+                backend = self._backend(tensor, group)
+                flat = moved(rows, backend).view(-1), moved(tensor, backend).view(-1)
+                self._run(all_gather_single, *flat, group=group)
 
     def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
         """Without a copy of all where the members are a group of the backend shm."""

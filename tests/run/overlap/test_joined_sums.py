@@ -7,6 +7,7 @@ from torch.nn import functional as F
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.backends.shm_group import ShmGroup
 from shardwright.lower.lower import lower
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator, all_gather_single
@@ -63,7 +64,17 @@ def waited():
 
         return counted
 
+    def counting_done(method, name):
+        def counted(*args):
+            done = method(*args)
+            count.extend([name] if done else [])
+            return done
+
+        return counted
+
     Lockstep.run, Lockstep.begin = counting(Lockstep.run), counting(Lockstep.begin)
+    ShmGroup.sum_at_once = counting_done(ShmGroup.sum_at_once, "all_reduce")
+    ShmGroup.gather_at_once = counting_done(ShmGroup.gather_at_once, all_gather_single.__name__)
     found = []
     for (model, batch), each, pins in (
         (network(), "global", None),

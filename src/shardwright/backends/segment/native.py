@@ -81,6 +81,11 @@ class Native:
         self.wait.argtypes = (group, ctypes.c_uint32, ctypes.c_int64)
         self.collective = library.shardwright_collective
         self.collective.argtypes = (group, ctypes.POINTER(Told), ctypes.c_int64)
+        self.again = library.shardwright_again
+        self.again.argtypes = (
+            group, ctypes.POINTER(Told), ctypes.c_uint32, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint32,
+            ctypes.c_int64,
+        )  # fmt: skip
 
 
 def built() -> Path | None:

@@ -47,6 +47,7 @@ class NativeCollectives:
     def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
         self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
         self.told = Told()  # of the one that is under way: there is one at a time
+        self._small: dict[tuple[torch.dtype, int, bool], SmallCollective | None] = {}
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None for what native code does not reduce."""
@@ -56,6 +57,17 @@ class NativeCollectives:
         # Steps in Python would not meet the native code of ranks whose tensors are plain.
         flat = _plain_of(tensor)
         return NativeCollective(self, kind, [flat], [flat], [tensor])
+
+    def small(self, dtype: torch.dtype, numel: int, *, gathers: bool = False) -> SmallCollective | None:
+        """The sum, or the gather, of tensors of that dtype and size; None for what takes more than one stage, or is
+        not native."""
+        key = dtype, numel, gathers
+        if key not in self._small:
+            kind = _gathering(dtype, numel) if gathers else _reducing(dtype, numel, _SUM, self.collectives.size)
+            if len(self._small) == _MOST_KINDS:
+                self._small.clear()
+            self._small[key] = SmallCollective(self, kind) if kind is not None and kind.one_stage else None
+        return self._small[key]
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
         """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
@@ -179,3 +191,44 @@ class NativeCollective:
     def _pieces_of(self, parts: Sequence[Tensor]) -> ctypes.Array[Piece]:
         pairs = zip(self._own, self._into, parts, strict=True)
         return (Piece * len(parts))(*[Piece(own.data_ptr(), into.data_ptr(), part.nbytes) for own, into, part in pairs])
+
+
+class SmallCollective:
+    """One that ends in one stage, of one tensor of a dtype and a size, which is begun again and again.
+
+    Where others come soon it takes a call of native code and little else: behind operators that fill the caches of a
+    core what Python goes through for a collective takes several times longer than the collective itself.
+    """
+
+    one_stage = True
+
+    def __init__(self, native: NativeCollectives, kind: _Kind) -> None:
+        self._collectives, self._again = native.collectives, native.native.again
+        self._go_on, self._group = native.native.collective, ctypes.byref(native.group)
+        self._head = ctypes.create_string_buffer(_NUMBER.pack(0) + kind.head, _NUMBER.size + len(kind.head))
+        self._piece = Piece(bytes=kind.elements)
+        self._told = Told(
+            head=ctypes.cast(self._head, ctypes.c_char_p), note_bytes=len(self._head), count=kind.elements,
+            type=kind.type_code, operation=kind.operation_code, pieces=ctypes.pointer(self._piece),
+            piece_count=int(kind.in_rows),
+        )  # fmt: skip
+        self._by_reference = ctypes.byref(self._told)
+        self._answer = _WAITING
+
+    def begin(self, own: int, into: int, timeout_ns: int) -> bool:
+        """Whether it has ended well by then, of a tensor at ``own`` whose result goes to ``into``. Else `advance`."""
+        collectives, rendezvous = self._collectives, self._collectives.rendezvous
+        collectives.number = number = collectives.number + 1
+        self._answer = self._again(
+            self._group, self._by_reference, number & 0xFFFFFFFF, own, into, rendezvous.stage, timeout_ns
+        )
+        rendezvous.stage = self._told.stage
+        return self._answer == _DONE
+
+    def advance(self, timeout_s: float) -> bool:
+        if self._answer == _WAITING:
+            self._answer = self._go_on(self._group, self._by_reference, int(timeout_s * 1e9))
+            self._collectives.rendezvous.stage = self._told.stage
+        if self._answer == _DIFFER:
+            self._collectives.compare(self._head.raw)
+        return bool(self._answer != _WAITING)
