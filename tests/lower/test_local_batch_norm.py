@@ -1,5 +1,7 @@
 """Batch norm over all ranks, in float32 with a mean that is large beside the deviation."""
 
+from unittest import mock
+
 import pytest
 import torch
 from hypothesis import given
@@ -56,9 +58,9 @@ def on_one(x: torch.Tensor, upstream: torch.Tensor) -> list[torch.Tensor]:
 def way(request, monkeypatch):
     """How what goes over the values is worked out."""
     if request.param != "natively":
-        monkeypatch.setattr(batch_norm, "_native", lambda: None)
+        monkeypatch.setattr(batch_norm, "_native", dict)
         monkeypatch.setattr(batch_norm, "_MANY", 0 if request.param == "by differences" else 1 << 17)
-    elif batch_norm._native() is None:
+    elif not batch_norm._native():
         pytest.skip("nothing compiles C here")
     return request.param
 
@@ -67,7 +69,7 @@ def way(request, monkeypatch):
 @pytest.mark.parametrize(("mean", "tolerance"), [(0.0, 2e-6), (100.0, 2e-5), (1000.0, 2e-4)])
 def test_merged_statistics_are_exact(parts, mean, tolerance, way):
     x = data(mean)
-    assert (batch_norm._by(x) is batch_norm._ByTorch) == (way != "natively")
+    assert (batch_norm._by(x, None, None, None) is batch_norm._ByTorch) == (way != "natively")
     upstream = torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
     for found, wanted in zip(on_ranks(x, parts, upstream), on_one(x, upstream), strict=True):
         assert (found - wanted).abs().max() <= tolerance * max(1, wanted.abs().max().item())
@@ -87,9 +89,10 @@ def test_native_code_is_as_torch_in_float64(shape, spread, affine):
     weight, bias = (torch.randn(shape[1], generator=made, dtype=torch.float64).requires_grad_() for _ in range(2))
     operands = (x, weight, bias) if affine else (x, None, None)
     running = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
-    if batch_norm._by(*operands) is batch_norm._ByTorch:
+    if batch_norm._by(*operands, None) is batch_norm._ByTorch:
         pytest.skip("nothing compiles C here")
-    found = kernels.batch_norm_of_replica(*operands, *running, 0.1, 1e-5, [shape[0] * shape[2]])
+    with mock.patch.object(batch_norm, "_FEWEST_ALONE", 1):
+        found = kernels.batch_norm_of_replica(*operands, *running, 0.1, 1e-5, [shape[0] * shape[2]])
     wanted = torch.ops.aten._native_batch_norm_legit_functional(*operands, *running, True, 0.1, 1e-5)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
@@ -100,11 +103,33 @@ def test_native_code_is_as_torch_in_float64(shape, spread, affine):
         torch.testing.assert_close(one, other, rtol=1e-8, atol=1e-8)
 
 
+@given(
+    counts=st.lists(st.integers(0, 5), min_size=1, max_size=5).filter(any),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    with_running=st.booleans(),
+)
+def test_statistics_are_the_same_on_ranks_without_native_code(counts, dtype, with_running):
+    """To the last bit, since each rank brings its own copy of the running ones up to date; but for a root."""
+    if not batch_norm._native():
+        pytest.skip("nothing compiles C here")
+    made = torch.Generator().manual_seed(len(counts))
+    of_ranks = torch.randn(len(counts), 2, 50, generator=made, dtype=dtype).abs() * 7
+    running = (*torch.randn(2, 50, generator=made, dtype=dtype).unbind(), 0.1) if with_running else None
+    given = of_ranks, tuple(count * 3 for count in counts), 1e-5, running
+    found, wanted = batch_norm._native()[dtype].merged(*given), batch_norm._merged_step_by_step(*given)
+    torch.testing.assert_close(found.scale, wanted.scale, rtol=1e-14 if dtype == torch.float64 else 1e-7, atol=0)
+    for one, other in zip(found._replace(scale=None), wanted._replace(scale=None), strict=True):
+        assert one is other is None or torch.equal(one, other)
+
+
 def test_what_native_code_does_not_know_is_left_to_torch():
     x, weight = data(0.0), torch.ones(3)
-    assert batch_norm._by(x, weight, weight) is not batch_norm._ByTorch or batch_norm._native() is None
-    for others in [(x.bfloat16(),), (x.transpose(0, 2),), (x[..., :3].contiguous(),), (x[:0],), (x, weight.double())]:
-        assert batch_norm._by(*others) is batch_norm._ByTorch
+    running = torch.zeros(3), torch.ones(3), 0.1
+    assert batch_norm._by(x, weight, weight, running) is not batch_norm._ByTorch or not batch_norm._native()
+    for other in (x.bfloat16(), x.transpose(0, 2), x[..., :3].contiguous(), x[:0]):
+        assert batch_norm._by(other, None, None, None) is batch_norm._ByTorch
+    for of_channels in ((weight.double(), None, None), (None, None, (weight.double(), weight, 0.1))):
+        assert batch_norm._by(x, *of_channels) is batch_norm._ByTorch
 
 
 def test_sums_of_squares_would_not_be():
@@ -124,5 +149,5 @@ def test_sums_of_gradients_are_made_with_a_weight():
             return function(*args, **(kwargs or {}))
 
     with Noted():
-        batch_norm._ByTorch.gradient_sums(data(0.0), data(1.0), torch.zeros(3), torch.ones(3))
+        batch_norm._gradient_sums(data(0.0), data(1.0), torch.zeros(3), torch.ones(3))
     assert [weight.shape for weight in noted] == [(3,)]

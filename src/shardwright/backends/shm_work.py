@@ -146,18 +146,18 @@ class Lane:
                 self.finish_aside(work)
         return work
 
-    def at_once(self, what: str, output: Tensor, course: SmallCollective, own: int, into: int) -> bool:
-        """Whether one could be begun without more ado; it has ended then, or has raised as `ShmWork.wait` does."""
+    def at_once(self, what: str, output: Tensor, course: SmallCollective, own: int, into: int) -> ShmWork | bool:
+        """True where it has ended well by now, since all others came soon; what is to be waited for where it has begun;
+        False, and nothing is done, where something else is under way."""
         if self._asked or self.failed is not None or self.forked or not self._driving.acquire(blocking=False):
             return False
         try:
             if course.begin(own, into, _SOON_NS):
                 return True
-            work = ShmWork(what, [output], course, self)
-            self._asked.append(work)
+            self._asked.append(ShmWork(what, [output], course, self))
+            return self._asked[0]
         finally:
             self._driving.release()
-        return work.wait()
 
     def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
         """Whether it has ended, with all that was asked for before it; within the time, if there is one."""

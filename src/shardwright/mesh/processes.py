@@ -128,6 +128,7 @@ class ProcessCommunicator:
         self._pulse = own_pulse()
         self._come: Callable[..., bool] = lockstep.come if lockstep is not None else _come
         self._run: Callable[..., None] = lockstep.run if lockstep is not None else _plainly
+        self._finish: Callable[[dist.Work], object] = lockstep.finish if lockstep is not None else dist.Work.wait
         self._start: Callable[..., Callable[[], object]] = lockstep.start if lockstep is not None else _start_plainly
 
     def prepare(self, axes_sets: Iterable[Axes]) -> None:
@@ -166,14 +167,20 @@ class ProcessCommunicator:
             self._backends[key] = backend_moving(tensor.device.type, backends_of(group))
         return self._backends[key]
 
-    def _at_once(self, group: dist.ProcessGroup, name: str) -> Callable[..., bool] | None:
+    def _at_once(self, group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work | bool] | None:
         """By which the groups of the backend shm do what is small without torch.distributed; that does the first of a
         group, for which it may have to make ready, and all that somebody wants to see."""
         if group not in self._met or operators_are_watched():
             self._met.add(group)
             return None
-        found: Callable[..., bool] | None = getattr(group, name, None)
+        found: Callable[..., dist.Work | bool] | None = getattr(group, name, None)
         return found
+
+    def _ended(self, work: dist.Work | bool) -> bool:
+        """Whether that was begun at once; it is waited for then."""
+        if work is not True and work is not False:
+            self._finish(work)
+        return bool(work)
 
     def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
         """In memory that the members share, where they are a group of the backend shm."""
@@ -187,7 +194,7 @@ class ProcessCommunicator:
             return tensor
         at_once = self._at_once(group, "sum_at_once")
         with self._pulse(b"all_reduce"):
-            if at_once is None or not at_once(tensor):
+            if at_once is None or not self._ended(at_once(tensor)):
                 numbers = summed_as(tensor.dtype, self._backend(tensor, group))
                 total = numbers.made(tensor)
                 self._run(dist.all_reduce, total, group=group)
@@ -241,7 +248,7 @@ class ProcessCommunicator:
             return
         at_once = self._at_once(group, "gather_at_once")
         with self._pulse(b"all_gather"):
-            if at_once is None or not at_once(rows, tensor):
+            if at_once is None or not self._ended(at_once(rows, tensor)):
                 backend = self._backend(tensor, group)
                 flat = moved(rows, backend).view(-1), moved(tensor, backend).view(-1)
                 self._run(all_gather_single, *flat, group=group)

@@ -6,6 +6,7 @@
  */
 #ifndef VALUE
 
+#include <math.h>
 #include <stdint.h>
 
 #define BLOCK 512 /* values whose sum is made in their own type */
@@ -73,9 +74,9 @@ static void OF_TYPE(add_squares)(const VALUE *x, VALUE about, int64_t size, doub
     }
 }
 
-/* The mean and the variance of each channel, by differences from about the mean. */
-void OF_TYPE(statistics)(
-    const VALUE *x, int64_t samples, int64_t channels, int64_t size, VALUE *mean, VALUE *variance) {
+/* The mean and the variance of each channel, (2, channels), by differences from about the mean. */
+void OF_TYPE(statistics)(const VALUE *x, int64_t samples, int64_t channels, int64_t size, VALUE *mean) {
+    VALUE *variance = mean + channels;
     int64_t together = channels_together(channels, size);
     for (int64_t first = 0; first < channels; first += together) {
         int64_t number = least(together, channels - first);
@@ -105,10 +106,40 @@ void OF_TYPE(statistics)(
     }
 }
 
-/* (x − mean) · scale · weight + bias. */
-void OF_TYPE(normalise)(
-    const VALUE *x, int64_t samples, int64_t channels, int64_t size, const VALUE *mean, const VALUE *scale,
-    const VALUE *weight, const VALUE *bias, VALUE *restrict y) {
+/* From the means and variances of each rank, (ranks, 2, channels), and the share of the values that it has: mean,
+ * variance and scale of all of them, and the running statistics of before, if there are any, brought up to date:
+ * (5, channels). Ranks that do without this code do the same step by step: all have to get the same numbers.
+ */
+void OF_TYPE(merge)(
+    const VALUE *of_ranks, const double *shares, int64_t ranks, int64_t channels, double values, double eps,
+    const VALUE *running, const VALUE *running_variance, double momentum, VALUE *merged) {
+    int64_t known = 0;
+    while (known < ranks - 1 && shares[known] == 0) known++;
+    for (int64_t c = 0; c < channels; c++) {
+        double base = of_ranks[2 * known * channels + c], mean = 0, variance = 0;
+        for (int64_t r = 0; r < ranks; r++) mean += shares[r] * (of_ranks[2 * r * channels + c] - base);
+        mean += base;
+        for (int64_t r = 0; r < ranks; r++) {
+            double apart = of_ranks[2 * r * channels + c] - mean;
+            variance += shares[r] * (of_ranks[(2 * r + 1) * channels + c] + apart * apart);
+        }
+        merged[c] = mean;
+        merged[channels + c] = variance;
+        merged[2 * channels + c] = 1 / sqrt(variance + eps);
+        if (running) {
+            double before = running[c], before_variance = running_variance[c];
+            merged[3 * channels + c] = before + momentum * (mean - before);
+            double unbiased = variance * values / (values - 1);
+            merged[4 * channels + c] = before_variance + momentum * (unbiased - before_variance);
+        }
+    }
+}
+
+/* (x − mean) · scale · weight + bias, with the statistics that are `merged`. */
+static void OF_TYPE(normalise)(
+    const VALUE *x, int64_t samples, int64_t channels, int64_t size, const VALUE *merged, const VALUE *weight,
+    const VALUE *bias, VALUE *restrict y) {
+    const VALUE *mean = merged, *scale = merged + 2 * channels;
     for (int64_t n = 0; n < samples; n++) {
         for (int64_t c = 0; c < channels; c++) {
             VALUE factor = weight ? scale[c] * weight[c] : scale[c], shift = bias ? bias[c] : 0, about = mean[c];
@@ -119,10 +150,21 @@ void OF_TYPE(normalise)(
     }
 }
 
-/* For each channel the sums of gradient · (x − mean) · scale and of the gradient. */
+/* Merges and normalises. */
+void OF_TYPE(result)(
+    const VALUE *x, int64_t samples, int64_t channels, int64_t size, const VALUE *of_ranks, const double *shares,
+    int64_t ranks, double values, double eps, const VALUE *running, const VALUE *running_variance, double momentum,
+    const VALUE *weight, const VALUE *bias, VALUE *merged, VALUE *y) {
+    OF_TYPE(merge)
+    (of_ranks, shares, ranks, channels, values, eps, running, running_variance, momentum, merged);
+    OF_TYPE(normalise)(x, samples, channels, size, merged, weight, bias, y);
+}
+
+/* For each channel the sums of gradient · (x − mean) · scale and of the gradient: (2, channels), and the same again. */
 void OF_TYPE(gradient_sums)(
-    const VALUE *x, const VALUE *gradient, int64_t samples, int64_t channels, int64_t size, const VALUE *mean,
-    const VALUE *scale, VALUE *products, VALUE *sums) {
+    const VALUE *x, const VALUE *gradient, int64_t samples, int64_t channels, int64_t size, const VALUE *merged,
+    VALUE *sums) {
+    const VALUE *mean = merged, *scale = merged + 2 * channels;
     int64_t together = channels_together(channels, size);
     for (int64_t first = 0; first < channels; first += together) {
         int64_t number = least(together, channels - first);
@@ -134,21 +176,22 @@ void OF_TYPE(gradient_sums)(
                 OF_TYPE(add_products)(x + at, gradient + at, mean[first + c], size, &sum[c], &product[c]);
         }
         for (int64_t c = 0; c < number; c++) {
-            products[first + c] = product[c] * scale[first + c];
-            sums[first + c] = sum[c];
+            VALUE *to = sums + first + c;
+            to[0] = to[2 * channels] = product[c] * scale[first + c];
+            to[channels] = to[3 * channels] = sum[c];
         }
     }
 }
 
-/* scale · weight · (gradient − sum / count − (x − mean) · scale · product / count). */
+/* scale · weight · (gradient − sum / values − (x − mean) · scale · product / values). */
 void OF_TYPE(gradient)(
-    const VALUE *x, const VALUE *gradient, int64_t samples, int64_t channels, int64_t size, const VALUE *mean,
-    const VALUE *scale, const VALUE *weight, const VALUE *products, const VALUE *sums, double count,
-    VALUE *restrict d_x) {
+    const VALUE *x, const VALUE *gradient, int64_t samples, int64_t channels, int64_t size, const VALUE *merged,
+    const VALUE *weight, const VALUE *totals, double values, VALUE *restrict d_x) {
+    const VALUE *mean = merged, *scale = merged + 2 * channels;
     for (int64_t n = 0; n < samples; n++) {
         for (int64_t c = 0; c < channels; c++) {
             VALUE factor = weight ? scale[c] * weight[c] : scale[c], about = mean[c];
-            VALUE shift = factor * (sums[c] / count), slope = factor * scale[c] * (products[c] / count);
+            VALUE slope = factor * scale[c] * (totals[c] / values), shift = factor * (totals[channels + c] / values);
             int64_t at = (n * channels + c) * size;
             const VALUE *row = x + at, *given = gradient + at;
             VALUE *restrict to = d_x + at;

@@ -8,10 +8,10 @@ where a sample has but few values of a channel.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Mapping, Sequence
+from functools import cache, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,9 +21,26 @@ from shardwright.compiler import compiled
 from shardwright.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
+Running = tuple[Tensor, Tensor, float]
+"""The running mean and variance of each channel, and the momentum."""
+Kept = tuple[Tensor, ...]
+"""What the backward needs of the statistics."""
+
 _MANY = 1 << 17  # values, from which torch's statistics are worth several calls
 _FEWEST_IN_A_ROW = 4  # values of a channel in a sample, from which native code is faster
+_FEWEST_ALONE = 1 << 17  # values of a part, from which it is, where torch has an operator for what is asked
 _MOST_THREADS = 4  # of a rank, up to which one thread of native code is faster than torch's kernels on all
+
+
+class Merged(NamedTuple):
+    """The statistics of every channel over all ranks, at last the running ones, if there are any; ``scale`` is one over
+    the root of ``variance + eps``."""
+
+    mean: Tensor
+    variance: Tensor
+    scale: Tensor
+    new_mean: Tensor | None = None
+    new_variance: Tensor | None = None
 
 
 class _ByTorch:
@@ -44,105 +61,118 @@ class _ByTorch:
         return torch.stack([mean, variance])
 
     @staticmethod
-    def normalised(
-        x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor, eps: float
-    ) -> Tensor:
-        """``(x − mean) · scale · weight + bias``, where ``scale`` is one over the root of ``variance + eps``."""
-        if not x.numel():
-            return x.clone()
-        return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
+    def result(
+        x: Tensor, weight: Tensor | None, bias: Tensor | None, of_ranks: Tensor, counts: tuple[int, ...], eps: float,
+        running: Running | None,
+    ) -> tuple[Tensor, Merged, Kept]:  # fmt: skip
+        """``(x − mean) · scale · weight + bias`` with the statistics of all ranks, and these."""
+        merged = _merged(of_ranks, counts, eps, running)
+        return _normalised(x, weight, bias, merged[:3], eps), merged, merged[:3]
 
     @staticmethod
-    def gradient_sums(x: Tensor, gradient: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        """Σ(dy · x̂) and Σdy of the values here, for every channel, where x̂ is x centred by ``mean`` and scaled."""
-        if not x.numel():
-            return mean.new_zeros(2, len(mean))
-        some_weight = scale  # neither sum has it as a factor, but on a GPU both are made like it
-        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
-            gradient, x, some_weight, None, None, mean, scale, True, 0.0, [False, True, True]
-        )
-        return torch.stack([of_weight, of_bias])
+    def gradient_sums(x: Tensor, gradient: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
+        """Σ(dy · x̂) and Σdy of the values here, for every channel, where x̂ is x centred and scaled: (2, channels), and
+        the same to be summed over ranks in place."""
+        mean, _, scale = kept
+        sums = _gradient_sums(x, gradient, mean, scale)
+        return sums, sums.clone()
 
     @staticmethod
     def gradient(
-        x: Tensor, gradient: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor, eps: float,
-        sums: Tensor, count: int,
-    ) -> Tensor:  # fmt: skip
-        """The gradient of ``x``, from ``sums`` over all ``count`` values of a channel.
+        x: Tensor, gradient: Tensor, weight: Tensor | None, kept: Kept, eps: float, totals: Tensor, values: int
+    ) -> Tensor:
+        """The gradient of ``x``, from the sums over all ``values`` of a channel.
 
         But for dy itself it is a normalisation of x again, whose weight and bias are these sums.
         """
-        total_normal, total = sums
+        (total_normal, total), (_, _, scale) = totals, kept
         factor = scale if weight is None else scale * weight
-        less = factor / -count
-        d_x = _ByTorch.normalised(x, less * total_normal, less * total, mean, variance, scale, eps)
+        less = factor / -values
+        d_x = _normalised(x, less * total_normal, less * total, kept, eps)
         return d_x.addcmul_(gradient, factor.view(_along_channels(x)))
 
 
+_POINTER, _NUMBER, _REAL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+_X = (_POINTER, _NUMBER, _NUMBER, _NUMBER)  # and the sizes in which batch_norm.c takes it
+_MERGING = (_POINTER, _POINTER, _NUMBER)  # the statistics of ranks, their shares and their number
+
+
 class _Natively:
-    """By native code: the same for float32 and float64 on a CPU, in one pass over memory each."""
+    """By native code: the same of tensors of one dtype on a CPU, in one pass over memory each.
 
-    def __init__(self, path: Path) -> None:
-        library, values, number = ctypes.CDLL(str(path)), ctypes.c_void_p, ctypes.c_int64
-        takes = {
-            "statistics": (values, number, number, number, values, values),
-            "normalise": (values, number, number, number, values, values, values, values, values),
-            "gradient_sums": (values, values, number, number, number, values, values, values, values),
-            "gradient": (
-                values, values, number, number, number, values, values, values, values, values, ctypes.c_double, values,
-            ),
-        }  # fmt: skip
-        self._functions: dict[tuple[str, torch.dtype], Any] = {}
-        for name, types in takes.items():
-            for dtype in (torch.float32, torch.float64):
-                function = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
-                function.argtypes, function.restype = types, None
-                self._functions[name, dtype] = function
+    Behind operators that fill the caches of a core each line of Python here counts.
+    """
 
-    def takes(self, x: Tensor, *others: Tensor | None) -> bool:
-        """Whether it works out the normalisation of ``x``, with the weight and what else there is for each channel."""
-        return (
-            x.dtype in (torch.float32, torch.float64)
-            and x.numel() >= _FEWEST_IN_A_ROW * x.shape[0] * x.shape[1] > 0
-            and x.is_contiguous()
-            and torch.get_num_threads() <= _MOST_THREADS
-            and all(other is None or (other.dtype == x.dtype and other.is_contiguous()) for other in others)
+    def __init__(self, library: ctypes.CDLL, dtype: torch.dtype) -> None:
+        def function(name: str, *takes: type) -> Any:
+            found = getattr(library, f"{name}_{str(dtype).removeprefix('torch.')}")
+            found.argtypes, found.restype = takes, None
+            return found
+
+        self._statistics = function("statistics", *_X, _POINTER)
+        self._merge = function(
+            "merge", *_MERGING, _NUMBER, _REAL, _REAL, _POINTER, _POINTER, _REAL, _POINTER
+        )  # fmt: skip
+        self._result = function(
+            "result", *_X, *_MERGING, _REAL, _REAL, _POINTER, _POINTER, _REAL, _POINTER, _POINTER, _POINTER, _POINTER
         )
+        self._gradient_sums = function("gradient_sums", _POINTER, *_X, _POINTER, _POINTER)
+        self._gradient = function("gradient", _POINTER, *_X, _POINTER, _POINTER, _POINTER, _REAL, _POINTER)
+
+    @staticmethod
+    def takes(x: Tensor, *others: Tensor | None) -> bool:
+        """Whether it works out the normalisation of ``x``, with what there is for each channel."""
+        if not x.is_contiguous() or not x.numel() >= _FEWEST_IN_A_ROW * x.shape[0] * x.shape[1] > 0:
+            return False
+        return all(other is None or (other.dtype is x.dtype and other.is_contiguous()) for other in others)
 
     def statistics(self, x: Tensor) -> Tensor:
-        """As those of `_ByTorch`, as are all."""
-        found = x.new_empty(2, x.shape[1])
-        mean, variance = _rows(found)
-        self._functions["statistics", x.dtype](x.data_ptr(), *_sizes(x), mean, variance)
+        samples, channels, size = _sizes(x)
+        found = x.new_empty(2, channels)
+        self._statistics(x.data_ptr(), samples, channels, size, found.data_ptr())
         return found
 
-    def normalised(
-        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor,
-        eps: float,
-    ) -> Tensor:  # fmt: skip
-        found = torch.empty_like(x)
-        self._functions["normalise", x.dtype](
-            x.data_ptr(), *_sizes(x), mean.data_ptr(), scale.data_ptr(), _at(weight), _at(bias), found.data_ptr()
-        )
-        return found
+    def merged(self, of_ranks: Tensor, counts: tuple[int, ...], eps: float, running: Running | None) -> Merged:
+        """As `_merged_step_by_step`."""
+        ranks, _, channels = of_ranks.shape
+        found = of_ranks.new_empty(5, channels)
+        mean, variance, momentum = running or (None, None, 0.0)
+        self._merge(
+            of_ranks.data_ptr(), _shares(counts), ranks, channels, sum(counts), eps, _at(mean), _at(variance), momentum,
+            found.data_ptr(),
+        )  # fmt: skip
+        return Merged(*found.unbind()[: 3 if running is None else 5])
 
-    def gradient_sums(self, x: Tensor, gradient: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
-        gradient = gradient.contiguous()
-        found = x.new_empty(2, x.shape[1])
-        self._functions["gradient_sums", x.dtype](
-            x.data_ptr(), gradient.data_ptr(), *_sizes(x), mean.data_ptr(), scale.data_ptr(), *_rows(found)
+    def result(
+        self, x: Tensor, weight: Tensor | None, bias: Tensor | None, of_ranks: Tensor, counts: tuple[int, ...],
+        eps: float, running: Running | None,
+    ) -> tuple[Tensor, Merged, Kept]:  # fmt: skip
+        samples, channels, size = _sizes(x)
+        found, merged = torch.empty_like(x), of_ranks.new_empty(5, channels)
+        mean, variance, momentum = running or (None, None, 0.0)
+        self._result(
+            x.data_ptr(), samples, channels, size, of_ranks.data_ptr(), _shares(counts), len(counts), sum(counts), eps,
+            _at(mean), _at(variance), momentum, _at(weight), _at(bias), merged.data_ptr(), found.data_ptr(),
+        )  # fmt: skip
+        return found, Merged(*merged.unbind()[: 3 if running is None else 5]), (merged,)
+
+    def gradient_sums(self, x: Tensor, gradient: Tensor, kept: Kept) -> tuple[Tensor, Tensor]:
+        samples, channels, size = _sizes(x)
+        found = x.new_empty(2, 2, channels)
+        self._gradient_sums(
+            x.data_ptr(), gradient.data_ptr(), samples, channels, size, kept[0].data_ptr(), found.data_ptr()
         )
-        return found
+        sums, totals = found.unbind()
+        return sums, totals
 
     def gradient(
-        self, x: Tensor, gradient: Tensor, weight: Tensor | None, mean: Tensor, variance: Tensor, scale: Tensor,
-        eps: float, sums: Tensor, count: int,
-    ) -> Tensor:  # fmt: skip
-        gradient, sums = gradient.contiguous(), sums.contiguous()
+        self, x: Tensor, gradient: Tensor, weight: Tensor | None, kept: Kept, eps: float, totals: Tensor, values: int
+    ) -> Tensor:
+        samples, channels, size = _sizes(x)
         found = torch.empty_like(x)
-        self._functions["gradient", x.dtype](
-            x.data_ptr(), gradient.data_ptr(), *_sizes(x), mean.data_ptr(), scale.data_ptr(), _at(weight),
-            *_rows(sums), count, found.data_ptr(),
+        self._gradient(
+            x.data_ptr(), gradient.data_ptr(), samples, channels, size, kept[0].data_ptr(), _at(weight),
+            totals.data_ptr(), values, found.data_ptr(),
         )  # fmt: skip
         return found
 
@@ -156,25 +186,35 @@ def _at(values: Tensor | None) -> int | None:
     return None if values is None else values.data_ptr()
 
 
-def _rows(pair: Tensor) -> tuple[int, int]:
-    """Where the two rows of a contiguous tensor lie."""
-    at = pair.data_ptr()
-    return at, at + pair.shape[1] * pair.element_size()
+@lru_cache(1024)
+def _shares(counts: tuple[int, ...]) -> Any:
+    """Of all values those of each rank, as native code takes them."""
+    return (ctypes.c_double * len(counts))(*[count / sum(counts) for count in counts])
 
 
 @cache
-def _native() -> _Natively | None:
-    flags = ["-fopenmp-simd"]  # sums in several lanes, and nothing of OpenMP that runs
+def _native() -> Mapping[torch.dtype, _Natively]:
+    """By dtype."""
+    # Sums in several lanes, and nothing of OpenMP that runs; and each operation rounded on its own, as by torch.
+    flags = ["-fopenmp-simd", "-ffp-contract=off"]
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         flags += ["-mavx2", "-mfma"]
-    path = compiled(Path(__file__).with_name("batch_norm.c"), *flags, opens=_Natively)
-    return None if path is None else _Natively(path)
+    if torch.get_num_threads() > _MOST_THREADS:
+        return {}
+    path = compiled(Path(__file__).with_name("batch_norm.c"), *flags, opens=_opened)
+    return {} if path is None else _opened(path)
 
 
-def _by(x: Tensor, *others: Tensor | None) -> type[_ByTorch] | _Natively:
-    """What works out a normalisation: ranks may differ in it, as what they have to agree in is made by torch."""
-    native = _native() if x.device.type == "cpu" else None
-    return native if native is not None and native.takes(x, *others) else _ByTorch
+def _opened(path: Path) -> Mapping[torch.dtype, _Natively]:
+    library = ctypes.CDLL(str(path))
+    return {dtype: _Natively(library, dtype) for dtype in (torch.float32, torch.float64)}
+
+
+def _by(x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running | None) -> type[_ByTorch] | _Natively:
+    """What works out a normalisation: ranks may differ in it, as they get the same statistics from each."""
+    native = _native().get(x.dtype) if x.is_cpu else None
+    mean, variance, _ = running or (None, None, 0)
+    return native if native is not None and native.takes(x, weight, bias, mean, variance) else _ByTorch
 
 
 class _BatchNorm(torch.autograd.Function):
@@ -186,36 +226,42 @@ class _BatchNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator | None,
-        axes: Axes, counts: Sizes,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running | None, eps: float,
+        comm: Communicator | None, axes: Axes, counts: Sizes,
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
         ctx.set_materialize_grads(False)
-        by = _by(x, weight, bias)
+        by = _by(x, weight, bias, running)
         local = by.statistics(x)
-        mean, variance = local.unbind() if comm is None else _merged(local, comm, axes, counts)
-        scale = (variance + eps).rsqrt()
-        ctx.save_for_backward(x, weight, mean, variance, scale)
-        ctx.communication = comm, axes, sum(counts)
-        ctx.by, ctx.eps = by, eps
-        ctx.mark_non_differentiable(mean, scale, variance)
-        return by.normalised(x, weight, bias, mean, variance, scale, eps), mean, scale, variance
+        of_ranks = local.unsqueeze(0) if comm is None else comm.all_gather(local, axes)
+        y, merged, kept = by.result(x, weight, bias, of_ranks, tuple(counts), eps, running)
+        ctx.save_for_backward(x, weight, *kept)
+        ctx.told = by, eps, comm, axes, sum(counts)
+        ctx.mark_non_differentiable(*[found for found in merged if found is not None])
+        return y, *merged
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
-        x, weight, mean, variance, scale = ctx.saved_tensors
-        comm, axes, count = ctx.communication
-        values, gradient = x.to(mean.dtype), gradient.to(mean.dtype)
-        sums = ctx.by.gradient_sums(values, gradient, mean, scale)
-        kind = mean.dtype if weight is None else weight.dtype
-        d_weight, d_bias = (
-            part.to(kind) if wanted else None for part, wanted in zip(sums, ctx.needs_input_grad[1:3], strict=True)
-        )
-        totals = sums if comm is None else comm.all_reduce(sums.clone(), axes)
-        if not ctx.needs_input_grad[0]:
-            return None, d_weight, d_bias, None, None, None, None
-        d_x = ctx.by.gradient(values, gradient, weight, mean, variance, scale, ctx.eps, totals, count)
-        return d_x.to(x.dtype), d_weight, d_bias, None, None, None, None
+        x, weight, *kept = ctx.saved_tensors
+        by, eps, comm, axes, values = ctx.told
+        dtype, kind = x.dtype, kept[0].dtype
+        if dtype is not kind:
+            x, gradient = x.to(kind), gradient.to(kind)
+        gradient = gradient.contiguous()
+        sums, totals = by.gradient_sums(x, gradient, kept)
+        if weight is not None and weight.dtype is not kind:
+            sums = sums.to(weight.dtype)
+        wants_x, wants_weight, wants_bias, *_ = ctx.needs_input_grad
+        d_weight, d_bias = sums.unbind()
+        if comm is not None:
+            totals = comm.all_reduce(totals, axes)
+        d_x = None
+        if wants_x:
+            d_x = by.gradient(x, gradient, weight, kept, eps, totals, values)
+            if dtype is not kind:
+                d_x = d_x.to(dtype)
+        of_affine = d_weight if wants_weight else None, d_bias if wants_bias else None
+        return d_x, *of_affine, None, None, None, None, None
 
 
 def _along_channels(x: Tensor) -> list[int]:
@@ -231,25 +277,83 @@ def _statistics_by_differences(x: Tensor) -> tuple[Tensor, Tensor]:
     count = x.numel() // x.shape[1]
     about = x.sum([dim for dim in range(x.ndim) if dim != 1]) / count
     apart = x - about.view(_along_channels(x))
-    squares, rest = _ByTorch.gradient_sums(apart, apart, torch.zeros_like(about), torch.ones_like(about)) / count
+    squares, rest = _gradient_sums(apart, apart, torch.zeros_like(about), torch.ones_like(about)) / count
     return about + rest, squares - rest.square()
 
 
-def _merged(local: Tensor, comm: Communicator, axes: Axes, counts: Sizes) -> tuple[Tensor, Tensor]:
-    """The mean and the variance of all ranks together, of which rank i has ``counts[i]`` values.
+def _normalised(x: Tensor, weight: Tensor | None, bias: Tensor | None, kept: Kept, eps: float) -> Tensor:
+    if not x.numel():
+        return x.clone()
+    mean, variance, _ = kept
+    return torch.batch_norm(x, weight, bias, mean, variance, False, 0.0, eps, torch.backends.cudnn.enabled)
+
+
+def _gradient_sums(x: Tensor, gradient: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
+    if not x.numel():
+        return mean.new_zeros(2, len(mean))
+    some_weight = scale  # neither sum has it as a factor, but on a GPU both are made like it
+    _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+        gradient, x, some_weight, None, None, mean, scale, True, 0.0, [False, True, True]
+    )
+    return torch.stack([of_weight, of_bias])
+
+
+def _merged(of_ranks: Tensor, counts: tuple[int, ...], eps: float, running: Running | None) -> Merged:
+    """The statistics of all ranks together from the means and the variances (ranks, 2, channels) of each of them, of
+    which rank i has ``counts[i]`` values; and the running ones, with an unbiased variance.
 
     Chan, Golub, LeVeque, *Updating formulae and a pairwise algorithm for computing sample variances* (1979): sums of
-    x and x² would lose everything in float32 when the mean is large.
+    x and x² would lose everything in float32 when the mean is large. All ranks get the same numbers, but for a last bit
+    of the scale, whether they have native code or not.
     """
-    means, variances = comm.all_gather(local, axes).unbind(1)
+    if of_ranks.device.type != "cpu":
+        return _merged_on_device(of_ranks, counts, eps, running)
+    native = _native().get(of_ranks.dtype)
+    if native is not None and all(old.dtype is of_ranks.dtype and old.is_contiguous() for old in (running or ())[:2]):
+        return native.merged(of_ranks, counts, eps, running)
+    return _merged_step_by_step(of_ranks, counts, eps, running)
+
+
+def _merged_step_by_step(of_ranks: Tensor, counts: tuple[int, ...], eps: float, running: Running | None) -> Merged:
+    """In float64 and in the order of the ranks."""
+    values = sum(counts)
+    (means, variances), shares = of_ranks.double().unbind(1), [count / values for count in counts]
+    base = means[next(rank for rank, count in enumerate(counts) if count)]  # differences from it stay small
+    mean, variance = torch.zeros_like(base), torch.zeros_like(base)
+    for share, of_rank in zip(shares, means, strict=True):
+        mean += share * (of_rank - base)
+    mean += base
+    for share, of_rank, around in zip(shares, means, variances, strict=True):
+        variance += share * (around + (of_rank - mean).square())
+    scale = 1 / (variance + eps).sqrt()
+    new = list[Tensor]()
+    if running is not None:
+        *before, momentum = running
+        unbiased = variance * values / (values - 1)
+        for old, found in zip(before, (mean, unbiased), strict=True):
+            new.append((old.double() + momentum * (found - old.double())).to(old.dtype))
+    return Merged(*(part.to(of_ranks.dtype) for part in (mean, variance, scale)), *new)
+
+
+def _merged_on_device(of_ranks: Tensor, counts: tuple[int, ...], eps: float, running: Running | None) -> Merged:
+    """By few operators. What they need is made on the device: what is copied there is waited for."""
+    means, variances = of_ranks.unbind(1)
+    values = sum(counts)
     if len(set(counts)) == 1:
         between, mean = torch.var_mean(means, 0, correction=0)
-        return mean, variances.mean(0) + between
-    # Made on the device: what is copied there is waited for.
-    weights = torch.cat([local.new_full((1, 1), count / sum(counts)) for count in counts])
-    base = means[next(i for i, count in enumerate(counts) if count)]  # differences from it stay small
-    mean = base + (weights * (means - base)).sum(0)
-    return mean, (weights * (variances + (means - mean).square())).sum(0)
+        variance = variances.mean(0) + between
+    else:
+        weights = torch.cat([of_ranks.new_full((1, 1), count / values) for count in counts])
+        base = means[next(rank for rank, count in enumerate(counts) if count)]
+        mean = base + (weights * (means - base)).sum(0)
+        variance = (weights * (variances + (means - mean).square())).sum(0)
+    new = list[Tensor]()
+    if running is not None:
+        *before, momentum = running
+        unbiased = variance * values / (values - 1)
+        for old, found in zip(before, (mean, unbiased), strict=True):
+            new.append(torch.lerp(old, found.to(old.dtype), momentum))
+    return Merged(mean, variance, (variance + eps).rsqrt(), *new)
 
 
 def batch_norm(
@@ -261,7 +365,8 @@ def batch_norm(
     reciprocal standard deviation of every channel. One collective forward, one backward; the gradients of ``weight``
     and ``bias`` are sums over the values here.
     """
-    normal, mean, scale, _ = _BatchNorm.apply(x, weight, bias, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
+    normal, *merged = _BatchNorm.apply(x, weight, bias, None, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
+    mean, _, scale, *_ = merged
     return normal, mean, scale
 
 
@@ -270,11 +375,10 @@ def batch_norm_running(
     eps: float, comm: Communicator | None, axes: Axes, counts: Sizes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """`batch_norm`, with the new running mean and (unbiased) running variance behind its results."""
-    normal, mean, scale, variance = _BatchNorm.apply(x, weight, bias, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
-    new_mean = torch.lerp(running_mean, mean.to(running_mean.dtype), momentum)
-    unbiased = variance * sum(counts) / (sum(counts) - 1)
-    new_var = torch.lerp(running_var, unbiased.to(running_var.dtype), momentum)
-    return normal, mean, scale, new_mean, new_var
+    running = running_mean, running_var, momentum
+    normal, *merged = _BatchNorm.apply(x, weight, bias, running, eps, comm, axes, counts)  # type: ignore[no-untyped-call]
+    mean, _, scale, new_mean, new_variance = merged
+    return normal, mean, scale, new_mean, new_variance
 
 
 def batch_norm_of_replica(
@@ -287,7 +391,8 @@ def batch_norm_of_replica(
     Results as of ``aten._native_batch_norm_legit_functional``.
     """
     mine = x.numel() // x.shape[1]
-    if mine and _by(x, weight, bias) is not _ByTorch:
+    running = running_mean, running_var, momentum
+    if x.numel() >= _FEWEST_ALONE and _by(x, weight, bias, running) is not _ByTorch:
         results = batch_norm_running(x, weight, bias, running_mean, running_var, momentum, eps, None, (), [mine])
     elif mine:
         results = torch.ops.aten._native_batch_norm_legit_functional(
