@@ -78,21 +78,28 @@ def test_merged_statistics_are_exact(parts, mean, tolerance, way):
 @pytest.mark.parametrize("affine", [True, False])
 @given(
     shape=st.tuples(st.integers(1, 4), st.integers(1, 300), st.integers(4, 20))
-    | st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(500, 1100)),
+    | st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(500, 1100))
+    | st.tuples(st.integers(2, 150), st.integers(1, 40))
+    | st.tuples(st.integers(1, 3), st.integers(2, 40), st.integers(2, 9), st.integers(2, 9)),
     spread=st.sampled_from([1.0, 0.0]),
 )
 def test_native_code_is_as_torch_in_float64(shape, spread, affine):
-    """Channels that are gone through together, and rows whose sums are made in blocks, are what they are alone."""
+    """Channels that are gone through together, and rows whose sums are made in blocks, are what they are alone. Those
+    of four dims are channels last, and have an outlier first."""
     made = torch.Generator().manual_seed(0)
     x, upstream = (torch.randn(shape, generator=made, dtype=torch.float64) for _ in range(2))
-    x = (x * spread + 3).requires_grad_()
+    x = x * spread + 3
+    if len(shape) == 4:
+        x = x.contiguous(memory_format=torch.channels_last)
+        x[0, :, 0, 0] = 1e4
+    x.requires_grad_()
     weight, bias = (torch.randn(shape[1], generator=made, dtype=torch.float64).requires_grad_() for _ in range(2))
     operands = (x, weight, bias) if affine else (x, None, None)
     running = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
     if batch_norm._by(*operands, None) is batch_norm._ByTorch:
         pytest.skip("nothing compiles C here")
     with mock.patch.object(batch_norm, "_FEWEST_ALONE", 1):
-        found = kernels.batch_norm_of_replica(*operands, *running, 0.1, 1e-5, [shape[0] * shape[2]])
+        found = kernels.batch_norm_of_replica(*operands, *running, 0.1, 1e-5, [x.numel() // shape[1]])
     wanted = torch.ops.aten._native_batch_norm_legit_functional(*operands, *running, True, 0.1, 1e-5)
     for one, other in zip(found, wanted, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)

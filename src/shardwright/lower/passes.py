@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeVar
 
-from shardwright.lower.program import Instruction, LocalProgram
+from shardwright.lower.program import Instruction, LocalProgram, renamed
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.buckets import (
@@ -138,9 +138,9 @@ def sum_first(program: LocalProgram, plan: Plan) -> LocalProgram:
             continue
         instructions.remove(instruction)
         at = instructions.index(maker)
-        earlier = dataclasses.replace(instruction, reads=(operand,), text=_renamed(instruction.text, part, operand))
+        earlier = dataclasses.replace(instruction, reads=(operand,), text=renamed(instruction.text, part, operand))
         reads = tuple(total if name == operand else name for name in maker.reads)
-        after = dataclasses.replace(maker, reads=reads, text=_renamed(maker.text, operand, total))
+        after = dataclasses.replace(maker, reads=reads, text=renamed(maker.text, operand, total))
         instructions[at : at + 1] = [earlier, after]
         outputs = {value: part if variable == total else variable for value, variable in outputs.items()}
     return dataclasses.replace(program, instructions=tuple(instructions), outputs=outputs)
@@ -158,12 +158,6 @@ def _passed_through(maker: Instruction, instruction: Instruction, plan: Plan) ->
     taken, *others = [values[node.operands[index]], *(values[n] for i, n in enumerate(node.operands) if i != index)]
     alike = (taken.shape, taken.dtype) == (value.shape, value.dtype) and maker.reads.count(maker.reads[index]) == 1
     return maker.reads[index] if alike and not any(other.needs_gradient for other in others) else None
-
-
-def _renamed(text: str, old: str, new: str) -> str:
-    """A call with another variable in the place of one."""
-    function, bracket, arguments = text.partition("(")
-    return function + bracket + re.sub(rf"(?<![\w.']){re.escape(old)}(?![\w='])", new, arguments)
 
 
 def join_sums(program: LocalProgram) -> LocalProgram:

@@ -216,6 +216,12 @@ def unused(name: str, taken: Collection[str]) -> str:
     return name
 
 
+def renamed(text: str, old: str, new: str) -> str:
+    """A call with another variable in the place of one."""
+    function, bracket, arguments = text.partition("(")
+    return function + bracket + re.sub(rf"(?<![\w.']){re.escape(old)}(?![\w='])", new, arguments)
+
+
 def _unpack(names: tuple[str, ...], kind: str) -> str:
     return f"{', '.join(names)}{',' if len(names) == 1 else ''} = {kind}"
 

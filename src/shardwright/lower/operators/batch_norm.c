@@ -1,8 +1,11 @@
-/* Batch normalisation of values that lie as (samples, channels, size), with statistics that are given.
+/* Batch normalisation of values that lie as (samples, channels, size).
  *
  * A row is what one sample has of one channel. Sums within a row are made in the type of the values, of so many that
  * this loses nothing that counts, and added up in double. Several channels are gone through together, so that what is
  * read in one go is long, and so few that their values are still in a cache when they are read again.
+ *
+ * Where the channels come last, or there is nothing behind them, the size is 1: then it is columns that are added up,
+ * a few of them beside each other.
  */
 #ifndef VALUE
 
@@ -11,6 +14,9 @@
 
 #define BLOCK 512 /* values whose sum is made in their own type */
 #define STRETCH 512 /* values of a sample that are read in one go, at least */
+#define COLUMNS 16
+#define FAR 4 /* times the variance */
+#define ROWS 64 /* of a column, whose sum is made in their own type */
 
 static int64_t least(int64_t a, int64_t b) {
     return a < b ? a : b;
@@ -74,8 +80,71 @@ static void OF_TYPE(add_squares)(const VALUE *x, VALUE about, int64_t size, doub
     }
 }
 
+/* For some columns beside each other, COLUMNS at most, the sums of g and of g · (x − about), where g is x − about itself
+ * if none is given.
+ */
+static inline __attribute__((always_inline)) void OF_TYPE(add_columns_of)(
+    const VALUE *x, const VALUE *g, const VALUE *about, int64_t rows, int64_t width, int64_t number, double *sum,
+    double *products) {
+    for (int64_t from = 0; from < rows; from += ROWS) {
+        VALUE part[COLUMNS] = {0}, product[COLUMNS] = {0};
+        int64_t to = least(rows, from + ROWS);
+        for (int64_t row = from; row < to; row++) {
+            const VALUE *of_x = x + row * width, *of_g = g + row * width;
+            for (int64_t c = 0; c < number; c++) {
+                VALUE apart = of_x[c] - about[c], factor = g ? of_g[c] : apart;
+                part[c] += factor;
+                product[c] += factor * apart;
+            }
+        }
+        for (int64_t c = 0; c < number; c++) {
+            sum[c] += part[c];
+            products[c] += product[c];
+        }
+    }
+}
+
+static void OF_TYPE(add_columns)(
+    const VALUE *x, const VALUE *g, const VALUE *about, int64_t rows, int64_t width, int64_t number, double *sum,
+    double *products) {
+    if (number < COLUMNS) {
+        OF_TYPE(add_columns_of)(x, g, about, rows, width, number, sum, products);
+    } else if (g) {
+        OF_TYPE(add_columns_of)(x, g, about, rows, width, COLUMNS, sum, products);
+    } else {
+        OF_TYPE(add_columns_of)(x, 0, about, rows, width, COLUMNS, sum, products);
+    }
+}
+
+/* By differences from a first value; where that is far from the mean, once more by differences from about the mean. */
+static void OF_TYPE(statistics_of_columns)(const VALUE *x, int64_t rows, int64_t channels, VALUE *mean) {
+    VALUE *variance = mean + channels;
+    for (int64_t first = 0; first < channels; first += COLUMNS) {
+        int64_t number = least(COLUMNS, channels - first);
+        VALUE about[COLUMNS];
+        for (int64_t c = 0; c < number; c++) about[c] = x[first + c];
+        for (int again = 1; again >= 0; again--) {
+            double sums[COLUMNS] = {0}, squares[COLUMNS] = {0};
+            int far = 0;
+            OF_TYPE(add_columns)(x + first, 0, about, rows, channels, number, sums, squares);
+            for (int64_t c = 0; c < number; c++) {
+                double rest = sums[c] / rows, apart = squares[c] / rows - rest * rest;
+                mean[first + c] = about[c] + rest;
+                variance[first + c] = apart > 0 ? apart : 0;
+                far |= rest * rest > FAR * apart;
+            }
+            if (!far) break;
+            for (int64_t c = 0; c < number; c++) about[c] = mean[first + c];
+        }
+    }
+}
+
 /* The mean and the variance of each channel, (2, channels), by differences from about the mean. */
 void OF_TYPE(statistics)(const VALUE *x, int64_t samples, int64_t channels, int64_t size, VALUE *mean) {
+    if (size == 1) {
+        OF_TYPE(statistics_of_columns)(x, samples, channels, mean);
+        return;
+    }
     VALUE *variance = mean + channels;
     int64_t together = channels_together(channels, size);
     for (int64_t first = 0; first < channels; first += together) {
@@ -140,6 +209,23 @@ static void OF_TYPE(normalise)(
     const VALUE *x, int64_t samples, int64_t channels, int64_t size, const VALUE *merged, const VALUE *weight,
     const VALUE *bias, VALUE *restrict y) {
     const VALUE *mean = merged, *scale = merged + 2 * channels;
+    if (size == 1) {
+        VALUE factor[COLUMNS], shift[COLUMNS], about[COLUMNS];
+        for (int64_t first = 0; first < channels; first += COLUMNS) {
+            int64_t number = least(COLUMNS, channels - first);
+            for (int64_t c = 0; c < number; c++) {
+                factor[c] = weight ? scale[first + c] * weight[first + c] : scale[first + c];
+                shift[c] = bias ? bias[first + c] : 0;
+                about[c] = mean[first + c];
+            }
+            for (int64_t n = 0; n < samples; n++) {
+                const VALUE *row = x + n * channels + first;
+                VALUE *restrict to = y + n * channels + first;
+                for (int64_t c = 0; c < number; c++) to[c] = (row[c] - about[c]) * factor[c] + shift[c];
+            }
+        }
+        return;
+    }
     for (int64_t n = 0; n < samples; n++) {
         for (int64_t c = 0; c < channels; c++) {
             VALUE factor = weight ? scale[c] * weight[c] : scale[c], shift = bias ? bias[c] : 0, about = mean[c];
@@ -165,12 +251,15 @@ void OF_TYPE(gradient_sums)(
     const VALUE *x, const VALUE *gradient, int64_t samples, int64_t channels, int64_t size, const VALUE *merged,
     VALUE *sums) {
     const VALUE *mean = merged, *scale = merged + 2 * channels;
-    int64_t together = channels_together(channels, size);
+    int64_t together = size == 1 ? COLUMNS : channels_together(channels, size);
     for (int64_t first = 0; first < channels; first += together) {
         int64_t number = least(together, channels - first);
         double sum[STRETCH], product[STRETCH];
         for (int64_t c = 0; c < number; c++) sum[c] = product[c] = 0;
-        for (int64_t n = 0; n < samples; n++) {
+        if (size == 1) {
+            OF_TYPE(add_columns)(x + first, gradient + first, mean + first, samples, channels, number, sum, product);
+        }
+        for (int64_t n = 0; size > 1 && n < samples; n++) {
             int64_t at = (n * channels + first) * size;
             for (int64_t c = 0; c < number; c++, at += size)
                 OF_TYPE(add_products)(x + at, gradient + at, mean[first + c], size, &sum[c], &product[c]);
@@ -188,6 +277,27 @@ void OF_TYPE(gradient)(
     const VALUE *x, const VALUE *gradient, int64_t samples, int64_t channels, int64_t size, const VALUE *merged,
     const VALUE *weight, const VALUE *totals, double values, VALUE *restrict d_x) {
     const VALUE *mean = merged, *scale = merged + 2 * channels;
+    if (size == 1) {
+        VALUE factor[COLUMNS], slope[COLUMNS], shift[COLUMNS], about[COLUMNS];
+        for (int64_t first = 0; first < channels; first += COLUMNS) {
+            int64_t number = least(COLUMNS, channels - first);
+            for (int64_t c = 0; c < number; c++) {
+                int64_t at = first + c;
+                factor[c] = weight ? scale[at] * weight[at] : scale[at];
+                slope[c] = factor[c] * scale[at] * (totals[at] / values);
+                shift[c] = factor[c] * (totals[channels + at] / values);
+                about[c] = mean[at];
+            }
+            for (int64_t n = 0; n < samples; n++) {
+                int64_t at = n * channels + first;
+                const VALUE *row = x + at, *given = gradient + at;
+                VALUE *restrict to = d_x + at;
+                for (int64_t c = 0; c < number; c++)
+                    to[c] = given[c] * factor[c] - (row[c] - about[c]) * slope[c] - shift[c];
+            }
+        }
+        return;
+    }
     for (int64_t n = 0; n < samples; n++) {
         for (int64_t c = 0; c < channels; c++) {
             VALUE factor = weight ? scale[c] * weight[c] : scale[c], about = mean[c];

@@ -2,7 +2,7 @@
 
 What goes over the values is native code on a CPU (batch_norm.c), which takes a tenth to a half of the time of torch's
 kernels. It is those on other devices, where nothing can be compiled, for dtypes that native code does not know, and
-where a sample has but few values of a channel.
+where a sample has two or three values of a channel.
 """
 
 from __future__ import annotations
@@ -122,7 +122,11 @@ class _Natively:
     @staticmethod
     def takes(x: Tensor, *others: Tensor | None) -> bool:
         """Whether it works out the normalisation of ``x``, with what there is for each channel."""
-        if not x.is_contiguous() or not x.numel() >= _FEWEST_IN_A_ROW * x.shape[0] * x.shape[1] > 0:
+        if x.is_contiguous():
+            size = x.numel() // (x.shape[0] * x.shape[1] or 1)
+            if size != 1 and size < _FEWEST_IN_A_ROW:
+                return False
+        elif x.ndim != 4 or not x.is_contiguous(memory_format=torch.channels_last):
             return False
         return all(other is None or (other.dtype is x.dtype and other.is_contiguous()) for other in others)
 
@@ -178,8 +182,10 @@ class _Natively:
 
 
 def _sizes(x: Tensor) -> tuple[int, int, int]:
+    """As batch_norm.c takes them: where channels come last each place is a sample of its own."""
     samples, channels = x.shape[:2]
-    return samples, channels, x.numel() // (samples * channels)
+    size = x.numel() // (samples * channels)
+    return (samples, channels, size) if x.is_contiguous() else (samples * size, channels, 1)
 
 
 def _at(values: Tensor | None) -> int | None:
@@ -247,7 +253,8 @@ class _BatchNorm(torch.autograd.Function):
         dtype, kind = x.dtype, kept[0].dtype
         if dtype is not kind:
             x, gradient = x.to(kind), gradient.to(kind)
-        gradient = gradient.contiguous()
+        if by is not _ByTorch and gradient.stride() != x.stride():
+            gradient = torch.empty_like(x).copy_(gradient)
         sums, totals = by.gradient_sums(x, gradient, kept)
         if weight is not None and weight.dtype is not kind:
             sums = sums.to(weight.dtype)

@@ -1,0 +1,86 @@
+"""Convolutions of float32 take images with their channels last, and everything else what it knows."""
+
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.graph.step import captured_step
+from shardwright.lower.formats import with_channels_last
+from shardwright.lower.lower import lower
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
+from whole import plain, plan_of, run, same
+
+
+class Network(nn.Module):
+    """Of grey images: the first convolution has one channel, the third a group for each, and what the last gives is an
+    output, and viewed as rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(6, 8, 3, 2, padding=1), nn.BatchNorm2d(8), nn.Hardswish())
+        self.third = nn.Sequential(nn.Conv2d(8, 8, 3, padding="same", groups=8), nn.BatchNorm2d(8), nn.MaxPool2d(2))
+        self.last = nn.Conv2d(8, 4, 1, bias=False)  # which each rank would add up in another way
+        self.head = nn.Linear(36, 5)
+
+    def forward(self, x):
+        x = self.second(self.first(x))
+        maps = self.last(self.third(x + x.sigmoid()))
+        return maps, self.head(maps.view(len(maps), -1))
+
+
+def loss_fn(model, batch):
+    maps, logits = model(batch[0])
+    return nn.functional.cross_entropy(logits, batch[1]), maps
+
+
+def network(dtype=torch.float32):
+    torch.manual_seed(0)
+    return Network().to(dtype), (torch.randn(7, 1, 12, 12, dtype=dtype), torch.randint(5, (7,)))
+
+
+def program_of(dtype):
+    model, batch = network(dtype)
+    capture = captured_step(model, loss_fn, batch, {})
+    program = lower(make_plan(capture, PlanRequest(Mesh.of(d=2), "data")), 0)
+    return program, with_channels_last(program, capture)
+
+
+def test_the_order_changes_behind_the_first_channels_and_before_views():
+    program, changed = program_of(torch.float32)
+    orders = re.findall(r"(\w+) = (\w+)\.contiguous\((.*)\)", changed.source)
+    assert [(read, how) for _, read, how in orders] == [
+        ("relu", "memory_format=torch.channels_last"),
+        ("conv2d_3", ""),
+    ]
+    last, usual = (made for made, _, _ in orders)
+    assert f"aten.conv2d.default({last}, " in changed.source
+    assert f"aten.reshape.default({usual}, " in changed.source
+    assert usual in changed.outputs.values()
+    assert len(changed.instructions) == len(program.instructions) + 2
+
+
+def test_other_dtypes_stay_as_they_are():
+    program, changed = program_of(torch.float64)
+    assert changed is program
+
+
+# The channels that the last convolution reads lie on two ranks.
+SPLIT = {"last": ((1, 2, 1, 1), (1, 2, 1, 1))}
+
+
+@pytest.mark.parametrize(
+    ("mesh", "mode", "pins"),
+    [(Mesh(()), "single", None), (Mesh.of(d=3), "data", None), (Mesh.of(d=2), "auto", SPLIT)],
+    ids=["one device", "rows", "channels"],
+)
+def test_the_values_are_those_of_plain_pytorch(mesh, mode, pins):
+    model, batch = network()
+    found = run(plan_of(model, loss_fn, batch, mesh, mode, pins), model, batch)
+    outputs = [tensor for name, tensor in found.items() if name.startswith("aux")]
+    same({n: tensor for n, tensor in found.items() if not n.startswith("aux")}, plain(model, loss_fn, batch), 2e-5)
+    torch.testing.assert_close(outputs, [loss_fn(model, batch)[1].detach()], rtol=1e-5, atol=1e-5)
