@@ -1,6 +1,6 @@
 """Batch norm over all ranks, in float32 with a mean that is large beside the deviation."""
 
-from unittest import mock
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -9,6 +9,9 @@ from hypothesis import strategies as st
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import shardwright as sw
+from ranks import run_ranks
+from shardwright import compiler
 from shardwright.lower.operators import batch_norm, kernels
 from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.mesh import Mesh
@@ -98,7 +101,7 @@ def test_native_code_is_as_torch_in_float64(shape, spread, affine):
     running = torch.zeros(shape[1]).double(), torch.ones(shape[1]).double()
     if batch_norm._by(*operands, None) is batch_norm._ByTorch:
         pytest.skip("nothing compiles C here")
-    with mock.patch.object(batch_norm, "_FEWEST_ALONE", 1):
+    with patch.object(batch_norm, "_FEWEST_ALONE", 1):
         found = kernels.batch_norm_of_replica(*operands, *running, 0.1, 1e-5, [x.numel() // shape[1]])
     wanted = torch.ops.aten._native_batch_norm_legit_functional(*operands, *running, True, 0.1, 1e-5)
     for one, other in zip(found, wanted, strict=True):
@@ -137,6 +140,23 @@ def test_what_native_code_does_not_know_is_left_to_torch():
         assert batch_norm._by(other, None, None, None) is batch_norm._ByTorch
     for of_channels in ((weight.double(), None, None), (None, None, (weight.double(), weight, 0.1))):
         assert batch_norm._by(x, *of_channels) is batch_norm._ByTorch
+
+
+def one_without_a_compiler():
+    torch.set_num_threads(1)
+    if sw.init().rank == 1:
+        compiler._folder = Mock(side_effect=PermissionError(13, "closed"))
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4))
+    parallel = sw.parallelize(model, lambda model, x: model(x).square().mean(), torch.randn(6, 2, 5, 5), batch="global")
+    parallel(torch.randn(6, 2, 5, 5)).backward()
+    return len(batch_norm._native()), len(batch_norm._compiled())
+
+
+def test_native_code_of_one_rank_alone_is_left_out():
+    (first, has), (second, lacks) = run_ranks(2, one_without_a_compiler)
+    assert (first, second, lacks) == (0, 0, 0)
+    assert has == 2 or not batch_norm._native()
 
 
 def test_sums_of_squares_would_not_be():

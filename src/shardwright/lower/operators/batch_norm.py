@@ -8,7 +8,7 @@ where a sample has two or three values of a channel.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -198,9 +198,24 @@ def _shares(counts: tuple[int, ...]) -> Any:
     return (ctypes.c_double * len(counts))(*[count / sum(counts) for count in counts])
 
 
-@cache
+_left_out = False  # whether native code is, since not all ranks have it
+
+
+def natively_on_all(of_all_ranks: Callable[[bool], Sequence[bool]]) -> None:
+    """Take native code if all ranks have it, else on none, so that replicas of a tensor stay the same to the last bit;
+    ``of_all_ranks`` gives what each rank says."""
+    global _left_out
+    _left_out = False
+    _left_out = not all(of_all_ranks(bool(_native())))
+
+
 def _native() -> Mapping[torch.dtype, _Natively]:
     """By dtype."""
+    return {} if _left_out else _compiled()
+
+
+@cache
+def _compiled() -> Mapping[torch.dtype, _Natively]:
     # Sums in several lanes, and nothing of OpenMP that runs; and each operation rounded on its own, as by torch.
     flags = ["-fopenmp-simd", "-ffp-contract=off"]
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
@@ -217,7 +232,7 @@ def _opened(path: Path) -> Mapping[torch.dtype, _Natively]:
 
 
 def _by(x: Tensor, weight: Tensor | None, bias: Tensor | None, running: Running | None) -> type[_ByTorch] | _Natively:
-    """What works out a normalisation: ranks may differ in it, as they get the same statistics from each."""
+    """What works out a normalisation; ranks whose parts differ in size may differ in it."""
     native = _native().get(x.dtype) if x.is_cpu else None
     mean, variance, _ = running or (None, None, 0)
     return native if native is not None and native.takes(x, weight, bias, mean, variance) else _ByTorch

@@ -18,6 +18,7 @@ from shardwright.graph.capture import StepKind
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.lower.lower import lower
+from shardwright.lower.operators.batch_norm import natively_on_all
 from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.layout import Layout
 from shardwright.plan.plan import Plan
@@ -33,6 +34,7 @@ from shardwright.run.programs.failures import with_text
 from shardwright.run.programs.inputs import Cut, Rows, cuts_of, global_shapes, local_inputs, rows_of_output, shown
 from shardwright.run.programs.planner import Planner
 from shardwright.torch_private import tree_flatten
+from shardwright.world.agreement import from_all_ranks
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.world import World
 
@@ -236,6 +238,8 @@ class Programs:
         axes = {collective.axes for _, _, collective in program.collectives()}
         axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
         self._communicator.prepare([*axes, plan.mesh.names])
+        if self._world.device.type == "cpu" and any("batch_norm" in node.op for node in plan.capture.nodes):
+            natively_on_all(from_all_ranks)
         execution = Execution(
             program, plan.capture, self._communicator, self._world.device, self._reduction, self._compiler
         )
