@@ -48,6 +48,8 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_finish() -> None:
+    if torch := sys.modules.get("torch"):
+        torch.set_num_threads(1)  # of several workers; the threads of one would wait for cores that others have
     gc.freeze()  # what is imported by now lives on, and a collection that looks through it takes a third of a second
 
 

@@ -204,12 +204,12 @@ class LateFiles(ObjectFiles):
 @pytest.mark.parametrize("dead", [False, True], ids=["free", "left by a dead job"])
 def test_of_two_who_find_a_lock_free_or_dead_one_holds_it(url, dead):
     system, root = fsspec.core.url_to_fs(url)
-    files, taken = ObjectFiles(system, lease_s=0.1), []
+    files, taken = ObjectFiles(system, lease_s=1), []
     files.make_directory(root)
     path = f"{root}/.lock"
     if dead:
         files.lock(path, "process 6").stop()
-    late = LateFiles(system, lease_s=0.1, meanwhile=lambda: taken.append(files.lock(path, "process 7")))
+    late = LateFiles(system, lease_s=1, meanwhile=lambda: taken.append(files.lock(path, "process 7")))
     with pytest.raises(objects.Locked, match=r"^process 7$"):
         late.lock(path, "process 8")
     assert taken[0].is_held()

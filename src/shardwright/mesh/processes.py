@@ -84,6 +84,16 @@ class _Packed:
         return [parts.sum(0, dtype=parts.dtype) for parts in self._of_all]
 
 
+def at_once(group: dist.ProcessGroup, name: str, *tensors: Tensor) -> dist.Work | bool:
+    """Have a group of the backend shm do what is small without torch.distributed, by its method of that name.
+
+    True where it has ended, what is to be waited for where others come later; False, and nothing is done, where the
+    group does no such thing, or somebody wants to see the operators that are called.
+    """
+    method = None if operators_are_watched() else getattr(group, name, None)
+    return False if method is None else method(*tensors)
+
+
 def _done() -> None:
     """What waits for nothing."""
 
@@ -123,7 +133,6 @@ class ProcessCommunicator:
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._along: dict[Axes, dist.ProcessGroup] = {}  # those of them that were asked for, as they were
         self._backends: dict[tuple[str, dist.ProcessGroup], Backend] = {}
-        self._met: set[dist.ProcessGroup] = set()  # that have had a collective
         self._packed: dict[tuple[Axes, tuple[tuple[torch.device, torch.dtype, torch.Size], ...]], _Packed] = {}
         self._pulse = own_pulse()
         self._come: Callable[..., bool] = lockstep.come if lockstep is not None else _come
@@ -144,7 +153,6 @@ class ProcessCommunicator:
         self._groups.clear()
         self._along.clear()
         self._backends.clear()
-        self._met.clear()
 
     def _group(self, axes: Axes) -> dist.ProcessGroup | None:
         """The group along ``axes``, to talk to now; None where it is this rank alone."""
@@ -167,15 +175,6 @@ class ProcessCommunicator:
             self._backends[key] = backend_moving(tensor.device.type, backends_of(group))
         return self._backends[key]
 
-    def _at_once(self, group: dist.ProcessGroup, name: str) -> Callable[..., dist.Work | bool] | None:
-        """By which the groups of the backend shm do what is small without torch.distributed; that does the first of a
-        group, for which it may have to make ready, and all that somebody wants to see."""
-        if group not in self._met or operators_are_watched():
-            self._met.add(group)
-            return None
-        found: Callable[..., dist.Work | bool] | None = getattr(group, name, None)
-        return found
-
     def _ended(self, work: dist.Work | bool) -> bool:
         """Whether that was begun at once; it is waited for then."""
         if work is not True and work is not False:
@@ -192,9 +191,8 @@ class ProcessCommunicator:
         group = self._group(axes)
         if group is None:
             return tensor
-        at_once = self._at_once(group, "sum_at_once")
         with self._pulse(b"all_reduce"):
-            if at_once is None or not self._ended(at_once(tensor)):
+            if not self._ended(at_once(group, "sum_at_once", tensor)):
                 numbers = summed_as(tensor.dtype, self._backend(tensor, group))
                 total = numbers.made(tensor)
                 self._run(dist.all_reduce, total, group=group)
@@ -246,9 +244,8 @@ class ProcessCommunicator:
         if group is None:
             rows.copy_(tensor.unsqueeze(0))
             return
-        at_once = self._at_once(group, "gather_at_once")
         with self._pulse(b"all_gather"):
-            if at_once is None or not self._ended(at_once(rows, tensor)):
+            if not self._ended(at_once(group, "gather_at_once", rows, tensor)):
                 backend = self._backend(tensor, group)
                 flat = moved(rows, backend).view(-1), moved(tensor, backend).view(-1)
                 self._run(all_gather_single, *flat, group=group)

@@ -13,7 +13,7 @@ import hashlib
 import struct
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from shardwright.backends.segment.flats import is_plain
 from shardwright.errors import ShardwrightError, UsageError, WorldError
-from shardwright.mesh.processes import all_gather_single
+from shardwright.mesh.processes import all_gather_single, at_once
 from shardwright.pulse import own_pulse
 from shardwright.run.programs.inputs import Rows, global_shapes, in_turn, shown
 from shardwright.world.agreement import from_all_ranks
@@ -127,8 +127,8 @@ class Asked:
         self._told: list[tuple[int, ...]] = []
         self._added = 0
 
-    def begin(self, added: Tensor | None = None) -> None:
-        """Ask, with what is to be gathered from all ranks, where it is small."""
+    def begin(self, added: Tensor | None = None, *, waits: bool = False) -> None:
+        """Ask, with what is to be gathered from all ranks, where it is small. ``waits``: for the answer, at once."""
         letter, lockstep = self._letter, self._parts.lockstep
         letter.under_way = True
         if added is not None and added.is_cpu and added.nbytes <= _BYTES - _HEAD.size and is_plain(added):
@@ -137,7 +137,12 @@ class Asked:
         expected = 0 if self.expected is None else _number("", self.expected.all_ranks)
         alike = _number("", tuple(self._alike)) if self._alike else 0
         _HEAD.pack_into(letter.told, 0, *self._mine, alike, expected, self._added, lockstep.number)
-        self._wait = lockstep.begin(all_gather_single, letter.received, letter.sent, group=control_group())
+        group = control_group()
+        begun = at_once(group, "gather_at_once", letter.received, letter.sent) if waits else False
+        if begun is False:
+            self._wait = lockstep.begin(all_gather_single, letter.received, letter.sent, group=group)
+        else:
+            self._wait = partial(lockstep.finish, None if begun is True else begun)
 
     @property
     def under_way(self) -> bool:
@@ -153,7 +158,7 @@ class Asked:
         """
         if self._answer is None:
             if self._wait is None:
-                self.begin(added)
+                self.begin(added, waits=True)
             self._answer = self._awaited()
         return self._answer
 
