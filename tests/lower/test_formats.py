@@ -9,6 +9,7 @@ from torch import nn
 from shardwright.graph.step import captured_step
 from shardwright.lower.formats import with_channels_last
 from shardwright.lower.lower import lower
+from shardwright.lower.operators import kernels
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
@@ -21,11 +22,11 @@ class Network(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first = nn.Sequential(nn.Conv2d(1, 6, 3, padding=1, bias=False), nn.BatchNorm2d(6), nn.ReLU())
-        self.second = nn.Sequential(nn.Conv2d(6, 8, 3, 2, padding=1), nn.BatchNorm2d(8), nn.Hardswish())
-        self.third = nn.Sequential(nn.Conv2d(8, 8, 3, padding="same", groups=8), nn.BatchNorm2d(8), nn.MaxPool2d(2))
-        self.last = nn.Conv2d(8, 4, 1, bias=False)  # which each rank would add up in another way
-        self.head = nn.Linear(36, 5)
+        self.first = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU())
+        self.second = nn.Sequential(nn.Conv2d(16, 32, 3, 2, padding=1), nn.BatchNorm2d(32), nn.Hardswish())
+        self.third = nn.Sequential(nn.Conv2d(32, 32, 3, padding="same", groups=32), nn.BatchNorm2d(32), nn.MaxPool2d(2))
+        self.last = nn.Conv2d(32, 16, 1, 2, bias=False)  # which each rank would add up in another way
+        self.head = nn.Linear(64, 5)
 
     def forward(self, x):
         x = self.second(self.first(x))
@@ -52,16 +53,29 @@ def program_of(dtype):
 
 def test_the_order_changes_behind_the_first_channels_and_before_views():
     program, changed = program_of(torch.float32)
-    orders = re.findall(r"(\w+) = (\w+)\.contiguous\((.*)\)", changed.source)
-    assert [(read, how) for _, read, how in orders] == [
-        ("relu", "memory_format=torch.channels_last"),
-        ("conv2d_3", ""),
+    orders = re.findall(r"(\w+) = (kernels.channels_last\(\w+|\w+\.contiguous)", changed.source)
+    assert [order for _, order in orders] == [
+        "kernels.channels_last(relu",
+        "kernels.channels_last(add_2",
+        "kernels.channels_last(max_pool2d",
+        "conv2d_3.contiguous",
     ]
-    last, usual = (made for made, _, _ in orders)
-    assert f"aten.conv2d.default({last}, " in changed.source
+    *last, usual = (made for made, _ in orders)
+    assert all(
+        f"aten.conv2d.{kind}({x}, " in changed.source for kind, x in zip(("default", "padding", "default"), last)
+    )
     assert f"aten.reshape.default({usual}, " in changed.source
     assert usual in changed.outputs.values()
-    assert len(changed.instructions) == len(program.instructions) + 2
+    assert len(changed.instructions) == len(program.instructions) + 4
+
+
+def test_parts_whose_channels_fill_no_register_stay_as_they_are():
+    x = torch.randn(2, 32, 5, 5)
+    for weight, last in ((torch.randn(16, 32, 1, 1), True), (torch.randn(8, 32, 1, 1), False)):
+        for given in (x, x.contiguous(memory_format=torch.channels_last)):
+            found = kernels.channels_last(given, weight)
+            assert found.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+            assert torch.equal(found, x)
 
 
 def test_other_dtypes_stay_as_they_are():

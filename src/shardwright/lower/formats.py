@@ -3,7 +3,7 @@
 Torch's convolutions otherwise bring each operand and each result into another order and back: with the channels last
 they take some two thirds of the time, those of one channel or one place at a time a fifth and less. The values are the
 same but for rounding. What is known to work in any order passes it on; all else, as views and collectives, is given
-operands in the usual one.
+operands in the usual one. Convolutions whose channels are no multiple of 16 stay as they are (`kernels.channels_last`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import replace
 import torch
 
 from shardwright.graph.ir import Capture
-from shardwright.lower.program import Instruction, LocalProgram, renamed, unused
+from shardwright.lower.operators.kernels import IN_BLOCKS_OF
+from shardwright.lower.program import Instruction, LocalProgram, renamed
 from shardwright.rules.table import Column, column
 
 _CONVOLUTION: Column[bool] = column(("conv2d", True))
@@ -27,9 +28,9 @@ _IN_ANY_ORDER: Column[bool] = column(
         True,
     )
 )
-_OPERAND = re.compile(r"(aten\.conv2d\.\w+\(|kernels\.convolution_bias_elsewhere\('conv2d', )(?P<x>\w+), ")
-_LAST, _USUAL = "channels_last", "contiguous"
-_CALLS = {_LAST: ".contiguous(memory_format=torch.channels_last)", _USUAL: ".contiguous()"}
+_OPERANDS = re.compile(
+    r"(aten\.conv2d\.\w+\(|kernels\.convolution_bias_elsewhere\('conv2d', )(?P<x>\w+), (?P<weight>\w+), "
+)
 
 
 def with_channels_last(program: LocalProgram, capture: Capture) -> LocalProgram:
@@ -46,61 +47,69 @@ class _Ordered:
         self._program, self._capture = program, capture
         self._taken = {name for one in program.instructions for name in (*one.outputs, *one.reads)}
         self._last: set[str] = set()  # variables that may have their channels last
-        self._made: dict[tuple[str, str, str], str] = {}  # of a variable, an order and a block
+        self._usual: dict[tuple[str, str], str] = {}  # of such a variable and a block
         self._instructions: list[Instruction] = []
-
-    @property
-    def changes(self) -> int:
+        self.changes = 0
         """How often something is brought into another order."""
-        return len(self._made)
 
     def program(self) -> LocalProgram:
         for instruction in self._program.instructions:
             self._instructions.append(self._given(instruction))
-        outputs = {value: self._in(name, _USUAL, "") for value, name in self._program.outputs.items()}
+        outputs = {value: self._in_usual(name, "") for value, name in self._program.outputs.items()}
         return replace(self._program, instructions=tuple(self._instructions), outputs=outputs)
 
     def _given(self, instruction: Instruction) -> Instruction:
         """The instruction, reading what is in the order that it wants."""
         if self._gains(instruction):
-            if (operand := _OPERAND.match(instruction.text)) is not None:  # an empty part has none
-                instruction = self._reading(instruction, operand["x"], _LAST)
+            operands = _OPERANDS.match(instruction.text)
+            if operands is not None:  # an empty part has none
+                instruction = self._with_channels_last(instruction, operands["x"], operands["weight"])
             self._last.update(instruction.outputs)
-        elif _is_in(_CONVOLUTION, instruction) or _is_in(_IN_ANY_ORDER, instruction):
+        elif _is_in(_IN_ANY_ORDER, instruction):
             if self._last.intersection(instruction.reads):
                 self._last.update(instruction.outputs[:1])
         else:
             for name in dict.fromkeys(instruction.reads):
-                instruction = self._reading(instruction, name, _USUAL)
+                instruction = _reading(instruction, name, self._in_usual(name, instruction.block))
         return instruction
 
     def _gains(self, instruction: Instruction) -> bool:
-        """Whether it is a convolution that does. Of one channel there is but one order, and other dtypes stay as they
-        are."""
+        """Whether it is a convolution that does, as far as is known of all ranks together."""
         if instruction.node is None or not _is_in(_CONVOLUTION, instruction):
             return False
-        x = self._capture.values[instruction.node.operands[0]]
-        return x.dtype == torch.float32 and len(x.shape) == 4 and x.shape[1] > 1
+        x, weight, *_ = (self._capture.values[name] for name in instruction.node.operands)
+        many = not (x.shape[1] % IN_BLOCKS_OF or weight.shape[0] % IN_BLOCKS_OF) if len(x.shape) == 4 else False
+        return many and x.dtype == torch.float32
 
-    def _reading(self, instruction: Instruction, name: str, order: str) -> Instruction:
-        new = self._in(name, order, instruction.block)
-        if new == name:
-            return instruction
-        reads = tuple(new if read == name else read for read in instruction.reads)
-        return replace(instruction, reads=reads, text=renamed(instruction.text, name, new))
+    def _with_channels_last(self, instruction: Instruction, x: str, weight: str) -> Instruction:
+        self.changes += x not in self._last
+        new = self._new(f"{x}_channels_last")
+        text = f"kernels.channels_last({x}, {weight})"
+        self._instructions.append(Instruction("operator", (new,), (x, weight), text, block=instruction.block))
+        return _reading(instruction, x, new)
 
-    def _in(self, name: str, order: str, block: str) -> str:
-        """The variable that has the values of another one in that order."""
-        if (name in self._last) == (order == _LAST):
+    def _in_usual(self, name: str, block: str) -> str:
+        """The variable that has the values of another one in the usual order."""
+        if name not in self._last:
             return name
-        key = name, order, block
-        if key not in self._made:
-            new = self._made[key] = unused(f"{name}_{order}", self._taken)
-            self._taken.add(new)
-            made = Instruction("operator", (new,), (name,), f"{name}{_CALLS[order]}", block=block)
-            self._instructions.append(made)
-            self._last.update([new] if order == _LAST else [])
-        return self._made[key]
+        if (name, block) not in self._usual:
+            self.changes += 1
+            new = self._usual[name, block] = self._new(f"{name}_contiguous")
+            self._instructions.append(Instruction("operator", (new,), (name,), f"{name}.contiguous()", block=block))
+        return self._usual[name, block]
+
+    def _new(self, name: str) -> str:
+        while name in self._taken:
+            name += "_again"
+        self._taken.add(name)
+        return name
+
+
+def _reading(instruction: Instruction, name: str, new: str) -> Instruction:
+    if new == name:
+        return instruction
+    reads = tuple(new if read == name else read for read in instruction.reads)
+    return replace(instruction, reads=reads, text=renamed(instruction.text, name, new))
 
 
 def _is_in(operators: Column[bool], instruction: Instruction) -> bool:
