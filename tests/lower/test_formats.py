@@ -62,7 +62,8 @@ def test_the_order_changes_behind_the_first_channels_and_before_views():
     ]
     *last, usual = (made for made, _ in orders)
     assert all(
-        f"aten.conv2d.{kind}({x}, " in changed.source for kind, x in zip(("default", "padding", "default"), last)
+        f"aten.conv2d.{kind}({x}, " in changed.source
+        for kind, x in zip(("default", "padding", "default"), last, strict=True)
     )
     assert f"aten.reshape.default({usual}, " in changed.source
     assert usual in changed.outputs.values()

@@ -105,7 +105,7 @@ def channels_last(x: Tensor, weight: Tensor) -> Tensor:
     """``x`` with its channels last in memory, where the convolution of what is here is known to be right then.
 
     The pointwise one with a stride of oneDNN writes past its memory where channels do not fill the registers of a CPU
-    (torch 2.13, 4 to 8 channels on AVX2): then in the usual order.
+    (torch 2.13, fewer than 8 on AVX2): then in the usual order.
     """
     whole = not (x.shape[1] % IN_BLOCKS_OF or weight.shape[0] % IN_BLOCKS_OF)
     return x.contiguous(memory_format=torch.channels_last if whole else torch.contiguous_format)
