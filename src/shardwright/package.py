@@ -14,7 +14,7 @@ ROOMS = (
     "errors",
     "whole_file",
     "package",
-    "compiler",
+    "native_code",
     "words",
     "steps",
     "pulse",

@@ -21,7 +21,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright import compiler
+from shardwright import native_code
 from shardwright.backends import shm_meeting
 from shardwright.backends.segment import native
 from shardwright.backends.segment.direct import Direct, can_reach
@@ -548,7 +548,7 @@ def test_what_is_small_is_done_at_once_with_ranks_that_take_longer(ranks):
 
 @pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])
 def test_without_a_folder_of_caches_there_is_no_native_code(monkeypatch, error):
-    monkeypatch.setattr(compiler, "_folder", Mock(side_effect=error))
+    monkeypatch.setattr(native_code, "_folder", Mock(side_effect=error))
     assert native.built() is None
 
 

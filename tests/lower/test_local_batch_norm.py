@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright import compiler
+from shardwright import native_code
 from shardwright.lower.operators import batch_norm, kernels
 from shardwright.mesh.collectives import Communicator
 from shardwright.mesh.mesh import Mesh
@@ -145,7 +145,7 @@ def test_what_native_code_does_not_know_is_left_to_torch():
 def one_without_a_compiler():
     torch.set_num_threads(1)
     if sw.init().rank == 1:
-        compiler._folder = Mock(side_effect=PermissionError(13, "closed"))
+        native_code._folder = Mock(side_effect=PermissionError(13, "closed"))
     torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Conv2d(2, 4, 3), torch.nn.BatchNorm2d(4))
     parallel = sw.parallelize(model, lambda model, x: model(x).square().mean(), torch.randn(6, 2, 5, 5), batch="global")

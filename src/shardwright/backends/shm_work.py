@@ -154,8 +154,9 @@ class Lane:
         try:
             if course.begin(own, into, _SOON_NS):
                 return True
-            self._asked.append(ShmWork(what, [output], course, self))
-            return self._asked[0]
+            work = ShmWork(what, [output], course, self)
+            self._asked.append(work)
+            return work
         finally:
             self._driving.release()
 

@@ -15,7 +15,7 @@ import torch
 
 from shardwright.graph.ir import Capture
 from shardwright.lower.operators.kernels import IN_BLOCKS_OF
-from shardwright.lower.program import Instruction, LocalProgram, renamed
+from shardwright.lower.program import Instruction, LocalProgram, renamed, unused
 from shardwright.rules.table import Column, column
 
 _CONVOLUTION: Column[bool] = column(("conv2d", True))
@@ -36,9 +36,11 @@ _OPERANDS = re.compile(
 def with_channels_last(program: LocalProgram, capture: Capture) -> LocalProgram:
     """The same program, in which images of float32 have their channels last between convolutions; the program itself
     where their order would change more often than there are convolutions."""
+    convolutions = sum(_is_in(_CONVOLUTION, one) for one in program.instructions)
+    if not convolutions:
+        return program
     made = _Ordered(program, capture)
     changed = made.program()
-    convolutions = sum(_is_in(_CONVOLUTION, one) for one in program.instructions)
     return changed if 0 < made.changes <= convolutions else program
 
 
@@ -99,10 +101,9 @@ class _Ordered:
         return self._usual[name, block]
 
     def _new(self, name: str) -> str:
-        while name in self._taken:
-            name += "_again"
-        self._taken.add(name)
-        return name
+        new = unused(name, self._taken)
+        self._taken.add(new)
+        return new
 
 
 def _reading(instruction: Instruction, name: str, new: str) -> Instruction:

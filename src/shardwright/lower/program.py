@@ -210,7 +210,7 @@ def function_of(
 
 
 def unused(name: str, taken: Collection[str]) -> str:
-    """A name for a function of which no variable has the name."""
+    """That name, or one like it that is not taken."""
     while name in taken:
         name = f"_{name}"
     return name

@@ -10,7 +10,7 @@ import torch
 
 from shardwright.backends.segment.arena import arena_bytes
 from shardwright.backends.segment.memory import HEAD_BYTES, SMALL_BYTES, WIDE_BYTES, Memory
-from shardwright.compiler import compiled
+from shardwright.native_code import compiled
 
 _SOURCE = Path(__file__).with_name("native.c")
 # As native.c numbers them.

@@ -241,8 +241,7 @@ void OF_TYPE(result)(
     const VALUE *x, int64_t samples, int64_t channels, int64_t size, const VALUE *of_ranks, const double *shares,
     int64_t ranks, double values, double eps, const VALUE *running, const VALUE *running_variance, double momentum,
     const VALUE *weight, const VALUE *bias, VALUE *merged, VALUE *y) {
-    OF_TYPE(merge)
-    (of_ranks, shares, ranks, channels, values, eps, running, running_variance, momentum, merged);
+    OF_TYPE(merge)(of_ranks, shares, ranks, channels, values, eps, running, running_variance, momentum, merged);
     OF_TYPE(normalise)(x, samples, channels, size, merged, weight, bias, y);
 }
 
@@ -258,11 +257,12 @@ void OF_TYPE(gradient_sums)(
         for (int64_t c = 0; c < number; c++) sum[c] = product[c] = 0;
         if (size == 1) {
             OF_TYPE(add_columns)(x + first, gradient + first, mean + first, samples, channels, number, sum, product);
-        }
-        for (int64_t n = 0; size > 1 && n < samples; n++) {
-            int64_t at = (n * channels + first) * size;
-            for (int64_t c = 0; c < number; c++, at += size)
-                OF_TYPE(add_products)(x + at, gradient + at, mean[first + c], size, &sum[c], &product[c]);
+        } else {
+            for (int64_t n = 0; n < samples; n++) {
+                int64_t at = (n * channels + first) * size;
+                for (int64_t c = 0; c < number; c++, at += size)
+                    OF_TYPE(add_products)(x + at, gradient + at, mean[first + c], size, &sum[c], &product[c]);
+            }
         }
         for (int64_t c = 0; c < number; c++) {
             VALUE *to = sums + first + c;

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.compiler import compiled
 from shardwright.mesh.collectives import Axes, Communicator
+from shardwright.native_code import compiled
 
 Sizes = Sequence[int]
 Running = tuple[Tensor, Tensor, float]
