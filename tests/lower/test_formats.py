@@ -51,10 +51,11 @@ def program_of(dtype):
     return program, with_channels_last(program, capture)
 
 
-def test_the_order_changes_behind_the_first_channels_and_before_views():
+def test_the_order_changes_before_the_first_channels_and_before_views():
     program, changed = program_of(torch.float32)
     orders = re.findall(r"(\w+) = (kernels.channels_last\(\w+|\w+\.contiguous)", changed.source)
     assert [order for _, order in orders] == [
+        "kernels.channels_last(batch_0",
         "kernels.channels_last(relu",
         "kernels.channels_last(add_2",
         "kernels.channels_last(max_pool2d",
@@ -63,20 +64,25 @@ def test_the_order_changes_behind_the_first_channels_and_before_views():
     *last, usual = (made for made, _ in orders)
     assert all(
         f"aten.conv2d.{kind}({x}, " in changed.source
-        for kind, x in zip(("default", "padding", "default"), last, strict=True)
+        for kind, x in zip(("default", "default", "padding", "default"), last, strict=True)
     )
     assert f"aten.reshape.default({usual}, " in changed.source
     assert usual in changed.outputs.values()
-    assert len(changed.instructions) == len(program.instructions) + 4
+    assert len(changed.instructions) == len(program.instructions) + 5
 
 
-def test_parts_whose_channels_fill_no_register_stay_as_they_are():
-    x = torch.randn(2, 32, 5, 5)
-    for weight, last in ((torch.randn(16, 32, 1, 1), True), (torch.randn(8, 32, 1, 1), False)):
-        for given in (x, x.contiguous(memory_format=torch.channels_last)):
-            found = kernels.channels_last(given, weight)
-            assert found.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
-            assert torch.equal(found, x)
+@pytest.mark.parametrize(
+    ("channels", "weight", "last"),
+    [(32, (16, 32, 1, 1), True), (32, (8, 32, 1, 1), False), (3, (16, 3, 3, 2), True), (3, (16, 3, 3, 1), False),
+     (12, (16, 3, 3, 3), False)],
+    ids=["whole blocks", "half a block made", "colours", "colours, one wide", "colours in groups"],
+)  # fmt: skip
+def test_parts_whose_channels_fill_no_register_stay_as_they_are(channels, weight, last):
+    x = torch.randn(2, channels, 5, 5)
+    for given in (x, x.contiguous(memory_format=torch.channels_last)):
+        found = kernels.channels_last(given, torch.randn(weight))
+        assert found.is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
+        assert torch.equal(found, x)
 
 
 def test_other_dtypes_stay_as_they_are():

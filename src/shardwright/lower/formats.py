@@ -3,7 +3,8 @@
 Torch's convolutions otherwise bring each operand and each result into another order and back: with the channels last
 they take some two thirds of the time, those of one channel or one place at a time a fifth and less. The values are the
 same but for rounding. What is known to work in any order passes it on; all else, as views and collectives, is given
-operands in the usual one. Convolutions whose channels are no multiple of 16 stay as they are (`kernels.channels_last`).
+operands in the usual one. Most convolutions whose channels are no multiple of 16 stay as they are
+(`kernels.may_come_last`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from shardwright.graph.ir import Capture
-from shardwright.lower.operators.kernels import IN_BLOCKS_OF
+from shardwright.lower.operators.kernels import may_come_last
 from shardwright.lower.program import Instruction, LocalProgram, renamed, unused
 from shardwright.rules.table import Column, column
 
@@ -80,8 +81,7 @@ class _Ordered:
         if instruction.node is None or not _is_in(_CONVOLUTION, instruction):
             return False
         x, weight, *_ = (self._capture.values[name] for name in instruction.node.operands)
-        many = not (x.shape[1] % IN_BLOCKS_OF or weight.shape[0] % IN_BLOCKS_OF) if len(x.shape) == 4 else False
-        return many and x.dtype == torch.float32
+        return len(x.shape) == 4 and x.dtype == torch.float32 and may_come_last(x.shape, weight.shape)
 
     def _with_channels_last(self, instruction: Instruction, x: str, weight: str) -> Instruction:
         self.changes += x not in self._last
