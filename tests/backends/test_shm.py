@@ -516,10 +516,20 @@ def at_once():
                 wanted = [mine - rank + other for other in range(size)]
                 assert torch.equal(rows, torch.stack(wanted)), (dtype, shape)
                 assert torch.equal(total, functools.reduce(torch.add, wanted)), (dtype, shape)
+    for made in (torch.empty, group.empty):
+        for late in (False, True):
+            large = made(1 << 18, dtype=torch.float32).fill_(rank + 1)
+            if rank == 1:
+                time.sleep(0.02 * late)
+                dist.all_reduce(large)
+            else:
+                done.append(ended(group.sum_at_once(large)))
+            assert torch.equal(large, torch.full_like(large, size * (size + 1) / 2)), (made, late)
     x = torch.ones(4, 6)
-    refused = [x.T, x[:, ::2], torch.ones(SMALL_BYTES), torch.ones(3, dtype=torch.bfloat16)]
+    refused = [x.T, x[:, ::2], torch.ones(3, dtype=torch.bfloat16)]
     left = [group.sum_at_once(tensor) for tensor in refused]
     left += [
+        group.gather_at_once(torch.empty(size, SMALL_BYTES + 1), torch.empty(SMALL_BYTES + 1)),
         group.gather_at_once(torch.empty(size, 6, 4), x.T),
         group.gather_at_once(torch.empty(size, 3), torch.ones(2)),
     ]
@@ -528,8 +538,9 @@ def at_once():
         under_way = dist.all_reduce(large, async_op=True)
         left.append(group.sum_at_once(torch.ones(2)))
     dist.all_reduce(large) if under_way is None else under_way.wait()
-    with pytest.raises(WorldError, match="all_reduce"):
-        ended(group.sum_at_once(torch.ones(2 + rank)))
+    for numel in (2, 1 << 18):
+        with pytest.raises(WorldError, match="all_reduce"):
+            ended(group.sum_at_once(torch.ones(numel + rank)))
     after = torch.ones(2)
     assert ended(group.sum_at_once(after))
     assert after.tolist() == [size, size]
@@ -541,7 +552,7 @@ def at_once():
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_small_is_done_at_once_with_ranks_that_take_longer(ranks):
+def test_native_code_is_called_at_once_with_ranks_that_take_longer(ranks):
     found = run_ranks(ranks, at_once, timeout=100, dying=[1])
     assert [found[0], *found[2:]] == [(True, False)] * (ranks - 1)
 

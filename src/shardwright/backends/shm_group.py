@@ -159,15 +159,15 @@ class ShmGroup(LaneGroup):
         return super().allreduce(tensors, opts, op, timeout)
 
     def sum_at_once(self, tensor: Tensor) -> ShmWork | bool:
-        """Sum a small tensor in place, by native code and little else, as other ranks may have `allreduce` do.
+        """Sum a tensor in place, by native code and little else, as other ranks may have `allreduce` do.
 
-        True where it has ended, what is to be waited for where others come later; False, and nothing is done, where it
-        is not small, or something else is under way.
+        True where it has ended, what is to be waited for where others come later; False, and nothing is done, where
+        native code does not sum such a tensor, or something else is under way.
         """
         if self._native is None or not (tensor.is_cpu and is_plain(tensor)):
             return False
-        small, at = self._native.small(tensor.dtype, tensor.numel()), tensor.data_ptr()
-        return False if small is None else self.lane.at_once("all_reduce", tensor, small, at, at)
+        course, at = self._native.repeated(tensor.dtype, tensor.numel()), tensor.data_ptr()
+        return False if course is None else self.lane.at_once("all_reduce", tensor, course, at, at)
 
     def gather_at_once(self, output: Tensor, tensor: Tensor) -> ShmWork | bool:
         """`all_gather_single` of a small tensor, as `sum_at_once` otherwise."""
@@ -175,9 +175,9 @@ class ShmGroup(LaneGroup):
             return False
         if output.nbytes != tensor.nbytes * self.size():
             return False
-        small = self._native.small(tensor.dtype, tensor.numel(), gathers=True)
+        course = self._native.repeated(tensor.dtype, tensor.numel(), gathers=True)
         own, into = tensor.data_ptr(), output.data_ptr()
-        return False if small is None else self.lane.at_once("all_gather_into_tensor", output, small, own, into)
+        return False if course is None else self.lane.at_once("all_gather_into_tensor", output, course, own, into)
 
     def summed(self, tensor: Tensor, reduction: Reduction) -> Steps:
         """As `allreduce` sums it, which another rank may call for the same tensor."""

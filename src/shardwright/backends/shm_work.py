@@ -24,7 +24,7 @@ from shardwright.backends.between.moving import Awaited
 from shardwright.backends.segment.collectives import Collectives
 from shardwright.backends.segment.memory import DATA_BYTES, Process
 from shardwright.backends.segment.notes import Note
-from shardwright.backends.segment.reducing import SmallCollective
+from shardwright.backends.segment.reducing import RepeatedCollective
 from shardwright.backends.work import CollectiveWork, Task, caller
 from shardwright.errors import WorldError
 
@@ -146,7 +146,7 @@ class Lane:
                 self.finish_aside(work)
         return work
 
-    def at_once(self, what: str, output: Tensor, course: SmallCollective, own: int, into: int) -> ShmWork | bool:
+    def at_once(self, what: str, output: Tensor, course: RepeatedCollective, own: int, into: int) -> ShmWork | bool:
         """True where it has ended well by now, since all others came soon; what is to be waited for where it has begun;
         False, and nothing is done, where something else is under way."""
         if self._asked or self.failed is not None or self.forked or not self._driving.acquire(blocking=False):

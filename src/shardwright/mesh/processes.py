@@ -85,7 +85,7 @@ class _Packed:
 
 
 def at_once(group: dist.ProcessGroup, name: str, *tensors: Tensor) -> dist.Work | bool:
-    """Have a group of the backend shm do what is small without torch.distributed, by its method of that name.
+    """Have a group of the backend shm do something without torch.distributed, by its method of that name.
 
     True where it has ended, what is to be waited for where others come later; False, and nothing is done, where the
     group does no such thing, or somebody wants to see the operators that are called.

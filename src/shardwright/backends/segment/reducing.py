@@ -47,7 +47,7 @@ class NativeCollectives:
     def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
         self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
         self.told = Told()  # of the one that is under way: there is one at a time
-        self._small: dict[tuple[torch.dtype, int, bool], SmallCollective | None] = {}
+        self._repeated: dict[tuple[torch.dtype, int, bool], RepeatedCollective | None] = {}
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
         """The next one; None for what native code does not reduce."""
@@ -58,16 +58,18 @@ class NativeCollectives:
         flat = _plain_of(tensor)
         return NativeCollective(self, kind, [flat], [flat], [tensor])
 
-    def small(self, dtype: torch.dtype, numel: int, *, gathers: bool = False) -> SmallCollective | None:
-        """The sum, or the gather, of tensors of that dtype and size; None for what takes more than one stage, or is
-        not native."""
+    def repeated(self, dtype: torch.dtype, numel: int, *, gathers: bool = False) -> RepeatedCollective | None:
+        """The sum, or the gather, of tensors of that dtype and size; None for gathers of more than one stage, and for
+        what native code does not sum."""
         key = dtype, numel, gathers
-        if key not in self._small:
+        if key not in self._repeated:
             kind = _gathering(dtype, numel) if gathers else _reducing(dtype, numel, _SUM, self.collectives.size)
-            if len(self._small) == _MOST_KINDS:
-                self._small.clear()
-            self._small[key] = SmallCollective(self, kind) if kind is not None and kind.one_stage else None
-        return self._small[key]
+            if len(self._repeated) == _MOST_KINDS:
+                self._repeated.clear()
+            if kind is not None and gathers and not kind.one_stage:
+                kind = None
+            self._repeated[key] = None if kind is None else RepeatedCollective(self, kind)
+        return self._repeated[key]
 
     def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
         """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
@@ -193,16 +195,16 @@ class NativeCollective:
         return (Piece * len(parts))(*[Piece(own.data_ptr(), into.data_ptr(), part.nbytes) for own, into, part in pairs])
 
 
-class SmallCollective:
-    """One that ends in one stage, of one tensor of a dtype and a size, which is begun again and again.
+class RepeatedCollective:
+    """One of one tensor of a dtype and a size, which is begun again and again.
 
     Where others come soon it takes a call of native code and little else: behind operators that fill the caches of a
-    core what Python goes through for a collective takes several times longer than the collective itself.
+    core what Python goes through for a collective takes longer than that of a few MiB, and several times as long as a
+    small one.
     """
 
-    one_stage = True
-
     def __init__(self, native: NativeCollectives, kind: _Kind) -> None:
+        self.one_stage = kind.one_stage
         self._collectives, self._again = native.collectives, native.native.again
         self._go_on, self._group = native.native.collective, ctypes.byref(native.group)
         self._head = ctypes.create_string_buffer(_NUMBER.pack(0) + kind.head, _NUMBER.size + len(kind.head))

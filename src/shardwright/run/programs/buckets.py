@@ -23,6 +23,7 @@ from shardwright.mesh.collectives import Axes, Communicator
 from shardwright.run.overlap.flights import Flight, Turns
 from shardwright.run.overlap.owned import is_owned, least_references
 from shardwright.run.overlap.unreduced import Unreduced
+from shardwright.torch_private import views_into
 
 
 class GradientReduction(Unreduced):
@@ -161,12 +162,11 @@ class GradientReduction(Unreduced):
         return list(gradients)
 
 
-def _joined(gradients: Sequence[Tensor], comm: Communicator, axes: Axes) -> tuple[Tensor, Sequence[Tensor]]:
+def _joined(gradients: list[Tensor], comm: Communicator, axes: Axes) -> tuple[Tensor, list[Tensor]]:
     """A flat copy of gradients, to be summed over ``axes``, and the view of each into it."""
     flat = comm.empty(sum(gradient.numel() for gradient in gradients), gradients[0], axes)
     torch.cat([gradient.reshape(-1) for gradient in gradients], out=flat)
-    pieces = torch.split(flat, [gradient.numel() for gradient in gradients])
-    return flat, [piece.view(gradient.shape) for piece, gradient in zip(pieces, gradients, strict=True)]
+    return flat, views_into(flat, gradients)
 
 
 class _Later(torch.autograd.Function):
