@@ -74,6 +74,7 @@ __all__ = [
     "has_no_value",
     "has_unknown_size",
     "higher_order_name",
+    "holders_of_memory",
     "is_certain",
     "is_composite",
     "is_fake",
@@ -882,9 +883,13 @@ References = tuple[int, int, int]
 
 def references_to(tensor: torch.Tensor) -> References:
     """How many hold a tensor in Python, and how many it and its memory in C++, which no public name tells."""
-    memory = tensor.untyped_storage()._cdata
     held: int = tensor._use_count()  # type: ignore[attr-defined]  # not listed
-    return sys.getrefcount(tensor), held, torch._C._storage_Use_Count(memory)
+    return sys.getrefcount(tensor), held, holders_of_memory(tensor)
+
+
+def holders_of_memory(tensor: torch.Tensor) -> int:
+    """How many tensors, and others in C++, have the memory of a tensor."""
+    return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
 def views_into(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:

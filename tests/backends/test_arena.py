@@ -40,6 +40,23 @@ def test_memory_serves_the_next_tensor_and_goes_where_another_size_is_wanted(mon
     assert half.sum() == 0
 
 
+def test_a_tensor_serves_again_once_nobody_has_its_memory():
+    own = Arena(b"0" * 16)
+    held = [own.empty(MIB, torch.float32) for _ in range(3)]
+    starts = [tensor.data_ptr() for tensor in held]
+    assert len(set(starts)) == 3
+    view = held[1][5:].detach()
+    with torch.inference_mode():
+        del held[1:]
+        again = [own.empty(MIB, torch.float32) for _ in range(2)]
+        assert not any(tensor.is_inference() for tensor in again)
+    assert starts[2] in {tensor.data_ptr() for tensor in again}
+    assert not {view.data_ptr() - 20, starts[0]} & {tensor.data_ptr() for tensor in again}
+    del view, again
+    assert own.empty(MIB, torch.int32).data_ptr() in starts[1:]  # as another tensor
+    own.close()
+
+
 def test_what_the_kernel_does_not_take_back_serves_again(monkeypatch):
     monkeypatch.setattr(mmap, "MADV_REMOVE", 9999)  # refused, as by gVisor
     own = Arena(b"0" * 16)
