@@ -25,11 +25,12 @@ from shardwright.backends.segment.reduction import Reduction
 from shardwright.backends.segment.waiting import ByNative, BySemaphores
 from shardwright.backends.shm_work import ByStep, Lane, ShmWork
 from shardwright.backends.work import Collectives as AnyCollectives
-from shardwright.backends.work import Steps, Task
+from shardwright.backends.work import EndedWork, Steps, Task
 from shardwright.errors import UsageError
 from shardwright.torch_private import add_gloo_inside
 
 _Options = dist.AllreduceOptions
+_SUM: Any = dist.ReduceOp.SUM  # with which torch compares operations, and does not say so
 
 
 @dataclass(frozen=True)
@@ -153,6 +154,8 @@ class ShmGroup(LaneGroup):
         if self._native is not None and isinstance(opts, _Options) and len(tensors) == 1:
             (tensor,) = tensors
             self.check_memory("all_reduce", tensor)
+            if not opts.asyncOp and opts.reduceOp == _SUM and (begun := self.sum_at_once(tensor)):
+                return EndedWork(tensors) if begun is True else begun
             course = self._native.all_reduce(tensor, opts.reduceOp)
             if course is not None:
                 return self.lane.begin("all_reduce", tensors, course, tensor.nbytes, opts.asyncOp)

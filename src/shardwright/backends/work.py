@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -124,3 +125,14 @@ class CollectiveWork(dist.Work):
         if made and done:
             self.complete(self._future)
         return self._future
+
+
+class EndedWork(CollectiveWork):
+    """One that had ended well when it was asked for."""
+
+    def __init__(self, outputs: Sequence[Tensor]) -> None:
+        super().__init__(outputs)
+        self._done = True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
