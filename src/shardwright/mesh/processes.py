@@ -19,7 +19,7 @@ from shardwright.mesh.collectives import Axes, Communicator, gather_joined, redu
 from shardwright.mesh.groups import SharedGroups
 from shardwright.mesh.mesh import Mesh
 from shardwright.pulse import own_pulse
-from shardwright.torch_private import operators_are_watched
+from shardwright.torch_private import operators_are_watched, views_into
 from shardwright.world.lockstep import Lockstep
 
 # torch 2.13 gave these new names and deprecated the old ones, which are all that 2.11 has.
@@ -203,8 +203,7 @@ class ProcessCommunicator:
         """Of one dtype they are reduced as one; else each rank sums what all have, in the order of the ranks."""
         if len({tensor.dtype for tensor in tensors}) == 1:
             flat = self.all_reduce(torch.cat([tensor.reshape(-1) for tensor in tensors]), axes)
-            sums = torch.split(flat, [tensor.numel() for tensor in tensors])
-            return [part.view(tensor.shape) for tensor, part in zip(tensors, sums, strict=True)]
+            return views_into(flat, [*tensors])
         kinds = axes, tuple([(tensor.device, tensor.dtype, tensor.shape) for tensor in tensors])
         packed = self._packed.get(kinds)
         if packed is None:

@@ -16,7 +16,15 @@ from shardwright.run.overlap.flights import Turns
 from shardwright.run.overlap.owned import is_owned
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, StepArguments
+from shardwright.torch_private import views_into
 from whole import plan_of, run, same
+
+
+def test_gradients_have_their_shapes_in_a_bucket_the_empty_ones_too():
+    flat, gradients = torch.arange(8.0), [torch.ones(2, 3), torch.ones(0, 5), torch.ones(()), torch.ones(1)]
+    views = views_into(flat, gradients)
+    assert [view.shape for view in views] == [gradient.shape for gradient in gradients]
+    assert torch.equal(torch.cat([view.flatten() for view in views]), flat)
 
 
 def network(layers=3):
