@@ -24,6 +24,7 @@ from torch._export.utils import (
     _compiling_state_context,
     _get_decomp_for_cia,
     _is_cia_op,
+    _special_op_to_preserve_cia,
 )
 from torch._functorch import eager_transforms
 from torch._higher_order_ops.effects import has_effects
@@ -31,6 +32,7 @@ from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.distributed import distributed_c10d
+from torch.export import ExportedProgram, exported_program
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
 from torch.utils import _pytree as pytree  # torch has no public pytree
@@ -53,9 +55,9 @@ __all__ = [
     "changes_of",
     "changes_operands",
     "checkpoints_call",
+    "checks_itself",
     "code_from_cache",
     "compiled_code_directory",
-    "composite_operators",
     "computed",
     "copies_of",
     "copy_each",
@@ -66,7 +68,6 @@ __all__ = [
     "expression_of",
     "fake_mode",
     "flight_recorder",
-    "functional_form",
     "functions_apply",
     "gradient_transforms_call",
     "gradients_are_returned",
@@ -78,7 +79,6 @@ __all__ = [
     "is_certain",
     "is_composite",
     "is_fake",
-    "is_in_place",
     "is_operator",
     "is_pointwise",
     "is_unknown",
@@ -86,9 +86,9 @@ __all__ = [
     "keeps_statistics",
     "local_part",
     "looking_into",
-    "may_be_taken_apart",
     "may_stay_whole",
     "members",
+    "mode_of",
     "new_group_of_members",
     "note_further",
     "number_in_expressions",
@@ -98,6 +98,7 @@ __all__ = [
     "overloads_of",
     "part_of",
     "parts_of",
+    "preservable_operators",
     "put_part",
     "quiet_exporter",
     "random_state",
@@ -105,6 +106,7 @@ __all__ = [
     "references_to",
     "replaced",
     "returns_list",
+    "run_decompositions",
     "schema_parameters",
     "shared_operands",
     "sizes_written_as_numbers",
@@ -249,6 +251,12 @@ def _unwrapped(tensor: Any) -> Any:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor is one without storage."""
     return isinstance(_unwrapped(tensor), FakeTensor)
+
+
+def mode_of(fake: torch.Tensor) -> FakeTensorMode:
+    """Return the mode that a tensor without storage was made under."""
+    assert isinstance(fake, FakeTensor)
+    return fake.fake_mode
 
 
 def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -631,13 +639,23 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, OpOverload)
 
 
-@lru_cache(maxsize=1)
-def composite_operators() -> Mapping[Any, Callable[..., Any]]:
-    """The operators of ATen that torch computes by others, forward and backward, each with the function that does it:
-    `torch.export.default_decompositions` also has those that lose accuracy, or gradients at some points. Those of
-    linear algebra that check their results are left out: an exported graph carries such a check as a token."""
-    composite = _collect_all_valid_cia_ops_for_aten_namespace()
-    return {operator: parts_of(operator) for operator in composite if may_be_taken_apart(operator)}
+def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> ExportedProgram:
+    """Return ``program`` without changes in place, every composite operator decomposed but ``preserved``.
+
+    The table that `ExportedProgram.run_decompositions` takes names what is to be decomposed, and torch goes through the
+    operators of all libraries for the others: 0.1 s a call, several times the trace of a small model. Operators that
+    nothing is said of are decomposed by their own kernels, to the same operators.
+    """
+    kept = dict.fromkeys(preserved, _special_op_to_preserve_cia)
+    split = {"_split_decomp_table_to_cia_and_python_decomp": lambda table: (kept, table)}
+    with replaced(exported_program, split):
+        decomposed: ExportedProgram = program.run_decompositions({})
+    return decomposed
+
+
+def preservable_operators() -> Iterator[Any]:
+    """Yield the composite operators of ATen that `run_decompositions` can preserve."""
+    yield from _collect_all_valid_cia_ops_for_aten_namespace()
 
 
 def is_composite(operator: Any) -> bool:
@@ -646,13 +664,18 @@ def is_composite(operator: Any) -> bool:
 
 
 def may_stay_whole(operator: Any) -> bool:
-    """Whether `torch.export.ExportedProgram.run_decompositions` can leave a composite operator as it is."""
+    """Return whether `run_decompositions` can leave a composite operator as it is."""
     return bool(_check_valid_to_preserve(operator))
 
 
-def may_be_taken_apart(operator: Any) -> bool:
-    """Whether a composite operator that can stay whole is one of `composite_operators`."""
-    return operator.namespace == "aten" and not _checks_itself(str(operator))
+def checks_itself(operator: Any) -> bool:
+    """Return whether an operator is one of linear algebra that checks its results: an exported graph would carry such a
+    check as a token where these are decomposed."""
+    namespace, name, _ = str(operator).split(".")
+    unchecked = {"norm", "vecdot", "matmul", "multi_dot", "matrix_norm", "det", "slogdet", "vander"}
+    return namespace == "aten" and (
+        name in ("inverse", "pinverse") or (name.startswith("linalg_") and name[7:] not in unchecked)
+    )
 
 
 def parts_of(operator: Any) -> Callable[..., Any]:
@@ -695,32 +718,6 @@ def written_operands(operator: Any) -> tuple[tuple[int, str], ...]:
     return tuple((i, argument.name) for i, argument in enumerate(operator._schema.arguments) if argument.is_write)
 
 
-def is_in_place(operator: Any) -> bool:
-    """Whether an operator writes into its first operand alone, and returns it."""
-    written = [argument.name for argument in operator._schema.arguments if argument.is_write]
-    returned = [
-        value for value in operator._schema.returns if value.alias_info is None or not value.alias_info.is_write
-    ]
-    return written == [operator._schema.arguments[0].name] and not returned and len(operator._schema.returns) == 1
-
-
-@lru_cache(maxsize=4096)
-def functional_form(operator: Any) -> Any:
-    """The operator of ATen that gives as a new tensor what ``operator`` writes into its first operand; None where there
-    is none of the same arguments."""
-    name = operator._schema.name.removeprefix("aten::")
-    packet: Any = getattr(torch.ops.aten, name.removesuffix("_"), None) if operator.namespace == "aten" else None
-    if packet is None or not name.endswith("_") or not is_in_place(operator):
-        return None
-    own = operator._overloadname
-    for overload in sorted(packet.overloads(), key=lambda overload: overload != own):
-        found = getattr(packet, overload)
-        plain = all(part.alias_info is None for part in (*found._schema.arguments, *found._schema.returns))
-        if plain and len(found._schema.returns) == 1 and _takes(found) == _takes(operator):
-            return found
-    return None
-
-
 def without_defaults(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """The arguments without defaults at their end, as Python leaves them out; C++ takes no missing tensor for one."""
     count = len(args)
@@ -730,16 +727,6 @@ def without_defaults(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
             break
         count -= 1
     return args[:count]
-
-
-def _takes(operator: Any) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
-
-
-def _checks_itself(operator: str) -> bool:
-    _, name, _ = operator.split(".")
-    unchecked = {"norm", "vecdot", "matmul", "multi_dot", "matrix_norm", "det", "slogdet", "vander"}
-    return name in ("inverse", "pinverse") or (name.startswith("linalg_") and name[7:] not in unchecked)
 
 
 def job_store() -> Any:

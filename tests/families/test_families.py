@@ -10,7 +10,6 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import ShardwrightError
 from shardwright.verification.plain import PlainModel
-from side_by_side import same_graph
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)
@@ -125,31 +124,3 @@ PUBLISHED = ("gpt2", "llama", "bert", "vit", "t5", "resnet", "mixtral")
 @pytest.mark.parametrize(("ranks", "modes"), [(2, TENSOR), (4, GRID)], ids=["2", "4"])
 def test_families_split_by_operators_train_as_on_one_device(ranks, modes, name):
     check([name], modes, ranks)
-
-
-# Families whose graphs need no second trace. Others have masks with a gradient, by which attention chooses how its
-# result lies in memory, or use views of a tensor after that was changed in place.
-TRACED_ONCE = {"bert", "gpt2", "llama", "bart", "vit", "resnet"}
-
-
-def captured_twice(names):
-    """Which of these families need a second trace, having seen that it gives the same graphs."""
-    import torch
-    import transformers
-
-    torch.set_num_threads(1)
-    transformers.logging.set_verbosity_error()
-    needed = set()
-    for name in names:
-        family = NAMED[name]
-        if not same_graph(family.model(), family.loss, family.batch(0)):
-            needed.add(name)
-    return needed
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-@in_groups
-def test_a_second_trace_gives_the_same_graphs(names):
-    (needed,) = run_ranks(1, captured_twice, names, timeout=850)
-    assert not needed & TRACED_ONCE

@@ -12,7 +12,7 @@ import sequences
 import vision
 
 from ranks import run_ranks
-from side_by_side import PLANS, TOLERANCE, compared, same_graph
+from side_by_side import PLANS, TOLERANCE, compared
 
 ROOMS = (adaptation, decisions, drawing, generative, sequences, vision)
 PROGRAMS: dict[str, types.FunctionType] = {
@@ -59,29 +59,3 @@ def test_two_ranks_give_what_plain_pytorch_gives(name):
 @pytest.mark.parametrize("name", sorted(PROGRAMS))
 def test_any_plan_gives_what_plain_pytorch_gives(name, ranks):
     check(name, ranks, tuple(PLANS))
-
-
-def captured_twice(name):
-    """Capture what a program trains, with a second trace and without; how often it was needed."""
-    import torch
-
-    import shardwright as sw
-    from shardwright.verification.plain import PlainModel
-
-    torch.set_default_dtype(torch.float64)
-    sw.set_seed(0)
-    needed = []
-
-    def parallelize(model, loss_fn, batch, **_):
-        needed.append(not same_graph(model, loss_fn, batch))
-        return PlainModel(model, loss_fn)
-
-    next(PROGRAMS[name](parallelize))
-    return needed
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(PROGRAMS))
-def test_a_second_trace_gives_the_same_graphs(name):
-    (needed,) = run_ranks(1, captured_twice, name, timeout=110)
-    assert needed

@@ -2,27 +2,20 @@
 
 A program is a generator that trains by what its argument ``parallelize(model, loss_fn, batch)`` returns and yields its
 losses. It is the same code both times: the reference calls the loss function on the whole batch.
-
-Also puts the graph of a step as it is captured beside the graph that a second trace of it gives.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 import shardwright as sw
 from shardwright.errors import ShardwrightError
-from shardwright.graph.capture import capture
-from shardwright.graph.functional.rewriting import Uncertain
-from shardwright.graph.ir import Capture
 from shardwright.mesh.dtensor import gathered
 from shardwright.run.model import ParallelModel
 from shardwright.verification.plain import PlainModel
@@ -101,49 +94,3 @@ def compared(program: Program, plans: tuple[str, ...], reference: str = "plain P
             found[plan] = str(error)
     assert any(not torch.equal(a, expected.losses[0]) for a in expected.losses[1:]), "the program trains nothing"
     return found
-
-
-@contextmanager
-def traced_twice() -> Iterator[None]:
-    """While every graph is traced a second time."""
-
-    def uncertain(_: Any) -> None:
-        raise Uncertain
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardwright.graph.functional.program._rewrite", uncertain)
-        yield
-
-
-@contextmanager
-def counted() -> Iterator[list[Any]]:
-    """What was traced a second time after all."""
-    found: list[Any] = []
-    before = torch.export.ExportedProgram.run_decompositions
-
-    def counting(traced: Any, *args: Any) -> Any:
-        found.append(traced)
-        return before(traced, *args)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.export.ExportedProgram, "run_decompositions", counting)
-        yield found
-
-
-def same_graph(*step: Any, **options: Any) -> bool:
-    """Whether capturing ``step`` needed no second trace; the graph is the same, to the last name."""
-    with counted() as second:
-        ours = capture(*step, **options)
-    with traced_twice():
-        theirs = capture(*step, **options)
-    assert str(ours) == str(theirs)
-    assert without_constants(ours) == without_constants(theirs)
-    assert ours.digest == theirs.digest
-    for name, constant in ours.constants.items():
-        assert torch.equal(constant, theirs.constants[name])
-    return not second
-
-
-def without_constants(captured: Capture) -> Capture:
-    """The same capture with the names of its constants alone, since tensors cannot be compared as a part of it."""
-    return replace(captured, constants=dict.fromkeys(captured.constants))

@@ -1,1 +1,1 @@
-"""Makes an exported graph functional, and takes composite operators apart, node by node where that is certain."""
+"""Makes an exported graph functional, and refuses changes in place that would be lost by that."""

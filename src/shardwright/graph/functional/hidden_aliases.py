@@ -17,8 +17,7 @@ from torch import Tensor, fx
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
-from shardwright.graph.functional import parts
-from shardwright.graph.functional.spans import meet, span
+from shardwright.graph.functional.decompositions import is_decomposed
 from shardwright.rules.table import Column, column, row_of
 
 # The operands that operators change which say so by an argument, and where that stands.
@@ -152,11 +151,23 @@ def _known_groups(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, set[fx.Node]]:
 
 
 def _known_to_share(node: fx.Node) -> list[fx.Node]:
-    """The operands in whose memory results of a node may lie, by what schemas say and parts show."""
+    """The operands in whose memory results of a node may lie, by what schemas say and decompositions show."""
     if node.target is operator.getitem or not torch_private.is_operator(node.target):
         return list(node.all_input_nodes)
-    if parts.is_taken_apart(node.target):
+    if is_decomposed(node.target):
         return list(node.all_input_nodes)
     shared = torch_private.shared_operands(node.target)
     named = list(node.kwargs.values()) if shared else []  # as out=
     return _nodes(named) + [of for at in shared if at < len(node.args) for of in _nodes(node.args[at])]
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor, counted from the beginning of its storage, and the first byte behind it."""
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * tensor.itemsize, (begin + int(last) + 1 if tensor.numel() else begin) * tensor.itemsize
+
+
+def meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether two spans of one storage have a byte in common."""
+    return one[0] < other[1] and other[0] < one[1]

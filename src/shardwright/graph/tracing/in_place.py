@@ -13,7 +13,7 @@ import torch
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
-from shardwright.graph.functional.spans import meet, span
+from shardwright.graph.functional.hidden_aliases import meet, span
 from shardwright.graph.tracing.outside.places import Place
 
 

@@ -16,8 +16,8 @@ from torch.fx.node import map_arg
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.graph.functional.decompositions import decomposed
 from shardwright.graph.functional.hidden_aliases import changed_by
-from shardwright.graph.functional.parts import once, traced
 from shardwright.graph.tracing.sources import source_of
 from shardwright.rules.table import Column, column
 
@@ -134,7 +134,7 @@ def _apart(node: Node, place: Place) -> Any:
     if not torch_private.is_composite(node.target):
         raise _refusal(node, place.autocast)
     with torch.no_grad(), place.autocast.region():
-        graph = traced(node, returns=True)
+        graph = decomposed(node)
     for part in graph.nodes:
         part.meta = {**node.meta, "val": part.meta.get("val")}
     outputs = copy_operators(None, graph, node.all_input_nodes, place)
@@ -165,7 +165,7 @@ def cast_operands(node: Node, place: Place) -> bool:
         return True
     if _CASTS_WITHIN.of(str(node.target)) == autocast.device_type and any(_is_cast(n, autocast) for n in operands):
         raise _refusal(node, autocast)
-    casts: _Casts | None = once(f"{autocast} {_pattern(node)} of", node, lambda: _casts(node, operands, autocast))
+    casts = _casts(node, operands, autocast)
     if casts is None:
         return False
     for i, dtype in casts.items():
@@ -188,13 +188,6 @@ def _cast(operand: Node, dtype: torch.dtype, node: Node, place: Place) -> Node:
 
 def _operands(node: Node) -> list[Node]:
     return [n for n in node.all_input_nodes if isinstance(n.meta.get("val"), torch.Tensor)]
-
-
-def _pattern(node: Node) -> list[int]:
-    """Which of the arguments of an operator are the same."""
-    inputs, found = node.all_input_nodes, list[int]()
-    map_arg((node.args, node.kwargs), lambda n: found.append(inputs.index(n)))
-    return found
 
 
 def _casts(node: Node, operands: Sequence[Node], autocast: Autocast) -> _Casts | None:

@@ -19,8 +19,8 @@ from torch.overrides import TorchFunctionMode
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
+from shardwright.graph.functional.decompositions import functional, join_names
 from shardwright.graph.functional.hidden_aliases import refuse_hidden_changes
-from shardwright.graph.functional.program import functional, join_names
 from shardwright.graph.tracing import answers, functions, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
