@@ -21,7 +21,7 @@ from shardwright.graph.tracing.outside.values import MOST_LEAVES, NOT_PLAIN
 pytestmark = pytest.mark.usefixtures("float64")
 state = {"h": torch.ones(3)}
 latest = None
-drawn, numbered = random.Random(0), itertools.count()
+drawn, numbered, counters = random.Random(0), itertools.count(), {"steps": 0}
 
 
 class Settings:
@@ -45,7 +45,7 @@ class Keeps(nn.Module):
             Settings(),
             list(range(2000)),
         )
-        self.first, self.table, self.slotted = None, torch.ones(3), Slotted()
+        self.first, self.table, self.slotted, self.counted = None, torch.ones(3), Slotted(), 0
         self.generator, self.counts = np.random.default_rng(0), np.zeros(2)
         self.register_buffer("average", None)
         self.register_buffer("frequencies", torch.arange(3.0))
@@ -400,7 +400,9 @@ def counts(model, y, x):
     Keeps.shared += 1
     model.first = x
     model.last[0] = y.detach()
-    return y * next(numbered) * model.generator.random() * drawn.random() * np.random.default_rng().random()
+    model.counted += 1
+    next(numbered)
+    return y
 
 
 TOLD = {
@@ -408,12 +410,10 @@ TOLD = {
     "model.numbers is changed while the model runs, at ",
     "model.counts is changed while the model runs, at ",
     f"numbered, a variable of {__name__}, is changed by the loss function",
-    "model.generator is changed while the model runs, at ",
+    "model.counted is set while the model runs, at ",
     "model.shared is changed while the model runs",
     "model.first is set to a tensor while the model runs, at ",
     "model.last.0 is set to a tensor while the model runs, which the step does not read then",
-    "numbers of numpy.random are drawn while the model runs, at ",
-    f"drawn, a variable of {__name__}, is changed by the loss function",
 }
 
 
@@ -424,6 +424,102 @@ def test_what_python_counts_is_told():
     texts = [str(warning.message) for warning in said]
     assert len(texts) == len(TOLD)
     assert all(any(text.startswith(begin) for text in texts) for begin in TOLD), texts
+
+
+def a_number(model, y, x):
+    model.counted += 1
+    return y * model.counted
+
+
+def a_number_that_stays_in_time(model, y, x):
+    y = y * (1 + 0.5**model.counted)
+    model.counted = min(model.counted + 1, 2)
+    return y
+
+
+def a_flag(model, y, x):
+    first, model.slotted.mean = not getattr(model.slotted, "mean", False), True
+    return y * 2 if first else y
+
+
+def a_word(model, y, x):
+    y = y.relu() if model.settings.kind else y
+    model.settings.kind = "second"
+    return y
+
+
+def a_list(model, y, x):
+    model.numbers.append(len(model.numbers))
+    return y * sum(model.numbers)
+
+
+def an_array(model, y, x):
+    model.counts += 1
+    return y * float(model.counts[0])
+
+
+def an_iterator(model, y, x):
+    return y * next(numbered)
+
+
+def a_class(model, y, x):
+    Keeps.shared += 1
+    return y[:, : 1 + Keeps.shared % 3]
+
+
+def a_variable_of_the_loss(model, y, x):
+    counters["steps"] += 1
+    return y if counters["steps"] < 4 else y.detach()
+
+
+def what_fails_later(model, y, x):
+    model.counted += 1
+    return y * {1: 1.0}[model.counted]
+
+
+def a_number_in_a_buffer(model, y, x):
+    model.counted += 1
+    model.seen += model.counted
+    return y
+
+
+COMPUTED = {
+    a_number: "model.counted is changed by the step from 0 to 1, at .*self.register_buffer\\('counted'",
+    a_number_that_stays_in_time: "model.counted is changed by the step from 0 to 1, at ",
+    a_flag: "model.slotted.mean is changed by the step",
+    a_word: "model.settings.kind is changed by the step from None to 'second'",
+    a_list: "model.numbers.* is changed by the step",
+    an_array: "model.counts is changed by the step, at ",
+    an_iterator: f"numbered, a variable of {__name__}, is changed by the step",
+    a_class: "model.shared is changed by the step from 0 to 1",
+    a_variable_of_the_loss: f"counters.steps, a variable of {__name__}, is changed by the step from 0 to 1",
+    what_fails_later: "model.counted is changed by the step",
+    a_number_in_a_buffer: "model.counted is changed by the step from 0 to 1",
+}
+
+
+@pytest.mark.parametrize("step", COMPUTED)
+def test_a_value_that_a_later_step_computes_with_is_refused(step):
+    with pytest.raises(CaptureError, match=f"(?s){COMPUTED[step]}.*pass the value in with the batch"):
+        capture(Keeps(step), loss_of, torch.ones(2, 3))
+    assert (Keeps.shared, counters) == (0, {"steps": 0})
+
+
+DRAWN = {
+    lambda model, y, x: y * random.random(): "numbers of random are drawn while the model runs, at ",
+    lambda model, y, x: y if np.random.rand() < 0.01 else -y: "numbers of numpy.random are drawn while",
+    lambda model, y, x: y * np.random.default_rng().random(): "numbers of numpy.random are drawn while",
+    lambda model, y, x: y * drawn.random(): f"numbers are drawn of drawn, a variable of {__name__}, while",
+    lambda model, y, x: y * model.generator.random(): "numbers are drawn of model.generator while the model runs, at ",
+}
+
+
+@pytest.mark.parametrize("step", DRAWN)
+def test_random_numbers_of_python_are_refused(step):
+    before = random.getstate(), np.random.get_state()[1].tolist(), drawn.getstate()
+    with pytest.raises(CaptureError, match=f"{DRAWN[step]}.*\nDraw with torch"):
+        capture(Keeps(step), loss_of, torch.ones(2, 3))
+    assert (random.getstate(), np.random.get_state()[1].tolist(), drawn.getstate()) == before
 
 
 def test_variables_hold_no_tensors_of_the_trace():
@@ -493,24 +589,22 @@ def test_variables_of_any_class_are_as_they_were():
 
 
 def test_further_steps_change_nothing_beside_the_model():
-    held = [random.Random(0), np.random.default_rng(0), np.zeros(2), set(), list(range(100)), {}]
-    once = copy.deepcopy(held)
+    held = [np.zeros(2), set(), list(range(100)), {}]
+    before = copy.deepcopy(held)
 
-    def draws(generator, numbers, array, names, counted, kept):
-        array += generator.random() + numbers.random()
+    def counts(array, names, counted, kept):
+        array += 1
         names.add(len(names))
         counted.append(1)
 
     def loss(model, x):
         held[-1]["x"] = model(x)
-        draws(*held)
+        counts(*held)
         return held[-1]["x"].sum()
 
     with pytest.warns(FrozenWarning, match="held, which the loss function closes over, is changed"):
         capture(nn.Linear(3, 3), loss, torch.ones(2, 3))
-    draws(*once)
-    assert [held[0].random(), held[1].random()] == [once[0].random(), once[1].random()]
-    assert (held[2].tolist(), held[3:]) == (once[2].tolist(), once[3:])
+    assert (held[0].tolist(), held[1:]) == (before[0].tolist(), before[1:])
 
 
 def test_a_capture_that_is_interrupted_leaves_no_tensors_of_the_trace():

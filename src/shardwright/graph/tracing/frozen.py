@@ -1,7 +1,7 @@
 """What a step reads of Python while it is captured: the graph holds it as it was, so that it is noted here.
 
 Plain values that are read are told to who keeps programs, which makes another where they have changed. What a graph
-cannot do, such as setting an attribute or drawing Python's random numbers, is warned of with its line.
+cannot do is refused with its line where numbers depend on it, as on Python's random numbers, and warned of otherwise.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
+from shardwright.errors import CaptureError
 from shardwright.graph.tracing.outside.code import StepCode
 from shardwright.graph.tracing.outside.entries import OF_TORCH
 from shardwright.graph.tracing.outside.objects import ObjectReads
@@ -25,7 +26,7 @@ from shardwright.graph.tracing.outside.places import Place
 from shardwright.graph.tracing.outside.values import MISSING, NOT_PLAIN, comparable, plain, same
 from shardwright.graph.tracing.sources import callers_line
 from shardwright.graph.tracing.state.again import Again
-from shardwright.graph.tracing.state.judged import Judged, judged, lost
+from shardwright.graph.tracing.state.judged import DRAWN_ONCE, Judged, judged, lost
 from shardwright.graph.tracing.state.left import Left, equal_states
 from shardwright.graph.tracing.state.origins import Origins
 from shardwright.graph.tracing.state.seen import Name, Seen
@@ -58,6 +59,7 @@ class Reading:
         self._variables = {place: value for place, value in before.items() if value is not NOT_PLAIN}
         self._now = partial(Place.now, model=model, loss_fn=loss_fn)
         self._warnings: dict[str, type[Warning]] = {}
+        self._drawn: dict[str, str] = {}  # whose random numbers were drawn, and at which line
 
     @property
     def places(self) -> tuple[Place, ...]:
@@ -89,15 +91,17 @@ class Reading:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """While the loss function runs. The generators of Python and NumPy are afterwards as they were before.
+        """While the loss function runs. What it changes beside the model is afterwards as it was before.
 
         Raises:
-            CaptureError: where the step sets a parameter.
+            CaptureError: where the step sets a parameter, or draws random numbers of Python.
         """
         left = self.begins()
         try:
             with self.looked_at():
                 yield
+            for name, line in self._drawn.items():
+                raise CaptureError(f"numbers of {name} are drawn while the model runs{line}: {DRAWN_ONCE}")
             self._left = judged(left.changes(), self._seen, self.origins)
         finally:
             left.put_back()
@@ -109,7 +113,7 @@ class Reading:
             again: runs further steps.
 
         Raises:
-            CaptureError: where the next step would read a tensor that this one leaves.
+            CaptureError: where the next step would compute from what this one leaves.
         """
         for text in lost(self._left, again):
             self._note(text)
@@ -186,11 +190,11 @@ class Reading:
         before = self._versions()
         yield
         if torch.is_grad_enabled() and self._versions() != before:
-            self._note(
-                f"a checkpointed function changes buffers{callers_line()}: a captured step changes them once, as "
-                "without checkpointing, while torch does it again in the backward, so that running statistics differ "
-                "from those of torch with checkpointing",
-                RecomputationWarning,
+            raise CaptureError(
+                f"a checkpointed function changes buffers{callers_line()}: torch calls it a second time in the "
+                "backward, so that they change twice in a step, and once in a captured one\nLeave "
+                "torch.utils.checkpoint out where modules keep statistics, and let sw.parallelize(recompute=...) save "
+                "the memory."
             )
 
     def _versions(self) -> list[int]:
@@ -218,8 +222,7 @@ class Reading:
                 yield
         finally:
             if not equal_states(before, state()):
-                if not any(text.startswith(f"numbers of {name} ") for text in self._warnings):
-                    self._note_draw(name, "")
+                self._note_draw(name, "")
                 set_state(before)
 
     def _generator(self, seed: Any = None) -> np.random.Generator:
@@ -229,11 +232,7 @@ class Reading:
         return _DEFAULT_RNG(seed)
 
     def _note_draw(self, name: str, line: str) -> None:
-        self._note(
-            f"numbers of {name} are drawn while the model runs{line}: a captured model draws them once, at the capture;"
-            " draw with torch, whose random numbers are part of the graph, or outside the loss function and pass them "
-            "in the batch"
-        )
+        self._drawn.setdefault(name, line)
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:

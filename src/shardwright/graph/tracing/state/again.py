@@ -1,4 +1,4 @@
-"""Whether a step that finds in Python what others have left does what the first one did.
+"""Run a step again and again, and compare what it computes where it finds in Python what earlier ones have left.
 
 The step is run on tensors without values, again and again, each time on another batch. Where a later one computes the
 same of its own batch, and leaves the same kind of things, so do all that follow.
@@ -29,6 +29,7 @@ class Again:
     """What further steps did.
 
     differs: something else than the first.
+    computes: something else than the first of its own batch, or they failed.
     read: places at which they read a tensor that an earlier one had left.
     reached: those of them that made a difference for what they return, or for buffers.
     grown: names of collections into which each puts more.
@@ -37,6 +38,7 @@ class Again:
     """
 
     differs: bool = False
+    computes: bool = False
     read: frozenset[Place] = frozenset()
     reached: frozenset[Place] = frozenset()
     grown: frozenset[Place] = frozenset()
@@ -91,7 +93,7 @@ def again(
     try:
         return _run_again(steps)
     finally:
-        before.put_back(everything=True)
+        before.put_back()
 
 
 def _run_again(steps: _Steps) -> Again | None:
@@ -102,39 +104,40 @@ def _run_again(steps: _Steps) -> Again | None:
     try:
         return _compared(steps, first)
     except Exception:  # of the user's code, which finds what it does not expect
-        return Again(differs=True, left=_changed(first))
+        return Again(differs=True, computes=True, left=_changed(first))
 
 
 def _compared(steps: _Steps, first: _Run) -> Again:
     contents, roots = steps.contents, {_name(place) for place in _changed(first)}
     differs = any(contents.was_written(tensor) for tensor, _ in _left(first))
-    runs, grown = [first], set[Place]()
+    runs, grown, computes = [first], set[Place](), False
     for _ in range(_FURTHER):
         now = steps.run()
         runs.append(now)
         more = {change.place: change for change in now.changes if _is_more(change, contents)}
         others = [change for change in now.changes if change.place not in more]
         grown |= set(map(_name, more))
-        differs = differs or now.result != first.result or not roots.issuperset(map(_name, _changed(now)))
+        computes = computes or now.result != first.result
+        differs = differs or computes or not roots.issuperset(map(_name, _changed(now)))
         differs = differs or not all(_stays(change, contents) for change in others)
-        if differs or not (more or any(not isinstance(change.after, torch.Tensor) for change in others)):
+        counts = any(not isinstance(change.after, torch.Tensor) for change in others)
+        if computes or (differs and not counts) or not (more or counts):
             break
-    return _seen(runs, contents, differs, frozenset(grown))
+    return replace(_seen(runs, contents, frozenset(grown)), differs=differs, computes=computes)
 
 
-def _seen(runs: Sequence[_Run], contents: Contents, differs: bool, grown: frozenset[Place]) -> Again:
+def _seen(runs: Sequence[_Run], contents: Contents, grown: frozenset[Place]) -> Again:
     reached = frozenset[Hashable]().union(*(run.follows for run in runs[1:]))
     later = [change for run in runs[1:] for change in run.changes if _is_other_constant(change, contents)]
     left = [(tensor, place) for run in runs for tensor, place in _left(run) if contents.changes(tensor)]
     left += [(change.before, change.place) for change in later]
     keys = [(torch_private.storage_key(tensor), place) for tensor, place in left]
     return Again(
-        differs,
-        frozenset(place for key, place in keys if key in contents.read),
-        frozenset(place for key, place in keys if key in reached),
-        grown,
-        _changed(runs[0]),
-        any(_counts(change) for run in runs for change in run.changes),
+        read=frozenset(place for key, place in keys if key in contents.read),
+        reached=frozenset(place for key, place in keys if key in reached),
+        grown=grown,
+        left=_changed(runs[0]),
+        counted=any(_counts(change) for run in runs for change in run.changes),
     )
 
 

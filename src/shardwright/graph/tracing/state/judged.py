@@ -1,10 +1,13 @@
-"""Whether what a step leaves in Python would be read by the next one, which is refused, or is lost, which is told."""
+"""Refuses what a step leaves in Python for the next one to compute from, and tells what else of it is lost."""
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
+import numpy as np
 import torch
 
 from shardwright import torch_private
@@ -17,6 +20,12 @@ from shardwright.graph.tracing.state.left import Change
 from shardwright.graph.tracing.state.origins import Origins
 from shardwright.graph.tracing.state.seen import Seen
 
+GENERATORS = random.Random, np.random.Generator, np.random.RandomState
+DRAWN_ONCE = (
+    "a captured model draws them once, at the capture, so that all steps would have the same\nDraw with torch, whose "
+    "random numbers are part of the graph, or outside the loss function and pass them in the batch."
+)
+
 
 @dataclass(frozen=True)
 class Judged:
@@ -25,6 +34,8 @@ class Judged:
     text: what is told of it where it does no harm, nothing where that is not worth it.
     grows: the same where each step adds to it.
     refusal: what is raised where a further step reads it; None where none can.
+    kind: of what stands there at the end of the step: "drawn" is a generator of random numbers that was drawn from, and
+        "counted" all else that is no tensor.
     asked: whether the step reads what stands there, and a tensor stands there at its end.
     likely: whether that is another one in every step.
     """
@@ -33,6 +44,7 @@ class Judged:
     text: str
     grows: str
     refusal: CaptureError | None
+    kind: Literal["tensor", "counted", "drawn"]
     asked: bool
     likely: bool
 
@@ -41,7 +53,9 @@ class Judged:
         return replace(self.place, path="")
 
     def is_refused(self, steps: Again | None) -> bool:
-        """Whether further steps do otherwise for it; where they cannot be run, whether they might."""
+        """Check whether further steps do otherwise for it; where they cannot be run, whether they might."""
+        if self.kind != "tensor":
+            return self.kind == "drawn" or steps is None or steps.computes
         if steps is None:
             return self.likely
         if steps.differs and self.asked and (self.likely or not steps.counted):
@@ -68,7 +82,11 @@ def lost(changes: Sequence[Judged], again: Callable[[], Again | None]) -> Iterat
         CaptureError: where the next step would read a tensor, and may find another one than this step has found.
     """
     steps = again() if any(change.refusal for change in changes) else Again()
-    for change in sorted(changes, key=lambda change: steps is not None and change.place not in steps.read):
+
+    def order(change: Judged) -> tuple[bool, bool]:
+        return change.kind == "counted", steps is not None and change.place not in steps.read
+
+    for change in sorted(changes, key=order):
         if change.refusal is not None and change.is_refused(steps):
             raise change.refusal from None
     told: set[Place] = set()
@@ -82,10 +100,18 @@ def lost(changes: Sequence[Judged], again: Callable[[], Again | None]) -> Iterat
 def _judged(change: Change, seen: Seen, origins: Origins) -> Judged:
     if isinstance(change.after, torch.nn.Parameter) or isinstance(change.before, torch.nn.Parameter):
         raise _parameter_set(change, seen)
-    refusal = _refusal(change, seen) if _may_be_read(change, seen, origins) else None
     text, asked = _text(change, seen, origins), _is_asked(change, seen, origins)
-    likely = asked and origins.follows(change.after)
-    return Judged(change.place, text, _text_of_growth(change, seen) or text, refusal, asked, likely)
+    if isinstance(change.after, torch.Tensor):
+        refusal = _refusal(change, seen) if _may_be_read(change, seen, origins) else None
+        likely = asked and origins.follows(change.after)
+        return Judged(change.place, text, _text_of_growth(change, seen) or text, refusal, "tensor", asked, likely)
+    drawn = change.before is change.after and isinstance(change.after, GENERATORS)
+    if drawn:
+        return Judged(change.place, text, text, _refusal_of_drawn(change, seen), "drawn", False, False)
+    owned = change.place.kind == "attribute" and change.place.name not in HOOKS
+    before = (change.place.owner, change.place.name) in seen.read_plain
+    refusal = None if owned and not before and _is_of_this_step(change, seen) else _refusal_of_counted(change, seen)
+    return Judged(change.place, text, text, refusal, "counted", False, False)
 
 
 def _may_be_read(change: Change, seen: Seen, origins: Origins) -> bool:
@@ -167,6 +193,27 @@ def _parameter_set(change: Change, seen: Seen) -> CaptureError:
         f"the parameter {name} is set while the model runs{_line(change, seen)}: a captured model runs its graph, not "
         "this line\nParameters are changed by the optimizer alone. Keep what the step changes itself in a buffer: "
         f"self.register_buffer({change.place.name!r}, ...) in __init__."
+    )
+
+
+def _refusal_of_counted(change: Change, seen: Seen) -> CaptureError:
+    place, owned = change.place, change.place.kind == "attribute" and change.place.name not in HOOKS
+    line, keep = _line(change, seen), f"self.register_buffer({place.name!r}, ...)" if owned else "self.register_buffer"
+    shown = all(plain(value) is not NOT_PLAIN for value in (change.before, change.after))
+    how = f" from {change.before!r} to {change.after!r}" if shown and change.before is not change.after else ""
+    return CaptureError(
+        f"{place}{',' * (place.kind != 'attribute')} is changed by the step{how}{line}, and a later step computes "
+        "something else for it: a captured model runs its graph, not Python, so that every step would find what the "
+        f"first one has found\nKeep it in a buffer, by {keep} in __init__, and compute with that tensor; or pass the "
+        "value in with the batch, as a tensor."
+    )
+
+
+def _refusal_of_drawn(change: Change, seen: Seen) -> CaptureError:
+    place = change.place
+    return CaptureError(
+        f"numbers are drawn of {place}{',' * (place.kind != 'attribute')} while the model runs{_line(change, seen)}: "
+        f"{DRAWN_ONCE}"
     )
 
 

@@ -73,11 +73,10 @@ class Left:
                 if not parameters and not _unchanged(before, after):  # a list of them, as the exporter puts others in
                     yield Change(replace(place, path=path), before[0], after[0])
 
-    def put_back(self, *, everything: bool = False) -> None:
-        """Let variables that hold tensors of the trace be as they were, as nobody could use these; or all of them, and
-        what generators, arrays, sets and long lists held."""
+    def put_back(self) -> None:
+        """Let variables be as they were, and what generators, arrays, sets and long lists held."""
         changes = [(replace(change.place, path=""), change.after) for change in self.changes()]
-        ours = {place for place, _, _ in self._variables} if everything else ()
+        ours = {place for place, _, _ in self._variables}
         places = dict.fromkeys(place for place, after in changes if _is_of_the_trace(after) or place in ours)
         for place, value, opened in self._variables:
             if place in places:
@@ -88,8 +87,7 @@ class Left:
                         _refill(collection, entries)
         for place in places:
             self._put(place, MISSING)
-        if everything:
-            self._restore()
+        self._restore()
 
     def _restore(self) -> None:
         for leaf, state in (found for leaves in self._before.values() for found in leaves.values()):

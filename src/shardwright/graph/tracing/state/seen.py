@@ -24,6 +24,7 @@ class Seen:
         self.objects: dict[Place, None] = {}  # where objects were read that cannot be compared, and are no collections
         self.read: dict[Name, str] = {}  # what a step may change, or nothing, before the step set it
         self.set: dict[Name, str] = {}
+        self.read_plain: set[Name] = set()  # all other values that were read before the step set them
         self.read_then: set[Name] = set()  # once it was set
 
     def reads(self, name: Name, value: Any) -> None:
@@ -36,6 +37,8 @@ class Seen:
             self.read_then.add(name)
         elif name not in self.read and (value is None or not (isinstance(value, PLAIN) or callable(value))):
             self.read[name] = callers_line()
+        else:
+            self.read_plain.add(name)
 
     def misses(self, module: nn.Module, name: Name) -> None:
         """An attribute is read that a module does not have; parameters, buffers and modules are none either."""
