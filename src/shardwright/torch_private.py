@@ -496,6 +496,11 @@ def computed(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> Comput
 _COPIES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
 
 
+def makes_new(operator: Any) -> bool:
+    """Check that an operator returns neither what it was given nor views of it."""
+    return not _returns_operands(operator)
+
+
 @lru_cache(maxsize=4096)
 def _returns_operands(operator: Any) -> bool:
     """Whether an operator returns what it was given, or views of it."""
@@ -716,6 +721,13 @@ def shared_operands(operator: Any) -> frozenset[int]:
 def written_operands(operator: Any) -> tuple[tuple[int, str], ...]:
     """Position and name of each operand that an operator writes into, as its schema says."""
     return tuple((i, argument.name) for i, argument in enumerate(operator._schema.arguments) if argument.is_write)
+
+
+def arguments_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of an operator by their names, with its defaults for those that are left out."""
+    known = operator._schema.arguments
+    defaults = {argument.name: argument.default_value for argument in known if argument.default_value is not None}
+    return defaults | dict(zip((argument.name for argument in known), args, strict=False)) | dict(kwargs)
 
 
 def without_defaults(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -12,7 +12,7 @@ Batch normalisation sees each rank's own samples here, and its running statistic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -39,8 +39,8 @@ class DataParallelStep:
     """Calls ``loss_fn(model, part)`` on this rank's part and gives the loss of the global batch.
 
     ``ranks`` is how many parts a global batch has; ``gradient_scale`` multiplies the mean gradient; ``used`` names
-    the parameters that the loss depends on, and ``changing`` the buffers that a forward is known to change;
-    ``returns_aux`` says that the loss function returns ``(loss, aux)``.
+    the parameters that the loss depends on, ``changing`` the buffers that a forward is known to change, and
+    ``left`` what it changes in Python; ``returns_aux`` says that the loss function returns ``(loss, aux)``.
     """
 
     def __init__(
@@ -52,10 +52,12 @@ class DataParallelStep:
         gradient_scale: float,
         used: frozenset[str],
         changing: Collection[str],
+        left: Sequence[str],
         returns_aux: bool,
         lockstep: Lockstep,
     ) -> None:
         self._ranks = ranks
+        self._left = tuple(left)
         self._lockstep = lockstep
         self._gradient_scale = gradient_scale
         self._returns_aux = returns_aux
@@ -76,7 +78,7 @@ class DataParallelStep:
         loss, aux = (self._replicated or self._local)(part)
         count, buffers = count_samples(part), self._changed.end()
         mean: Tensor = _GlobalMean.apply(  # type: ignore[no-untyped-call]
-            loss, count, global_size, self._ranks, self._gradient_scale, self._lockstep, buffers
+            loss, count, global_size, self._ranks, self._gradient_scale, self._lockstep, buffers, self._left
         )
         if self._reductions is not None:
             self._reductions.watch(mean)
@@ -201,6 +203,17 @@ def _refuse_other_sizes(size: int) -> None:
     )
 
 
+_BEHIND = "a rank has no samples of this batch, so that it does not change"
+
+
+def _refuse_behind(place: str) -> None:
+    """Say that a rank without samples leaves in Python what the others change; all ranks call it together."""
+    raise UsageError(
+        f"{_BEHIND} {place}, which the others do: the model could not be captured and runs as it is\nPass batches with "
+        "samples for every rank, as of sw.loader(..., drop_last=True)."
+    )
+
+
 class _GlobalMean(torch.autograd.Function):
     """Forward: the weighted mean of all ranks' losses. Backward: this rank's share, as the module's docstring says."""
 
@@ -214,11 +227,13 @@ class _GlobalMean(torch.autograd.Function):
         gradient_scale: float,
         lockstep: Lockstep,
         buffers: dict[str, Any],
+        left: tuple[str, ...],
     ) -> Tensor:
         size = global_size or 0
         # In float64, so that the order of the ranks leaves no trace in a float32 loss.
-        summed = loss.new_tensor([0, count, size, size**2, 0, 0], dtype=torch.float64)
-        weighted, samples, sizes, squared_sizes, digests, squared_digests = summed.unbind()
+        behind = float(count == 0 and bool(left))
+        summed = loss.new_tensor([0, count, size, size**2, 0, 0, behind], dtype=torch.float64)
+        weighted, samples, sizes, squared_sizes, digests, squared_digests, without = summed.unbind()
         weighted.copy_(loss.double() * count)
         if ranks > 1:
             if buffers:
@@ -227,10 +242,12 @@ class _GlobalMean(torch.autograd.Function):
             lockstep.run(dist.all_reduce, summed)
             _refuse_unequal(sizes, squared_sizes, ranks, _OTHER_SIZES, partial(_refuse_other_sizes, size))
             _refuse_unequal(digests, squared_digests, ranks, refusal(buffers), partial(refuse_unlike, buffers, count))
+            if left:
+                _refuse_unequal(without, without, 0, f"{_BEHIND} {left[0]}", partial(_refuse_behind, left[0]))
         total = samples if global_size is None else global_size
         ctx.share = (ranks * gradient_scale * count) / total
         return (loss.clone() if ranks == 1 else weighted / total).to(loss.dtype)
 
     @staticmethod
     def backward(ctx: Any, *gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return (gradient[0] * ctx.share).to(gradient[0].dtype), None, None, None, None, None, None
+        return (gradient[0] * ctx.share).to(gradient[0].dtype), None, None, None, None, None, None, None

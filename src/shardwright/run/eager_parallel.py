@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,15 +12,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from shardwright.data.loading.batch import Batch
-from shardwright.data.loading.samples import count_samples, map_tensors
+from shardwright.data.loading.samples import count_samples, map_tensors, part_of_batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
+from shardwright.graph.tracing.state.restored import python_restored
 from shardwright.plan.searches import Mode
 from shardwright.run.changed_buffers import buffers_restored
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import metric_sums_over_ranks
-from shardwright.run.mean_check import problem_with_mean
+from shardwright.run.mean_check import problem_with_mean, problem_with_state
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.execute import Execution
@@ -62,12 +63,13 @@ def parallelize_eagerly(
         gradient_scale=world.size if gradients == "sum" else 1,
         used=frozenset(trial.used),
         changing=trial.changing,
+        left=trial.left,
         returns_aux=trial.returns_aux,
         lockstep=lockstep,
     )
     if predict_fn is None and trial.returns_aux:
         predict_fn = lambda model, part: loss_fn(model, part)[1]  # noqa: E731
-    return EagerParallel(model, step, splitter, predict_fn, lockstep)
+    return EagerParallel(model, loss_fn, step, splitter, predict_fn, lockstep, trial.left)
 
 
 class EagerParallel(ParallelModel):
@@ -79,12 +81,16 @@ class EagerParallel(ParallelModel):
     def __init__(
         self,
         model: nn.Module,
+        loss_fn: LossFn,
         step: DataParallelStep,
         splitter: _Splitter,
         predict_fn: LossFn | None,
         lockstep: Lockstep,
+        left: Sequence[str],
     ) -> None:
         super().__init__(model, lockstep)
+        self._loss_fn, self._left = loss_fn, left
+        self._tried = {model.training}  # the modes in which the loss is known to be a mean over samples
         self._predict_fn = predict_fn
         self._prediction = Prediction(self._predict_part, splitter.world.device)
         self._trained = _trained(model)
@@ -108,6 +114,8 @@ class EagerParallel(ParallelModel):
             self._same_batch.check(tensors)
         self._compare(self._replicas)
         part, global_size = self._splitter.split(batch)
+        if self.module.training not in self._tried:
+            self._try_mode(part)
         try:
             result = self._step(part, global_size)
         except Exception as error:
@@ -116,6 +124,21 @@ class EagerParallel(ParallelModel):
         if self.module.training:
             self._tell_computed(global_size or 0, result[0] if isinstance(result, tuple) else result)
         return result
+
+    def _try_mode(self, part: Any) -> None:
+        """Check that the loss is a mean over samples in a mode of the model that was not there before.
+
+        Raises:
+            UsageError: on all ranks, which come here together, where it is none on one of them.
+        """
+        if self._splitter.mode == "data" and self._splitter.world.size > 1:
+            count, device = count_samples(part), self._splitter.world.device
+            problem = _problem_with_parts(self.module, self._loss_fn, part, device, self._left) if count else None
+            for rank, theirs in enumerate(from_all_ranks(problem)):
+                if theirs:
+                    mode = "training" if self.module.training else "evaluation"
+                    raise UsageError(f"rank {rank}: in {mode} mode, {theirs}")
+        self._tried.add(self.module.training)
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
         if self._predict_fn is None:
@@ -212,7 +235,7 @@ class _Splitter:
         global_size = batch.global_size if isinstance(batch, Batch) else count
         start, stop = chunk_range(global_size, self.world.size, self.world.rank)
         if count == global_size:
-            return self._move(map_tensors(lambda tensor: tensor[start:stop], _plain(batch))), global_size
+            return self._move(part_of_batch(_plain(batch), start, stop)), global_size
         if (batch.start, batch.stop) != (start, stop):
             raise UsageError(
                 f"rank {self.world.rank} of {self.world.size} computes samples {start} to {stop}, but got {batch!r}; "
@@ -237,7 +260,7 @@ class _Trial:
     """What trying the loss function on the sample batch showed: what does not fit, and what the loss depends on.
 
     ``samples`` is 0 where this rank's part is empty, so that only the other ranks' trials tell anything. ``changing``
-    names the buffers that it changes, but for those of batch normalisation.
+    names the buffers that it changes, but for those of batch normalisation, and ``left`` the places in Python.
     """
 
     problem: str | None = None
@@ -246,6 +269,7 @@ class _Trial:
     returns_aux: bool = False
     parameters: tuple[tuple[str, tuple[int, ...], str], ...] = ()
     changing: frozenset[str] = frozenset()
+    left: tuple[str, ...] = ()
 
 
 def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitter) -> _Trial:
@@ -264,8 +288,8 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
         samples = count_samples(part)
         if samples == 0:
             return _Trial(parameters=described)
-        changing: set[str] = set()
-        result = _forward(model, loss_fn, part, splitter.world.device, changing)
+        changing, left = set[str](), list[str]()
+        result = _forward(model, loss_fn, [part], splitter.world.device, changing, left)
     except Exception as error:
         return _Trial(f"the sample batch does not fit: {type(error).__name__}: {error}")
     returns_aux = isinstance(result, tuple) and len(result) == 2
@@ -274,8 +298,7 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
     if problem:
         return _Trial(problem)
     if splitter.mode == "data" and splitter.world.size > 1:
-        device = splitter.world.device
-        problem = problem_with_mean(model, lambda batch, seed: _forward(model, loss_fn, batch, device, seed=seed), part)
+        problem = _problem_with_parts(model, loss_fn, part, splitter.world.device, left)
         if problem:
             return _Trial(problem)
     reached = _reached(loss)
@@ -293,34 +316,58 @@ def _try(model: nn.Module, loss_fn: LossFn, sample_batch: Any, splitter: _Splitt
         return _Trial(
             "the loss depends on no parameter of the model that requires a gradient; there is nothing to train"
         )
-    return _Trial(None, samples, used, returns_aux, described, frozenset(changing))
+    return _Trial(None, samples, used, returns_aux, described, frozenset(changing), tuple(left))
+
+
+def _problem_with_parts(
+    model: nn.Module, loss_fn: LossFn, part: Any, device: torch.device, left: Sequence[str]
+) -> str | None:
+    """Return why parts of a batch do not make up the whole, in the mode of the model; None where they do.
+
+    Args:
+        left: places in Python that a step changes.
+    """
+
+    def loss_after(batches: Sequence[Any], seed: int) -> Any:
+        return _forward(model, loss_fn, batches, device, seed=seed)
+
+    problem = problem_with_mean(model, lambda batch, seed: loss_after([batch], seed), part)
+    return problem or (problem_with_state(model, loss_after, part, left[0]) if left else None)
 
 
 def _forward(
     model: nn.Module,
     loss_fn: LossFn,
-    part: Any,
+    parts: Sequence[Any],
     device: torch.device,
     changed: set[str] | None = None,
+    left: list[str] | None = None,
     seed: int | None = None,
 ) -> Any:
-    """The loss function's result, leaving the model's buffers, its gradients and all random numbers as they were.
+    """Return the loss function's result for the last part, after steps on the others, with the same buffers for each.
+
+    The model's buffers, its gradients, what stands in Python and all random numbers are left as they were.
 
     Args:
-        changed: is given the names of the buffers that the forward changes, but for those of batch normalisation.
+        changed: is given the names of the buffers that a forward changes, but for those of batch normalisation.
+        left: is given the places in Python that steps change.
         seed: of the random numbers; None for those that come next.
     """
     model.to(device)
     recording = torch.enable_grad() if model.training else nullcontext()
-    with (
-        buffers_restored(model) as found,
-        _gradients_restored(model),
-        random_numbers_kept(seed, device),
-        recording,
-    ):
-        result = loss_fn(model, part)
-    if changed is not None:
-        changed |= found
+    with python_restored(model, loss_fn) as places:
+        for part in parts:
+            with (
+                buffers_restored(model) as found,
+                _gradients_restored(model),
+                random_numbers_kept(seed, device),
+                recording,
+            ):
+                result = loss_fn(model, part)
+            if changed is not None:
+                changed |= found
+    if left is not None:
+        left += places
     return result
 
 
@@ -384,4 +431,5 @@ def _agree(trial: _Trial, arguments: tuple[Any, ...], world: World) -> _Trial:
         raise UsageError("the sample batch is empty on every rank; pass one that holds samples")
     used = {name for theirs in tried for name in theirs.used}
     changing = frozenset(name for theirs in tried for name in theirs.changing)
-    return replace(tried[0], used=tuple(sorted(used)), changing=changing)
+    left = tuple(dict.fromkeys(place for theirs in tried for place in theirs.left))
+    return replace(tried[0], used=tuple(sorted(used)), changing=changing, left=left)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.data.loading.samples import map_tensors
+from shardwright.data.loading.samples import count_samples, part_of_batch
 from shardwright.errors import UsageError
 from shardwright.graph.convert import OutputTree
 from shardwright.rules.notation import Operand
@@ -74,7 +74,7 @@ class Prediction:
         """Which of the tensors lose a row with a sample; None where there is none to leave out."""
         key = tuple(tensor.ndim for tensor in tensors)
         if count > 1 and key not in self._rows:
-            fewer, _ = _taken_apart(self._function(map_tensors(lambda tensor: tensor[1:], part)))
+            fewer, _ = _taken_apart(self._function(part_of_batch(part, 1, count_samples(part))))
             self._rows[key] = tuple(len(b.shape) > 0 and len(a) > len(b) for a, b in zip(tensors, fewer, strict=True))
         return self._rows.get(key) if count else None
 

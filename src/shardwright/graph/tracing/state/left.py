@@ -117,8 +117,12 @@ class Left:
         }
 
     def _places(self) -> Iterator[tuple[Place, Any]]:
-        """Attributes of modules, parameters, buffers that were none before, and modules in modules; and what is held
-        beside the copy of the model."""
+        """What modules hold, and what is held beside the copy of the model."""
+        yield from self._own()
+        yield from self._held()
+
+    def _own(self) -> Iterator[tuple[Place, Any]]:
+        """Attributes of modules, parameters, buffers that were none before, and modules in modules."""
         for owner, module in self._traced.named_modules():
             prefix = f"{owner}." * bool(owner)
             children, parameters = torch_private.members(module)
@@ -126,7 +130,6 @@ class Left:
             own = dict(attributes(module))
             for name, value in {**own, **children, **parameters, **buffers}.items():
                 yield Place("attribute", owner, name), value
-        yield from self._held()
 
     def _held(self) -> Iterator[tuple[Place, Any]]:
         """Variables, and what no copy of the model copies: what modules share by their class, and functions, as hooks
