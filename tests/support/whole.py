@@ -181,7 +181,8 @@ def same(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor], tolerance:
     for name, tensor in reference.items():
         assert ours[name].shape == tensor.shape, name
         if tensor.numel():
-            deviation = float((ours[name].double() - tensor.double()).abs().max())
+            exact = torch.complex128 if tensor.is_complex() else torch.float64
+            deviation = float((ours[name].to(exact) - tensor.to(exact)).abs().max())
             assert deviation <= tolerance * max(largest[name.split(" ")[0]], 1e-30), f"{name} deviates by {deviation}"
 
 

@@ -18,7 +18,7 @@ import torch
 from shardwright.graph.check import check
 from shardwright.graph.ir import Capture, Node, Value
 from shardwright.rules.notation import Operand
-from shardwright.rules.operator import named_arguments
+from shardwright.rules.operator import chosen_dims, named_arguments
 from shardwright.rules.table import Column, column
 from shardwright.torch_private import schema_parameters
 
@@ -180,7 +180,7 @@ def _mean(writer: _Writer, node: Node) -> bool:
         total = writer.emit(node, "aten.sum.default", (x,), (), dtype, named)
     else:
         dim, keepdim = arguments["dim"], arguments["keepdim"]
-        dims = tuple(dim) if dim else tuple(range(len(x.shape)))
+        dims = chosen_dims(dim, len(x.shape))
         total = writer.emit(node, "aten.sum.dim_IntList", (x, dims, keepdim), wanted.shape, dtype, named)
         count = math.prod(x.shape[d] for d in dims)
     return _finish(writer, node, total, count)

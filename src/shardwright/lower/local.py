@@ -15,6 +15,7 @@ from shardwright.graph.operators import takes_device
 from shardwright.lower import local_draws
 from shardwright.lower.site import ANY_DEVICE, Axes, Call, Literal, Localiser, RandomKey, Site
 from shardwright.rules.notation import Operand
+from shardwright.rules.operator import chosen_dims
 from shardwright.rules.table import Column, column
 
 
@@ -98,11 +99,18 @@ def _mean(site: Site) -> Call:
     if not site.result_layout().partial:
         return site.same()
     shape = site.operand_shape(0)
-    given = site.arguments.get("dim")
-    dims = [dim % len(shape) for dim in ([given] if isinstance(given, int) else given or range(len(shape)))]
+    dims = list(chosen_dims(site.arguments.get("dim"), len(shape)))
     count = math.prod(shape[dim] for dim in dims)
     keepdim = site.arguments.get("keepdim", False)
     return Call("kernels.mean", (Operand(0), dims, keepdim, count, site["dtype"]))
+
+
+def _scatter_slice(site: Site) -> Call:
+    if not site.values[site.node.results[0]].dtype.is_complex:
+        return site.same()
+    dim = site["dim"] % len(site.operand_shape(0))
+    where = (site[name] for name in site.arguments if name not in ("self", "src", "dim"))
+    return Call("kernels.scatter_of_complex", (site.name, Operand(0), Operand(1), dim, *where))
 
 
 def _embedding(site: Site) -> Call:
@@ -183,6 +191,7 @@ LOCALISERS: Column[Localiser] = column(
     ("shardwright.grouped_mm transformers::grouped_mm_fallback", _grouped_mm),
     ("mean", _mean),
     ("copy", lambda site: Call("kernels.copy", (Operand(0), Operand(1)))),
+    ("slice_scatter select_scatter", _scatter_slice),
     ("embedding", _embedding),
     ("batch_norm _native_batch_norm_legit _native_batch_norm_legit_functional", _batch_norm),
     ("shardwright.batch_norm_per_replica", _batch_norm_per_replica),

@@ -15,6 +15,7 @@ import torch
 
 from shardwright.errors import LoweringError
 from shardwright.graph.ir import Node
+from shardwright.graph.tracing.literals import literal
 from shardwright.lower.check import check
 from shardwright.lower.local import localise
 from shardwright.lower.passes import (
@@ -197,7 +198,8 @@ _WRITERS: Mapping[type, Callable[[Any, tuple[str, ...]], str]] = {
     torch.memory_format: lambda arg, reads: str(arg),
     bool: lambda arg, reads: str(arg),
     int: lambda arg, reads: str(int(arg)),
-    float: lambda arg, reads: repr(arg) if arg - arg == 0 else f"float('{arg}')",
+    float: lambda arg, reads: str(literal(arg)),
+    complex: lambda arg, reads: str(literal(arg)),
     str: lambda arg, reads: repr(arg),
     type(None): lambda arg, reads: "None",
     list: _sequence,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -16,6 +16,15 @@ def named_arguments(op: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -
     parameters = schema_parameters(op)
     named = {parameter.name: parameter.default for parameter in parameters}
     return {**named, **{p.name: arg for p, arg in zip(parameters, args, strict=False)}, **kwargs}
+
+
+def chosen_dims(given: int | Sequence[int] | None, ndim: int) -> tuple[int, ...]:
+    """Return dims of a tensor with ``ndim`` of them, counted from the front; None and [] are all.
+
+    A tensor without dims has none to choose: torch takes 0 and -1 for its one element.
+    """
+    chosen = [given] if isinstance(given, int) else given
+    return tuple(int(dim) % ndim for dim in chosen) if chosen and ndim else tuple(range(ndim))
 
 
 @dataclass(frozen=True)
@@ -42,10 +51,7 @@ class Operator:
 
     def dims(self, name: str = "dim") -> tuple[int, ...]:
         """The argument ``name``, some dims of the first operand, counted from the front; None and [] are all."""
-        ndim = len(self.operands[0])
-        given = self[name]
-        chosen = [given] if isinstance(given, int) else given
-        return tuple(int(dim) % ndim for dim in chosen) if chosen and ndim else tuple(range(ndim))
+        return chosen_dims(self[name], len(self.operands[0]))
 
     @property
     def keeps_sums(self) -> bool:

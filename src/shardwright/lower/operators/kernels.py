@@ -129,6 +129,15 @@ def copy(x: Tensor, source: Tensor) -> Tensor:
     return source.to(x.dtype).expand_as(x)
 
 
+def scatter_of_complex(op: str, x: Tensor, source: Tensor, *where: Any) -> Tensor:
+    """Return ``x`` with a slice of it replaced, as ``op`` does it: torch knows its derivative for real numbers alone.
+
+    A dim ``where`` is counted from the front, as the real tensors have one dim more.
+    """
+    real = (torch.view_as_real(each.resolve_conj()) for each in (x, source.to(x.dtype)))
+    return torch.view_as_complex(getattr(torch.ops.aten, op)(*real, *where))
+
+
 def mean(x: Tensor, dims: Sequence[int], keepdim: bool, count: int, dtype: torch.dtype | None) -> Tensor:
     """The local part of a mean over ``dims`` that have ``count`` elements on all ranks together."""
     return x.sum(tuple(dims), keepdim=keepdim, dtype=dtype) / count
