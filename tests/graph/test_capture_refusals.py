@@ -249,11 +249,20 @@ def test_lazy_parameters():
         capture(nn.LazyLinear(4), squares, BATCH)
 
 
+class Uncopyable(Perceptron):
+    def __deepcopy__(self, memo):
+        raise TypeError("no copies")
+
+
 def test_models_that_cannot_be_copied():
+    with pytest.raises(CaptureError, match=r"cannot be copied.*no copies\nGive the class of the module that fails"):
+        capture(Uncopyable(), squares, BATCH)
+
+
+def test_attributes_that_cannot_be_copied_are_shared():
     model = Perceptron()
-    model.lock = threading.Lock()
-    with pytest.raises(CaptureError, match=r"cannot be copied.*lock"):
-        capture(model, squares, BATCH)
+    model.lock, model.held = threading.Lock(), {"numbers": (each for each in range(3)), "locks": [threading.Lock()]}
+    assert capture(model, squares, BATCH).nodes
 
 
 CHANGES = {

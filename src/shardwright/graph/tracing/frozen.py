@@ -19,6 +19,7 @@ from torch import nn
 
 from shardwright import torch_private
 from shardwright.errors import CaptureError
+from shardwright.graph.tracing.outside import safe
 from shardwright.graph.tracing.outside.code import StepCode
 from shardwright.graph.tracing.outside.entries import OF_TORCH
 from shardwright.graph.tracing.outside.objects import ObjectReads
@@ -145,7 +146,7 @@ class Reading:
                 if owner is not None:
                     self._seen.misses(module, (owner, name))
                 raise
-            if owner is not None and not isinstance(getattr(type(module), name, None), property):
+            if owner is not None and not isinstance(safe.of_class(type(module), name), property):
                 self._seen.reads((owner, name), value)
             return value
 

@@ -6,7 +6,6 @@ model nor changes anything of it.
 
 from __future__ import annotations
 
-import copy
 import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -26,6 +25,7 @@ from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
 from shardwright.graph.tracing.in_place import Buffers, InPlace, refuse_detaching, refuse_setting_data
 from shardwright.graph.tracing.open_sizes import OpenSizes, Sizes
+from shardwright.graph.tracing.outside.copies import copy_of
 from shardwright.graph.tracing.regions import NO_GRADIENT
 from shardwright.graph.tracing.state.again import Again, again
 from shardwright.rules.notation import Operand
@@ -179,16 +179,12 @@ def _copy_without_storage(model: torch.nn.Module, device: torch.device, mode: An
         empty = torch_private.empty_like_on(tensor, device, mode)
         is_parameter = isinstance(tensor, torch.nn.Parameter)
         memo[id(tensor)] = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad) if is_parameter else empty
-    for module in model.modules():
-        for attribute in vars(module).values():
-            if isinstance(attribute, torch.Tensor) and not attribute.is_leaf:  # torch refuses to copy these
-                memo[id(attribute)] = attribute.detach().clone()
     try:
-        return copy.deepcopy(model, memo)
+        return copy_of(model, memo)
     except Exception as error:
         raise CaptureError(
             f"the model cannot be copied, which capturing it needs: {error}\n"
-            "Make its attributes copyable, or give the class that fails a __deepcopy__."
+            "Give the class of the module that fails a __deepcopy__."
         ) from error
 
 

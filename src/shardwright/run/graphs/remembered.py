@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import repeat
 from operator import is_
 from typing import Any
@@ -15,6 +15,7 @@ from torch import nn
 from shardwright import torch_private
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.ir import Capture
+from shardwright.graph.tracing.outside import safe
 from shardwright.graph.tracing.outside.closures import called_function, code_digest
 from shardwright.graph.tracing.outside.places import Place
 from shardwright.graph.tracing.outside.values import MISSING, NOT_PLAIN, comparable, in_words, same
@@ -49,7 +50,7 @@ class Remembered:
 
     def holds(self) -> bool:
         """Whether all is what it was; asked before each step, of hundreds of values."""
-        if any(self._empty) or any(tuple(hooks.values()) != there for hooks, there in self._filled):
+        if any(self._empty) or not all(_are(hooks.values(), there) for hooks, there in self._filled):
             return False
         if not all(map(is_, map(dict.get, self._where, self._names, repeat(MISSING)), self._objects)):
             for variables, name, value in self._quick:
@@ -65,7 +66,7 @@ class Remembered:
         """What is not what it was, as it is now, by where it stands."""
         now = {place: self._now(place) for place in self._values}
         values = {str(place): now[place] for place, value in self._values.items() if not same(now[place], value)}
-        return values | {text: _names(hooks) for hooks, there, text in self._hooks if tuple(hooks.values()) != there}
+        return values | {text: _names(hooks) for hooks, there, text in self._hooks if not _are(hooks.values(), there)}
 
     def agree(self) -> None:
         """Compare what the program holds of Python between all ranks, which call this together.
@@ -102,16 +103,22 @@ def _stays(value: Any, known: Any) -> bool:
     Args:
         known: what `comparable` says of it.
     """
-    flat = isinstance(value, tuple) and not any(isinstance(entry, _CHANGING) for entry in value)
+    entries = safe.entries(value) if safe.is_a(value, tuple) and not safe.variables(value) else [[]]
+    flat = not any(safe.is_a(entry, _CHANGING) for entry in entries)
     return value is known or flat or (known is NOT_PLAIN and value is not MISSING)
 
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether a value is as another one, or an object in everything that it holds."""
     held = comparable(other)
-    if held is NOT_PLAIN and type(one) is type(other) and hasattr(other, "__dict__"):
-        one, held = vars(one), comparable(vars(other))
+    if held is NOT_PLAIN and type(one) is type(other) and safe.variables(other):
+        one, held = safe.variables(one), comparable(safe.variables(other))
     return held is not NOT_PLAIN and same(comparable(one), held)
+
+
+def _are(these: Collection[Any], those: Collection[Any]) -> bool:
+    """Check that collections hold the same objects."""
+    return len(these) == len(those) and all(map(is_, these, those))
 
 
 def _hooks_in(model: nn.Module) -> Iterator[tuple[str, Mapping[int, Callable[..., Any]]]]:
@@ -121,7 +128,7 @@ def _hooks_in(model: nn.Module) -> Iterator[tuple[str, Mapping[int, Callable[...
 
 
 def _names(hooks: Mapping[int, Callable[..., Any]]) -> list[str]:
-    return [getattr(hook, "__qualname__", type(hook).__qualname__) for hook in hooks.values()]
+    return [safe.attribute(hook, "__qualname__", type(hook).__qualname__) for hook in hooks.values()]
 
 
 def _code(op: str) -> str:
@@ -136,8 +143,8 @@ def _code(op: str) -> str:
 
 def _shown(value: Any) -> str:
     """A tensor by its shape and two sums, which differ where its numbers do."""
-    if not isinstance(value, torch.Tensor):
-        return f"{value!r}"
+    if not safe.is_a(value, torch.Tensor):
+        return safe.words(value)
     numbers = value.detach().double().flatten()
     weighted = torch.arange(1, numbers.numel() + 1, dtype=torch.float64, device=numbers.device) * numbers
     return f"a tensor of shape {list(value.shape)} with sum {numbers.sum():.12g} and weighted sum {weighted.sum():.12g}"

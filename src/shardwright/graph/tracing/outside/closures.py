@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from shardwright.graph.tracing import sources
+from shardwright.graph.tracing.outside.safe import is_a
 from shardwright.graph.tracing.outside.values import NOT_PLAIN, plain
 
 CachedFunction = type(functools.cache(len))
@@ -60,7 +61,7 @@ def _kept_by(function: Any) -> dict[str, Any]:
     names = function.__code__.co_varnames[: function.__code__.co_argcount][-len(defaults) :] if defaults else ()
     kept = {**dict(zip(names, defaults, strict=True)), **(function.__kwdefaults__ or {})}
     own = {name: value for name, value in vars(function).items() if not name.startswith("__")}
-    return {name: value for name, value in kept.items() if isinstance(value, _KEEPS) or plain(value) is NOT_PLAIN} | own
+    return {name: value for name, value in kept.items() if is_a(value, _KEEPS) or plain(value) is NOT_PLAIN} | own
 
 
 def cells(loss_fn: Any) -> dict[str, CellType]:
@@ -75,7 +76,7 @@ def tensors_kept(cached: Any) -> list[torch.Tensor]:
     """What a function has returned that keeps it, by `functools.lru_cache`, which tells nobody else."""
     parts = [entry for part in gc.get_referents(cached) for entry in (part.values() if type(part) is dict else [part])]
     links = [gc.get_referents(part) if type(part).__name__ == "_lru_list_elem" else [part] for part in parts]
-    return [entry for link in links for entry in link if isinstance(entry, torch.Tensor)]
+    return [entry for link in links for entry in link if is_a(entry, torch.Tensor)]
 
 
 def code_digest(code: CodeType) -> str:

@@ -16,6 +16,7 @@ from torch import nn
 
 from shardwright import torch_private
 from shardwright.graph.tracing import sources
+from shardwright.graph.tracing.outside import safe
 from shardwright.graph.tracing.outside.closures import called_function, closure
 from shardwright.graph.tracing.outside.entries import Opened, attributes, inside, opened_modules
 from shardwright.graph.tracing.outside.places import Place, follow
@@ -57,9 +58,9 @@ class StepCode:
         """What functions of the step name in the user's own Python modules and classes, as ``settings.SCALE``."""
         named = {pair for function in self._functions for pair in _members_of(function.__code__)}
         for place, value in self.variables():
-            module = sys.modules.get(value.__module__) if isinstance(value, type) else value
-            file = getattr(module, "__file__", None) if isinstance(module, ModuleType) else None
-            if file is not None and sources.is_users(file) and not sources.package_of(file):
+            module = sys.modules.get(value.__module__) if safe.is_a(value, type) else value
+            file = safe.attribute(module, "__file__") if safe.is_a(module, ModuleType) else None
+            if isinstance(file, str) and sources.is_users(file) and not sources.package_of(file):
                 for name in sorted(name for of, name in named if of == place.name and name in vars(value)):
                     yield replace(place, path=name), vars(value)[name]
 
@@ -81,11 +82,11 @@ def _functions_of(model: nn.Module, loss_fn: Callable[..., Any]) -> list[Any]:
     methods: dict[str, list[Any]] = {}
     for base in dict.fromkeys(base for kind in kinds for base in kind.__mro__):
         for name, value in vars(base).items():
-            if isinstance(value, FunctionType):
+            if safe.is_a(value, FunctionType):
                 methods.setdefault(name, []).append(called_function(value))
-    held = [value for module in model.modules() for _, value in attributes(module) if isinstance(value, FunctionType)]
+    held = [value for module in model.modules() for _, value in attributes(module) if safe.is_a(value, FunctionType)]
     hooks = [of.values() for module in model.modules() for of in torch_private.hooks_of(module).values()]
-    held += [hook for of in hooks for hook in of if isinstance(hook, FunctionType)]
+    held += [hook for of in hooks for hook in of if safe.is_a(hook, FunctionType)]
     waiting = [called_function(loss_fn), *(called_function(kind.forward) for kind in kinds), *held]
     found: dict[Any, None] = {}
     while waiting:
@@ -96,7 +97,7 @@ def _functions_of(model: nn.Module, loss_fn: Callable[..., Any]) -> list[Any]:
         if not sources.package_of(function.__code__.co_filename):
             names = _names(function.__code__)
             named = [*(function.__globals__.get(name) for name in names), *closure(function).values()]
-            waiting += [called_function(value) for value in named if isinstance(value, FunctionType)]
+            waiting += [called_function(value) for value in named if safe.is_a(value, FunctionType)]
             waiting += [method for name in names for method in methods.get(name, ())]
     return list(found)
 
@@ -129,5 +130,5 @@ def _variables_named(code: CodeType) -> list[str]:
 
 def _tensors_inside(place: Place, value: Any, seen: Opened) -> Iterator[tuple[Place, torch.Tensor]]:
     for path, leaf in inside(value, seen):
-        if isinstance(leaf, torch.Tensor) and follow(value, path) is leaf:
+        if safe.is_a(leaf, torch.Tensor) and follow(value, path) is leaf:
             yield replace(place, path=path), leaf

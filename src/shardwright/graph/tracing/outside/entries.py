@@ -15,7 +15,9 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
+from shardwright.graph.tracing.outside import safe
 from shardwright.graph.tracing.outside.closures import CachedFunction, closure, tensors_kept
+from shardwright.graph.tracing.outside.safe import is_a, never_raising
 from shardwright.graph.tracing.outside.values import (
     DEEPEST,
     FUNCTIONS,
@@ -59,38 +61,40 @@ def _all_inside(value: Any, seen: Opened, path: str) -> Iterator[tuple[str, Any]
 
 def _shown(name: Any, number: int) -> str:
     """A key as a part of a path: tensors and objects would print long, and have another address in each copy."""
-    short = plain(name) is not NOT_PLAIN or isinstance(name, str)
-    return f"{name}" if short else f"{type(name).__name__}@{number}"
+    short = plain(name) is not NOT_PLAIN or is_a(name, str)
+    otherwise = f"{type(name).__name__}@{number}"
+    return never_raising(otherwise)(format)(name) if short else otherwise
 
 
+@never_raising(None)
 def entries_of(value: Any) -> Entries | None:
     """What stands in a collection or an object by which names; None for what is not looked into."""
-    if isinstance(value, (*PLAIN, *_CLOSED)) or long_and_plain(value):
+    if is_a(value, (*PLAIN, *_CLOSED)) or long_and_plain(value):
         return None
-    if isinstance(value, dict):
-        return list(value.items()) if len(value) <= _MOST_INSIDE else None
-    if isinstance(value, (list, tuple, deque)):
-        return list(enumerate(value)) if len(value) <= _MOST_INSIDE else None
-    if isinstance(value, nn.Module):
+    if is_a(value, dict):
+        return safe.items(value) if safe.length(value) <= _MOST_INSIDE else None
+    if is_a(value, (list, tuple, deque)):
+        return list(enumerate(safe.entries(value))) if safe.length(value) <= _MOST_INSIDE else None
+    if is_a(value, nn.Module):
         registered = (*torch_private.members(value), torch_private.buffers_in(value))
         return [*attributes(value), *(entry for names in registered for entry in names.items())]
-    if isinstance(value, (FunctionType, MethodType, functools.partial)):
+    if is_a(value, (FunctionType, MethodType, functools.partial)):
         return list(closure(value).items())
-    if isinstance(value, CachedFunction):
+    if is_a(value, CachedFunction):
         return list(enumerate(tensors_kept(value)))
     room = type(value).__module__.partition(".")[0]
     if room in ("torch", "numpy", "shardwright") or (room in sys.stdlib_module_names and room not in _OPENED):
         return None
     slotted = any(vars(base).get("__slots__") for base in type(value).__mro__)
-    if not slotted and not hasattr(value, "__dict__"):
+    if not slotted and safe.of_class(type(value), "__dict__") is None:
         return None
-    return [*getattr(value, "__dict__", {}).items(), *in_slots(value)]
+    return [*safe.variables(value).items(), *in_slots(value)]
 
 
 def is_object(value: Any) -> bool:
     """Whether a value is an object of a user's class, which is neither a collection nor a function."""
     known = (torch.Tensor, nn.Module, dict, list, tuple, deque, set, frozenset, *FUNCTIONS, functools.partial)
-    return not isinstance(value, known) and entries_of(value) is not None
+    return not is_a(value, known) and entries_of(value) is not None
 
 
 def in_slots(value: Any) -> Entries:

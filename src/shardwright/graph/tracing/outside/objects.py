@@ -18,6 +18,7 @@ from typing import Any
 from torch import nn
 
 from shardwright.graph.tracing import sources
+from shardwright.graph.tracing.outside import safe
 from shardwright.graph.tracing.outside.code import StepCode
 from shardwright.graph.tracing.outside.entries import attributes, entries_of, in_slots, is_object
 from shardwright.graph.tracing.outside.places import Place
@@ -50,7 +51,7 @@ class ObjectReads:
             for kind in kinds:
                 try:
                     stack.enter_context(self._reads_of(kind, thread))
-                except (TypeError, AttributeError):  # a class in C, as types.SimpleNamespace
+                except Exception:  # a class in C, as types.SimpleNamespace, or one that does not let itself be changed
                     self._take_all(kind)
             yield
         self._found.clear()
@@ -99,19 +100,19 @@ class ObjectReads:
             self.read[place] = comparable(got)
 
     def _find(self, place: Place, value: Any, depth: int = 0) -> None:
-        if id(value) in self._found or isinstance(value, nn.Module) or len(self._found) >= _MOST or depth > _DEEPEST:
+        if id(value) in self._found or safe.is_a(value, nn.Module) or len(self._found) >= _MOST or depth > _DEEPEST:
             return
         entries = entries_of(value)
         if entries is None:
             return
         self._found[id(value)] = place, value
         for name, entry in entries:
-            if isinstance(name, (str, int)) and "." not in f"{name}":
+            if type(name) in (str, int) and "." not in f"{name}":
                 self._find(replace(place, path=f"{place.path}.{name}".lstrip(".")), entry, depth + 1)
 
 
 def _stands(value: Any, name: str, got: Any) -> bool:
-    for space in (getattr(value, "__dict__", {}), dict(in_slots(value))):
+    for space in (safe.variables(value), dict(in_slots(value))):
         if space.get(name, MISSING) is got:
             return True
     of_class = [vars(base)[name] for base in type(value).__mro__ if name in vars(base)]

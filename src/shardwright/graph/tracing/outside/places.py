@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from shardwright.graph.tracing.outside import safe
 from shardwright.graph.tracing.outside.closures import called_function, cells, closure
 from shardwright.graph.tracing.outside.values import MISSING
 
@@ -62,7 +63,7 @@ class Place:
 
     def _start(self, model: nn.Module, loss_fn: Callable[..., Any]) -> Any:
         if self.kind == "attribute":
-            return getattr(follow(model, self.owner), self.name, MISSING)
+            return safe.attribute(follow(model, self.owner), self.name, MISSING)
         if self.kind == "global":
             return vars(sys.modules[self.owner]).get(self.name, MISSING) if self.owner in sys.modules else MISSING
         return closure(loss_fn).get(self.name, MISSING)
@@ -75,12 +76,13 @@ def follow(start: Any, path: str) -> Any:
     return start
 
 
+@safe.never_raising(MISSING)
 def _entry(value: Any, name: str) -> Any:
     number = int(name) if name.isdecimal() else None
-    if isinstance(value, dict):
-        return value.get(name, value.get(number, MISSING))
-    if isinstance(value, (list, tuple, deque)):
-        return value[number] if number is not None and number < len(value) else MISSING
-    if isinstance(value, (FunctionType, MethodType, functools.partial)):
+    if safe.is_a(value, dict):
+        return dict.get(value, name, dict.get(value, number, MISSING))
+    if safe.is_a(value, (list, tuple, deque)):
+        return safe.entries(value)[number] if number is not None and number < safe.length(value) else MISSING
+    if safe.is_a(value, (FunctionType, MethodType, functools.partial)):
         return closure(value).get(name, MISSING)
     return getattr(value, name, MISSING)

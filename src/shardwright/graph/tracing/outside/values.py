@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from enum import Enum
 from types import BuiltinFunctionType, FunctionType, MethodDescriptorType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
+
+from shardwright.graph.tracing.outside import safe
+from shardwright.graph.tracing.outside.safe import is_a, never_raising
 
 
 class _Mark:
@@ -34,11 +37,13 @@ DEEPEST = 12  # collections inside of each other that are looked into
 MOST_LEAVES = 20_000  # of what stands in one value, at any depth
 
 
+@never_raising(NOT_PLAIN)
 def plain(value: Any) -> Any:
     """A value that can be compared, where it is a number, a word, or a short collection of these; else `NOT_PLAIN`."""
     return _compared(value, _plain_alone, (list, tuple, dict))
 
 
+@never_raising(NOT_PLAIN)
 def comparable(value: Any) -> Any:
     """The same for functions and classes too, which are what they are, for small arrays, and for sets of these."""
     return _compared(value, _comparable_alone, (list, tuple, dict, set, frozenset, functools.partial))
@@ -48,46 +53,49 @@ def _compared(value: Any, alone: Callable[[Any], Any], collections: tuple[type, 
     """What ``alone`` makes of a value, or of all that stands in a short collection; else `NOT_PLAIN`."""
     if (itself := alone(value)) is not NOT_PLAIN:
         return itself
-    if not isinstance(value, collections) or depth >= DEEPEST:
+    if not is_a(value, collections) or depth >= DEEPEST:
         return NOT_PLAIN
     given = _given(value)
     entries = [_compared(entry, alone, collections, depth + 1) for entry in given] if len(given) <= _LONGEST else []
     if len(entries) < len(given) or any(entry is NOT_PLAIN for entry in entries):
         return NOT_PLAIN
-    ordered = sorted(entries, key=in_words) if isinstance(value, (set, frozenset)) else entries
-    return (type(value).__name__, *ordered)
+    ordered = sorted(entries, key=in_words) if is_a(value, (set, frozenset)) else entries
+    # A class of a user's may keep beside the entries what its own methods read.
+    beside = [_compared(entry, alone, collections, depth + 1) for entry in safe.variables(value).items()]
+    return (type(value).__name__, *ordered, *(entry for entry in beside if entry is not NOT_PLAIN))
 
 
-def _given(value: Any) -> Collection[Any]:
+def _given(value: Any) -> list[Any]:
     """What stands in a collection."""
-    if isinstance(value, functools.partial):
-        return value.func, value.args, value.keywords
-    return value.items() if isinstance(value, dict) else value
+    if is_a(value, functools.partial):
+        return [value.func, value.args, value.keywords]
+    return safe.items(value) if is_a(value, dict) else safe.entries(value)
 
 
 def _plain_alone(value: Any) -> Any:
-    return value if isinstance(value, PLAIN) else NOT_PLAIN
+    return value if is_a(value, PLAIN) else NOT_PLAIN
 
 
 def _comparable_alone(value: Any) -> Any:
-    if isinstance(value, np.ndarray) and value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject:
+    if is_a(value, np.ndarray) and value.nbytes <= _SMALL_BYTES and not value.dtype.hasobject:
         return type(value).__name__, str(value.dtype), value.shape, value.tobytes()
-    return value if isinstance(value, (*PLAIN, *_COMPARED)) else NOT_PLAIN
+    return value if is_a(value, (*PLAIN, *_COMPARED)) else NOT_PLAIN
 
 
 def in_words(value: Any) -> str:
     """What `comparable` gives, alike in every process."""
-    if isinstance(value, torch.device):
-        return value.type  # ranks of one host have one each
-    if isinstance(value, Enum):
+    if is_a(value, torch.device):
+        return str(value.type)  # ranks of one host have one each
+    if is_a(value, Enum):
         return f"{type(value).__qualname__}.{value.name}"
-    if isinstance(value, FUNCTIONS):
+    if is_a(value, FUNCTIONS):
         return f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', type(value).__name__)}"
-    if isinstance(value, tuple):
+    if is_a(value, tuple):
         return f"({', '.join(map(in_words, value))})"
-    return f"{value!r}"
+    return safe.words(value)
 
 
+@never_raising(False)
 def same(a: Any, b: Any) -> bool:
     """Equal and of one type: a whole number and a float make different graphs."""
     return a is b or (type(a) is type(b) and bool(a == b))
@@ -95,5 +103,5 @@ def same(a: Any, b: Any) -> bool:
 
 def long_and_plain(value: Any) -> bool:
     """Whether a value is a long list of numbers or words, which is looked at as one."""
-    numbered = isinstance(value, (list, tuple)) and _LONGEST < len(value) <= MOST_LEAVES
-    return numbered and all(isinstance(entry, PLAIN) for entry in value)
+    numbered = is_a(value, (list, tuple)) and _LONGEST < safe.length(value) <= MOST_LEAVES
+    return numbered and all(is_a(entry, PLAIN) for entry in safe.entries(value))

@@ -15,6 +15,7 @@ from torch import nn
 
 from shardwright import torch_private
 from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.safe import is_a
 from shardwright.graph.tracing.outside.values import MISSING
 from shardwright.graph.tracing.state.contents import Contents
 from shardwright.graph.tracing.state.left import Change, Left
@@ -75,7 +76,7 @@ class _Steps:
         with torch_private.operators_called(self.contents.call):
             result = self._step(batch)
         found = torch_private.tree_leaves((result, list(self._model.buffers())))
-        tensors = [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+        tensors = [leaf for leaf in found if is_a(leaf, torch.Tensor)]
         follows = frozenset[Hashable]().union(*map(self.contents.follows, tensors))
         return _Run(self.contents.described(found), follows, list(left.changes()))
 
@@ -120,7 +121,7 @@ def _compared(steps: _Steps, first: _Run) -> Again:
         computes = computes or now.result != first.result
         differs = differs or computes or not roots.issuperset(map(_name, _changed(now)))
         differs = differs or not all(_stays(change, contents) for change in others)
-        counts = any(not isinstance(change.after, torch.Tensor) for change in others)
+        counts = any(not is_a(change.after, torch.Tensor) for change in others)
         if computes or (differs and not counts) or not (more or counts):
             break
     return replace(_seen(runs, contents, frozenset(grown)), differs=differs, computes=computes)
@@ -154,11 +155,11 @@ def _name(place: Place) -> Place:
 
 
 def _counts(change: Change) -> bool:
-    return not isinstance(change.before, torch.Tensor) and not isinstance(change.after, torch.Tensor)
+    return not is_a(change.before, torch.Tensor) and not is_a(change.after, torch.Tensor)
 
 
 def _is_fake(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and torch_private.is_fake(value)
+    return is_a(value, torch.Tensor) and torch_private.is_fake(value)
 
 
 def _is_more(change: Change, contents: Contents) -> bool:

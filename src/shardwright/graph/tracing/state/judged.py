@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -14,6 +14,7 @@ from shardwright import torch_private
 from shardwright.errors import CaptureError
 from shardwright.graph.tracing.outside.entries import HOOKS
 from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.safe import is_a, is_parameter, words
 from shardwright.graph.tracing.outside.values import MISSING, NOT_PLAIN, plain
 from shardwright.graph.tracing.state.again import Again
 from shardwright.graph.tracing.state.left import Change
@@ -98,14 +99,14 @@ def lost(changes: Sequence[Judged], again: Callable[[], Again | None]) -> Iterat
 
 
 def _judged(change: Change, seen: Seen, origins: Origins) -> Judged:
-    if isinstance(change.after, torch.nn.Parameter) or isinstance(change.before, torch.nn.Parameter):
+    if is_parameter(change.after) or is_parameter(change.before):
         raise _parameter_set(change, seen)
     text, asked = _text(change, seen, origins), _is_asked(change, seen, origins)
-    if isinstance(change.after, torch.Tensor):
+    if is_a(change.after, torch.Tensor):
         refusal = _refusal(change, seen) if _may_be_read(change, seen, origins) else None
         likely = asked and origins.follows(change.after)
         return Judged(change.place, text, _text_of_growth(change, seen) or text, refusal, "tensor", asked, likely)
-    drawn = change.before is change.after and isinstance(change.after, GENERATORS)
+    drawn = change.before is change.after and is_a(change.after, GENERATORS)
     if drawn:
         return Judged(change.place, text, text, _refusal_of_drawn(change, seen), "drawn", False, False)
     owned = change.place.kind == "attribute" and change.place.name not in HOOKS
@@ -116,7 +117,7 @@ def _judged(change: Change, seen: Seen, origins: Origins) -> Judged:
 
 def _may_be_read(change: Change, seen: Seen, origins: Origins) -> bool:
     """Whether a further step may read a tensor that was left: only such a step can tell."""
-    if not isinstance(change.after, torch.Tensor) or origins.before_moves(change.after) is change.before:
+    if not is_a(change.after, torch.Tensor) or origins.before_moves(change.after) is change.before:
         return False
     return change.place.kind != "attribute" or change.place.name in HOOKS or not _is_of_this_step(change, seen)
 
@@ -125,8 +126,8 @@ def _is_asked(change: Change, seen: Seen, origins: Origins) -> bool:
     if not _may_be_read(change, seen, origins):
         return False
     if change.place.kind != "attribute" or change.place.name in HOOKS:
-        return isinstance(change.before, torch.Tensor) and origins.was_used(change.before)
-    if change.place.path and isinstance(change.before, torch.Tensor) and not torch_private.is_fake(change.before):
+        return is_a(change.before, torch.Tensor) and origins.was_used(change.before)
+    if change.place.path and is_a(change.before, torch.Tensor) and not torch_private.is_fake(change.before):
         return origins.was_used(change.before)
     return True
 
@@ -145,16 +146,16 @@ def _line(change: Change, seen: Seen) -> str:
 def _text(change: Change, seen: Seen, origins: Origins) -> str:
     """What is told of a change, nothing where that has been told or is not worth it."""
     place, name = change.place, (change.place.owner, change.place.name)
-    if isinstance(change.after, torch.Tensor) and place.path and not origins.follows(change.after):
+    if is_a(change.after, torch.Tensor) and place.path and not origins.follows(change.after):
         return ""  # made when it is first needed
-    if change.before is None and isinstance(change.after, str):
+    if change.before is None and is_a(change.after, str):
         return ""  # decided when it is first needed, as which kind of loss follows from the labels
     if place.kind != "attribute":
         return (
             f"{replace(place, path='')}, is changed by the loss function: a captured step does not do it again; change "
             "it outside of it, or keep it in a buffer of the model"
         )
-    if isinstance(change.after, torch.Tensor) and place.name not in HOOKS:
+    if is_a(change.after, torch.Tensor) and place.name not in HOOKS:
         return _text_of_tensor(change, seen, origins)
     if _is_of_this_step(change, seen):
         return ""
@@ -227,11 +228,11 @@ def _refusal(change: Change, seen: Seen) -> CaptureError:
             "captured step does not do it again, so that the next one would read the old one\n"
             "Keep it in a buffer of the model, by self.register_buffer in __init__."
         )
-    if place.path and not isinstance(change.before, torch.Tensor):
-        was = "not there" if change.before is MISSING else change.before
+    if place.path and not is_a(change.before, torch.Tensor):
         return CaptureError(
-            f"{place} is {was} when the step begins, which looks into {replace(place, path='')}{read}, and leaves a "
-            "tensor there: a captured model runs its graph, not Python, so that every step would find it so\n"
+            f"{place} is {_words(change.before)} when the step begins, which looks into {replace(place, path='')}"
+            f"{read}, and leaves a tensor there: a captured model runs its graph, not Python, so that every step would "
+            "find it so\n"
             "Keep what the next step reads in a buffer, by self.register_buffer in __init__; return what is read after "
             f"the step beside the loss. What is of one step alone is made anew in each: set self.{place.name} before "
             f"it is read, as by self.{place.name} = [] in place of self.{place.name}.clear()."
@@ -243,14 +244,18 @@ def _refusal(change: Change, seen: Seen) -> CaptureError:
             "Keep each tensor that the next step reads in a buffer, by self.register_buffer in __init__. What is of "
             f"one step alone is made anew in each: set self.{place.name} before it is read."
         )
-    if isinstance(change.before, torch.Tensor):
+    if is_a(change.before, torch.Tensor):
         return CaptureError(
             f"{place} is read by the step and then set to another tensor{line}: a captured model runs its graph, not "
             f"this line, so that the next step would read the old one\nKeep it in a buffer: {keep}."
         )
     return CaptureError(
-        f"{place} is {'not there' if change.before is MISSING else change.before} when the step reads it{read}, and is "
-        f"then set to a tensor{line}: a captured model runs its graph, not this line, so that every step would find it "
+        f"{place} is {_words(change.before)} when the step reads it{read}, and is then set to a tensor{line}: a "
+        "captured model runs its graph, not this line, so that every step would find it "
         f"so\nKeep it in a buffer that has its shape from the start: {keep}; a buffer of one number can tell the first "
         "step from the others, by torch.where."
     )
+
+
+def _words(before: Any) -> str:
+    return "not there" if before is MISSING else words(before)

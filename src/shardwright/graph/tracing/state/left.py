@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardwright import torch_private
+from shardwright.graph.tracing.outside import safe
 from shardwright.graph.tracing.outside.closures import CachedFunction
 from shardwright.graph.tracing.outside.code import StepCode
 from shardwright.graph.tracing.outside.entries import (
@@ -69,7 +70,7 @@ class Left:
             old, new = self._before.get(place, {}), now.get(place, {})
             for path in dict.fromkeys([*old, *new]):
                 before, after = old.get(path, (MISSING, None)), new.get(path, (MISSING, None))
-                parameters = path and isinstance(before[0], nn.Parameter) and isinstance(after[0], nn.Parameter)
+                parameters = path and all(map(safe.is_parameter, (before[0], after[0])))
                 if not parameters and not _unchanged(before, after):  # a list of them, as the exporter puts others in
                     yield Change(replace(place, path=path), before[0], after[0])
 
@@ -150,7 +151,7 @@ class Left:
 
 
 def _is_of_the_trace(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and torch_private.is_fake(value)
+    return safe.is_a(value, torch.Tensor) and torch_private.is_fake(value)
 
 
 def _refill(collection: Any, entries: Entries) -> None:
@@ -158,20 +159,20 @@ def _refill(collection: Any, entries: Entries) -> None:
     now = entries_of(collection)
     if now is not None and len(now) == len(entries) and all(map(_is_entry, now, entries)):
         return
-    if isinstance(collection, list):
+    if safe.is_a(collection, list):
         list.__setitem__(collection, slice(None), [entry for _, entry in entries])
-    elif isinstance(collection, deque):
+    elif safe.is_a(collection, deque):
         deque.clear(collection)
         deque.extend(collection, [entry for _, entry in entries])
-    elif isinstance(collection, CachedFunction):
+    elif safe.is_a(collection, CachedFunction):
         if any(_is_of_the_trace(entry) for _, entry in now or ()):
             collection.cache_clear()
-    elif isinstance(collection, nn.Module):
+    elif safe.is_a(collection, nn.Module):
         _refill_module(collection, entries)
-    elif isinstance(collection, (FunctionType, functools.partial)):
+    elif safe.is_a(collection, (FunctionType, functools.partial)):
         for name, entry in entries:
             Place("closure", "", name).put(collection, entry)
-    elif not isinstance(collection, (tuple, MethodType)):
+    elif not safe.is_a(collection, (tuple, MethodType)):
         _refill_object(collection, entries)
 
 
@@ -189,11 +190,11 @@ def _refill_object(collection: Any, entries: Entries) -> None:
     slots = {} if isinstance(collection, dict) else dict(in_slots(collection))
     for name in slots:
         object.__delattr__(collection, name)
-    values = collection if isinstance(collection, dict) else getattr(collection, "__dict__", {})
+    values = collection if safe.is_a(collection, dict) else safe.variables(collection)
     kind: Any = OrderedDict if isinstance(values, OrderedDict) else dict
     kind.clear(values)
     for name, entry in entries:
-        if collection is not values and isinstance(getattr(type(collection), name, None), MemberDescriptorType):
+        if collection is not values and isinstance(safe.of_class(type(collection), name), MemberDescriptorType):
             object.__setattr__(collection, name, entry)
         else:
             kind.__setitem__(values, name, entry)
@@ -214,26 +215,27 @@ def _shared(kind: type) -> dict[str, Any]:
 
 
 def _is_shared(value: Any) -> bool:
-    return isinstance(value, CachedFunction) or not hasattr(value, "__get__")
+    return safe.is_a(value, CachedFunction) or safe.of_class(type(value), "__get__") is None
 
 
+@safe.never_raising(None)
 def _state(leaf: Any) -> Any:
     """What of a leaf can change while it stays the same object."""
-    if isinstance(leaf, torch.Tensor):
+    if safe.is_a(leaf, torch.Tensor):
         counts = not isinstance(leaf, nn.Parameter) and not leaf.is_inference()  # parameters are refused by the line
         return torch_private.version(leaf) if counts else None
-    if isinstance(leaf, random.Random):
-        return None if isinstance(leaf, random.SystemRandom) else leaf.getstate()
-    if isinstance(leaf, np.random.Generator):
+    if safe.is_a(leaf, random.Random):
+        return None if safe.is_a(leaf, random.SystemRandom) else leaf.getstate()
+    if safe.is_a(leaf, np.random.Generator):
         return leaf.bit_generator.state
-    if isinstance(leaf, np.random.RandomState):
+    if safe.is_a(leaf, np.random.RandomState):
         return leaf.get_state()
-    if isinstance(leaf, np.ndarray) and leaf.size <= _MOST:
+    if safe.is_a(leaf, np.ndarray) and leaf.size <= _MOST:
         return leaf.dtype, leaf.shape, _Same(leaf.flat) if leaf.dtype.hasobject else leaf.tobytes()
     if long_and_plain(leaf):
-        return tuple(leaf)
-    if isinstance(leaf, (set, frozenset)) and len(leaf) <= _MOST:
-        return leaf.copy()
+        return tuple(safe.entries(leaf))
+    if safe.is_a(leaf, (set, frozenset)) and safe.length(leaf) <= _MOST:
+        return set.copy(leaf) if safe.is_a(leaf, set) else frozenset(safe.entries(leaf))
     return repr(leaf) if type(leaf).__module__ == "itertools" else None
 
 
@@ -255,14 +257,15 @@ def _set_state(leaf: Any, state: Any) -> None:
 
 
 def _unchanged(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
-    if isinstance(before[0], weakref.ref):  # of LSTMs, to parameters
+    if safe.is_a(before[0], weakref.ref):  # of LSTMs, to parameters
         return True
-    if before[0] is after[0] or (isinstance(before[0], PLAIN) and same(before[0], after[0])):
+    if before[0] is after[0] or (safe.is_a(before[0], PLAIN) and same(before[0], after[0])):
         return equal_states(before[1], after[1])
-    copies = isinstance(before[0], (set, frozenset, np.ndarray, list, tuple)) and type(before[0]) is type(after[0])
+    copies = safe.is_a(before[0], (set, frozenset, np.ndarray, list, tuple)) and type(before[0]) is type(after[0])
     return copies and before[1] is not None and equal_states(before[1], after[1])
 
 
+@safe.never_raising(True)
 def equal_states(a: Any, b: Any) -> bool:
     """Whether two states of generators of random numbers, or two collections of plain values, are equal."""
     if a is b:  # as what is not a number, which does not equal itself

@@ -9,6 +9,7 @@ from torch import nn
 from shardwright import torch_private
 from shardwright.graph.tracing.outside.entries import is_object
 from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.outside.safe import is_a
 from shardwright.graph.tracing.outside.values import NOT_PLAIN, PLAIN, comparable
 from shardwright.graph.tracing.sources import callers_line
 
@@ -35,7 +36,7 @@ class Seen:
             self.objects.setdefault(Place("attribute", *name))
         if name in self.set:
             self.read_then.add(name)
-        elif name not in self.read and (value is None or not (isinstance(value, PLAIN) or callable(value))):
+        elif name not in self.read and (value is None or not (is_a(value, PLAIN) or callable(value))):
             self.read[name] = callers_line()
         else:
             self.read_plain.add(name)
