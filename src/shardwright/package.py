@@ -13,7 +13,9 @@ SEARCHED = FOLDER.parent
 ROOMS = (
     "errors",
     "whole_file",
+    "schema",
     "package",
+    "private_folder",
     "native_code",
     "words",
     "steps",

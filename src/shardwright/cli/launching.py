@@ -214,7 +214,7 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
         text, notes = printed(to or "slurm", ToPrint(typed, request, image))
         for note in notes:
             click.echo(f"shardwright: {note}", err=True)
-        click.echo(text, nl=False)
+        click.echo(os.fsencode(text), nl=False)  # with file names that are not UTF-8 as they are
         return
     if image is not None:
         raise click.UsageError("--image is for --print k8s")
@@ -229,4 +229,4 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
         sys.exit(launch_job(job))
     if job.stall_timeout_s is not None:
         job.carrier.refuse("--stall-timeout without --run")
-    click.echo(commands(job), nl=False)
+    click.echo(os.fsencode(commands(job)), nl=False)

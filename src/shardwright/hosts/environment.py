@@ -18,6 +18,7 @@ from pathlib import Path
 
 from shardwright.errors import UsageError, WorldError
 from shardwright.hosts.hosts import expand_hosts, expand_tasks, read_text
+from shardwright.hosts.job_name import check_printable
 from shardwright.hosts.rank_table import RankTable, and_more, parse_rank_table
 
 # Ports below Linux's ephemeral range, so that no outgoing connection holds the one that a job derives.
@@ -111,6 +112,10 @@ def read_environment(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 
 def _checked(place: LaunchEnvironment) -> LaunchEnvironment:
+    try:
+        check_printable(place.job, f"the job of {place.launcher}")
+    except UsageError as error:
+        raise WorldError(str(error)) from None
     if place.size < 1 or (place.rank is not None and not 0 <= place.rank < place.size):
         raise WorldError(
             f"{place.launcher} says rank {place.rank} of {place.size}; ranks go from 0 to the world size - 1"

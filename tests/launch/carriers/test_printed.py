@@ -12,7 +12,10 @@ from click.testing import CliRunner
 
 from ranks import given_port
 from shardwright.cli import cli
-from shardwright.errors import ShardwrightError
+from shardwright.errors import ShardwrightError, UsageError, WorldError
+from shardwright.hosts.environment import read_environment
+from shardwright.launch.asked.request import LaunchRequest
+from shardwright.launch.kept.job import create_job_folder
 
 SCHEMA = json.loads((Path(__file__).with_name("pytorchjob.schema.json")).read_text())
 TYPES = {"object": dict, "array": list, "string": str, "integer": int}
@@ -174,3 +177,123 @@ def test_what_is_printed_for_kubernetes_runs_with_the_variables_of_its_operator(
         pods.append(subprocess.Popen(container["command"], cwd=launching.folder, env=variables))
     assert [pod.wait(100) for pod in pods] == [0, 0]
     assert [(launching.folder / f"seen.{rank}").read_text()[-2:] for rank in range(4)] == ["10"] * 4
+
+
+NASTY = [
+    "a\ntouch evil\n.py",
+    "a\n#SBATCH --x.py",
+    "it's $(touch evil) `touch evil` \\ \".py",
+    "a\u2028- b\x85c: d.py",
+    " #.py",
+]
+
+
+def words_of(line):
+    """The arguments that the program of a printed shell command gets, by that shell."""
+    said = subprocess.run(["bash", "-c", line], capture_output=True, check=True, cwd="/").stdout
+    return said.decode().split("\0")[:-1]
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+@pytest.mark.parametrize("to", ["slurm", "torchrun", "mpirun"])
+def test_whatever_is_typed_is_quoted_in_a_script(launched, to, nasty, tmp_path):
+    """File names, arguments and values of variables reach the program as they are, and nothing else is run."""
+    Path(nasty).touch()
+    shown = tmp_path / "shows"
+    shown.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
+    shown.chmod(0o755)
+    text, _ = launched("-n", "2", "-x", f"A={nasty}", "--print", to, nasty, nasty)
+    command = text[text.index("exec ") :] if to != "torchrun" else text.partition(" && ")[2]
+    start = {"slurm": sys.executable, "mpirun": "mpirun", "torchrun": "env"}[to]
+    assert start in command
+    words = words_of(command.replace(start, str(shown), 1))
+    assert words[-2:] == [nasty, nasty]
+    assert f"A={nasty}" in words
+    before = text[: text.index("\ncd ")] if to == "slurm" else ""
+    assert all(line.startswith("#") for line in before.splitlines())
+    assert before.count("--job-name=") == (to == "slurm")
+    assert not Path("evil").exists()
+
+
+@pytest.mark.parametrize("nasty", NASTY)
+def test_whatever_is_typed_is_quoted_in_a_manifest(launched, nasty):
+    text, _ = launched("-n", "2", "-x", f"A={nasty}", "--image", nasty, "--print", "k8s", nasty, nasty)
+    _, pods = pods_of(text)
+    [container] = pods["Master"]["containers"]
+    wanted = nasty.replace("$", "$$")
+    assert container["command"][-2:] == [wanted, wanted]
+    assert (container["env"], container["image"]) == ([{"name": "A", "value": wanted}], nasty)
+
+
+def test_what_is_not_utf8_is_printed_as_it_is_or_refused(launched):
+    name = os.fsdecode(b"a\xff.py")
+    text, said = launched("-n", "2", "--print", "k8s", name)
+    assert (text, "is not UTF-8, which a manifest has to be" in said) == ("", True)
+    printed = subprocess.run(
+        [sys.executable, "-m", "shardwright", "launch", "-n", "2", "--print", "slurm", name],
+        capture_output=True, check=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"},
+    ).stdout  # fmt: skip
+    assert b"'a\xff.py'" in printed
+
+
+def sbatch_words(line):
+    """The arguments in a line as sbatch reads them: a backslash quotes the next letter, also within quotes."""
+    words, quote, letters = [""], "", iter(line)
+    for letter in letters:
+        if letter == "\\":
+            words[-1] += next(letters)
+        elif quote:
+            words[-1], quote = (words[-1], "") if letter == quote else (words[-1] + letter, quote)
+        elif letter in "'\"":
+            quote = letter
+        elif letter in " #":
+            words += [""]
+        else:
+            words[-1] += letter
+    return words
+
+
+@pytest.mark.parametrize("job", ["night-1", "a b", "it's", 'say "a"', "a\\b", "#1"])
+def test_the_name_of_a_job_is_one_word_for_sbatch(launched, job):
+    text, _ = launched("-n", "2", "--print", "slurm", "--job", job, "train.py")
+    line = text.splitlines()[2].removeprefix("#SBATCH ")
+    assert sbatch_words(line) == [f"--job-name={job}"]
+
+
+NO_NAMES = [
+    "a\ntouch evil",
+    "a\rb",
+    "\x1b[2J",
+    "a\x00b",
+    "a\u2028b",
+    "a\x85b",
+    "",
+    ".",
+    "..",
+    ".a",
+    "a/b",
+    "a" * 256,
+    "ü" * 128,
+]
+
+
+@pytest.mark.parametrize("job", NO_NAMES, ids=ascii)
+def test_what_cannot_name_a_job_is_refused_on_every_way_in(launched, job, tmp_path):
+    for to in ("k8s", "slurm", "torchrun", "mpirun", None):
+        text, said = launched("-n", "2", "--job", job, *(["--print", to] if to else []), "train.py")
+        assert text == ""
+        assert "--job" in said
+        assert "\n" not in said.rstrip()
+    with pytest.raises(UsageError, match="--job"):
+        LaunchRequest(arguments=("train.py",), job=job)
+    with pytest.raises(UsageError, match="--job"):
+        create_job_folder(tmp_path / "logs", job)
+    assert not Path("log_output").exists()
+    assert not (tmp_path / "logs").exists()
+
+
+@pytest.mark.parametrize("job", ["a\ntouch evil", "\x1b[2J"])
+def test_a_job_named_by_a_variable_has_no_control_characters(job):
+    place = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1", "TORCHELASTIC_RUN_ID": job}
+    with pytest.raises(WorldError, match=r"the job of torchrun .* has the control character"):
+        read_environment(place)

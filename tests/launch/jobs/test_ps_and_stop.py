@@ -12,10 +12,12 @@ from dataclasses import replace
 import pytest
 
 from launching import COMMAND, PATIENT, wait_until
+from shardwright import private_folder
 from shardwright.errors import UsageError
 from shardwright.launch.host.processes import start_ticks
 from shardwright.launch.kept import jobs
-from shardwright.launch.kept.jobs import JobRecord, find_job, known_jobs, make_private, show_jobs
+from shardwright.launch.kept.jobs import JobRecord, find_job, known_jobs, show_jobs
+from shardwright.private_folder import make_private
 
 PYTHON = ["--", sys.executable]
 SLEEP = """
@@ -111,7 +113,7 @@ def test_a_job_whose_launcher_was_killed_is_shown_as_lost_and_cleared(launching)
 
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
-    monkeypatch.setattr(jobs, "_TOP", tmp_path)
+    monkeypatch.setattr(private_folder, "TOP", tmp_path)
     return tmp_path / f"shardwright-{os.getuid()}" / "jobs"
 
 

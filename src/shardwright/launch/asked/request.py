@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from shardwright.hosts.job_name import check_job_name
 from shardwright.launch.asked.host_options import HostRequest
 from shardwright.launch.asked.restart_options import ONCE, RestartOptions
 from shardwright.launch.host.program import ProgramKind
@@ -43,3 +44,7 @@ class LaunchRequest:
     stall_timeout_s: float | None = None
     on_stall: str | None = None
     detach: bool = False
+
+    def __post_init__(self) -> None:
+        if self.job is not None:
+            check_job_name(self.job)

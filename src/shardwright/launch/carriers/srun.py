@@ -10,6 +10,7 @@ streams. Each is a step of its own which has all of the node's part of the alloc
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -105,7 +106,7 @@ def batch_script(words: Sequence[str], request: LaunchRequest) -> str:
     hosts, _ = request.where.named(table)
     count = table.size if table is not None else read_count(request.ranks)
     kept = [*([] if request.via else ["--via", SRUN.name]), *_without_printing(words)]
-    name = request.job or Path(request.arguments[0]).stem
+    name = request.job or re.sub(r"[^\w.+-]+", "-", Path(request.arguments[0]).stem)
     return _script([sys.executable, "-m", "shardwright", "launch", *kept], name, hosts, count, request.grace_s)
 
 
@@ -116,8 +117,15 @@ def _without_printing(words: Sequence[str]) -> list[str]:
     return [*words[:at], *words[at + (2 if words[at] == "--print" else 1) :]]
 
 
+def _sbatch_word(word: str) -> str:
+    """Return a word as sbatch reads it in a script, where unlike in a shell a backslash quotes within quotes, too."""
+    if re.fullmatch(r"[\w.+-]+", word):
+        return word
+    return "'" + word.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
 def _script(words: Sequence[str], name: str, hosts: Hosts | None, ranks: int | None, grace_s: float) -> str:
-    asked = [f"--job-name={name}"]
+    asked = [f"--job-name={_sbatch_word(name)}"]
     if hosts is not None:
         asked += [f"--nodes={len(hosts)}", f"--nodelist={','.join(host.name for host in hosts)}"]
         counts = {host.slots for host in hosts}

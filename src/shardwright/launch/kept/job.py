@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from shardwright.errors import UsageError
+from shardwright.hosts.job_name import check_job_name
 from shardwright.launch.host.processes import start_ticks
 
 _STATE_FILES = ("job.json", "failed.json")
@@ -151,8 +152,8 @@ def create_job_folder(log_dir: Path, name: str | None) -> JobFolder:
 
     Raises `UsageError` where the name cannot be one, is taken, or the folder cannot be written.
     """
-    if name is not None and (not name or "/" in name or name.startswith(".") or "\0" in name):
-        raise UsageError(f"--job {name!r} cannot name a folder; type a name without / that does not begin with a dot")
+    if name is not None:
+        check_job_name(name)
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
         path = _claim(log_dir, name)

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import socket
-import stat
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -20,10 +19,10 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.launch.host.processes import start_ticks
+from shardwright.private_folder import make_private, own_folder
 
 RUNNING, RESTARTING, STOPPING, LOST = "running", "restarting", "stopping", "lost"
 _SHOWN_LOST_S = 60.0
-_TOP = Path("/tmp")  # whatever TMPDIR is in the shell that asks
 
 
 def _own_processes() -> str:
@@ -96,19 +95,7 @@ class JobRecord:
 
 
 def jobs_folder() -> Path:
-    return _TOP / f"shardwright-{os.getuid()}" / "jobs"
-
-
-def make_private(folder: Path) -> None:
-    """Make ``folder`` and the one above it for this user alone. Raises `OSError` where somebody else has made them."""
-    for path in (folder.parent, folder):
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
-        status = path.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
-            raise PermissionError(f"{path} is not a folder of this user; somebody else has made it")
-    if stat.S_IMODE(status.st_mode) != 0o700:
-        folder.chmod(0o700)
+    return own_folder() / "jobs"
 
 
 def known_jobs() -> list[JobRecord]:

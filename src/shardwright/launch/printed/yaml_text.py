@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from shardwright.errors import UsageError
+
 _PLAIN = re.compile(r"[A-Za-z/][A-Za-z0-9_./-]*")
 _NO_WORDS = frozenset({"y", "n", "yes", "no", "on", "off", "true", "false", "null"})
 
@@ -42,4 +44,15 @@ def _lines(values: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 def _scalar(value: Any) -> str:
     """JSON is YAML; a word that can be taken for nothing else goes without quotes."""
     plain = isinstance(value, str) and _PLAIN.fullmatch(value) and value.lower() not in _NO_WORDS
-    return str(value) if plain else json.dumps(value, ensure_ascii=False)
+    return str(value) if plain else _escaped(json.dumps(value, ensure_ascii=False))
+
+
+def _escaped(text: str) -> str:
+    """Return JSON without characters that YAML takes for line ends, or does not take.
+
+    >>> print(_escaped('"a\\u2028b"'))
+    "a\\U00002028b"
+    """
+    if re.search("[\ud800-\udfff]", text):
+        raise UsageError(f"{text!r} is not UTF-8, which a manifest has to be; give it another name")
+    return "".join(letter if letter.isprintable() else f"\\U{ord(letter):08x}" for letter in text)
