@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from shardwright.private_folder import is_private, make_private, own_folder
+from shardwright.private_folder import cache_folder, is_private
 
 _FLAGS = ("-O3", "-fPIC", "-shared", "-std=gnu11")  # for every processor of this kind: hosts may share the folder
 _TIMEOUT_S = 60.0
@@ -42,19 +42,7 @@ def compiled(source: Path, *flags: str, opens: Callable[[Path], object]) -> Path
 
 
 def _folder() -> Path:
-    """Return the folder of libraries, in the cache of this user; in ``/tmp`` where strangers may write to that.
-
-    Raises:
-        OSError: where there is neither.
-    """
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright" / "native"
-    with contextlib.suppress(OSError):
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if is_private(folder):
-            return folder
-    folder = own_folder() / "native"
-    make_private(folder)
-    return folder
+    return cache_folder("native")
 
 
 def _is_as_compiled(path: Path) -> bool:

@@ -20,6 +20,22 @@ def own_folder() -> Path:
     return TOP / f"shardwright-{os.getuid()}"
 
 
+def cache_folder(name: str) -> Path:
+    """Return the folder ``name`` in the cache of this user, made; in `own_folder` where strangers may write to that.
+
+    Raises:
+        OSError: where it cannot be made.
+        RuntimeError: where nobody knows the home of this user.
+    """
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright" / name
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if is_private(folder):
+        return folder
+    folder = own_folder() / name
+    make_private(folder)
+    return folder
+
+
 def make_private(folder: Path) -> None:
     """Make ``folder`` and the one above it for this user alone. Raises `OSError` where somebody else has made them."""
     for path in (folder.parent, folder):

@@ -31,6 +31,9 @@ _PLAIN: Mapping[Any, str] = {
 }  # fmt: skip
 
 
+_MOST = 1 << 63  # of whole numbers: nothing that is counted here is more
+
+
 class SchemaError(ValueError):
     """What was read is no JSON, or not of the form that is expected; says where, what was got and what was expected."""
 
@@ -44,10 +47,10 @@ def from_json(text: str | bytes, kind: type[T]) -> T:
     return checked(value, kind)
 
 
-def checked(value: Any, kind: type[T]) -> T:
-    """Return what `json.loads` has returned, as a value of ``kind``. Raises `SchemaError`."""
+def checked(value: Any, kind: type[T], at: str = "") -> T:
+    """Return what `json.loads` has returned, as a value of ``kind``; it stands at ``at``. Raises `SchemaError`."""
     try:
-        return cast(T, _read(value, kind, ""))
+        return cast(T, _read(value, kind, at))
     except RecursionError:
         raise SchemaError("it has lists in lists, too deep to be read") from None
 
@@ -55,7 +58,9 @@ def checked(value: Any, kind: type[T]) -> T:
 def _read(value: Any, kind: Any, at: str) -> Any:
     """Return ``value``, which stands at ``at``, as ``kind``: a class, or a type of `typing`."""
     if kind in _PLAIN:
-        if type(value) is kind or (kind is float and type(value) is int):
+        if type(value) is int and kind in (int, float) and abs(value) < _MOST:
+            return kind(value)
+        if type(value) is kind is not int:
             return value
         raise _wrong(value, kind, at)
     if kind is Any:
@@ -95,7 +100,7 @@ def _read_items(value: list[Any], kind: Any, origin: Any, arguments: tuple[Any, 
             raise _wrong(value, kind, at)
         return tuple(_read(item, one, f"{at}[{i}]") for i, (item, one) in enumerate(zip(value, arguments, strict=True)))
     one = arguments[0]
-    if one in _PLAIN and all(type(item) is one for item in value):  # of the longest lists, checksums and numbers
+    if one is str and all(type(item) is str for item in value):  # of the longest lists, those of checksums
         return value if origin is list else origin(value)
     return origin([_read(item, one, f"{at}[{i}]") for i, item in enumerate(value)])
 

@@ -1,5 +1,7 @@
 """``shardwright checkpoint show | verify | merge | split``, as they are typed."""
 
+import contextlib
+import json
 import re
 
 import fsspec
@@ -7,9 +9,13 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from mutated import mutations
 from shardwright.checkpoint.exchange.exchange import read_state
 from shardwright.checkpoint.exchange.merge import WHAT
+from shardwright.checkpoint.format.manifest import MANIFEST, Manifest, checksum
 from shardwright.checkpoint.format.pieces import Piece
+from shardwright.checkpoint.inspection.show import show
+from shardwright.checkpoint.inspection.verify import verify
 from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.save import save
 from shardwright.checkpoint.storage.store import Store
@@ -197,3 +203,30 @@ def test_a_url_that_cannot_be_read_says_what_to_do(url, message):
 def test_the_command_that_merges_has_the_choices_of_the_function():
     [option] = [option for option in cli.commands["checkpoint"].commands["merge"].params if option.name == "what"]
     assert tuple(option.type.choices) == WHAT
+
+
+def test_no_form_of_a_manifest_raises_another_error(tmp_path):
+    """Behind a right checksum, too: it is refused when it is read, or the checkpoint is shown, verified and loaded."""
+    about = {"step": 1, "metrics": {"loss": 0.5}}
+    SimulatedRanks.run(2, lambda r: save(Store(tmp_path), "one", state(r.rank), about, {"plan.json": b"{}"}, r))
+    path = tmp_path / "one" / MANIFEST
+    whole = path.read_text()
+    document = json.loads(whole)
+    del document["checksum"]
+    accepted, refused = [], []
+    for name, changed in mutations(document, (None, True, "x", -1, 1.5, 10**40, [], {})):
+        rest = json.dumps(changed)[1:] if isinstance(changed, dict) else f' "x": {json.dumps(changed)} }}'
+        path.write_text(f'{{ "checksum": "{checksum(rest.encode())}",\n{rest}')
+        try:
+            Manifest.from_text(path.read_bytes(), "m")
+        except CheckpointError as error:
+            refused.append(str(error))
+            continue
+        accepted.append(name)
+        show(tmp_path / "one", entries=True)
+        verify(tmp_path / "one")
+        with contextlib.suppress(CheckpointError):
+            load(tmp_path / "one", state(0), rank=0)
+    assert all(message.startswith("m ") and "\n" not in message for message in refused)
+    assert "['info'] with one more" in accepted
+    assert len(refused) > 10 * len([name for name in accepted if "['info']" not in name])

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
+from mutated import mutations
 from ranks import run_ranks
 from shardwright.backends.table import BACKENDS
 from shardwright.errors import UsageError
@@ -147,32 +148,32 @@ def broken(path, value):
     ("text", "message"),
     [
         ("{", "is no JSON"),
-        ("[]", 'expected an object with "format"'),
+        ("[]", 'an object with "format": .* it is \\[\\], expected an object'),
         (broken(["format"], "other"), "is no hardware profile"),
         (broken(["version"], 9), "has version 9 of the format, this program reads 1"),
         (broken(["flops"], {"float64": 1e9}), 'flops needs a figure for "float32"'),
         (broken(["flops", "float32"], -1), "float32 is -1.0; expected a number above 0"),
-        (broken(["memory_bandwidth"], None), "memory_bandwidth is missing"),
-        (broken(["launch_s"], "fast"), "launch_s is 'fast', which is no number"),
+        (broken(["memory_bandwidth"], None), "it lacks memory_bandwidth"),
+        (broken(["launch_s"], "fast"), "launch_s is 'fast', expected a number"),
         (broken(["around_s"], -1), "around_s is -1.0; expected a number from 0 on"),
-        (broken(["updates"], [{"per_entry": -1, "bandwidth": 1}]), "per_entry is -1; expected a whole number from 0"),
+        (broken(["updates"], [{"per_entry": -1, "bandwidth": 1}]), r"updates\[0\].per_entry is -1; expected a number"),
         (broken(["updates"], [{"per_entry": 1, "bandwidth": 0}]), "bandwidth is 0.0; expected a number above 0"),
-        (broken(["updates"], [{"per_entry": 1}]), "bandwidth is missing"),
+        (broken(["updates"], [{"per_entry": 1}]), r"updates\[0\] lacks bandwidth"),
         (broken(["at_once"], 1.5), "at_once is 1.5; expected a number from 0 to 1"),
-        (broken(["hides_gradients"], "some"), "hides_gradients is 'some', which is no number"),
-        (broken(["links", 0, "where"], "beside"), "expected inside or between"),
-        (broken(["links", 0, "ranks"], 1), "2 ranks or more"),
+        (broken(["hides_gradients"], "some"), "hides_gradients is 'some', expected a number"),
+        (broken(["links", 0, "where"], "beside"), r"links\[0\].where is 'beside', expected 'inside' or 'between'"),
+        (broken(["links", 0, "ranks"], 1), "a link is among 1 ranks; expected 2 or more"),
         (broken(["links", 1], None), "the links inside hosts lack all_gather"),
         (broken(["links", 0, "segments"], []), "begin with from_bytes 0"),
         (broken(["links", 0, "segments", 0, "from_bytes"], 5), "begin with from_bytes 0"),
-        (broken(["links", 0, "segments", 0, "bandwidth"], 0), "bandwidth is 0.0; expected a number above 0"),
+        (broken(["links", 0, "segments", 0, "bandwidth"], 0), r"bandwidth=0.0\); expected bytes, seconds"),
         (broken(["links", 0, "segments", 1, "from_bytes"], 0), "the segments of a curve rise: 0 follows 0"),
         (broken(["links", 0, "segments", 0, "latency_s"], -1.0), "takes no time"),
         (broken(["links", 0, "segments", 1, "latency_s"], -1e-3), "takes no time|less time"),
-        (broken(["links", 0, "points"], [1]), "f.json: "),
+        (broken(["links", 0, "points"], [1]), r"points\[0\] is 1, expected a list of 2: a whole number, a number"),
         (broken(["ranks_per_host"], 0), "ranks_per_host is 0; expected a whole number from 1 on, or null"),
-        (broken(["links", 9, "per_host"], 0), "per_host is 0; expected a whole number from 1 on"),
-        (broken(["links", 9, "per_host"], 8), "per_host is 8 of 8 ranks; a group between hosts has ranks on others"),
+        (broken(["links", 9, "per_host"], 0), "per_host is 0 of 8 ranks; expected 1 or more"),
+        (broken(["links", 9, "per_host"], 8), "per_host is 8 of 8 ranks; expected 1 or more, and fewer than all"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_in_a_file(text, message, tmp_path):
@@ -181,6 +182,25 @@ def test_what_is_wrong_in_a_file(text, message, tmp_path):
     with pytest.raises(UsageError, match=message) as caught:
         Hardware.load(path)
     assert str(path) in str(caught.value)
+
+
+def test_no_form_of_a_file_raises_another_error():
+    """Whatever is accepted says what any collective and any step of an optimizer take."""
+    accepted, refused = [], []
+    for name, document in mutations(json.loads(hardware().to_json())):
+        try:
+            found = Hardware.from_json(json.dumps(document), "f.json")
+        except UsageError as error:
+            refused.append(str(error))
+            continue
+        accepted.append(name)
+        assert found.collective_s("all_reduce", 1 << 20, 2, "inside") > 0 if found.links else True
+        assert found.flops_in(torch.float32) > 0
+        assert found.updating(2).bandwidth > 0
+    added = {name for name in accepted if "one more" in name}
+    assert added == {f"['{name}'] with one more" for name in ("flops", "links", "sources")}
+    assert all(message.startswith("f.json") for message in refused)
+    assert "['launch_s'] = 1.5" in accepted
 
 
 def test_what_is_no_hardware(tmp_path):

@@ -8,14 +8,17 @@ import pytest
 import torch
 from torch import nn
 
+from mutated import mutations
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
 from shardwright.graph.rewrite import rewrite
+from shardwright.lower.lower import lower
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Axis, Link, Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.cost import Bytes
+from shardwright.plan.pricing.hardware import read_hardware
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.plan.searching.search import search
@@ -113,7 +116,7 @@ def test_a_truncated_file_is_refused(part, plan, graph, tmp_path):
     path.write_text(text[: int(len(text) * part)])
     with pytest.raises(PlanError) as error:
         Plan.load(path, graph)
-    assert str(error.value).startswith(f"{path}: this is not a plan as Plan.to_json writes it: JSONDecodeError")
+    assert str(error.value).startswith(f"{path}: this is not a plan as Plan.to_json writes it: it is no JSON: ")
 
 
 @pytest.mark.parametrize("edit", ["mesh", "strategies", "leaves", "outputs"])
@@ -196,3 +199,55 @@ def test_cycles_are_looked_for_after_a_search_where_they_were_before_it(collecte
         assert (inside, gc.isenabled()) == ([False], collected)
     finally:
         (gc.enable if were else gc.disable)()
+
+
+@pytest.fixture(scope="module")
+def split(graph):
+    """A plan with splits, links and hardware in it."""
+    return make_plan(graph.capture, PlanRequest(MESH, search="propagation", hardware=read_hardware("cpu")))
+
+
+def test_no_form_of_a_plan_raises_another_error(split, graph):
+    """A file that is wrong in one place is refused when it is read, or it is a plan that is shown and lowered."""
+    document = json.loads(split.to_json())
+    document["hardware"] = None  # tests of profiles draw those
+    accepted, refused = [], []
+    for name, changed in mutations(document):
+        try:
+            read = Plan.from_json(json.dumps(changed), graph)
+        except PlanError as error:
+            refused.append(str(error))
+            continue
+        accepted.append(name)
+        assert str(read)
+        assert [lower(read, rank) for rank in (0, read.mesh.size - 1)]
+    assert not [message for message in refused if "\n" in message]
+    assert "['mode'] = 'x'" in accepted
+    assert len(accepted) < 60
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda d: d["mesh"][0].__setitem__(1, 10**9), "the meshes .* which are not of the same devices"),
+        (lambda d: d["strategies"].clear(), "the strategies of the plan lack or add"),
+        (lambda d: d["outputs"].clear(), "the outputs of the plan lack or add"),
+        (lambda d: d["leaves"].update(model_0_bias={"dims": [], "partial": []}), "the leaves of the plan lack or add"),
+        (lambda d: d.update(again=["nothing"]), "the values of the plan lack or add nothing"),
+        (lambda d: d.update(cost=-1), "cost of the plan is -1.0, expected a number from 0 on"),
+        (lambda d: d.update(hardware={}), "no hardware profile"),
+        (lambda d: d.update(one=1), "it has 'one', which is not known"),
+        (lambda d: d["graph"].update(values="x"), "graph.values is 'x', expected a list"),
+    ],
+)
+def test_impossible_plans_say_what_is(split, graph, edit, message):
+    document = json.loads(split.to_json())
+    edit(document)
+    with pytest.raises(PlanError, match=message):
+        Plan.from_json(json.dumps(document), graph)
+
+
+def test_a_plan_that_is_no_text_is_refused(graph, tmp_path):
+    (tmp_path / "plan.json").write_bytes(b"\xff\xfe{")
+    with pytest.raises(PlanError, match=r"plan.json: this is not a plan as Plan.to_json writes it: it is no JSON: "):
+        Plan.load(tmp_path / "plan.json", graph)

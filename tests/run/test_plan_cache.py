@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from shardwright import package
+from shardwright import package, private_folder
 from shardwright.backends.table import BACKENDS, Buckets
 from shardwright.errors import PlanError
 from shardwright.graph.capture import capture
@@ -99,14 +99,52 @@ def test_the_planner_is_known_by_the_buckets_that_it_prices(monkeypatch):
     assert plan_cache.planner_digest.__wrapped__() != before
 
 
-def test_a_damaged_file_is_made_anew(graph):
+def other_mode(text):
+    return text.replace(b'"mode": "data"', b'"mode": "auto"')
+
+
+@pytest.mark.parametrize(
+    ("damage", "why"),
+    [
+        (lambda text: text[:200], "it is no JSON: "),
+        (lambda text: b"\xff\xfe" + text, "it is no JSON: "),
+        (lambda text: b"[" * 100_000, "it is no JSON: "),
+        (lambda text: b"{}", "it lacks "),
+        (other_mode, "has a plan of mode auto on 2 devices"),
+    ],
+    ids=["short", "no UTF-8", "deep", "empty", "other mode"],
+)
+def test_a_damaged_file_is_made_anew_and_told_of(graph, capsys, damage, why):
     plan, _ = ask(graph)
     [path] = plan_cache.cache_directory().iterdir()
-    path.write_text(path.read_text()[:200])
+    path.write_bytes(damage(path.read_bytes()))
     again, made = ask(graph)
     assert made
     assert again == plan
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"shardwright: a kept plan is not used, and another takes its place: {path}")
+    assert why in line
     assert not ask(graph)[1]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_file_that_others_may_write_is_made_anew(graph, capsys):
+    ask(graph)
+    [path] = plan_cache.cache_directory().iterdir()
+    path.chmod(0o666)
+    assert ask(graph)[1]
+    assert "may have been written by another user" in capsys.readouterr().err
+    assert not ask(graph)[1]
+
+
+def test_a_folder_where_others_may_write_is_not_used(graph, tmp_path, monkeypatch):
+    monkeypatch.setattr(private_folder, "TOP", tmp_path / "tmp")
+    (tmp_path / "tmp").mkdir()
+    (tmp_path / "shardwright").mkdir()
+    (tmp_path / "shardwright").chmod(0o777)
+    assert ask(graph)[1]
+    assert not ask(graph)[1]
+    assert len([*(tmp_path / "tmp").glob("shardwright-*/plans/*.json")]) == 1
 
 
 def test_a_folder_that_cannot_be_written_is_no_obstacle(graph, tmp_path, monkeypatch):

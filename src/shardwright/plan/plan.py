@@ -20,14 +20,17 @@ from shardwright.plan.decided.decisions import Decisions
 from shardwright.plan.decided.difference import difference
 from shardwright.plan.decided.holding import Held, Memory
 from shardwright.plan.explain import explain
+from shardwright.plan.possible import refuse_impossible
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.why import Why
 from shardwright.rules.notation import Strategy
+from shardwright.schema import SchemaError, checked, from_json
 from shardwright.whole_file import write_whole
 
 FORMAT = 1
+_NO_PLAN = "this is not a plan as Plan.to_json writes it"
 
 
 @dataclass(frozen=True)
@@ -115,43 +118,36 @@ class Plan(Decisions):
         return json.dumps(document, indent=1)
 
     @staticmethod
-    def from_json(text: str, graph: RuledGraph) -> Plan:
+    def from_json(text: str | bytes, graph: RuledGraph) -> Plan:
         """Read a plan for this graph.
 
         Raises:
             PlanError: where the text is no plan, or was made for another graph; says what differs.
         """
+        document = _read(text)
+        _refuse_other_graph(asdict(document.graph), _fingerprint(graph.capture))
         try:
-            document = json.loads(text)
-            if document["format"] != FORMAT:
-                raise PlanError(f"the plan has format {document['format']}, this release reads {FORMAT}; plan again")
-            _refuse_other_graph(document["graph"], _fingerprint(graph.capture))
             plan = Plan(
                 graph,
-                _mesh_from_json(document["mesh"]),
-                _mesh_from_json(document["named_mesh"]),
-                document["mode"],
-                document["search"],
-                {
-                    name: Strategy(tuple(tuple(a) for a in s["axes"]), tuple(s["partial"]))
-                    for name, s in document["strategies"].items()
-                },
-                {name: _layout_from_json(layout) for name, layout in document["leaves"].items()},
-                {name: _layout_from_json(layout) for name, layout in document["outputs"].items()},
-                document.get("cost"),
-                document.get("bound"),
-                OptimizerStates(**document["optimizer"]) if "optimizer" in document else ADAMW,
-                document.get("memory"),
-                frozenset(document.get("again", ())),
-                tuple(document.get("considered", ())),
-                _hardware_from_json(document.get("hardware")),
-                frozenset(document.get("recomputed", ())),
+                _mesh_from_json(document.mesh),
+                _mesh_from_json(document.named_mesh),
+                document.mode,
+                document.search,
+                document.strategies,
+                {name: _layout_from_json(layout) for name, layout in document.leaves.items()},
+                {name: _layout_from_json(layout) for name, layout in document.outputs.items()},
+                document.cost,
+                document.bound,
+                document.optimizer,
+                document.memory,
+                document.again,
+                document.considered,
+                _hardware_from_json(document.hardware),
+                document.recomputed,
             )
-            _refuse_incomplete(plan)
-        except PlanError:
-            raise
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"this is not a plan as Plan.to_json writes it: {error!r}") from error
+        except UsageError as error:
+            raise PlanError(f"{_NO_PLAN}: {error}") from None
+        refuse_impossible(plan)
         return plan
 
     def save(self, path: str | Path) -> None:
@@ -169,11 +165,63 @@ class Plan(Decisions):
     def load(path: str | Path, graph: RuledGraph) -> Plan:
         """Read a plan from a file; raises as `from_json` does."""
         try:
-            return Plan.from_json(Path(path).read_text(), graph)
+            return Plan.from_json(Path(path).read_bytes(), graph)
         except OSError as error:
             raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
         except PlanError as error:
             raise PlanError(f"{path}: {error}") from error
+
+
+_Axis = tuple[str, int] | tuple[str, int, float, float]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A layout in a file: of every dim the axes and the unit."""
+
+    dims: tuple[tuple[tuple[str, ...], int], ...]
+    partial: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What a plan was made for; see `_fingerprint`."""
+
+    values: list[str]
+    operators: list[str]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """What `Plan.to_json` writes; plans of earlier releases lack what has a default."""
+
+    format: int
+    mode: str
+    search: str
+    mesh: tuple[_Axis, ...]
+    named_mesh: tuple[_Axis, ...]
+    graph: _Graph
+    strategies: dict[str, Strategy]
+    leaves: dict[str, _Layout]
+    outputs: dict[str, _Layout]
+    cost: float | None = None
+    bound: float | None = None
+    optimizer: OptimizerStates = ADAMW
+    memory: int | None = None
+    again: frozenset[str] = frozenset()
+    considered: tuple[str, ...] = ()
+    hardware: dict[str, Any] | None = None
+    recomputed: frozenset[str] = frozenset()
+
+
+def _read(text: str | bytes) -> _Document:
+    try:
+        found = from_json(text, dict[str, Any])
+        if isinstance(number := found.get("format"), int) and number != FORMAT:
+            raise PlanError(f"the plan has format {number}, this release reads {FORMAT}; plan again")
+        return checked(found, _Document)
+    except SchemaError as error:
+        raise PlanError(f"{_NO_PLAN}: {error}; plan again") from None
 
 
 def _fingerprint(capture: Capture) -> dict[str, list[str]]:
@@ -194,37 +242,12 @@ def _refuse_other_graph(theirs: dict[str, list[str]], ours: dict[str, list[str]]
                 raise PlanError(f"the plan was made for another model: it has {planned!r}, the model {actual!r}")
 
 
-def _refuse_incomplete(plan: Plan) -> None:
-    """A file that was edited by hand may lack a decision, or name an axis that there is not."""
-    decided = {
-        "strategies": (set(plan.strategies), {node.name for node in plan.capture.nodes}),
-        "leaves": (set(plan.leaves), {v.name for v in plan.capture.values.values() if v.kind != "result"}),
-    }
-    for kind, (found, needed) in decided.items():
-        if found != needed:
-            raise PlanError(f"the {kind} of the plan lack or add {', '.join(sorted(found ^ needed)[:5])}; plan again")
-    if len(plan.block_of) < sum(len(block.nodes) for block in plan.blocks):
-        raise PlanError("the plan computes modules again that lie in one another; plan again")
-    if without := sorted(plan.recomputed - {block.name for block in plan.blocks}):
-        raise PlanError(f"the plan computes {', '.join(without[:5])} again, of which nothing is kept; plan again")
-    for node in plan.capture.nodes:
-        rule, axes = plan.graph.rules[node.name], plan.strategies[node.name].axes
-        if len(axes) != len(rule.factors) or not {i for i, cut in enumerate(axes) if cut} <= set(rule.splittable):
-            raise PlanError(f"the plan was made with another rule of {node.op} than {rule}; plan again")
-    layouts = [*plan.leaves.values(), *plan.outputs.values()]
-    splits = [split.axes for layout in layouts for split in layout.dims] + [layout.partial for layout in layouts]
-    splits += [axes for strategy in plan.strategies.values() for axes in (*strategy.axes, strategy.partial)]
-    unknown = sorted({axis for axes in splits for axis in axes} - set(plan.mesh.names))
-    if unknown:
-        raise PlanError(f"the plan splits over {', '.join(unknown)}, which its mesh ({plan.mesh}) has not; plan again")
-
-
 def _mesh_to_json(mesh: Mesh) -> list[list[Any]]:
     """Every axis as name, size and, where its link is known, latency and bandwidth."""
     return [[a.name, a.size, *([a.link.latency_s, a.link.bandwidth] if a.link else [])] for a in mesh.axes]
 
 
-def _mesh_from_json(axes: list[list[Any]]) -> Mesh:
+def _mesh_from_json(axes: tuple[_Axis, ...]) -> Mesh:
     return Mesh(tuple(Axis(name, size, Link(*link) if link else None) for name, size, *link in axes))
 
 
@@ -232,13 +255,10 @@ def _layout_to_json(layout: Layout) -> dict[str, Any]:
     return {"dims": [[list(dim.axes), dim.unit] for dim in layout.dims], "partial": list(layout.partial)}
 
 
-def _layout_from_json(document: dict[str, Any]) -> Layout:
-    return Layout(tuple(Split(tuple(axes), unit) for axes, unit in document["dims"]), tuple(document["partial"]))
+def _layout_from_json(layout: _Layout) -> Layout:
+    return Layout(tuple(Split(axes, unit) for axes, unit in layout.dims), layout.partial)
 
 
 def _hardware_from_json(document: dict[str, Any] | None) -> Hardware | None:
-    """What the plan was priced with; plans of earlier releases do not say."""
-    try:
-        return None if document is None else Hardware.from_json(json.dumps(document), "the hardware of the plan")
-    except UsageError as error:
-        raise PlanError(str(error)) from None
+    """Return what the plan was priced with; plans of earlier releases do not say."""
+    return None if document is None else Hardware.from_json(json.dumps(document), "the hardware of the plan")

@@ -16,13 +16,14 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 import xxhash
 from torch import Tensor
 
 from shardwright.errors import CheckpointError
+from shardwright.schema import SchemaError, checked, from_json
 
 MANIFEST = "checkpoint.json"
 LATEST = "latest"
@@ -206,15 +207,18 @@ class Manifest:
             raise CheckpointError(
                 f"{source} was altered or is incomplete: its first line is not the checksum of the rest"
             )
-        found = json.loads(raw)
-        if found["format"] != FORMAT or found["block_bytes"] != BLOCK_BYTES:
-            raise CheckpointError(
-                f"{source} has the format {found['format']} with blocks of {found['block_bytes']} bytes; "
-                f"this version reads {FORMAT} with blocks of {BLOCK_BYTES}"
-            )
-        entries = [_from_json(entry) for entry in found["entries"]]
-        files = {name: FileRecord(**record) for name, record in found["files"].items()}
-        return Manifest({entry.name: entry for entry in entries}, files, found["info"])
+        try:
+            found = from_json(raw, dict[str, Any])
+            if (found.get("format"), found.get("block_bytes")) != (FORMAT, BLOCK_BYTES):
+                raise CheckpointError(
+                    f"{source} has the format {found.get('format')} with blocks of {found.get('block_bytes')} bytes; "
+                    f"this version reads {FORMAT} with blocks of {BLOCK_BYTES}"
+                )
+            manifest = _of_file(checked(found, _File))
+            _refuse_impossible(manifest)
+        except SchemaError as error:
+            raise CheckpointError(f"{source} is no manifest of a checkpoint: {error}") from None
+        return manifest
 
 
 def _to_json(entry: Entry) -> dict[str, Any]:
@@ -225,15 +229,119 @@ def _to_json(entry: Entry) -> dict[str, Any]:
     return {"path": entry.path, "dtype": dtype, "shape": entry.shape, "chunks": chunks}
 
 
-def _from_json(found: dict[str, Any]) -> Entry:
+@dataclass(frozen=True)
+class _File:
+    """What `Manifest.to_text` writes."""
+
+    checksum: str
+    format: str
+    block_bytes: int
+    info: dict[str, Any]
+    files: dict[str, FileRecord]
+    entries: list[dict[str, Any]]
+
+
+class _Info(TypedDict, total=False):
+    """What of ``info`` is looked at; there may be anything else in it."""
+
+    step: int
+    epoch: int
+    sequence: int
+    saved: str
+    metrics: dict[str, float]
+
+
+@dataclass(frozen=True)
+class _Value:
+    path: tuple[str, ...]
+    file: str
+    start: int
+    length: int
+    data: int
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    file: str
+    start: int
+    length: int
+    data: int
+    checksums: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Tensor:
+    path: tuple[str, ...]
+    dtype: str
+    shape: tuple[int, ...]
+    chunks: tuple[_Chunk, ...]
+
+
+def _of_file(found: _File) -> Manifest:
+    checked({name: found.info[name] for name in _Info.__annotations__ if name in found.info}, _Info, "info")
+    entries = [_from_json(entry, f"entries[{i}]") for i, entry in enumerate(found.entries)]
+    by_name = {entry.name: entry for entry in entries if entry.path}
+    if len(by_name) < len(entries):
+        raise SchemaError("entries has two of one name, or one without a name")
+    return Manifest(by_name, found.files, found.info)
+
+
+def _from_json(found: dict[str, Any], at: str) -> Entry:
     if "chunks" not in found:
-        return ValueEntry(tuple(found["path"]), _place(found))
-    chunks = tuple([Chunk(_box(tuple(c["offsets"]), tuple(c["sizes"])), _place(c)) for c in found["chunks"]])
-    return TensorEntry(tuple(found["path"]), getattr(torch, found["dtype"]), tuple(found["shape"]), chunks)
+        value = checked(found, _Value, at)
+        return ValueEntry(value.path, _place(value))
+    tensor = checked(found, _Tensor, at)
+    dtype = getattr(torch, tensor.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise SchemaError(f"{at}.dtype is {tensor.dtype!r}, expected the name of a dtype of torch")
+    chunks = tuple([Chunk(_box(chunk.offsets, chunk.sizes), _place(chunk)) for chunk in tensor.chunks])
+    return TensorEntry(tensor.path, dtype, tensor.shape, chunks)
 
 
-_box = lru_cache(maxsize=4096)(Box)  # those of all layers are alike
+_box = lru_cache(maxsize=4096)(Box)  # those of all layers are alike; the box is what it is called with
 
 
-def _place(found: dict[str, Any]) -> Place:
-    return Place(found["file"], found["start"], found["length"], found["data"], tuple(found["checksums"]))
+def _place(found: _Value | _Chunk) -> Place:
+    return Place(found.file, found.start, found.length, found.data, found.checksums)
+
+
+def _refuse_impossible(manifest: Manifest) -> None:
+    """Raise `SchemaError` for chunks that do not make up their tensors, and places that cannot be in their files."""
+    for name, record in manifest.files.items():
+        if record.size_bytes < 0 or name in ("", ".", "..") or "/" in name or "\0" in name:
+            raise SchemaError(f"files has {name!r} of {record.size_bytes} bytes, expected a file of the same folder")
+    for entry in manifest.entries.values():
+        if isinstance(entry, TensorEntry):
+            _refuse_chunks(entry)
+            places = [chunk.place for chunk in entry.chunks]
+        else:
+            places = [entry.place]
+        for place in places:
+            _refuse_place(entry.name, place, manifest.files)
+
+
+def _refuse_place(name: str, place: Place, files: Mapping[str, FileRecord]) -> None:
+    if place.file not in files:
+        raise SchemaError(f"{name} lies in {place.file!r}, which is none of its files")
+    if not (place.start >= 0 and 0 <= place.data <= place.length <= files[place.file].size_bytes - place.start):
+        raise SchemaError(f"{name} does not lie within {place.file}, which has {files[place.file].size_bytes} bytes")
+    if len(place.checksums) != (blocks := -(-place.length // BLOCK_BYTES)):
+        raise SchemaError(f"{name} has {len(place.checksums)} checksums in {place.file}, expected {blocks}")
+
+
+def _refuse_chunks(entry: TensorEntry) -> None:
+    if any(size < 0 for size in entry.shape):
+        raise SchemaError(f"{entry.name} has the shape {list(entry.shape)}, expected sizes from 0 on")
+    for chunk in entry.chunks:
+        box, dims = chunk.box, len(entry.shape)
+        if len(box.offsets) != dims or len(box.sizes) != dims or not all(
+            o >= 0 <= n and o + n <= size for o, n, size in zip(box.offsets, box.sizes, entry.shape, strict=True)
+        ):  # fmt: skip
+            raise SchemaError(f"{entry.name} of the shape {list(entry.shape)} has a chunk that is no part of it: {box}")
+        if chunk.place.data + box.numel * entry.dtype.itemsize > chunk.place.length:
+            raise SchemaError(f"{entry.name}: its elements do not fit into their container")
+    if (count := sum(chunk.box.numel for chunk in entry.chunks)) != math.prod(entry.shape):
+        raise SchemaError(f"{entry.name}: its chunks have {count} elements of {math.prod(entry.shape)}")

@@ -10,27 +10,27 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from importlib import resources
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, get_args
 
 import torch
 
-from shardwright.backends.table import Buckets, backend_called, usual_backend
+from shardwright.backends.table import BACKENDS, Buckets, backend_called, usual_backend
 from shardwright.errors import UsageError
 from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.plan.pricing.known_gpus import profile_of
 from shardwright.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
+from shardwright.schema import SchemaError, checked, from_json
 from shardwright.whole_file import write_whole
 
 FORMAT = "shardwright hardware profile"
 VERSION = 1
 _KINDS: tuple[CollectiveKind, ...] = get_args(CollectiveKind)
 _AMONG_CPUS = usual_backend("cpu", shared=True).name
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -157,18 +157,17 @@ class Hardware:
             UsageError: where the text is no profile, with what is wrong in it.
         """
         try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise UsageError(f"{origin} is no JSON: {error}") from None
-        if not isinstance(found, dict) or found.get("format") != FORMAT:
+            found = from_json(text, dict[str, Any])
+        except SchemaError as error:
+            raise UsageError(f'{origin} is no hardware profile, an object with "format": "{FORMAT}": {error}') from None
+        if found.get("format") != FORMAT:
             raise UsageError(f'{origin} is no hardware profile: expected an object with "format": "{FORMAT}"')
         if found.get("version") != VERSION:
             raise UsageError(f"{origin} has version {found.get('version')} of the format, this program reads {VERSION}")
         try:
-            hardware = _from_fields(found)
-        except (UsageError, TypeError, ValueError) as error:
+            return _of_file(checked(found, _File))
+        except (SchemaError, UsageError) as error:
             raise UsageError(f"{origin}: {error}") from None
-        return hardware
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the profile; a file that was there is replaced once the new one is whole."""
@@ -195,95 +194,85 @@ def _link_to_json(link: LinkCost) -> dict[str, Any]:
     return plain | ({"points": [list(point) for point in link.points]} if link.points else {})
 
 
-def _from_fields(found: Mapping[str, Any]) -> Hardware:
-    flops = _field(found, "flops", dict)
-    if "float32" not in flops:
+@dataclass(frozen=True)
+class _LinkOfFile:
+    where: LinkKind
+    collective: CollectiveKind
+    ranks: int
+    segments: tuple[Segment, ...]
+    points: tuple[tuple[int, float], ...] = ()
+    per_host: int = 1
+
+
+@dataclass(frozen=True)
+class _File:
+    """What `Hardware.to_json` writes; earlier releases did not write what has a default."""
+
+    format: str
+    version: int
+    name: str
+    device: str
+    flops: dict[str, float]
+    memory_bandwidth: float
+    launch_s: float
+    links: tuple[_LinkOfFile, ...]
+    sources: tuple[str, ...]
+    ranks_per_host: int | None = None
+    at_once: float = 1.0
+    hides_gradients: float = 0.0
+    backend: str = ""
+    updates: tuple[Updating, ...] = ()
+    split_s: float = 0.0
+    around_s: float = 0.0
+
+
+def _of_file(found: _File) -> Hardware:
+    """Return what a file holds, once its figures are found to be possible."""
+    if "float32" not in found.flops:
         raise UsageError('flops needs a figure for "float32"')
-    links = tuple(_link(link) for link in _field(found, "links", list))
-    for where in {link.where for link in links}:
-        if missing := [k for k in _KINDS if not any(c.collective == k and c.where == where for c in links)]:
+    for where in {link.where for link in found.links}:
+        if missing := [k for k in _KINDS if not any(c.collective == k and c.where == where for c in found.links)]:
             raise UsageError(f"the links {where} hosts lack {', '.join(missing)}")
-    per_host = found.get("ranks_per_host")
-    if per_host is not None and not (isinstance(per_host, int) and per_host > 0):
-        raise UsageError(f"ranks_per_host is {per_host!r}; expected a whole number from 1 on, or null")
-    return Hardware(
-        name=_field(found, "name", str),
-        device=_field(found, "device", str),
-        flops=tuple((name, _positive(flops, name)) for name in flops),
-        memory_bandwidth=_positive(found, "memory_bandwidth"),
-        launch_s=_positive(found, "launch_s"),
-        links=links,
-        ranks_per_host=per_host,
-        sources=tuple(map(str, _field(found, "sources", list))),
-        at_once=_part(found, "at_once", 1.0),
-        hides_gradients=_part(found, "hides_gradients", 0.0),
-        backend=_field(found, "backend", str) if "backend" in found else "",
-        updates=tuple(_update(update) for update in (_field(found, "updates", list) if "updates" in found else ())),
-        split_s=_seconds(found, "split_s"),
-        around_s=_seconds(found, "around_s"),
-    )
+    if found.backend and found.backend not in BACKENDS:
+        raise UsageError(f"backend is {found.backend!r}; expected one of {', '.join(BACKENDS)}")
+    _refuse_figures(found)
+    given = {name: value for name, value in vars(found).items() if name not in ("format", "version")}
+    given |= {"flops": tuple(found.flops.items()), "links": tuple(map(_link, found.links))}
+    return Hardware(**given)
 
 
-def _update(found: Any) -> Updating:
-    per_entry = _field(found, "per_entry", int)
-    if per_entry < 0:
-        raise UsageError(f"per_entry is {per_entry}; expected a whole number from 0 on")
-    return Updating(per_entry, _positive(found, "bandwidth"), _seconds(found, "parameter_s"))
+def _refuse_figures(found: _File) -> None:
+    above = {"memory_bandwidth": found.memory_bandwidth, "launch_s": found.launch_s, **found.flops}
+    above |= {f"updates[{i}].bandwidth": update.bandwidth for i, update in enumerate(found.updates)}
+    from_none = {"split_s": found.split_s, "around_s": found.around_s}
+    from_none |= {f"updates[{i}].per_entry": update.per_entry for i, update in enumerate(found.updates)}
+    from_none |= {f"updates[{i}].parameter_s": update.parameter_s for i, update in enumerate(found.updates)}
+    parts = {"at_once": found.at_once, "hides_gradients": found.hides_gradients}
+    for name, figure in above.items():
+        if not 0 < figure < math.inf:
+            raise UsageError(f"{name} is {figure}; expected a number above 0")
+    for name, figure in from_none.items():
+        if not 0 <= figure < math.inf:
+            raise UsageError(f"{name} is {figure}; expected a number from 0 on")
+    for name, figure in parts.items():
+        if not 0 <= figure <= 1:
+            raise UsageError(f"{name} is {figure}; expected a number from 0 to 1")
+    if found.ranks_per_host is not None and found.ranks_per_host < 1:
+        raise UsageError(f"ranks_per_host is {found.ranks_per_host}; expected a whole number from 1 on, or null")
 
 
-def _link(found: Any) -> LinkCost:
-    where, kind, ranks = _field(found, "where", str), _field(found, "collective", str), _field(found, "ranks", int)
-    if where not in get_args(LinkKind) or kind not in _KINDS or ranks < 2:
-        raise UsageError(
-            f"a link is {where} hosts with {kind} among {ranks} ranks; expected {' or '.join(get_args(LinkKind))}, one "
-            f"of {', '.join(_KINDS)}, and 2 ranks or more"
-        )
-    segments = tuple(
-        Segment(_field(s, "from_bytes", int), float(_field(s, "latency_s", (int, float))), _positive(s, "bandwidth"))
-        for s in _field(found, "segments", list)
-    )
-    points = tuple((int(size), float(seconds)) for size, seconds in found.get("points", ()))
-    per_host = _whole(found.get("per_host", 1), "per_host")
-    if per_host >= ranks:
-        raise UsageError(f"per_host is {per_host} of {ranks} ranks; a group between hosts has ranks on others, too")
-    return LinkCost(where, kind, ranks, Curve(segments), points, per_host)
-
-
-def _field(found: Any, name: str, kind: type[T] | tuple[type, ...]) -> Any:
-    if not isinstance(found, dict) or name not in found:
-        raise UsageError(f"{name} is missing in {str(found)[:80]}")
-    if not isinstance(found[name], kind) or isinstance(found[name], bool):
-        raise UsageError(f"{name} is {found[name]!r}, which is no {getattr(kind, '__name__', 'number')}")
-    return found[name]
-
-
-def _whole(value: Any, name: str) -> int:
-    if isinstance(value, bool) or not (isinstance(value, int) and value > 0):
-        raise UsageError(f"{name} is {value!r}; expected a whole number from 1 on")
-    return value
-
-
-def _part(found: Mapping[str, Any], name: str, default: float) -> float:
-    """A number from 0 to 1, which earlier releases did not write."""
-    value = float(_field(found, name, (int, float))) if name in found else default
-    if not 0 <= value <= 1:
-        raise UsageError(f"{name} is {value}; expected a number from 0 to 1")
-    return value
-
-
-def _seconds(found: Mapping[str, Any], name: str) -> float:
-    """Seconds, or none, which earlier releases did not write."""
-    value = float(_field(found, name, (int, float))) if name in found else 0.0
-    if not 0 <= value < math.inf:
-        raise UsageError(f"{name} is {value}; expected a number from 0 on")
-    return value
-
-
-def _positive(found: Any, name: str) -> float:
-    value = float(_field(found, name, (int, float)))
-    if not 0 < value < math.inf:
-        raise UsageError(f"{name} is {value}; expected a number above 0")
-    return value
+def _link(found: _LinkOfFile) -> LinkCost:
+    if found.ranks < 2:
+        raise UsageError(f"a link is among {found.ranks} ranks; expected 2 or more")
+    if not 0 < found.per_host < found.ranks:
+        raise UsageError(f"per_host is {found.per_host} of {found.ranks} ranks; expected 1 or more, and fewer than all")
+    for segment in found.segments:
+        if not (segment.from_bytes >= 0 and math.isfinite(segment.latency_s) and 0 < segment.bandwidth < math.inf):
+            raise UsageError(f"a link has a {segment}; expected bytes, seconds and bytes per second")
+    for size, seconds in found.points:
+        if size < 0 or not 0 < seconds < math.inf:
+            raise UsageError(f"a link has the point {(size, seconds)}; expected bytes and seconds")
+    return LinkCost(found.where, found.collective, found.ranks, Curve(found.segments), found.points, found.per_host)
 
 
 _FOLDER = resources.files("shardwright.plan.pricing") / "profiles"

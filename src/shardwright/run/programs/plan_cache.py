@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import os
 import sys
 from collections.abc import Callable
 from datetime import datetime
@@ -20,14 +20,17 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
+from shardwright.private_folder import cache_folder, is_private
 from shardwright.rules.register import registered_rules
 from shardwright.world.gradients import BUCKET_BYTES
 
 
 def cache_directory() -> Path:
-    """Where plans are remembered between jobs: ``$XDG_CACHE_HOME/shardwright/plans``, by default under ~/.cache."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "shardwright" / "plans"
+    """Return the folder where plans are kept between jobs: ``$XDG_CACHE_HOME/shardwright/plans``, or under ~/.cache.
+
+    Where others may write to that it is one in ``/tmp``, of this user alone. Raises `OSError` where it cannot be made.
+    """
+    return cache_folder("plans")
 
 
 @cache
@@ -77,25 +80,43 @@ def remembered(
     make: Callable[[Capture, PlanRequest], Plan] = make_plan,
     say: Callable[[str], None] = said_once,
 ) -> Plan:
-    """The plan of an earlier job for the same graph and request, else a new one.
+    """Return the plan of an earlier job for the same graph and request, else a new one.
 
-    A plan made by another planner is not met again. A file that cannot be read or written is ignored: the cache is
-    never needed. Where that saves a search, it is said, of the first plan of a process.
+    A plan made by another planner is not met again. The cache is never needed: what cannot be read is searched anew,
+    and written again with a line that says why. Where a search was saved, it is said, of the first plan of a process.
     """
     text = f"{__version__} {planner_digest()} {graph.capture.digest} {request.digest} {_rules_of_users(graph)}"
     key = hashlib.sha256(text.encode()).hexdigest()[:32]
-    path = cache_directory() / f"{key}.json"
     try:
-        plan = Plan.load(path, graph)
-    except PlanError:
-        plan = make(graph.capture, request)
-    else:
-        if request.searched is not None:
-            say(_said(path))
-        return plan
+        path = cache_directory() / f"{key}.json"
+    except (OSError, RuntimeError):
+        return make(graph.capture, request)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if plan := _read(path, graph, request):
+            if request.searched is not None:
+                say(_said(path))
+            return plan
+    except (OSError, PlanError) as error:
+        print(
+            f"shardwright: a kept plan is not used, and another takes its place: {error}", file=sys.stderr, flush=True
+        )
+    plan = make(graph.capture, request)
+    with contextlib.suppress(OSError, PlanError):
         plan.save(path)
-    except (OSError, PlanError):
-        pass
+    return plan
+
+
+def _read(path: Path, graph: RuledGraph, request: PlanRequest) -> Plan | None:
+    """Return the plan of a file; None where there is none.
+
+    Raises:
+        PlanError: where the file is no plan for this request, or somebody else may have written it.
+    """
+    if not path.exists():
+        return None
+    if not is_private(path):
+        raise PlanError(f"{path} may have been written by another user")
+    plan = Plan.load(path, graph)
+    if plan.mode != request.mode or plan.mesh.size != request.mesh.size:
+        raise PlanError(f"{path} has a plan of mode {plan.mode} on {plan.mesh.size} devices")
     return plan
