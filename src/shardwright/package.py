@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 FOLDER = Path(__file__).parent
 """The folder of the package."""
 SEARCHED = FOLDER.parent
 """What a new interpreter adds to `sys.path` to import the package."""
+IMPORTED_AT = time.time()
+"""When this process, or the one that it was forked from, began to import the package, in seconds since the epoch."""
 
 # In the order in which data passes them: a room imports itself and those before it (tests/test_architecture.py).
 ROOMS = (
@@ -60,3 +63,11 @@ def sources(*rooms: str) -> dict[str, bytes]:
             raise FileNotFoundError(f"there is no room {room!r} in {FOLDER}; the rooms are {', '.join(ROOMS)}")
         found |= {path.relative_to(FOLDER).as_posix(): path.read_bytes() for path in paths}
     return found
+
+
+def changed_since_import() -> bool:
+    """Return whether some Python file was written since the import, so that what runs may not be what stands there.
+
+    It goes by the times that files were last changed by, which, unlike those of their content, no copying sets back.
+    """
+    return any(path.stat().st_ctime >= IMPORTED_AT for path in FOLDER.rglob("*.py"))

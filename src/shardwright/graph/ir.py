@@ -114,7 +114,8 @@ class Capture:
             text.update(f"{value}\n".encode())
         for node in self.nodes:
             pin = node.pin and (node.pin.operands, node.pin.results)  # its line may move
-            text.update(f"{node.op} {node.args} {node.kwargs} {node.operands} {node.results} {pin}\n".encode())
+            read = node.args, node.kwargs, node.operands, node.results
+            text.update(f"{node.op} {node.name} {read} {node.scope!r} {pin}\n".encode())
         text.update(f"{self.loss} {self.aux} {sorted(self.mutations.items())} {self.key}".encode())
         return text.hexdigest()[:32]
 

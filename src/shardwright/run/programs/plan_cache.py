@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
+import json
+import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cache
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 
 from shardwright import __version__, package
-from shardwright.backends.table import BACKENDS
 from shardwright.errors import PlanError
 from shardwright.graph.ir import Capture
 from shardwright.plan.make import make_plan
@@ -22,7 +26,8 @@ from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
 from shardwright.private_folder import cache_folder, is_private
 from shardwright.rules.register import registered_rules
-from shardwright.world.gradients import BUCKET_BYTES
+from shardwright.schema import SchemaError, from_json
+from shardwright.whole_file import write_whole
 
 
 def cache_directory() -> Path:
@@ -35,16 +40,43 @@ def cache_directory() -> Path:
 
 @cache
 def planner_digest() -> str:
-    """A hash of everything that decides a plan: the sources of the planner, torch's version, the sizes of buckets."""
-    of_backends = [(row.name, row.buckets, row.buckets_between) for row in BACKENDS.values()]
-    text = hashlib.sha256(f"{torch.__version__} {BUCKET_BYTES} {of_backends}".encode())
-    for name, source in package.sources("mesh", "rules", "graph", "plan").items():
-        text.update(name.encode() + source)
+    """Return a hash of the code that plans: every source of `shardwright.plan` and of all rooms that it may import."""
+    text = hashlib.sha256()
+    for name, source in package.sources(*package.ROOMS[: package.ROOMS.index("plan") + 1]).items():
+        text.update(f"{name} {hashlib.sha256(source).hexdigest()}\n".encode())
     return text.hexdigest()[:32]
 
 
+def plan_key(graph: RuledGraph, request: PlanRequest) -> dict[str, str]:
+    """Return everything that a plan depends on, by name: two plans of one key are the same plan.
+
+    A plan is `make_plan(capture, request)`, which reads no clock, no environment and no file. What it returns follows
+    from its arguments, from the code that runs, and from the rules that users have registered:
+
+    - ``graph`` hashes the operators with all their arguments, the modules they stand in and their pins, and the values
+      with their shapes, dtypes and whether they need gradients;
+    - ``request`` hashes every field of `PlanRequest` (a new one by itself): the mesh, the mode, the search, the budget,
+      the optimizer, what is recomputed, how parameters are stored, and the content of the hardware profile, not its
+      name;
+    - ``code`` hashes the sources of the room `plan` and of all rooms before it: it imports no others
+      (tests/test_architecture.py), so that the table of rules, of backends and the sizes of buckets are in it;
+    - ``torch``, ``numpy`` and ``python`` are the libraries that it calls; ``shardwright`` is there for people;
+    - ``rules`` are those that users have given to operators of this graph.
+    """
+    return {
+        "shardwright": __version__,
+        "code": planner_digest(),
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "numpy": np.__version__,
+        "python": platform.python_version(),
+        "graph": graph.capture.digest,
+        "request": request.digest,
+        "rules": json.dumps(_rules_of_users(graph), sort_keys=True),
+    }
+
+
 def _rules_of_users(graph: RuledGraph) -> dict[str, str]:
-    """The rules of the graph's operators that do not stand in the planner's sources."""
+    """Return the rules of the graph's operators that do not stand in the planner's sources."""
     operators = {node.op for node in graph.capture.nodes}
     return {op: rule for op, rule in registered_rules().items() if op in operators}
 
@@ -80,43 +112,58 @@ def remembered(
     make: Callable[[Capture, PlanRequest], Plan] = make_plan,
     say: Callable[[str], None] = said_once,
 ) -> Plan:
-    """Return the plan of an earlier job for the same graph and request, else a new one.
+    """Return the plan of an earlier job for the same key (`plan_key`), else a new one.
 
-    A plan made by another planner is not met again. The cache is never needed: what cannot be read is searched anew,
-    and written again with a line that says why. Where a search was saved, it is said, of the first plan of a process.
+    The file holds the whole key beside the plan, and is passed over where that is another one, whatever it is called.
+    So is every file while sources are newer than this process, which may run what stood in them before. The cache is
+    never needed: what cannot be read is searched anew, and written again with a line that says why. Where a search was
+    saved, it is said, of the first plan of a process.
     """
-    text = f"{__version__} {planner_digest()} {graph.capture.digest} {request.digest} {_rules_of_users(graph)}"
-    key = hashlib.sha256(text.encode()).hexdigest()[:32]
+    if package.changed_since_import():
+        return make(graph.capture, request)
+    key = plan_key(graph, request)
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     try:
-        path = cache_directory() / f"{key}.json"
+        path = cache_directory() / f"{name}.json"
     except (OSError, RuntimeError):
         return make(graph.capture, request)
     try:
-        if plan := _read(path, graph, request):
+        if (found := _read(path, key, graph)) is not None:
             if request.searched is not None:
                 say(_said(path))
-            return plan
+            return found
     except (OSError, PlanError) as error:
-        print(
-            f"shardwright: a kept plan is not used, and another takes its place: {error}", file=sys.stderr, flush=True
-        )
+        text = f"{path} is not used, and another plan takes its place: {error}"
+        print(f"shardwright: {text}", file=sys.stderr, flush=True)
     plan = make(graph.capture, request)
-    with contextlib.suppress(OSError, PlanError):
-        plan.save(path)
+    text = json.dumps({"key": key, "plan": json.loads(plan.to_json())}, indent=1)
+    with suppress(OSError):
+        write_whole(path, lambda draft: draft.write_text(text + "\n"))
     return plan
 
 
-def _read(path: Path, graph: RuledGraph, request: PlanRequest) -> Plan | None:
-    """Return the plan of a file; None where there is none.
+@dataclass(frozen=True)
+class _Kept:
+    """A file of the cache."""
+
+    key: dict[str, str]
+    plan: dict[str, Any]
+
+
+def _read(path: Path, key: dict[str, str], graph: RuledGraph) -> Plan | None:
+    """Return the plan that a file holds for this key, None where there is no file.
 
     Raises:
-        PlanError: where the file is no plan for this request, or somebody else may have written it.
+        PlanError: where it holds none, or somebody else may have written it.
     """
     if not path.exists():
         return None
     if not is_private(path):
-        raise PlanError(f"{path} may have been written by another user")
-    plan = Plan.load(path, graph)
-    if plan.mode != request.mode or plan.mesh.size != request.mesh.size:
-        raise PlanError(f"{path} has a plan of mode {plan.mode} on {plan.mesh.size} devices")
-    return plan
+        raise PlanError("another user may have written it")
+    try:
+        kept = from_json(path.read_bytes(), _Kept)
+    except SchemaError as error:
+        raise PlanError(str(error)) from error
+    if kept.key != key:
+        raise PlanError("it is of another key")
+    return Plan.from_json(json.dumps(kept.plan), graph)
