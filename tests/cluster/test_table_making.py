@@ -12,8 +12,13 @@ from hypothesis import strategies as st
 from shardwright.cli import cli
 from shardwright.cluster import table_making
 from shardwright.errors import ShardwrightError
+from shardwright.hosts.environment import read_environment
 from shardwright.hosts.hosts import Host, Hosts
-from shardwright.hosts.rank_table import RankTable, parse_rank_table, read_rank_table
+from shardwright.hosts.rank_table import RankTable, parse_rank_table
+from shardwright.hosts.table_check import read_rank_table
+from shardwright.launch.asked.request import LaunchRequest
+from shardwright.launch.asked.table_options import read_table
+from shardwright.launch.carriers.srun import batch_script
 
 REFERENCE = Path(__file__).parents[1] / "reference"
 FOUR, EIGHT = "hccl_4p_4567_127.0.0.1.json", "hccl_8p_01234567_127.0.0.1.json"
@@ -102,8 +107,20 @@ def test_what_cannot_be_made_is_said_and_nothing_is_written(folder, arguments, m
     assert sorted(folder.iterdir()) == before
 
 
-def test_a_product_without_rules():
-    assert run("make", "{0,4,9}", "--product", "any") == "hccl_3p_049_127.0.0.1.json\n"
+def test_a_product_without_rules_stands_in_the_table():
+    name = "hccl_3p_049_127.0.0.1.json"
+    assert run("make", "{0,4,9}", "--product", "any") == f"{name}\n"
+    assert json.loads(Path(name).read_text())["product"] == "any"
+    assert all(": note: " in line for line in checked(name))
+    assert read_rank_table(Path(name)).size == 3
+    assert any("uses 3 devices (0, 4, 9)" in line for line in checked(name, "--product", "8-device"))
+    run("make", "{0,4}", "--product", "any", "--server-id", "10.0.0.2")
+    run("merge", name, "hccl_2p_04_10.0.0.2.json", "--out", "both.json")
+    assert read_rank_table(Path("both.json")).product == "any"
+    run("make", "[0,8)", "--server-id", "10.0.0.3")
+    assert "tables of one product can be merged" in refusal("merge", name, "hccl_8p_01234567_10.0.0.3.json")
+    Path("other.json").write_text(changed(product="9-device"))
+    assert checked("other.json") == ["other.json: product is '9-device', expected 8-device or any"]
 
 
 @pytest.mark.parametrize(
@@ -222,6 +239,49 @@ def test_version_1_2_is_read_and_written_in_strings(folder):
     assert "tables of one version can be merged" in refusal("merge", "a.json", "c.json", "--product", "any")
 
 
+def test_every_way_in_refuses_what_the_check_refuses_and_takes_what_it_takes(folder):
+    """One check: the command, a launch, what is printed for Slurm, a loop that sets variables, and a conversion."""
+
+    def refused(way):
+        try:
+            way()
+        except ShardwrightError as error:
+            return str(error)
+        return None
+
+    one = [devices(0, 1)]
+    tables = {
+        changed(server_list=one): None,
+        changed(server_list=one, version=None, status=None, server_count=None): None,
+        changed(server_list=[devices(0, 4)], product="any"): None,
+        changed(server_list=[devices(0, 4)]): "a uses the devices 0, 4; 0-3 and 4-7 are two networks",
+        changed(server_list=[devices(0, 1, 2)]): "a uses 3 devices (0, 1, 2)",
+        changed(server_list=[devices(8)]): "a has no device 8",
+        changed(server_list=[devices(0), devices(0, server="b", first=1)], server_count="2"): "each uses all 8",
+        changed(server_list=one, product="x"): "product is 'x', expected 8-device or any",
+        changed(server_list=[{"server_id": "a", "device": [{"device_id": d, "rank_id": d, "device_ip": "1.2.3.4"}
+                                                           for d in range(2)]}]): "have one device_ip, 1.2.3.4",
+        changed(server_list=[{"server_id": "a", "device": [{"device_id": 0, "rank_id": 0, "device_ip": "1.2.3"}]}]):
+            "device_ip is '1.2.3', expected an IP address",
+    }  # fmt: skip
+    path = folder / "table.json"
+    request = LaunchRequest(kind="program", arguments=["true"], rank_table=str(path))
+    ways = {
+        "launch": lambda: read_table(request, {}),
+        "--print slurm": lambda: batch_script(["--print", "slurm"], request),
+        "RANK_TABLE_FILE": lambda: read_environment({"RANK_TABLE_FILE": str(path), "RANK_ID": "0"}),
+        "to-hostfile": lambda: run("to-hostfile", str(path)),
+    }
+    for text, message in tables.items():
+        path.write_text(text)
+        problems = [line for line in checked(path) if ": note: " not in line]
+        assert bool(problems) == (message is not None), problems
+        for name, way in ways.items():
+            said = refused(way)
+            assert (said is None) == (message is None), (name, said)
+            assert message is None or (message in said and f"{path} is no rank table" in said), (name, said)
+
+
 def test_check_says_everything_at_once():
     servers = [
         {"server_id": "a", "device": [{"device_id": 0, "device_ip": "1.2.3.4", "rank_id": 0},
@@ -271,7 +331,8 @@ def devices(*ids, server="a", first=0):
         ("[" * 100_000, ["it is no JSON"]),
         ('{"a": ' + "9" * 5000 + "}", ["it is no JSON"]),
         ("[]", ["the table is [], expected an object", "server_list of the table is missing"]),
-        (changed(version=None, status=None), ["version is missing", "status is missing"]),
+        (changed(version=None, status=None), ["note: version is missing", "note: status is missing"]),
+        (changed(server_list=[devices(0, 4)]), ['(other servers: "product": "any" in the table)']),
         (changed(server_list=[devices(0, 4)]), ["0-3 and 4-7 are two networks", "named hccl_4p_4567"]),
         (
             changed(server_list=[devices(4, 5, 6, 7, first=1)]),
@@ -281,7 +342,7 @@ def devices(*ids, server="a", first=0):
             changed(server_list=[devices(4), devices(5, first=1)], server_count="2"),
             ["server_id a comes 2 times", "a uses 1 device (4); of several 8-device servers each uses all 8"],
         ),
-        (changed(version="1.2"), ["rank 3 has no super_device_id, which version 1.2 asks for"]),
+        (changed(version="1.2"), ["note: rank 3 has no super_device_id"]),
         (
             changed(super_pod_list=[{"super_pod_id": "0", "server_list": [{"server_id": "b"}]}]),
             ["super_pod_list has the servers ['b']; expected each of server_list once: ['127.0.0.1']"],
@@ -310,7 +371,7 @@ def test_a_huge_table_is_checked_too():
     devices = [{"device_id": d, "rank_id": 7} for d in range(60_000)]
     servers = [{"server_id": f"s{i // 2}", "device": [{"device_id": 0, "rank_id": 0}]} for i in range(60_000)]
     table = {"server_list": [*servers, {"server_id": "b", "device": devices}]}
-    _, problems = parse_rank_table(json.dumps(table), strict=True)
+    _, problems, _ = parse_rank_table(json.dumps(table))
     assert "server_id s0 comes 2 times, expected once" in problems
     assert max(map(len, problems)) < 300
 
@@ -325,8 +386,8 @@ def hosts_with_devices(draw):
 @settings(deadline=None)  # the machine may be busy
 @given(hosts_with_devices())
 def test_hosts_survive_a_rank_table(hosts):
-    table, problems = parse_rank_table(RankTable.from_hosts(hosts).to_json(), strict=True)
-    assert problems == ()
+    table, problems, missing = parse_rank_table(RankTable.from_hosts(hosts).to_json())
+    assert (problems, missing) == ((), ())
     assert table.hosts() == hosts
 
 
@@ -334,12 +395,13 @@ def test_hosts_survive_a_rank_table(hosts):
 @given(st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=3),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(
-        st.sampled_from(["server_list", "device", "device_id", "rank_id", "server_id", "version", "super_pod_list"]),
+        st.sampled_from(["server_list", "device", "device_id", "rank_id", "server_id", "version", "super_pod_list",
+                         "product"]),
         inner, max_size=4),
     max_leaves=20,
 ))  # fmt: skip
 def test_any_json_is_read_or_its_problems_are_listed(value):
-    table, problems = parse_rank_table(json.dumps(value), strict=True)
+    table, problems, _ = parse_rank_table(json.dumps(value))
     assert problems or table.size > 0
     assert all(isinstance(problem, str) for problem in problems)
 

@@ -109,13 +109,12 @@ def test_msrun_worker_and_scheduler():
 
 def write_table(path, kind=str, ranks=(0, 1, 2, 3)):
     devices = [
-        {"device_id": kind(d), "device_ip": "1.2.3.4", "rank_id": kind(r)}
+        {"device_id": kind(d), "device_ip": f"1.2.3.{r}", "rank_id": kind(r)}
         for d, r in zip((4, 5, 4, 5), ranks, strict=True)
     ]
     servers = [{"server_id": "10.0.0.1", "device": devices[:2]}, {"server_id": "10.0.0.2", "device": devices[2:]}]
-    path.write_text(
-        json.dumps({"version": "1.0", "server_count": kind(2), "server_list": servers, "status": "completed"})
-    )
+    table = {"version": "1.0", "server_count": kind(2), "server_list": servers, "status": "completed"}
+    path.write_text(json.dumps(table | {"product": "any"}))
     return {"RANK_TABLE_FILE": str(path)}
 
 

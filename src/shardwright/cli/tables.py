@@ -16,14 +16,17 @@ def ranktable() -> None:
 
 
 _PRODUCT = click.option(
-    "--product", type=click.Choice(["8-device", "any"]), default="8-device", show_default=True, help="Whose rules hold."
+    "--product",
+    type=click.Choice(["8-device", "any"]),
+    help="Whose rules hold; by default what a table says: 8-device.",
 )
 _OUT = click.option("--out", metavar="FILE", help="Where to; without it, into this folder under a name that says what.")
 _FORCE = click.option("--force", is_flag=True, help="Replace another file that is there already.")
 
 
 def _write_table(table: Any, notes: list[str], out: str | None, force: bool) -> None:
-    from shardwright.cluster.table_making import file_name, write
+    from shardwright.cluster.table_making import write
+    from shardwright.hosts.table_check import file_name
 
     for note in notes:
         click.echo(f"shardwright: {note}", err=True)
@@ -51,21 +54,21 @@ def make_table(
     device_num: str | None,
     address_file: str | None,
     server_id: str,
-    product: str,
+    product: str | None,
     out: str | None,
     force: bool,
 ) -> None:
     """Write the table of this host's devices: a range without its end, "[4,8)", or a list, "{1,2}"."""
     from pathlib import Path
 
-    from shardwright.cluster.table_making import PRODUCTS, find_addresses, make, read_devices
+    from shardwright.cluster.table_making import find_addresses, make, read_devices
 
     if (devices is None) == (device_num is None):
         raise click.UsageError('which devices? type them once, as: shardwright ranktable make "[0,8)"')
-    ids, rules = read_devices(devices or device_num or ""), PRODUCTS[product]
-    make(ids, {}, server_id, rules)  # what is not allowed is said before devices are asked
+    ids = read_devices(devices or device_num or "")
+    make(ids, {}, server_id, product)  # what is not allowed is said before devices are asked
     addresses, note = find_addresses(ids, Path(address_file) if address_file is not None else None)
-    _write_table(make(ids, addresses, server_id, rules), [note] if note else [], out, force)
+    _write_table(make(ids, addresses, server_id, product), [note] if note else [], out, force)
 
 
 @ranktable.command("merge")
@@ -73,32 +76,32 @@ def make_table(
 @_OUT
 @_FORCE
 @click.argument("tables", metavar="A.json B.json", nargs=-1)
-def merge_table(tables: tuple[str, ...], product: str, out: str | None, force: bool) -> None:
+def merge_table(tables: tuple[str, ...], product: str | None, out: str | None, force: bool) -> None:
     """Join the tables of several servers; ranks follow the sorted server ids."""
     from pathlib import Path
 
-    from shardwright.cluster.table_making import PRODUCTS, merge
+    from shardwright.cluster.table_making import merge
 
-    _write_table(merge([Path(table) for table in tables], PRODUCTS[product]), [], out, force)
+    _write_table(merge([Path(table) for table in tables], product), [], out, force)
 
 
 @ranktable.command("check")
 @_PRODUCT
 @click.argument("table", metavar="FILE.json")
-def check_table(table: str, product: str) -> None:
+def check_table(table: str, product: str | None) -> None:
     """Say everything that is wrong with a table. The exit code is 0 where nothing is, 1 where something is."""
     from pathlib import Path
 
-    from shardwright.cluster.table_making import PRODUCTS, check
+    from shardwright.hosts.table_check import check_rank_table
 
-    read, problems, notes = check(Path(table), PRODUCTS[product])
-    for problem in problems:
+    checked = check_rank_table(Path(table), product)
+    for problem in checked.problems:
         click.echo(f"{table}: {problem}", err=True)
-    for note in notes:
+    for note in checked.notes:
         click.echo(f"{table}: note: {note}", err=True)
-    if problems:
+    if checked.problems:
         sys.exit(1)
-    click.echo(read)
+    click.echo(checked.table)
 
 
 @ranktable.command("from-hostfile")
@@ -106,13 +109,13 @@ def check_table(table: str, product: str) -> None:
 @_OUT
 @_FORCE
 @click.argument("hostfile", metavar="FILE")
-def table_from_hostfile(hostfile: str, product: str, out: str | None, force: bool) -> None:
+def table_from_hostfile(hostfile: str, product: str | None, out: str | None, force: bool) -> None:
     """Write the table of a hostfile's hosts, with as many devices of each as it has slots."""
     from pathlib import Path
 
-    from shardwright.cluster.table_making import PRODUCTS, from_hostfile
+    from shardwright.cluster.table_making import from_hostfile
 
-    table, notes = from_hostfile(Path(hostfile), PRODUCTS[product])
+    table, notes = from_hostfile(Path(hostfile), product)
     _write_table(table, notes, out, force)
 
 
@@ -125,7 +128,7 @@ def table_to_hostfile(table: str, out: str | None, force: bool) -> None:
     from pathlib import Path
 
     from shardwright.cluster.table_making import write
-    from shardwright.hosts.rank_table import read_rank_table
+    from shardwright.hosts.table_check import read_rank_table
 
     text = read_rank_table(Path(table)).hosts().to_hostfile()
     click.echo(text if out is None else f"{write(text, out, 'hostfile', force)}\n", nl=False)

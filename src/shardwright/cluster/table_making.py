@@ -1,6 +1,6 @@
-"""Making, merging, checking and converting rank tables, which `shardwright.hosts.rank_table` reads and writes.
+"""Making, merging and converting rank tables, which `shardwright.hosts.rank_table` reads and writes.
 
-What a product allows is a row of `PRODUCTS`; nothing else knows about products.
+What a product allows is told by `shardwright.hosts.table_check`.
 """
 
 from __future__ import annotations
@@ -9,20 +9,13 @@ import re
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.hosts.hosts import Hosts, is_host_name, read_text
-from shardwright.hosts.rank_table import (
-    RankTable,
-    Server,
-    SuperPod,
-    TableDevice,
-    is_address,
-    parse_rank_table,
-    read_rank_table,
-)
+from shardwright.hosts.rank_table import RankTable, Server, SuperPod, TableDevice, is_address
+from shardwright.hosts.table_check import PRODUCTS, product_of, read_rank_table
 from shardwright.whole_file import write_whole
 
 ADDRESS_FILE = Path("/etc/hccn.conf")
@@ -30,79 +23,12 @@ _TOOL_TIMEOUT_S = 30.0
 _MOST_DEVICES = 1024
 
 
-@dataclass(frozen=True)
-class Product:
-    """What a server of one kind allows.
-
-    ``counts`` are the numbers of devices that one server alone may use; several servers use all ``devices`` of each.
-    Fewer than all must lie in one of ``networks``. None and () where there is no such rule.
-    """
-
-    name: str
-    devices: int | None = None
-    counts: tuple[int, ...] = ()
-    networks: tuple[range, ...] = ()
-
-    def problems(self, servers: Sequence[Server]) -> list[str]:
-        """Every rule that the devices of ``servers`` break, in words.
-
-        >>> table = RankTable.from_hosts(Hosts.from_list("a:3"))
-        >>> PRODUCTS["8-device"].problems(table.servers)
-        ['a uses 3 devices (0, 1, 2); an 8-device server alone uses 1, 2, 4 or 8']
-        """
-        return [problem for server in servers for problem in self._problems(server, len(servers) > 1)]
-
-    def _problems(self, server: Server, among_others: bool) -> list[str]:
-        if self.devices is None:
-            return []
-        ids, broken = sorted(server.device_ids), []
-        shown = f"{', '.join(map(str, ids))}"
-        if beyond := [device for device in ids if device >= self.devices]:
-            broken.append(
-                f"{server.server_id} has no device {_listed(beyond)}; an {self.name} server has the devices 0 to "
-                f"{self.devices - 1}"
-            )
-        if among_others and len(ids) != self.devices:
-            broken.append(
-                f"{server.server_id} uses {_count(ids)} ({shown}); of several {self.name} servers each uses all "
-                f"{self.devices}"
-            )
-        if not among_others and len(ids) not in self.counts:
-            broken.append(
-                f"{server.server_id} uses {_count(ids)} ({shown}); an {self.name} server alone uses "
-                f"{_listed(self.counts)}"
-            )
-        if len(ids) < self.devices and not any(set(ids) <= set(network) for network in self.networks):
-            networks = " and ".join(f"{network[0]}-{network[-1]}" for network in self.networks)
-            broken.append(
-                f"{server.server_id} uses the devices {shown}; {networks} are two networks of an {self.name} server, "
-                f"and fewer than {self.devices} devices may not cross them"
-            )
-        return broken
-
-
-PRODUCTS = {
-    product.name: product
-    for product in (
-        Product("8-device", devices=8, counts=(1, 2, 4, 8), networks=(range(4), range(4, 8))),
-        Product("any"),
-    )
-}
-
-
-def _listed(numbers: Sequence[int], word: str = "or") -> str:
-    *first, last = map(str, numbers)
-    return f"{', '.join(first)} {word} {last}" if first else last
-
-
-def _count(ids: Sequence[int]) -> str:
-    return f"{len(ids)} device{'s' * (len(ids) != 1)}"
-
-
-def _allowed(table: RankTable, product: Product) -> RankTable:
-    if problems := product.problems(table.servers):
+def _allowed(table: RankTable, named: str | None) -> RankTable:
+    """Return the table, which names its product where it would count as one of another without."""
+    name, usual = product_of(table, named), product_of(replace(table, product=None))
+    if problems := PRODUCTS[name].problems(table.servers):
         raise UsageError("; ".join(problems) + " (other servers: --product any)")
-    return table
+    return replace(table, product=None if name == usual else name)
 
 
 def read_devices(text: str) -> tuple[int, ...]:
@@ -127,7 +53,7 @@ def read_devices(text: str) -> tuple[int, ...]:
     return ids
 
 
-def make(devices: Sequence[int], addresses: Mapping[int, str], server_id: str, product: Product) -> RankTable:
+def make(devices: Sequence[int], addresses: Mapping[int, str], server_id: str, product: str | None = None) -> RankTable:
     """The table of one server, its ranks from 0 on in the order of ``devices``.
 
     Raises `UsageError` where the product does not allow these devices, or the server's name can be none.
@@ -197,18 +123,20 @@ def _ask_tool(tool: str, device: int) -> str:
     return match[1]
 
 
-def merge(paths: Sequence[Path], product: Product) -> RankTable:
+def merge(paths: Sequence[Path], product: str | None = None) -> RankTable:
     """One table of all servers, with ranks by sorted server ids and, on a server, in the order that they had.
 
     Raises `UsageError` where a server is in two of them, or versions differ.
     """
     if len(paths) < 2:
         raise UsageError("type the rank tables of at least two servers: `shardwright ranktable merge A.json B.json`")
-    tables = [(path, read_rank_table(path)) for path in paths]
-    versions = {table.version: path for path, table in tables}
-    if len(versions) > 1:
-        listed = " and ".join(f"{path} is of version {version}" for version, path in versions.items())
-        raise UsageError(f"{listed}; tables of one version can be merged")
+    tables = [(path, read_rank_table(path, product)) for path in paths]
+    versions = {f"version {table.version}": path for path, table in tables}
+    products = {f"product {product_of(table, product)}": path for path, table in tables}
+    for known in (versions, products):
+        if len(known) > 1:
+            listed = " and ".join(f"{path} is of {what}" for what, path in known.items())
+            raise UsageError(f"{listed}; tables of one {next(iter(known)).split()[0]} can be merged")
     owner: dict[str, Path] = {}
     servers: list[Server] = []
     pods: dict[str, tuple[str, ...]] = {}
@@ -224,9 +152,9 @@ def merge(paths: Sequence[Path], product: Product) -> RankTable:
         for pod in table.super_pods:
             pods[pod.super_pod_id] = pods.get(pod.super_pod_id, ()) + pod.server_ids
     servers.sort(key=lambda server: server.server_id)
-    merged = RankTable(
-        _numbered(servers), next(iter(versions)), tuple(SuperPod(name, ids) for name, ids in pods.items())
-    )
+    first = tables[0][1]
+    all_pods = tuple(SuperPod(name, ids) for name, ids in pods.items())
+    merged = RankTable(_numbered(servers), first.version, all_pods, first.product)
     return _allowed(merged, product)
 
 
@@ -239,43 +167,7 @@ def _numbered(servers: Iterable[Server]) -> tuple[Server, ...]:
     return tuple(numbered)
 
 
-def check(path: Path, product: Product) -> tuple[RankTable, list[str], list[str]]:
-    """The table, everything that is wrong with it, and what may be wrong with it. A broken table is read in part."""
-    table, faults = parse_rank_table(read_text(path, "the rank table"), strict=True)
-    problems = [*faults, *product.problems(table.servers)]
-    by_address: dict[str, list[int]] = {}
-    for rank, (_, device) in table.placed.items():
-        if device.device_ip is not None:
-            by_address.setdefault(device.device_ip, []).append(rank)
-    problems += [f"ranks {_listed(r, 'and')} have one device_ip, {a}" for a, r in by_address.items() if len(r) > 1]
-    if table.version == "1.2":
-        lacking = [rank for rank, (_, device) in table.placed.items() if device.super_device_id is None]
-        problems += [f"rank {rank} has no super_device_id, which version 1.2 asks for" for rank in lacking]
-    if not faults and (wrong := _misnamed(path, table)):
-        problems.append(wrong)
-    notes = []
-    if any(device.device_ip is None for _, device in table.placed.values()):
-        notes.append("devices without device_ip: enough for shardwright, but HCCL needs them across servers")
-    return table, problems, notes
-
-
-def _misnamed(path: Path, table: RankTable) -> str | None:
-    """What is wrong with a file's name: one of the form that we give says which table it is."""
-    name = file_name(table)
-    if re.fullmatch(r"hccl_(\d+p_\d+_.+|\d+s_\d+p)\.json", path.name) and path.name != name:
-        return f"the file is named {path.name}, but its servers and devices are those of {name}"
-    return None
-
-
-def file_name(table: RankTable) -> str:
-    """``hccl_4p_4567_127.0.0.1.json`` for one server, ``hccl_2s_16p.json`` for several."""
-    if len(table.servers) > 1:
-        return f"hccl_{len(table.servers)}s_{table.size}p.json"
-    server = table.servers[0]
-    return f"hccl_{table.size}p_{''.join(map(str, server.device_ids))}_{server.server_id}.json"
-
-
-def from_hostfile(path: Path, product: Product) -> tuple[RankTable, list[str]]:
+def from_hostfile(path: Path, product: str | None = None) -> tuple[RankTable, list[str]]:
     """A table with as many devices of each host as it has slots, from device 0 on; and what it cannot say."""
     hosts = Hosts.from_hostfile(path)
     users = [host.address for host in hosts if host.user]

@@ -17,9 +17,10 @@ from os import getuid
 from pathlib import Path
 
 from shardwright.errors import UsageError, WorldError
-from shardwright.hosts.hosts import expand_hosts, expand_tasks, read_text
+from shardwright.hosts.hosts import expand_hosts, expand_tasks
 from shardwright.hosts.job_name import check_printable
-from shardwright.hosts.rank_table import RankTable, and_more, parse_rank_table
+from shardwright.hosts.rank_table import RankTable
+from shardwright.hosts.table_check import check_rank_table
 
 # Ports below Linux's ephemeral range, so that no outgoing connection holds the one that a job derives.
 _DERIVED_PORTS = range(20000, 32000)
@@ -291,13 +292,10 @@ def _rank_table(environ: Mapping[str, str]) -> LaunchEnvironment:
 
 def _read_table(path: Path) -> tuple[RankTable, str]:
     try:
-        text = read_text(path, "the rank table")
+        checked = check_rank_table(path)
+        return checked.required(), checked.text
     except UsageError as error:
-        raise WorldError(f"RANK_TABLE_FILE={path}: {error}") from None
-    table, problems = parse_rank_table(text)
-    if problems:
-        raise WorldError(f"RANK_TABLE_FILE={path} is no rank table: {problems[0]}{and_more(problems, path)}")
-    return table, text
+        raise WorldError(f"RANK_TABLE_FILE: {error}") from None
 
 
 # Innermost first.

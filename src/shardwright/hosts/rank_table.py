@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from shardwright.errors import UsageError
-from shardwright.hosts.hosts import Host, Hosts, is_host_name, read_text
+from shardwright.hosts.hosts import Host, Hosts, is_host_name
 
 VERSIONS = ("1.0", "1.2")
 # The variables of a rank beside torchrun's.
@@ -84,11 +84,15 @@ class SuperPod:
 
 @dataclass(frozen=True)
 class RankTable:
-    """Every rank from 0 to ``size`` - 1 is on one device of one server."""
+    """Every rank from 0 to ``size`` - 1 is on one device of one server.
+
+    ``product`` names what its servers are (`table_check.PRODUCTS`), None where the table does not say.
+    """
 
     servers: tuple[Server, ...]
     version: str = "1.0"
     super_pods: tuple[SuperPod, ...] = ()
+    product: str | None = None
 
     @property
     def size(self) -> int:
@@ -117,7 +121,8 @@ class RankTable:
         }
         if self.super_pods:
             value["super_pod_list"] = [pod.to_value() for pod in self.super_pods]
-        return json.dumps(value | {"status": "completed"}, indent=4)
+        value["status"] = "completed"
+        return json.dumps(value | _present(("product", self.product)), indent=4)
 
     def hosts(self) -> Hosts:
         """The servers as hosts, that of rank 0 first, with their devices in the order of the ranks."""
@@ -148,30 +153,17 @@ class RankTable:
         return {name: str(value) for name, value in zip(TABLE_VARIABLES, values, strict=True)}
 
 
-def read_rank_table(path: Path) -> RankTable:
-    """The table of a file. Raises `UsageError`, which names the file and the first thing that is wrong with it."""
-    table, problems = parse_rank_table(read_text(path, "the rank table"))
-    if problems:
-        raise UsageError(f"{path} is no rank table: {problems[0]}{and_more(problems, path)}")
-    return table
+def parse_rank_table(text: str) -> tuple[RankTable, tuple[str, ...], tuple[str, ...]]:
+    """Return the table, all faults in how it is written, and what HCCL would miss in it and launching does not.
 
-
-def and_more(problems: tuple[str, ...], path: Path) -> str:
-    more = len(problems) - 1
-    return f" (and {more} more: type `shardwright ranktable check {path}`)" if more else ""
-
-
-def parse_rank_table(text: str, strict: bool = False) -> tuple[RankTable, tuple[str, ...]]:
-    """The table and everything that is wrong with it. Where something is, the table has what could be read, no more.
-
-    ``strict`` also asks for what HCCL needs and launching does not: status, version, count, and valid addresses.
+    Where there is a fault, the table has what could be read, no more.
     """
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
-        return RankTable(()), (f"it is no JSON: {error}",)
-    reader = _Reader(strict)
-    return reader.table(value), tuple(reader.problems)
+        return RankTable(()), (f"it is no JSON: {error}",), ()
+    reader = _Reader()
+    return reader.table(value), tuple(reader.problems), tuple(reader.missing)
 
 
 def _present(*items: tuple[str, Any]) -> dict[str, Any]:
@@ -185,9 +177,9 @@ def _others(entry: dict[str, Any], *known: str) -> Others:
 class _Reader:
     """Reads a whole table and collects everything that is wrong with it."""
 
-    def __init__(self, strict: bool) -> None:
-        self.strict = strict
+    def __init__(self) -> None:
         self.problems: list[str] = []
+        self.missing: list[str] = []
 
     def table(self, value: Any) -> RankTable:
         entry = self._entry(value, "the table")
@@ -201,7 +193,8 @@ class _Reader:
             for i, value in enumerate(self._entries(entry, "super_pod_list", "the table", needed=False))
         ]
         self._check_header(entry, len(listed))
-        table = RankTable(tuple(filter(None, servers)), version, tuple(filter(None, pods)))
+        product = self._text(entry, "product", "the table")
+        table = RankTable(tuple(filter(None, servers)), version, tuple(filter(None, pods)), product)
         if table.servers:
             self._check_ids(table.servers, all_read=None not in servers)
         if None not in servers and None not in pods:
@@ -221,7 +214,7 @@ class _Reader:
             server_id=self._name(entry, "server_id", place) or "",
             devices=tuple(self._device(device, f"{place}.device[{i}]") for i, device in enumerate(devices)),
             host_nic_ip=self._text(entry, "host_nic_ip", place),
-            host_ip=self._address(entry, "host_ip", place, always=True),
+            host_ip=self._address(entry, "host_ip", place),
             others=_others(entry, "server_id", "device", "host_nic_ip", "host_ip"),
         )
 
@@ -230,7 +223,7 @@ class _Reader:
         return TableDevice(
             device_id=self._number(entry, "device_id", place),
             rank=self._number(entry, "rank_id", place),
-            device_ip=self._address(entry, "device_ip", place, always=False),
+            device_ip=self._address(entry, "device_ip", place),
             super_device_id=self._text(entry, "super_device_id", place),
             others=_others(entry, "device_id", "rank_id", "device_ip", "super_device_id"),
         )
@@ -251,9 +244,7 @@ class _Reader:
             self.problems.append(f"server_count is {count}, but server_list has {servers}")
         if status not in (None, "completed"):
             self.problems.append(f"status is {status!r}, expected 'completed': the table is not ready")
-        if self.strict:
-            missing = [name for name in ("version", "server_count", "status") if entry.get(name) is None]
-            self.problems += [f"{name} is missing" for name in missing]
+        self.missing += [name for name in ("version", "server_count", "status") if entry.get(name) is None]
 
     def _check_ids(self, servers: tuple[Server, ...], all_read: bool) -> None:
         for name, times in _repeated(server.server_id for server in servers):
@@ -324,9 +315,9 @@ class _Reader:
             self.problems.append(f"{place}.{key} is {_shown(text)}, expected the name or address of a host")
         return text
 
-    def _address(self, entry: dict[str, Any], key: str, place: str, always: bool) -> str | None:
+    def _address(self, entry: dict[str, Any], key: str, place: str) -> str | None:
         text = self._text(entry, key, place)
-        if text is not None and (always or self.strict) and not is_address(text):
+        if text is not None and not is_address(text):
             self.problems.append(f"{place}.{key} is {_shown(text)}, expected an IP address")
         return text
 

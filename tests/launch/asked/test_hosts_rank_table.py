@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 
 import pytest
 
@@ -18,7 +19,8 @@ SHOW = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE | $RANK_TABLE_FILE $RANK_ID $RANK_SI
 
 
 def write_table(launching, hosts):
-    (launching.folder / "table.json").write_text(RankTable.from_hosts(Hosts.from_list(hosts)).to_json())
+    table = replace(RankTable.from_hosts(Hosts.from_list(hosts)), product="any")
+    (launching.folder / "table.json").write_text(table.to_json())
     return "table.json"
 
 
@@ -28,7 +30,9 @@ def test_every_rank_is_told_its_place_in_the_table(launching):
         {"server_id": name, "device": [{"device_id": 4 + d, "rank_id": r} for d, r in devices]}
         for name, devices in (("localhost", [(0, 2)]), ("127.0.0.1", [(0, 1), (1, 0)]))
     ]
-    (launching.folder / "table.json").write_text(json.dumps({"server_count": 2, "server_list": servers}))
+    (launching.folder / "table.json").write_text(
+        json.dumps({"server_count": 2, "server_list": servers, "product": "any"})
+    )
     stray = {"RANK_ID": "9", "DEVICE_ID": "9", "CUDA_VISIBLE_DEVICES": ""}
     ended = launching.run("--rank-table", "table.json", "--", "sh", "-c", SHOW, env=stray)
     assert ended.code == 0, ended.stderr
@@ -122,7 +126,7 @@ def test_ranks_started_by_hand_on_two_servers_find_each_other(network, tmp_path)
     """As people loop over the ranks on each server, with one table that all of them read."""
     addresses = [host.address for host in network.hosts.values()]
     table = RankTable.from_hosts(Hosts.from_list(",".join(f"{address}:2" for address in addresses)))
-    (tmp_path / "table.json").write_text(table.to_json())
+    (tmp_path / "table.json").write_text(replace(table, product="any").to_json())
     (tmp_path / "world.py").write_text(textwrap.dedent(WORLD))
     loop = textwrap.dedent(f"""
         cd {tmp_path}

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 
 import click
 import pytest
@@ -47,7 +48,8 @@ def test_the_backend_of_a_benchmark_decides_its_carrier():
 
 def test_torchruns_take_no_rank_table_of_several_hosts(tmp_path):
     path = tmp_path / "table.json"
-    path.write_text(RankTable.from_hosts(Hosts.from_list("127.0.0.1:1,240.0.0.1:1")).to_json())
+    table = replace(RankTable.from_hosts(Hosts.from_list("127.0.0.1:1,240.0.0.1:1")), product="any")
+    path.write_text(table.to_json())
     request = LaunchRequest(kind="program", arguments=["true"], rank_table=str(path), via="torchrun")
     with pytest.raises(UsageError, match="--via torchrun numbers ranks by host, not as a rank table does; type -H or"):
         read_options(request)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.hosts.gpus import count_gpus
-from shardwright.hosts.rank_table import TABLE_VARIABLES, RankTable, read_rank_table
+from shardwright.hosts.rank_table import TABLE_VARIABLES, RankTable
+from shardwright.hosts.table_check import read_rank_table
 from shardwright.launch.asked.request import LaunchRequest
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from shardwright.errors import UsageError
 from shardwright.hosts.hosts import Host, Hosts
-from shardwright.hosts.rank_table import read_rank_table
+from shardwright.hosts.table_check import read_rank_table
 from shardwright.launch.asked.carrier_facts import SRUN
 from shardwright.launch.asked.host_options import read_count
 from shardwright.launch.asked.options import check_numbers
