@@ -19,7 +19,7 @@ from shardwright.checkpoint.exchange.exchange import load_state
 from shardwright.checkpoint.loading.match import Rename
 from shardwright.checkpoint.loading.source import TO_LOAD, latest, open_source
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
-from shardwright.checkpoint.saving.save import TO_SAVE
+from shardwright.checkpoint.saving.save import ONE_FOLDER, TO_SAVE
 from shardwright.checkpoint.saving.save import save as write
 from shardwright.checkpoint.storage.folders import open_folder
 from shardwright.checkpoint.storage.objects import open_store
@@ -38,7 +38,7 @@ from shardwright.checkpoint.whole_run.run_state import (
 from shardwright.errors import UsageError
 from shardwright.mesh.changed import refuse_lost_changes
 from shardwright.waiting import waiting_for
-from shardwright.world.agreement import from_rank_zero, together
+from shardwright.world.agreement import from_rank_zero, refuse_unlike, together
 from shardwright.world.ranks import ranks_by_messages
 
 CheckpointPath = str | os.PathLike[str]
@@ -160,7 +160,7 @@ def save(
     """Save a run as the checkpoint ``step-00000100`` in ``directory``; all ranks call it together.
 
     Args:
-        directory: of the run, made where it is not there; one run at a time saves into it.
+        directory: of the run, the same on all ranks, made where it is not there; one run at a time saves into it.
         parallel: what `sw.parallelize` returned, a DistributedDataParallel, or a plain module that is whole and the
             same on every rank.
         optimizer: over the parameters of the model, in any groups.
@@ -183,8 +183,10 @@ def save(
 
     Raises:
         CheckpointError: the same on every rank; the directory then has the checkpoints that it had before.
+        UsageError: where ranks name different directories or steps.
     """
     run = Run(parallel, optimizer, loader, scheduler, scaler, ema)
+    refuse_unlike(ranks_by_messages(TO_SAVE), "the directory and the step", (os.fspath(directory), step), ONE_FOLDER)
     said = (os.fspath(directory), latest_k, top_k)
     found = _running.get(parallel)
     if found is not None and (not asynchronous or found[0] != said):
@@ -199,7 +201,9 @@ def save(
 
 def newest(directory: CheckpointPath) -> str | None:
     """The name of the newest complete checkpoint in a directory, None where there is none; the same on every rank."""
-    return from_rank_zero(ranks_by_messages(TO_LOAD), lambda: latest(open_folder(directory)))
+    ranks = ranks_by_messages(TO_LOAD)
+    refuse_unlike(ranks, "the directory", os.fspath(directory), ONE_FOLDER)
+    return from_rank_zero(ranks, lambda: latest(open_folder(directory)))
 
 
 def wait(parallel: Any) -> None:
@@ -243,10 +247,11 @@ def load(
     Raises:
         CheckpointError: the same on every rank, where there is no checkpoint, it does not fit, or is damaged. Damage
             of a tensor shows while it is read: the model is then partly loaded.
-        UsageError: where ``loader`` has other data, or ``rename`` fits nothing.
+        UsageError: where ``loader`` has other data, ``rename`` fits nothing, or ranks name different directories.
     """
     run = Run(parallel, optimizer, loader, scheduler, scaler, ema)
     with waiting_for(f"loading {os.fspath(directory)}"):
+        refuse_unlike(ranks_by_messages(TO_LOAD), "the directory", os.fspath(directory), ONE_FOLDER)
         if os.fspath(directory).endswith(_PLAIN):
             return _load_plain(directory, run, strict, rename)
         wait(parallel)

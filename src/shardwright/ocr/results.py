@@ -26,9 +26,14 @@ CURVE = "curve.png"
 class BestWeights(Callback):
     """Keeps the weights with which the ``indicator`` of a validation was highest, averaged where the run averages."""
 
+    on_every_rank = True
+
     def __init__(self, folder: Path, indicator: str) -> None:
         self.file, self.indicator = folder / BEST, indicator
         self.best = -math.inf
+
+    def alike(self) -> dict[str, Any]:
+        return {"folder": str(self.file.parent), "indicator": self.indicator}
 
     def on_validation_end(self, run: RunView, evaluation: Evaluation) -> None:
         if evaluation.metrics[self.indicator] <= self.best:
@@ -51,12 +56,17 @@ class BestWeights(Callback):
 class ResultTable(Callback):
     """After every epoch rank 0 writes a row of ``result.tsv`` and draws ``curve.png``: loss, metrics, rate, seconds."""
 
+    on_every_rank = True
+
     def __init__(self, folder: Path, indicator: str) -> None:
         self.folder, self.indicator = folder, indicator
         self.rows: list[dict[str, float]] = []
         self._total: torch.Tensor | float = 0.0
         self._steps = 0
         self._began_s = self._spent_s = 0.0
+
+    def alike(self) -> dict[str, Any]:
+        return {"folder": str(self.folder), "indicator": self.indicator}
 
     def on_epoch_begin(self, run: RunView) -> None:
         if not run.step:  # else the run goes on in the middle of the epoch, whose beginning `load_state_dict` gave

@@ -25,6 +25,7 @@ from shardwright.ocr.validation import Validator
 from shardwright.plan.searches import Mode
 from shardwright.run.model import ParallelModel
 from shardwright.run.parallel import parallelize
+from shardwright.training.alike import refuse_unlike_settings
 from shardwright.training.callbacks import EMA, LossMonitor, NanGuard
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback
@@ -86,6 +87,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     experiment = prepare(name, overrides)
     settings = experiment.settings
     world = init(settings.system.backend) if settings.system.distribute else init(rank=0, world_size=1)
+    refuse_unlike_settings(settings, apart=("common", "predict", "train.dataset", "eval.dataset"))
     set_seed(settings.system.seed)
     folder = Path(settings.train.ckpt_save_dir)
     if world.rank == 0:

@@ -145,12 +145,17 @@ class EarlyStopping(Callback):
     ``metric`` is "loss", of which less is better, or a metric of the loss function's, of which more is.
     """
 
+    on_every_rank = True
+
     def __init__(self, patience: int, metric: str = "loss", min_delta: float = 0.0) -> None:
         if patience < 1:
             raise UsageError(f"expected EarlyStopping(patience=...) of at least 1 validation, got {patience}")
         self.patience, self.metric, self.min_delta = patience, metric, min_delta
         self._best = -float("inf")
         self._waited = 0
+
+    def alike(self) -> dict[str, Any]:
+        return {"patience": self.patience, "metric": self.metric, "min_delta": self.min_delta}
 
     def on_validation_end(self, run: RunView, evaluation: Evaluation) -> None:
         values = {"loss": -evaluation.loss, **evaluation.metrics}
@@ -177,12 +182,17 @@ class EMA(Callback):
     as they are at the start. Each rank averages what it holds. Buffers are used as they are.
     """
 
+    on_every_rank = True
+
     def __init__(self, decay: float = 0.999) -> None:
         if not 0 <= decay < 1:
             raise UsageError(f"expected EMA(decay=...) from 0 to below 1, got {decay}")
         self.decay = decay
         self.averages: dict[str, Tensor] = {}
         """By the names of the parameters, each stored as its parameter is."""
+
+    def alike(self) -> dict[str, Any]:
+        return {"decay": self.decay}
 
     def on_fit_begin(self, run: RunView) -> None:
         self.begin(run)
@@ -228,6 +238,8 @@ class NanGuard(Callback):
     Raises:
         TrainingError: on every rank.
     """
+
+    on_every_rank = True
 
     def __init__(self) -> None:
         self._loss: OnItsWay | None = None

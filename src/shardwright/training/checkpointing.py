@@ -31,7 +31,7 @@ class ModelCheckpoint(Callback):
     143, unless the launcher says that the job has failed: then a rank is missing, and they leave at once.
 
     Args:
-        directory: of this run alone.
+        directory: of this run alone, one for all ranks: each writes its part of the state into it.
         every_epochs: after so many epochs and their validation; after each one where nothing else is said.
         every_steps: after so many optimizer steps.
         every_minutes: when so many minutes have gone by since the last, by rank 0's clock, after the step under way.
@@ -40,6 +40,8 @@ class ModelCheckpoint(Callback):
         asynchronous: go on training while a checkpoint is written.
         config: what to keep as ``config.yaml``.
     """
+
+    on_every_rank = True
 
     def __init__(
         self,
@@ -74,6 +76,14 @@ class ModelCheckpoint(Callback):
         self._saved: tuple[int, bool] | None = None
         self._saved_at_s = 0.0
         self._finished = False
+
+    def alike(self) -> dict[str, Any]:
+        every = {
+            "every_epochs": self.every_epochs,
+            "every_steps": self.every_steps,
+            "every_minutes": self.every_minutes,
+        }
+        return {"directory": self.directory} | every | self._how
 
     def on_fit_begin(self, run: RunView) -> None:
         self._checkpoints = Checkpoints(self.directory, **self._how)

@@ -59,6 +59,13 @@ class Callback:
     An exception ends the run, with a note that names the callback. What one rank does alone must not be a collective.
     """
 
+    on_every_rank = False
+    """Whether a run in which one rank has it needs it on all of them."""
+
+    def alike(self) -> dict[str, Any]:
+        """Return the settings that all ranks which have it must have alike, by name; a path is one of a folder."""
+        return {}
+
     def on_fit_begin(self, run: RunView) -> None:
         """Called before the first step."""
 

@@ -24,7 +24,7 @@ class Recorder(LateLosses):
     checkpoint goes on in the same files, without what came after that checkpoint. A GPU is not waited for.
 
     Args:
-        folder: where the files are.
+        folder: where the files are, the same on all ranks.
         to: some of "csv", "jsonl", "tensorboard", "wandb", "mlflow".
         every: how many steps apart.
         config: what the trackers keep beside the numbers.
@@ -42,6 +42,9 @@ class Recorder(LateLosses):
         self.folder, self.to, self.config = Path(folder), tuple(to), dict(config or {})
         self._writers: list[Writer] = []
         self._since: tuple[int, float] | None = None
+
+    def alike(self) -> dict[str, Any]:
+        return {"folder": str(self.folder), "to": self.to, "every": self.every}
 
     def on_fit_begin(self, run: RunView) -> None:
         if run.world.rank == 0:

@@ -7,6 +7,7 @@ import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
@@ -33,6 +34,8 @@ class Tracer(Callback):
         UsageError: where a number is no step's.
     """
 
+    on_every_rank = True
+
     def __init__(self, folder: str | Path, steps: Sequence[int]) -> None:
         if not steps or any(not isinstance(step, int) or step < 1 for step in steps):
             raise UsageError(f"expected Tracer(steps=...) to be numbers of steps from 1 on, got {list(steps)}")
@@ -40,6 +43,9 @@ class Tracer(Callback):
         self._profile: profile | None = None
         self._first = 0
         self._told = False  # whether a person knows why there are none
+
+    def alike(self) -> dict[str, Any]:
+        return {"folder": str(self.folder), "steps": sorted(self.steps)}
 
     def on_fit_begin(self, run: RunView) -> None:
         self._begin_if_due(run)

@@ -26,6 +26,7 @@ from shardwright.report.text import start_line, validation_line
 from shardwright.run.evaluation import Evaluation, Sums
 from shardwright.run.like_module import evaluating
 from shardwright.run.model import ParallelModel
+from shardwright.training.alike import refuse_unlike_run
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback, RunView, Validation
 from shardwright.training.resuming import Begun, Continuation, resume
@@ -112,7 +113,9 @@ class Trainer:
 
         Raises:
             CheckpointError: where there is no checkpoint, it does not fit, or all are damaged.
+            UsageError: where ranks name different folders, or have other callbacks.
         """
+        self._refuse_unlike()
         loaded = resume(self._view(), where, strict, rename)
         if loaded is None:
             return None
@@ -165,6 +168,7 @@ class Trainer:
         """
         if epochs < 1 or (steps is not None and steps < 1):
             raise UsageError(f"expected epochs and steps of at least 1, got epochs={epochs}, steps={steps}")
+        self._refuse_unlike()
         continues, self._continues = self._continues, None
         if continues is None:
             self._begun, self._stopped, self.under_way = Begun(self.epoch, self.steps), False, False
@@ -330,6 +334,11 @@ class Trainer:
         self._call_all("on_validation_end", self.evaluation)
 
     # Callbacks
+
+    def _refuse_unlike(self) -> None:
+        """Refuse a run of which ranks have other callbacks or settings; all come by."""
+        settings = {"accumulate": self.accumulate, "clip_norm": self.clip_norm, "precision": self.precision}
+        refuse_unlike_run(self._view(), settings)
 
     def _view(self) -> RunView:
         return RunView(

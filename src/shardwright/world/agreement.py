@@ -49,6 +49,26 @@ def agree(caller: str, what: dict[str, Any], problem: str | None = None) -> None
                 )
 
 
+def refuse_unlike(ranks: Ranks, name: str, value: Any, remedy: str) -> None:
+    """Compare a value between all ranks, which call this together.
+
+    Raises:
+        UsageError: on every rank, where some rank has another than rank 0.
+    """
+    everyone: list[Any] = ranks.gather(value) or []
+
+    def compare() -> None:
+        for rank, theirs in enumerate(everyone):
+            if isinstance(theirs, Lost):
+                raise ranks.purpose.lost(rank, theirs)
+            if theirs != everyone[0]:
+                raise UsageError(
+                    f"ranks disagree about {name}: rank 0 has {everyone[0]!r}, rank {rank} has {theirs!r}; {remedy}"
+                )
+
+    from_rank_zero(ranks, compare)
+
+
 def from_rank_zero(ranks: Ranks, make: Callable[[], T]) -> T:
     """What ``make()`` returns on rank 0, on every rank; where it fails there, all raise its error."""
     outcome = ranks.broadcast(_outcome(ranks, make) if ranks.rank == 0 else None)

@@ -16,6 +16,7 @@ from shardwright.hosts.environment import read_environment
 from shardwright.launch.asked.options import LaunchOptions, read_options
 from shardwright.launch.asked.request import LaunchRequest
 from shardwright.run.parallel import parallelize
+from shardwright.training.alike import refuse_unlike_settings
 from shardwright.training.callbacks import EMA, EarlyStopping, LossMonitor, NanGuard, ProgressBar
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback
@@ -73,6 +74,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     experiment = prepare(name, overrides)
     config = experiment.config
     world = init(config.system.backend) if config.system.distribute else init(rank=0, world_size=1)
+    refuse_unlike_settings(config, apart=("data.root", "data.path"))
     set_seed(config.system.seed, config.system.deterministic)
     output = Path(config.train.output_dir)
     if world.rank == 0:

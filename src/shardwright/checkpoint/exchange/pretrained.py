@@ -23,13 +23,13 @@ from torch import nn
 from shardwright.checkpoint.exchange.safetensors_layout import Described, FileLayout, lay_out, size_of, write_box
 from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.pieces import State
-from shardwright.checkpoint.saving.save import TO_SAVE, Prepared, prepare
+from shardwright.checkpoint.saving.save import ONE_FOLDER, TO_SAVE, Prepared, prepare
 from shardwright.checkpoint.whole_run.state import broadcast_buffers, model_state, module_of
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.plan.request import read_memory
 from shardwright.waiting import waiting_for
 from shardwright.whole_file import write_whole
-from shardwright.world.agreement import from_rank_zero, together
+from shardwright.world.agreement import from_rank_zero, refuse_unlike, together
 from shardwright.world.ranks import ranks_by_messages
 
 _NAME = "model{}.safetensors"
@@ -61,6 +61,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_siz
         CheckpointError: where it cannot be written.
     """
     ranks, module, target = ranks_by_messages(TO_SAVE), module_of(model), Path(folder)
+    refuse_unlike(ranks, "the folder", os.fspath(folder), ONE_FOLDER)
     broadcast_buffers(model)
 
     def begin() -> tuple[Prepared, _Files]:

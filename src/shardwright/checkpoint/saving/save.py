@@ -42,6 +42,7 @@ from shardwright.world.agreement import attempt
 from shardwright.world.ranks import Lost, Purpose, Ranks
 
 TO_SAVE = Purpose("saving a checkpoint", CheckpointError)
+ONE_FOLDER = "all ranks write their parts into one folder and read them from there: give every rank the same"
 
 Part = tuple[str, Box]
 """An entry's name and a box of it, `NO_BOX` for a value that is no tensor."""
