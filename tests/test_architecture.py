@@ -23,7 +23,7 @@ INSIDE = {
     "graph": ("functional", "tracing"),
     "plan": ("pricing", "decided", "minima", "searching"),
     "report": ("pages", "plans", "runs"),
-    "training": ("records",),
+    "training": ("network", "records"),
     "run": ("graphs", "overlap", "compiled", "programs", "updates", "placing"),
     "cluster": ("programs", "bench", "doctor", "jobs", "watch", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),

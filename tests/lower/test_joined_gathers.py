@@ -11,7 +11,7 @@ from shardwright.plan.known_plans import fully_sharded
 from shardwright.plan.pricing.buckets import together_bytes
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest
-from shardwright.training.prediction import collectives_of
+from shardwright.training.network.prediction import collectives_of
 from whole import communicated, plain, planned, run, same
 
 

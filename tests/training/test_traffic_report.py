@@ -25,9 +25,9 @@ from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.processes import ProcessCommunicator
 from shardwright.mesh.redistribute import Collective
 from shardwright.run.parallel import EagerFallback
-from shardwright.training.nccl_network import chosen_network, over_sockets
-from shardwright.training.prediction import flows_between
-from shardwright.training.traffic import HostTraffic, TrafficWatch, measure, traffic_lines
+from shardwright.training.network.nccl_network import chosen_network, over_sockets
+from shardwright.training.network.prediction import flows_between
+from shardwright.training.network.traffic import HostTraffic, TrafficWatch, measure, traffic_lines
 from sysfs import Tree
 from veth import ADDRESSES, DEVICE, enter, namespaces
 

@@ -77,7 +77,7 @@ class Backend:
         host_by_host: whether ranks of several hosts meet within each first, where each has as many of them; else they
             go as gloo's do.
         dtypes: the dtypes of the tensors that its collectives take, as torch names them; empty where they take all.
-        names_network: whether it writes which network it took, as `shardwright.training.nccl_network` reads it.
+        names_network: whether it writes which network it took, as `shardwright.training.network.nccl_network` reads it.
         ways: how each kind of collective travels.
         header_bytes: what goes over the network with each message, the acknowledgement included.
     """

@@ -29,8 +29,8 @@ from shardwright.run.model import ParallelModel
 from shardwright.training.alike import refuse_unlike_run
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback, RunView, Validation
+from shardwright.training.network.traffic import TrafficWatch
 from shardwright.training.resuming import Begun, Continuation, resume
-from shardwright.training.traffic import TrafficWatch
 from shardwright.world.on_its_way import OnItsWay
 from shardwright.world.precision import Precision, autocast, check_precision, gradient_scaler
 from shardwright.world.world import current_world
@@ -164,7 +164,7 @@ class Trainer:
 
         After every epoch, or after those for which ``validate_when(epoch)`` says so, ``validate`` is evaluated and rank
         0 prints its line. A run on several ranks ends with what the network devices moved, beside what the plan
-        predicted (`shardwright.training.traffic`).
+        predicted (`shardwright.training.network.traffic`).
         """
         if epochs < 1 or (steps is not None and steps < 1):
             raise UsageError(f"expected epochs and steps of at least 1, got epochs={epochs}, steps={steps}")

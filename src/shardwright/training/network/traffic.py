@@ -20,8 +20,8 @@ from shardwright.hosts.network import SYSFS, Device, Moved, NetworkReading, coun
 from shardwright.report.text import size_text
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.execute import Execution, Pass
-from shardwright.training.nccl_network import chosen_network, over_sockets
-from shardwright.training.prediction import Flows, collectives_of, flows_between, flows_from_rank_zero
+from shardwright.training.network.nccl_network import chosen_network, over_sockets
+from shardwright.training.network.prediction import Flows, collectives_of, flows_between, flows_from_rank_zero
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.ranks import told_bytes
 from shardwright.world.world import World

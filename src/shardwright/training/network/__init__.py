@@ -1,0 +1,1 @@
+"""What a run moves between hosts, and what its plan predicts of that."""
