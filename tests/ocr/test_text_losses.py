@@ -8,7 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.ocr.networks.losses import DetectionLoss, Targets, ctc_loss, detection_loss
+from shardwright.ocr.networks.losses import (
+    DetectionLoss,
+    Targets,
+    ctc_loss,
+    detection_loss,
+    first_steps_loss,
+)
 from whole import like_plain
 
 
@@ -108,3 +114,27 @@ def test_quotients_are_of_sums_over_all_ranks():
     batch = torch.randn(5, 3, 5, 7).double(), texts, torch.ones_like(texts), 0.3 + 0.4 * texts, texts
     plans = like_plain(Pixels(), detection_loss(DetectionLoss()), batch, sizes=(3,), tolerance=1e-11)
     assert all(any(s.axes for s in plan.strategies.values()) for plan in plans if plan.mode == "data")
+
+
+def test_the_overlap_may_stand_in_the_place_of_the_cross_entropy():
+    torch.manual_seed(1)
+    probability, threshold = torch.randn(2, 2, 4, 4, dtype=torch.float64)
+    maps = [(torch.rand(2, 4, 4, dtype=torch.float64) < share).double() for share in (0.4, 0.8, 0.5, 0.6)]
+    targets = Targets(*maps)
+    p = torch.sigmoid(probability)
+    both = (p * targets.text * targets.valid).sum()
+    each = (p * targets.valid).sum() + (targets.text * targets.valid).sum() + 1e-6
+    alone = DetectionLoss(bce_scale=0)(probability, threshold, targets)
+    whole = DetectionLoss(overlap=True)(probability, threshold, targets)
+    assert float(whole) == pytest.approx(float(alone + 5 * (1 - 2 * both / each)), rel=1e-12)
+
+
+def test_the_first_steps_alone_are_compared_where_a_length_is_given():
+    torch.manual_seed(2)
+    logits = torch.randn(3, 5, 4, dtype=torch.float64)
+    model = torch.nn.Identity()
+    model.scale = torch.nn.Parameter(torch.ones((), dtype=torch.float64))
+    batch = logits, torch.tensor([[0, 1], [2, 0], [1, 1]]), torch.tensor([2, 1, 2])
+    assert float(first_steps_loss(4)(model, batch)) == float(ctc_loss(logits[:, :4], *batch[1:]))
+    assert float(first_steps_loss(None)(model, batch)) == float(ctc_loss(*batch))
+    assert float(first_steps_loss(4)(model, batch)) != float(ctc_loss(*batch))

@@ -11,7 +11,14 @@ from hypothesis import strategies as st
 from shardwright.errors import DataError, UsageError
 from shardwright.ocr.libraries import geometry
 from shardwright.ocr.libraries.extra import library
-from shardwright.ocr.samples.dataset import Limit, TextImages, detection_images, word_database, word_images
+from shardwright.ocr.samples.dataset import (
+    Limit,
+    TextImages,
+    detection_images,
+    synthetic_images,
+    word_database,
+    word_images,
+)
 from shardwright.ocr.samples.detection import DetResize
 from shardwright.ocr.samples.dictionary import Dictionary
 from shardwright.ocr.samples.drawn import Drawing, draw_scene, find_fonts, write_images
@@ -151,6 +158,8 @@ def test_crops_cut_no_text(seed):
         ({"limit_type": "max", "limit_side_len": 60}, (32, 64)),
         ({"limit_type": "none"}, (64, 96)),
         ({"target_size": [64, 64], "keep_ratio": True, "padding": True}, (64, 64)),
+        ({"target_size": [64, 96], "keep_ratio": True, "padding": True, "force_divisable": False}, (64, 96)),
+        ({"target_size": [70, 60], "keep_ratio": True, "padding": True}, (64, 64)),
     ],
 )
 def test_images_are_resized_to_what_a_network_takes(keys, size):
@@ -278,3 +287,84 @@ def test_steps_that_are_unknown_are_named():
 def test_a_library_that_is_missing_names_the_extra():
     with pytest.raises(UsageError, match=r"need no_such_library, which .*; type: pip install 'shardwright\[ocr\]'"):
         library("no_such_library")
+
+
+@pytest.mark.parametrize(
+    "keys", [{}, {"target_size": [64, 90], "padding": True}, {"target_size": [64, 96]}, {"limit_type": "none"}]
+)
+def test_sides_that_a_network_cannot_take_are_refused(keys):
+    listed = [{"DetResize": {"force_divisable": False, **keys}}]
+    with pytest.raises(
+        UsageError, match=r"t\[0\].DetResize: force_divisable: False leaves sides that are no multiples of"
+    ):
+        read_steps(listed, "det", "t", False)
+
+
+def test_images_are_turned_where_files_say_so_or_where_words_stand_upright():
+    cv2, sample = library("cv2"), Sample("made", np.zeros(0, np.uint8), [])
+    flat = np.zeros((20, 60, 3), np.uint8)
+    flat[:, :20] = 255
+    jpeg = cv2.imencode(".jpg", flat)[1].tobytes()
+    turned = b"Exif\0\0MM\0*\0\0\0\x08\0\x01\x01\x12\0\x03\0\0\0\x01\0\x06\0\0\0\0\0\0"  # orientation 6
+    jpeg = jpeg[:2] + b"\xff\xe1" + (len(turned) + 2).to_bytes(2, "big") + turned + jpeg[2:]
+    for keys, size in (({}, (60, 20)), ({"ignore_orientation": True}, (20, 60))):
+        sample.image = np.frombuffer(jpeg, np.uint8)
+        [step] = read_steps([{"DecodeImage": keys}], "rec", "t", True)
+        step(sample, generator(0, 0, 0))
+        assert sample.size == sample.shape == size
+    upright = np.arange(5 * 2 * 3, dtype=np.uint8).reshape(5, 2, 3)
+    for keys, expected in (
+        ({"threshold": 2.5}, upright),
+        ({"threshold": 2.0}, cv2.rotate(upright, cv2.ROTATE_90_COUNTERCLOCKWISE)),
+        ({"threshold": 2.0, "direction": "clockwise"}, cv2.rotate(upright, cv2.ROTATE_90_CLOCKWISE)),
+    ):
+        sample.image = upright
+        [step] = read_steps([{"Rotate90IfVertical": keys}], "rec", "t", True)
+        step(sample, generator(0, 0, 0))
+        assert np.array_equal(sample.image, expected)
+
+
+def write_mat(path, rows):
+    """A file of SynthText with (name, boxes (2, 4, n) or (2, 4), texts) for each image."""
+    from scipy.io import savemat
+
+    columns = [np.empty((1, len(rows)), dtype=object) for _ in range(3)]
+    for at, (name, boxes, texts) in enumerate(rows):
+        for column, value in zip(columns, (np.array([name]), boxes, np.array(texts)), strict=True):
+            column[0, at] = value
+    savemat(path, dict(zip(("imnames", "wordBB", "txt"), columns, strict=True)))
+
+
+def test_the_labels_of_synthtext_are_words_with_their_corners(tmp_path):
+    one, two = SQUARE, SQUARE + 3.5
+    several = np.stack([one, two], axis=2).transpose(1, 0, 2)
+    write_mat(
+        tmp_path / "gt.mat",
+        [("8/a.jpg", several, ["Lines \nof", ]), ("8/b.jpg", one.T, ["word "]), ("9/c.jpg", several, ["one"]),
+         ("9/d.jpg", np.zeros((0, 0)), [""])],
+    )  # fmt: skip
+    images = synthetic_images(tmp_path, tmp_path / "gt.mat", 1.0)
+    assert images.size == 4
+    assert [box.text for box in images[0].boxes] == ["Lines", "of"]
+    assert np.array_equal(images[0].boxes[1].points, two)
+    assert np.array_equal(images[1].boxes[0].points, one)
+    assert images[3].boxes == ()
+    with pytest.raises(DataError, match=r"gt.mat: 9/c.jpg has 2 places in wordBB and 1 words in txt"):
+        images[2]
+    with pytest.raises(DataError, match=r"there is no image .*8/b.jpg, which the labels name"):
+        images[1].read()
+
+
+def test_files_of_synthtext_that_are_broken(tmp_path):
+    from scipy.io import savemat
+
+    with pytest.raises(DataError, match=r"there is no label file .*gt.mat; give its path below dataset_root"):
+        synthetic_images(tmp_path, tmp_path / "gt.mat", 1.0)
+    (tmp_path / "gt.mat").write_bytes(b"MATLAB 5.0" + bytes(200))
+    with pytest.raises(DataError, match=r"gt.mat cannot be read as a file of MATLAB: "):
+        synthetic_images(tmp_path, tmp_path / "gt.mat", 1.0)
+    savemat(tmp_path / "gt.mat", {"imnames": np.zeros(2)})
+    with pytest.raises(
+        DataError, match=r"gt.mat has no wordBB and no txt; expected SynthText's gt.mat or gt_processed"
+    ):
+        synthetic_images(tmp_path, tmp_path / "gt.mat", 1.0)

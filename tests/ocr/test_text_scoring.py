@@ -128,3 +128,29 @@ def test_rectangles_shrink_as_the_paper_says(width, height, angle):
         max(0, width - 2 * distance) * max(0, height - 2 * distance), abs=0.05 * (width + height)
     )
     assert shapely.Polygon(points).area == pytest.approx(geometry.area(points))
+
+
+def test_polygons_follow_a_text_that_is_bent():
+    """An arc: its polygon covers it and no more, the rectangle around it much else."""
+    y, x = np.mgrid[0:120, 0:120]
+    radius = np.hypot(x - 60, y - 100)
+    arc = ((radius > 60) & (radius < 74) & (y < 80)).astype(np.float32)
+    how = DetectionPostprocess(name="DBPostprocess", box_type="poly", expand_ratio=0.01)
+    [found] = detect(arc, (120, 120, 1.0, 1.0), how)
+    assert len(found.points) > 8
+    assert found.score > 0.9
+    assert geometry.area(found.points) == pytest.approx(arc.sum(), rel=0.1)
+    quads = detect(arc, (120, 120, 1.0, 1.0), DetectionPostprocess(name="DBPostprocess", box_thresh=0.2))
+    assert geometry.area(quads[0].points) > 2 * arc.sum()
+    [scaled] = detect(arc, (60, 240, 2.0, 0.5), how)
+    assert np.allclose(scaled.points, found.points / (0.5, 2.0))
+    assert count_detections([found.points], [text(found.points)]) == DetectionCounts(1, 1, 1, 1)
+
+
+def test_words_are_compared_in_the_case_that_is_asked_for():
+    both = Dictionary("abAB")
+    counted = [
+        count_word("aB", label, both, lower=lower).right for label in ("aB", "AB") for lower in (None, False, True)
+    ]
+    assert counted == [1, 1, 1, 0, 0, 1]
+    assert count_word("ab", "AB", Dictionary("ab"), lower=False).right == 0

@@ -95,6 +95,15 @@ def test_words_that_do_not_fit_are_left_out_and_are_no_failures(tmp_path, listed
     assert len(listed(**root, sample_ratio=0.5)) + listed(**root, sample_ratio=0.5).left_out.total() == 4
 
 
+def test_words_that_are_too_long_are_left_out_of_an_evaluation_too_where_that_is_asked_for(tmp_path, listed):
+    root_of(tmp_path / "words", WORDS)
+    root = {"data_dir": "words", "label_file": "words/words.txt", "filter_max_len": True, "max_text_len": 5}
+    images = listed(training=False, **root)
+    assert texts_of(images) == ["ab", "--", "abcde", "c", "ab-cd", "d", "e"]
+    assert images.left_out == {"longer than max_text_len, 5": 1}
+    assert texts_of(listed(**root)) == FITTING
+
+
 def test_words_of_several_databases_are_left_out(tmp_path):
     for name, words in (("a", WORDS[:3]), ("b", WORDS[3:])):
         write_words(tmp_path / name, [(BLACK, word) for word in words], size_bytes=1 << 20)

@@ -319,7 +319,9 @@ WRONG = [
     ),
     ("scheduler.min_lr=1", "scheduler.min_lr: expected less than lr, 0.0005"),
     ("model.resume=[1]", "model.resume: expected true or false or text, got [1]"),
-    ("system.drop_overflow_update=False", "system.drop_overflow_update: false is not offered"),
+    ("optimizer.beta1=1", "optimizer.beta1: expected a number of from 0 to below 1, got 1"),
+    ("scheduler.warmup_epochs=10", "scheduler.warmup_epochs: expected less than num_epochs, 10, got 10"),
+    ("eval=null", "the section eval is missing, on which a run is validated; type -o system.val_while_train=False"),
     (
         "train.dataset.type=DetDataset",
         "train.dataset.type: DetDataset has no samples of rec; use RecDataset or LMDBDataset",
@@ -332,3 +334,47 @@ def test_what_is_wrong_with_a_configuration_is_said_in_a_line(override, message)
     with pytest.raises(UsageError) as error:
         load_settings(str(REPOSITORY / f"configs/{VGG7}.yaml"), [override])
     assert any(line.strip().startswith(message) for line in str(error.value).splitlines()), error.value
+
+
+def test_keys_of_one_step_are_overridden_by_its_place():
+    name = str(REPOSITORY / f"configs/{R18}.yaml")
+    settings = load_settings(name, ["train.dataset.transform_pipeline[6].RandomCropWithBBox.crop_size=[64,96]"])
+    step = settings.train.dataset.transform_pipeline[6]["RandomCropWithBBox"]
+    assert step == {"max_tries": 10, "min_crop_ratio": 0.1, "crop_size": [64, 96], "p": 1.0}
+    with pytest.raises(UsageError, match=r"list index out of range full_key: train.dataset.transform_pipeline.99."):
+        load_settings(name, ["train.dataset.transform_pipeline[99].RandomScale.p=1"])
+
+
+def test_all_that_is_wrong_with_a_file_is_said_at_once(tmp_path, monkeypatch):
+    """Unknown keys, values, parts that contradict each other, steps, weights and images, in one message."""
+    monkeypatch.chdir(tmp_path)
+    overrides = [
+        "system.sead=1", "model.backbone.name=rec_vgg8", "model.pretrained=gone.pth", "optimizer.opt=lyon",
+        "scheduler.min_lr=9", "postprocess.character_dict_path=gone.txt", "train.loader.num_workers=-1",
+        "train.loader.global_batch_size=7", "train.dataset.filter_max_len=True",
+        "train.dataset.transform_pipeline[2].RecResizeImg.pading=True",
+        "train.dataset.transform_pipeline[1].RecCTCLabelEncode.character_dict_path=none.txt",
+        "eval.loader.drop_remainder=True",
+    ]  # fmt: skip
+    with pytest.raises(UsageError) as error:
+        prepare(str(REPOSITORY / f"configs/{VGG7}.yaml"), overrides)
+    lines = [line.strip() for line in str(error.value).splitlines()[1:]]
+    beginnings = [
+        "system.sead is unknown; did you mean system.seed?",
+        "model.backbone.name: 'rec_vgg8' is unknown",
+        "optimizer.opt: 'lyon' is unknown; choose one of sgd, ",
+        "train.loader.num_workers: expected a whole number of at least 0, got -1",
+        "train.loader: expected batch_size (of each rank) or global_batch_size, got both",
+        "eval.loader.drop_remainder: true would leave images out",
+        "scheduler.min_lr: expected less than lr, 0.0005",
+        "postprocess: character_dict_path: there is no file gone.txt; null takes 0-9a-z",
+        "train.dataset.transform_pipeline[1].RecCTCLabelEncode: character_dict_path: there is no file none.txt;",
+        "train.dataset.transform_pipeline[2].RecResizeImg.pading is unknown; did you mean",
+        "train.dataset.filter_max_len: true needs train.dataset.max_text_len, the longest word that is kept",
+        f"train.dataset: there is no database of LMDB in {tmp_path}/path/to/data_lmdb_release/training: it has no ",
+        f"eval.dataset: there is no database of LMDB in {tmp_path}/path/to/data_lmdb_release/validation: it has ",
+        "model.pretrained: there are no weights gone.pth; name a file of torch's, or type -o model.pretrained=null",
+    ]
+    assert len(lines) == len(beginnings), lines
+    for line, beginning in zip(lines, beginnings, strict=True):
+        assert line.startswith(beginning)

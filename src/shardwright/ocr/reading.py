@@ -15,6 +15,9 @@ from shardwright.checkpoint.api import load
 from shardwright.errors import DataError, UsageError
 from shardwright.ocr.asked.options import Settings
 from shardwright.ocr.libraries.extra import library
+from shardwright.ocr.libraries.geometry import rectangle_around
+from shardwright.ocr.precision import inference_precision_of
+from shardwright.ocr.results import BEST
 from shardwright.ocr.samples.images import decode, encoded
 from shardwright.ocr.samples.labels import icdar_line
 from shardwright.ocr.samples.pipeline import read_steps
@@ -23,6 +26,7 @@ from shardwright.ocr.scoring.boxes import Detection, detect
 from shardwright.ocr.settings import load_settings
 from shardwright.ocr.tasks import TASKS, dictionary_of, text_images
 from shardwright.ocr.validation import Validator
+from shardwright.world.precision import autocast
 from shardwright.world.world import World, init
 
 
@@ -35,9 +39,9 @@ class Network:
     device: torch.device
 
     def predict(self, batch: Sequence[Tensor], *, gather: bool = True) -> Any:
-        """What the network says of a batch whose first tensor are images."""
+        """Return what the network says of a batch whose first tensor are images."""
         row = TASKS[self.settings.model.type]
-        with torch.no_grad():
+        with torch.no_grad(), autocast(inference_precision_of(self.settings), self.device):
             return row.predict(self.model, [tensor.to(self.device) for tensor in batch])
 
 
@@ -52,14 +56,14 @@ def network(config: str | None, weights: str | None, task: Task) -> Network | No
     settings = load_settings(config)
     if settings.model.type != task:
         raise UsageError(f"{config} is a configuration of {settings.model.type}, expected one of {task}")
-    return _loaded(settings, weights or settings.eval.ckpt_load_path, init(rank=0, world_size=1))
+    return _loaded(settings, weights or settings.evaluating.ckpt_load_path, init(rank=0, world_size=1))
 
 
 def _loaded(settings: Settings, weights: str | None, world: World) -> Network:
     if not weights or not Path(weights).exists():
-        raise UsageError(
-            f"eval.ckpt_load_path: there are no weights {weights}; give the path of best.pth or a checkpoint"
-        )
+        own = Path(settings.train.ckpt_save_dir) / BEST
+        hint = f"type -o eval.ckpt_load_path={own}" if own.exists() else "give the path of best.pth or a checkpoint"
+        raise UsageError(f"eval.ckpt_load_path: there are no weights {weights}; {hint}")
     row = TASKS[settings.model.type]
     model = row.model(settings).to(getattr(torch, settings.system.dtype))
     load(weights, model)
@@ -74,14 +78,17 @@ def evaluate(config: str, overrides: Sequence[str] = ()) -> str:
     """
     settings = load_settings(config, overrides)
     world = init(settings.system.backend) if settings.system.distribute else init(rank=0, world_size=1)
-    images = text_images(settings.eval.dataset, settings.model.type, "eval.dataset", training=False)
-    found = Validator(settings, images, world)(_loaded(settings, settings.eval.ckpt_load_path, world))
+    images = text_images(settings.evaluating.dataset, settings.model.type, "eval.dataset", training=False)
+    found = Validator(settings, images, world)(_loaded(settings, settings.evaluating.ckpt_load_path, world))
     return " | ".join([f"{found.samples} images", *(f"{name}: {value:.4f}" for name, value in found.metrics.items())])
 
 
 @dataclass(frozen=True)
 class Read:
-    """A text in an image: where it stands, what it says ("" where nobody was asked), and how sure that is."""
+    """A text in an image: where it stands, what it says ("" where nobody was asked), and how sure that is.
+
+    ``points`` are four corners, or those of a polygon where ``postprocess.box_type`` is poly.
+    """
 
     points: Array
     text: str
@@ -132,7 +139,7 @@ class Pages:
 def _prepared(network: Network, content: bytes, name: str) -> Sample:
     """The image as the evaluation prepares it."""
     settings = network.settings
-    listed = settings.eval.dataset.transform_pipeline
+    listed = settings.evaluating.dataset.transform_pipeline
     sample = Sample(name, np.frombuffer(content, np.uint8), [])
     for step in read_steps(listed, settings.model.type, "eval.dataset.transform_pipeline", training=False):
         step(sample, generator(0, 0, 0))
@@ -157,8 +164,12 @@ def read_words(network: Network, words: Sequence[Array]) -> list[tuple[str, floa
 
 
 def cut_out(image: Array, points: Array) -> Array:
-    """The part of an image between four corners, straightened; upright words are laid down."""
+    """Return the part of an image between four corners, or in the rectangle around more, straightened.
+
+    Upright words are laid down.
+    """
     cv2 = library("cv2")
+    points = points if len(points) == 4 else rectangle_around(points)[0]
     sides = np.linalg.norm(points - np.roll(points, -1, axis=0), axis=1)
     width, height = (max(1, round(float(max(sides[at], sides[at + 2])))) for at in (0, 1))
     target = np.array([[0, 0], [width, 0], [width, height], [0, height]], np.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,18 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardwright.checkpoint.api import load
 from shardwright.data.loading.loader import Loader, loader
 from shardwright.errors import DataError, UsageError
 from shardwright.hosts.environment import read_environment
 from shardwright.ocr.asked.options import Loading, Scheduler, Settings
+from shardwright.ocr.optimizers import kind_of, make_optimizer
+from shardwright.ocr.precision import ApplyingScaler, precision_of
 from shardwright.ocr.results import BestWeights, ResultTable
 from shardwright.ocr.samples.dataset import TextImages, in_words
-from shardwright.ocr.settings import ineffective, load_settings, to_yaml
+from shardwright.ocr.settings import examine, found_by, ineffective, refuse, to_yaml
 from shardwright.ocr.tasks import TASKS, text_images
 from shardwright.ocr.validation import Validator
+from shardwright.ocr.weights import backbone_problems, begin, network_problems
 from shardwright.plan.searches import Mode
 from shardwright.run.model import ParallelModel
 from shardwright.run.parallel import parallelize
@@ -32,10 +34,9 @@ from shardwright.training.hooks import Callback
 from shardwright.training.schedules import constant_schedule, cosine_schedule, polynomial_schedule, step_schedule
 from shardwright.training.trainer import Trainer
 from shardwright.whole_file import write_whole
-from shardwright.world.precision import Precision, autocast
+from shardwright.world.precision import autocast
 from shardwright.world.seed import set_seed
 from shardwright.world.world import World, init
-from shardwright.zoo.optimizers import AdamW, Sgd, groups_of, make_adamw, make_sgd
 
 
 @dataclass(frozen=True)
@@ -55,22 +56,34 @@ def prepare(name: str, overrides: Sequence[str] = (), ranks: int | None = None) 
     Raises:
         UsageError, DataError: with a line for each thing that is wrong or does not fit another.
     """
-    settings = load_settings(name, overrides)
-    _check_launch(settings)
-    task, problems, found = settings.model.type, list[str](), list[TextImages]()
-    for path, options, training in (
-        ("train.dataset", settings.train.dataset, True), ("eval.dataset", settings.eval.dataset, False),
-    ):  # fmt: skip
-        if not training and not settings.system.val_while_train:
-            continue
-        try:
-            found.append(text_images(options, task, path, training))
-            found[-1].gather([0])
-        except (DataError, UsageError) as error:
-            problems += [f"{path}: {line}" for line in str(error).splitlines()]
-    if problems:
-        raise UsageError("\n".join([f"{name}:", *(f"  {problem}" for problem in problems)]))
-    return Experiment(name, settings, found[0], found[1] if found[1:] else None, tuple(ineffective(name, overrides)))
+    settings, problems = examine(name, overrides)
+    if not problems:
+        _check_launch(settings)
+    found: dict[str, TextImages] = {}
+
+    def images(path: str, dataset: Callable[[Any], Any], training: bool) -> Callable[[Any], list[str]]:
+        def check(settings: Settings) -> list[str]:
+            options = dataset(settings)
+            if training or (options is not None and settings.system.val_while_train):
+                try:
+                    found[path] = text_images(options, settings.model.type, path, training)
+                    found[path].gather([0])
+                except (DataError, UsageError) as error:
+                    lines = str(error).splitlines()
+                    return [line if line.startswith(path) else f"{path}: {line}" for line in lines]
+            return []
+
+        return check
+
+    checks = (
+        images("train.dataset", lambda settings: settings.train.dataset, True),
+        images("eval.dataset", lambda settings: settings.eval and settings.eval.dataset, False),
+        lambda settings: backbone_problems(settings.model),
+        lambda settings: network_problems(settings.model),
+    )
+    refuse(name, [*problems, *found_by(checks, settings)])
+    without = tuple(ineffective(name, overrides))
+    return Experiment(name, settings, found["train.dataset"], found.get("eval.dataset"), without)
 
 
 def _check_launch(settings: Settings) -> None:
@@ -95,7 +108,7 @@ def train(name: str, overrides: Sequence[str] = ()) -> Trainer:
     parallel = _parallelize(experiment, world)
     batches = _batches(experiment.train, settings.train.loader, settings, world, parallel.plan)
     steps = -(-len(batches) // settings.train.gradient_accumulation_steps)
-    optimizer = make_optimizer(settings, parallel)
+    optimizer = make_optimizer(settings.optimizer, parallel.module, settings.scheduler.lr)
     trainer = Trainer(
         parallel,
         optimizer,
@@ -139,7 +152,7 @@ def _begin(experiment: Experiment, folder: Path) -> None:
 
 
 def make_model(settings: Settings) -> nn.Module:
-    """The network, with the weights of ``model.pretrained`` where it says so."""
+    """Return the network with random weights."""
     dtype = getattr(torch, settings.system.dtype)
     return TASKS[settings.model.type].model(settings).to(dtype)
 
@@ -148,8 +161,7 @@ def _parallelize(experiment: Experiment, world: World) -> ParallelModel:
     settings = experiment.settings
     row = TASKS[settings.model.type]
     model = make_model(settings)
-    if settings.model.pretrained:
-        load(settings.model.pretrained, model)
+    begin(settings.model, model)
     if world.rank == 0:
         count = sum(parameter.numel() for parameter in model.parameters())
         print(f"model: {settings.model.backbone.name}, {count:,} parameters; mode: {mode_of(settings)}", flush=True)
@@ -157,7 +169,7 @@ def _parallelize(experiment: Experiment, world: World) -> ParallelModel:
     with autocast(precision_of(settings), world.device):
         return parallelize(
             model, row.loss(settings), sample, mode_of(settings), predict_fn=row.predict,
-            optimizer="adamw" if settings.optimizer.opt == "adamw" else "sgd",
+            optimizer=kind_of(settings.optimizer.opt).states,
         )  # fmt: skip
 
 
@@ -165,11 +177,6 @@ def mode_of(settings: Settings) -> Mode:
     """0 and 1, the graph and the eager mode of MindSpore, both split the batch here."""
     mode = settings.system.mode
     return "data" if isinstance(mode, int) else mode
-
-
-def precision_of(settings: Settings) -> Precision:
-    """What forwards compute in."""
-    return "float32" if settings.system.amp_level == "O0" else settings.system.amp_dtype
 
 
 def _batches(images: TextImages, options: Loading, settings: Settings, world: World, plan: Any) -> Loader:
@@ -187,35 +194,18 @@ def _batches(images: TextImages, options: Loading, settings: Settings, world: Wo
     )
 
 
-def make_optimizer(settings: Settings, parallel: ParallelModel) -> torch.optim.Optimizer:
-    """The optimizer of all parameters, in two groups where biases and normalisations are spared the weight decay."""
-    options, lr = settings.optimizer, settings.scheduler.lr
-    common: dict[str, Any] = {
-        "weight_decay": options.weight_decay, "decay": "matrices" if options.filter_bias_and_bn else "all",
-    }  # fmt: skip
-    if options.opt == "adamw":
-        adamw = AdamW(name="adamw", lr=lr, **common)
-        return make_adamw(adamw, groups_of(adamw, parallel.parameters()), lr)
-    momentum = 0.0 if options.opt == "sgd" and options.momentum == 0 else options.momentum
-    nesterov = (options.nesterov or options.opt == "nesterov") and momentum > 0
-    sgd = Sgd(name="sgd", lr=lr, momentum=momentum, nesterov=nesterov, **common)
-    return make_sgd(sgd, groups_of(sgd, parallel.parameters()), lr)
-
-
 def make_schedule(options: Scheduler, optimizer: torch.optim.Optimizer, steps_per_epoch: int) -> LambdaLR:
-    """The rate of every optimizer step of the run."""
+    """Return the rate of every optimizer step of the run."""
     steps, warmup = options.num_epochs * steps_per_epoch, round(options.warmup_epochs * steps_per_epoch)
-    if warmup >= steps:
-        raise UsageError(
-            f"scheduler.warmup_epochs: expected less than num_epochs, {options.num_epochs}, got {options.warmup_epochs}"
-        )
     floor = options.min_lr / options.lr
     if options.scheduler in ("warmup_cosine_decay", "cosine_decay"):
+        if options.decay_epochs is not None:
+            steps = warmup + max(1, round(options.decay_epochs * steps_per_epoch))
         return cosine_schedule(optimizer, steps=steps, warmup_steps=warmup, floor=floor)
     if options.scheduler == "polynomial_decay":
         return polynomial_schedule(optimizer, steps=steps, power=options.decay_rate, warmup_steps=warmup, floor=floor)
     if options.scheduler == "step_decay":
-        every = max(1, round(options.decay_epochs * steps_per_epoch))
+        every = max(1, round((options.decay_epochs or 10) * steps_per_epoch))
         return step_schedule(optimizer, every_steps=every, factor=options.decay_rate, warmup_steps=warmup)
     return constant_schedule(optimizer, warmup_steps=warmup)
 
@@ -223,8 +213,9 @@ def make_schedule(options: Scheduler, optimizer: torch.optim.Optimizer, steps_pe
 def _scale(trainer: Trainer, settings: Settings) -> None:
     """Begin the loss scaling as the configuration says; a static scale does not grow."""
     options = settings.loss_scaler
+    kind = torch.amp.GradScaler if settings.system.drop_overflow_update else ApplyingScaler
     if trainer.scaler.is_enabled():
-        trainer.scaler = torch.amp.GradScaler(
+        trainer.scaler = kind(
             trainer.world.device.type,
             init_scale=options.loss_scale,
             growth_factor=options.scale_factor,

@@ -42,7 +42,7 @@ class Validator:
     precision: Precision = "float32"
 
     def __call__(self, parallel: Predicts) -> Evaluation:
-        options = self.settings.eval.loader
+        options = self.settings.evaluating.loader
         # Cut evenly and not as the plan does, which may give the same rows to several ranks.
         batches = loader(
             self.images,

@@ -56,7 +56,7 @@ def load_config(name: str, overrides: Sequence[str] = ()) -> Config:
 
 
 def sections(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """What a YAML file holds, with ``overrides`` such as ``train.epochs=3``.
+    """Return what a YAML file holds, with ``overrides`` such as ``train.epochs=3``; ``steps[2].p=1`` is of a list.
 
     Raises:
         UsageError: where the file cannot be read, holds no sections, or an override sets nothing.
@@ -68,9 +68,9 @@ def sections(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
         loaded = OmegaConf.load(path)
         if not isinstance(loaded, DictConfig):
             raise UsageError(f"{path}: expected sections with keys, got {type(loaded).__name__}")
-        merged = OmegaConf.merge(loaded, OmegaConf.from_dotlist(list(overrides)))
-        raw: Any = OmegaConf.to_container(merged, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError) as error:
+        loaded.merge_with_dotlist(list(overrides))
+        raw: Any = OmegaConf.to_container(loaded, resolve=True)
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
     return dict(raw)
 

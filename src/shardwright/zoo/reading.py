@@ -14,8 +14,26 @@ from shardwright.zoo.rows import Table
 Problems = list[str]
 
 
+class UnreadError(Exception):
+    """Raised where a check asks for a key that could not be read, of which a line says so already."""
+
+
+class Partial:
+    """The keys of a section that could be read, for the checks that need no others."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        if name not in self._values:
+            raise UnreadError(name)
+        return self._values[name]
+
+
 def read(kind: Any, raw: Any, path: str, problems: Problems, range: Range | None = None) -> Any:
-    """``raw`` as ``kind`` (a type hint); appends to ``problems`` what is wrong, and then returns anything."""
+    """Return ``raw`` as ``kind`` (a type hint); of a section with problems, which are appended, a `Partial`."""
     if kind is Any:
         return raw
     origin = get_origin(kind)
@@ -81,10 +99,17 @@ def _read_section(kind: Any, raw: Any, path: str, problems: Problems) -> Any:
     values = {}
     for name, declared in known.items():
         if name in raw:
-            values[name] = _read_key(declared, hints[name], raw[name], f"{prefix}{name}", problems)
-        elif declared.default is MISSING and declared.default_factory is MISSING:
+            already = len(problems)
+            value = _read_key(declared, hints[name], raw[name], f"{prefix}{name}", problems)
+            if len(problems) == already or isinstance(value, Partial):
+                values[name] = value
+        elif declared.default is not MISSING:
+            values[name] = declared.default
+        elif declared.default_factory is not MISSING:
+            values[name] = declared.default_factory()
+        else:
             problems.append(f"the section {prefix}{name} is missing")
-    return kind(**values) if len(problems) == before else None
+    return kind(**values) if len(problems) == before else Partial(values)
 
 
 def _read_key(declared: Field[Any], hint: Any, raw: Any, path: str, problems: Problems) -> Any:

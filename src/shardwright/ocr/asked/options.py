@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from shardwright.errors import UsageError
 from shardwright.ocr.asked.parts import BACKBONES, HEADS, LOSSES, METRICS, NECKS, POSTPROCESSES
 from shardwright.ocr.samples.sample import Task
 from shardwright.zoo.ranges import at_least, between, more_than
@@ -15,13 +16,17 @@ class System:
     """How processes run.
 
     ``mode`` 0 and 1 split the batch, as "data" does, and "auto" decides what is split. ``amp_level`` O0 computes in
-    float32, the others by autocast in float16, with a scaler, or in ``amp_dtype``. Validations come after every
-    ``val_interval`` epochs from ``val_start_epoch`` on. ``distribute`` takes the ranks that a launcher has started.
+    float32, the others by autocast in float16, with a scaler, or in ``amp_dtype``; ``amp_level_infer`` says the same of
+    weights that are evaluated or asked after training. With ``drop_overflow_update`` a step is left out whose float16
+    gradients overflow; without it such a step is made, too, and the run ends where the loss is no longer finite.
+    Validations come after every ``val_interval`` epochs from ``val_start_epoch`` on. ``distribute`` takes the ranks
+    that a launcher has started.
     """
 
     mode: Literal[0, 1, "data", "auto", "semi-auto", "single"] = 0
     distribute: bool = True
     amp_level: Literal["O0", "O1", "O2", "O3"] = "O0"
+    amp_level_infer: Literal["O0", "O1", "O2", "O3"] = "O0"
     amp_dtype: Literal["fp16", "bf16"] = "fp16"
     dtype: Literal["float32", "float64"] = "float32"
     seed: int = at_least(0, 42)
@@ -37,8 +42,8 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """``pretrained`` is a checkpoint whose weights are the first ones; ``resume`` goes on from the newest checkpoint of
-    the run (true), or from the one at a path."""
+    """``pretrained`` is a checkpoint, or the address of one of torch's files, whose weights are the first ones;
+    ``resume`` goes on from the newest checkpoint of the run (true), or from the one at a path."""
 
     type: Task
     transform: str | None = None
@@ -51,9 +56,10 @@ class Model:
 
 @dataclass(frozen=True, kw_only=True)
 class Scheduler:
-    """The rate in optimizer steps: it rises over ``warmup_epochs``, then falls to ``min_lr`` over ``num_epochs``.
+    """The rate in optimizer steps: it rises over ``warmup_epochs``, and falls to ``min_lr`` over the other epochs.
 
-    ``decay_rate`` is the power of polynomial_decay, and the factor of step_decay after every ``decay_epochs``.
+    Cosines fall over ``decay_epochs`` where these are given, and stay at ``min_lr`` after that. ``decay_rate`` is the
+    power of polynomial_decay, and the factor of step_decay after every ``decay_epochs`` (10 where none are given).
     """
 
     scheduler: Literal[
@@ -63,19 +69,30 @@ class Scheduler:
     min_lr: float = at_least(0, 0.0)
     num_epochs: int = at_least(1, 200)
     warmup_epochs: float = at_least(0, 0.0)
-    decay_epochs: float = at_least(0, 10.0)
+    decay_epochs: float | None = more_than(0, None)
     decay_rate: float = more_than(0, 0.9)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """``filter_bias_and_bn`` spares biases and normalisations the weight decay."""
+    """An optimizer of `ocr.optimizers`, and which parameters are spared the weight decay.
 
-    opt: Literal["sgd", "SGD", "momentum", "nesterov", "adamw"] = "adamw"
+    Those are the ones in whose names one of ``no_weight_decay_params`` stands, as MindSpore has them: gamma and beta of
+    normalisations, bias. Where there are none, ``filter_bias_and_bn`` names these three, and so does
+    ``grouping_strategy``, which comes before both. ``beta1`` and ``beta2`` are those of adam, adamw and lion.
+    """
+
+    opt: Literal[
+        "sgd", "SGD", "momentum", "nesterov", "adam", "Adam", "adamw", "AdamW", "lion", "Lion"
+    ] = "adamw"  # fmt: skip
     filter_bias_and_bn: bool = True
+    no_weight_decay_params: tuple[str, ...] = ()
+    grouping_strategy: Literal["filter_norm_and_bias"] | None = None
     momentum: float = between(0, 1, 0.9)
     weight_decay: float = at_least(0, 0.0)
     nesterov: bool = False
+    beta1: float | None = between(0, 1, None)
+    beta2: float | None = between(0, 1, None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,11 +110,13 @@ class Dataset:
     """Where samples come from: one path below ``dataset_root``, or a list of them.
 
     ``data_dir`` has the images, or the databases of LMDBDataset. ``label_file`` is a file of lines with JSON
-    (detection) or of words (recognition), or the folder of ICDAR's files. ``sample_ratio`` is the share that is taken,
-    of all or of each. At most ``max_failed_samples`` samples may fail on a rank; in evaluation none may.
+    (detection) or of words (recognition), the folder of ICDAR's files, or the ``.mat`` of SynthTextDataset.
+    ``sample_ratio`` is the share that is taken, of all or of each. With ``filter_max_len`` words of more than
+    ``max_text_len`` characters are left out, in an evaluation, too. At most ``max_failed_samples`` samples may fail on
+    a rank; in evaluation none may.
     """
 
-    type: Literal["DetDataset", "RecDataset", "LMDBDataset"]
+    type: Literal["DetDataset", "SynthTextDataset", "RecDataset", "LMDBDataset"]
     dataset_root: str = ""
     data_dir: str | tuple[str, ...] = ""
     label_file: str | tuple[str, ...] | None = None
@@ -107,6 +126,9 @@ class Dataset:
     output_columns: tuple[str, ...] | None = None
     net_input_column_index: tuple[int, ...] | None = None
     label_column_index: tuple[int, ...] | None = None
+    use_minddata: bool = False
+    filter_max_len: bool = False
+    max_text_len: int | None = at_least(1, None)
     max_failed_samples: int = at_least(0, 10)
 
 
@@ -156,7 +178,10 @@ class Evaluating:
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """A whole configuration. ``common`` and ``predict`` are free: the first is for YAML's anchors."""
+    """A whole configuration. ``common`` and ``predict`` are free: the first is for YAML's anchors.
+
+    ``eval`` may be missing where nothing is validated.
+    """
 
     system: System = field(default_factory=System)
     common: dict[str, Any] = field(default_factory=dict)
@@ -168,5 +193,16 @@ class Settings:
     optimizer: Optimizer = field(default_factory=Optimizer)
     loss_scaler: LossScaler = field(default_factory=LossScaler)
     train: Train
-    eval: Evaluating
+    eval: Evaluating | None = None
     predict: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def evaluating(self) -> Evaluating:
+        """Return the section ``eval``.
+
+        Raises:
+            UsageError: where there is none.
+        """
+        if self.eval is None:
+            raise UsageError("the section eval is missing: it says on which images and how networks are evaluated")
+        return self.eval

@@ -3,13 +3,11 @@ arXiv:1911.08947."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from shardwright.ocr.networks.layers import Pyramid
+from shardwright.ocr.networks.necks import LevelPyramid, Necks
 from shardwright.zoo.models.resnet import BasicBlock, ResNet, resnet18, resnet50
 
 STRIDE = 32
@@ -33,29 +31,6 @@ def resnet50_pyramid(width: int = 64, zero_init: bool = False) -> Pyramid:
     return _pyramid(resnet50(1, "imagenet", width, zero_init))
 
 
-class Neck(nn.Module):
-    """A feature pyramid (Lin et al., 2016, arXiv:1612.03144) whose levels are joined: four tensors at strides 4 to 32
-    -> [n, outputs, h / 4, w / 4], the coarsest level first."""
-
-    def __init__(self, channels: Sequence[int], outputs: int = 256, bias: bool = False) -> None:
-        super().__init__()
-        self.lateral = nn.ModuleList(nn.Conv2d(inputs, outputs, 1, bias=bias) for inputs in channels)
-        part = outputs // len(channels)
-        self.smooth = nn.ModuleList(nn.Conv2d(outputs, part, 3, padding=1, bias=bias) for _ in channels)
-        self.outputs = part * len(channels)
-
-    def forward(self, features: Sequence[Tensor]) -> Tensor:
-        levels = [lateral(feature) for lateral, feature in zip(self.lateral, features, strict=True)]
-        for fine in range(len(levels) - 2, -1, -1):
-            levels[fine] = levels[fine] + _enlarged(levels[fine + 1], levels[fine])
-        parts = [smooth(level) for smooth, level in zip(self.smooth, levels, strict=True)]
-        return torch.cat([_enlarged(part, parts[0]) for part in reversed(parts)], dim=1)
-
-
-def _enlarged(x: Tensor, like: Tensor) -> Tensor:
-    return x if x.shape[-2:] == like.shape[-2:] else F.interpolate(x, size=like.shape[-2:], mode="nearest")
-
-
 class Maps(nn.Sequential):
     """The logits of one map in the size of the image: [n, inputs, h / 4, w / 4] -> [n, h, w]."""
 
@@ -75,15 +50,17 @@ class Maps(nn.Sequential):
 class DBNet(nn.Module):
     """Images [n, 3, h, w], whose sides are multiples of 32 -> the probability [n, h, w] that a pixel is of a text.
 
+    ``neck`` joins what the backbone gives; by default it is a `LevelPyramid` of ``width`` channels.
+
     In training the result is a pair: the logits of the probability and of the threshold map, whose difference the loss
     binarises.
     """
 
-    def __init__(self, backbone: nn.Module, width: int = 256, bias: bool = False) -> None:
+    def __init__(self, backbone: nn.Module, width: int = 256, bias: bool = False, neck: Necks | None = None) -> None:
         super().__init__()
         self.backbone = backbone
         channels: list[int] = backbone.channels  # type: ignore[assignment]
-        self.neck = Neck(channels, width, bias)
+        self.neck = neck or LevelPyramid(channels, width, bias)
         self.probability = Maps(self.neck.outputs, bias)
         self.threshold = Maps(self.neck.outputs, bias)
         self._initialise()

@@ -17,12 +17,31 @@ def conv_norm(
     *,
     groups: int = 1,
     activation: type[nn.Module] | None = nn.ReLU,
+    eps: float = 1e-5,
 ) -> nn.Sequential:
     """A convolution that keeps the size but for its stride, a batch normalisation, and an activation where one is
     asked for: [n, inputs, h, w] -> [n, outputs, h / stride, w / stride]."""
     convolution = nn.Conv2d(inputs, outputs, kernel, stride, kernel // 2, groups=groups, bias=False)
-    layers = [convolution, nn.BatchNorm2d(outputs), *([activation()] if activation else [])]
+    layers = [convolution, nn.BatchNorm2d(outputs, eps), *([activation()] if activation else [])]
     return nn.Sequential(*layers)
+
+
+class Squeeze(nn.Module):
+    """Weighs the channels by their means over the image: [n, channels, h, w] in the same shape.
+
+    Hu et al., *Squeeze-and-Excitation Networks*, 2017, arXiv:1709.01507.
+    """
+
+    def __init__(self, channels: int, inner: int, gate: type[nn.Module] = nn.Hardsigmoid) -> None:
+        super().__init__()
+        self.reduce = nn.Conv2d(channels, inner, 1)
+        self.expand = nn.Conv2d(inner, channels, 1)
+        self.relu, self.gate = nn.ReLU(), gate()
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean((2, 3), keepdim=True)
+        weighed: Tensor = x * self.gate(self.expand(self.relu(self.reduce(mean))))
+        return weighed
 
 
 class Pyramid(nn.Module):

@@ -54,7 +54,8 @@ class Targets:
 class DetectionLoss:
     """dice(B) + ``l1_scale`` * L1(T) + ``bce_scale`` * BCE(P), where B = sigmoid(``k`` * (P - T)).
 
-    P and T are the sigmoids of the two logits that a `DBNet` gives in training.
+    P and T are the sigmoids of the two logits that a `DBNet` gives in training. With ``overlap`` dice(P) stands in the
+    place of the balanced cross entropy BCE(P).
     """
 
     k: float = 50.0
@@ -63,16 +64,18 @@ class DetectionLoss:
     eps: float = 1e-6
     negatives_per_positive: float = 3.0
     fewest_negatives: float = 10.0
+    overlap: bool = False
 
     def __call__(self, probability: Tensor, threshold: Tensor, targets: Targets) -> Tensor:
         probability, threshold = _precise(probability), _precise(threshold)
         p, t = torch.sigmoid(probability), torch.sigmoid(threshold)
         dice = self.dice(torch.sigmoid(self.k * (p - t)), targets)
         l1 = ((t - targets.border).abs() * targets.near).sum() / (targets.near.sum() + self.eps)
-        return dice + self.l1_scale * l1 + self.bce_scale * self.balanced(probability, targets)
+        third = self.dice(p, targets) if self.overlap else self.balanced(probability, targets)
+        return dice + self.l1_scale * l1 + self.bce_scale * third
 
     def dice(self, binary: Tensor, targets: Targets) -> Tensor:
-        """One less the overlap of the binary map with the texts."""
+        """Return one less the overlap of a map with the texts."""
         both = (binary * targets.text * targets.valid).sum()
         each = (binary * targets.valid).sum() + (targets.text * targets.valid).sum()
         return 1 - 2 * both / (each + self.eps)
@@ -91,9 +94,21 @@ class DetectionLoss:
 
 
 def recognition_loss(model: nn.Module, batch: Any) -> Tensor:
-    """The loss of a batch (images, texts, lengths) of words."""
+    """Return the loss of a batch (images, texts, lengths) of words."""
     images, text, lengths = batch[:3]
     return ctc_loss(model(images.to(_dtype(model))), text, lengths)
+
+
+def first_steps_loss(steps: int | None) -> LossFunction:
+    """Return `recognition_loss` of the first ``steps`` alone that a network gives, or of all."""
+    if steps is None:
+        return recognition_loss
+
+    def loss_fn(model: nn.Module, batch: Any) -> Tensor:
+        images, text, lengths = batch[:3]
+        return ctc_loss(model(images.to(_dtype(model)))[:, :steps], text, lengths)
+
+    return loss_fn
 
 
 def detection_loss(loss: DetectionLoss) -> LossFunction:

@@ -18,6 +18,7 @@ from shardwright.data.order import permutation
 from shardwright.errors import DataError
 from shardwright.ocr.samples.labels import read_detection_list, read_icdar, read_word_list
 from shardwright.ocr.samples.sample import Array, NeedsLabel, Sample, Source, Step, Task, generator
+from shardwright.ocr.samples.synthtext import SynthText
 from shardwright.ocr.samples.words import WordDatabase
 
 IMAGES = (".jpg", ".jpeg", ".png", ".bmp")
@@ -99,6 +100,21 @@ def detection_images(images: Path, labels: Path, share: float) -> Sources:
     files = sorted(path for path in images.glob("*") if path.suffix.lower() in IMAGES)
     listed = [Source(path.name, _reader(path), read_icdar(labels / f"gt_{path.stem}.txt")) for path in files]
     return file_sources(listed, share, f"the folder {images}")
+
+
+def synthetic_images(images: Path, labels: Path, share: float) -> Sources:
+    """Return the images of SynthText, labelled by its ``gt.mat`` or by what MindOCR's converter makes of that.
+
+    Raises:
+        DataError: where the file is missing or broken.
+    """
+    found = SynthText(labels)
+
+    def source(number: int) -> Source:
+        name, boxes = found.image(number)
+        return Source(name, _reader(images / name), boxes)
+
+    return Sources(found.size, source, share, str(labels))
 
 
 def word_images(images: Path, labels: Path, share: float) -> Sources:

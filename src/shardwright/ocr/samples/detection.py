@@ -8,6 +8,7 @@ from typing import Literal
 
 import numpy as np
 
+from shardwright.errors import UsageError
 from shardwright.ocr.libraries import geometry
 from shardwright.ocr.libraries.extra import library
 from shardwright.ocr.networks.dbnet import STRIDE
@@ -170,6 +171,7 @@ class DetResize:
 
     Either to ``target_size`` (height, width), or so that the shorter (``limit_type`` min) or longer side (max) is
     ``limit_side_len`` at least or at most. With ``keep_ratio`` and ``padding`` the image is padded to the target size.
+    Without ``force_divisable`` that size is one the network takes as it is.
     """
 
     target_size: tuple[int, ...] | None = None
@@ -177,19 +179,31 @@ class DetResize:
     padding: bool = False
     limit_type: Literal["min", "max", "none", "None"] | None = "min"
     limit_side_len: int = 736
+    force_divisable: bool = True
     divisor: int = STRIDE
+
+    def __post_init__(self) -> None:
+        if self.target_size is not None and len(self.target_size) != 2:
+            raise UsageError(f"expected target_size [height, width], got {list(self.target_size)}")
+        fixed = self.target_size is not None and (self.padding or not self.keep_ratio)
+        if not self.force_divisable and not (fixed and all(side % STRIDE == 0 for side in self.target_size or ())):
+            raise UsageError(
+                f"force_divisable: False leaves sides that are no multiples of {STRIDE}, which the network cannot "
+                f"take; use True, or a target_size of multiples of {STRIDE} with padding: True or keep_ratio: False"
+            )
 
     def __call__(self, sample: Sample, random: np.random.Generator) -> None:
         height, width = self._size(*sample.size)
         _resize(sample, height, width)
         if self.target_size is not None and self.keep_ratio and self.padding:
-            sample.image = padded(sample.image, *self.target_size)
+            sample.image = padded(sample.image, *map(self._divisible, self.target_size))
 
     def _size(self, height: int, width: int) -> tuple[int, int]:
         if self.target_size is not None:
+            down, across = map(self._divisible, self.target_size)
             if not self.keep_ratio:
-                return self._divisible(self.target_size[0]), self._divisible(self.target_size[1])
-            scale = min(self.target_size[0] / height, self.target_size[1] / width)
+                return down, across
+            scale = min(down / height, across / width)
             if self.padding:
                 return max(1, int(height * scale)), max(1, int(width * scale))
         elif self.limit_type == "min":

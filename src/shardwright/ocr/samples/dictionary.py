@@ -43,13 +43,15 @@ class Dictionary:
         """Whether it knows no upper case, so that texts are lowered."""
         return self.characters == self.characters.lower()
 
-    def known(self, text: str) -> str:
-        """The text as it is compared: lower case where the dictionary has no other, without what it does not know.
+    def known(self, text: str, lower: bool | None = None) -> str:
+        """Return the text as it is compared, without what the dictionary does not know.
+
+        It is in lower case where ``lower`` says so; None means where the dictionary has no other.
 
         >>> Dictionary.of(None).known("It's 5")
         'its5'
         """
-        text = text.lower() if self.lowers else text
+        text = text.lower() if (self.lowers if lower is None else lower) else text
         return "".join(character for character in text if character in self.id_of)
 
     def decode(self, ids: Sequence[int]) -> str:

@@ -18,27 +18,33 @@ IMAGENET = {"mean": (123.675, 116.28, 103.53), "std": (58.395, 57.12, 57.375)}
 
 @dataclass(frozen=True)
 class DecodeImage:
-    """Reads the bytes of an image file, in the order of channels ``img_mode``."""
+    """Reads the bytes of an image file, in the order of channels ``img_mode``.
+
+    With ``ignore_orientation`` it stays as the camera held it, whatever the file says of how to turn it.
+    """
 
     img_mode: Literal["RGB", "BGR"] = "BGR"
     to_float32: bool = False
+    ignore_orientation: bool = False
+    keep_ori: bool = False
 
     def __call__(self, sample: Sample, random: np.random.Generator) -> None:
-        image = decode(sample.image, sample.name)
+        image = decode(sample.image, sample.name, self.ignore_orientation)
         image = image[:, :, ::-1] if self.img_mode == "RGB" else image
         sample.image = np.ascontiguousarray(image, dtype=np.float32 if self.to_float32 else np.uint8)
         sample.shape = sample.size
 
 
-def decode(encoded: Array, name: str) -> Array:
-    """The image (height, width, 3), blue first, of the bytes of a file.
+def decode(encoded: Array, name: str, ignore_orientation: bool = False) -> Array:
+    """Return the image (height, width, 3), blue first, of the bytes of a file.
 
     Raises:
         DataError: where they are no image.
     """
     cv2 = library("cv2")
     cv2.setNumThreads(0)  # each worker is one process of many
-    image: Array | None = cv2.imdecode(encoded, cv2.IMREAD_COLOR) if len(encoded) else None
+    flags = cv2.IMREAD_COLOR | (cv2.IMREAD_IGNORE_ORIENTATION if ignore_orientation else 0)
+    image: Array | None = cv2.imdecode(encoded, flags) if len(encoded) else None
     if image is None:
         raise DataError(f"{name} is no image that opencv can read ({len(encoded)} bytes)")
     return image

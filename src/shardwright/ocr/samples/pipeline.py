@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from shardwright.errors import UsageError
+from shardwright.errors import DataError, UsageError
 from shardwright.ocr.samples import detection, images, recognition, targets
 from shardwright.ocr.samples.sample import Step, Task
 from shardwright.zoo.reading import Problems, near, read
@@ -42,6 +42,7 @@ STEPS: Mapping[str, Kind] = {
     "ShrinkBinaryMap": Kind(targets.ShrinkBinaryMap, ("det",), training=True),
     "BorderMap": Kind(targets.BorderMap, ("det",), training=True),
     "RecCTCLabelEncode": Kind(recognition.RecCTCLabelEncode, ("rec",), training=True),
+    "Rotate90IfVertical": Kind(recognition.Rotate90IfVertical, ("rec",)),
     "RecResizeImg": Kind(recognition.RecResizeImg, ("rec",)),
     "RecResizeNormForInfer": Kind(recognition.RecResizeNormForInfer, ("rec",)),
 }
@@ -78,5 +79,9 @@ def _read(one: Any, task: Task, path: str, problems: Problems, training: bool) -
         return None
     if STEPS[name].training and not training:
         return None
-    found: Step | None = read(STEPS[name].make, keys or {}, f"{path}.{name}", problems)
+    try:
+        found: Step | None = read(STEPS[name].make, keys or {}, f"{path}.{name}", problems)
+    except (DataError, UsageError) as error:  # of values that do not fit each other, or name files that are not there
+        problems.append(f"{path}.{name}: {error}")
+        return None
     return found

@@ -52,6 +52,34 @@ class RecCTCLabelEncode:
 
 
 @dataclass(frozen=True)
+class LongestWord:
+    """Words of more than ``max_text_len`` characters, known or not, are left out, in an evaluation, too."""
+
+    max_text_len: int
+
+    def __call__(self, sample: Sample, random: np.random.Generator) -> None:
+        return
+
+    def misfit(self, text: str) -> str | None:
+        """See `NeedsLabel`."""
+        return f"longer than max_text_len, {self.max_text_len}" if len(text) > self.max_text_len else None
+
+
+@dataclass(frozen=True)
+class Rotate90IfVertical:
+    """Turned by a right angle where the image is more than ``threshold`` times as high as wide."""
+
+    threshold: float = 1.5
+    direction: Literal["counterclockwise", "clockwise"] = "counterclockwise"
+
+    def __call__(self, sample: Sample, random: np.random.Generator) -> None:
+        height, width = sample.size
+        if height / width > self.threshold:
+            turns = 1 if self.direction == "counterclockwise" else -1
+            sample.image = np.ascontiguousarray(np.rot90(sample.image, turns))
+
+
+@dataclass(frozen=True)
 class RecResizeImg:
     """Resized to ``image_shape`` (height, width); with ``padding`` the ratio of the sides is kept and the rest zero."""
 

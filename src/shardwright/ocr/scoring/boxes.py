@@ -1,4 +1,4 @@
-"""From a map of probabilities to boxes around texts."""
+"""From a map of probabilities to boxes or polygons around texts."""
 
 from __future__ import annotations
 
@@ -15,34 +15,47 @@ from shardwright.ocr.libraries.geometry import Points
 
 @dataclass(frozen=True)
 class Detection:
-    """Four corners clockwise, in pixels of the image, and the mean probability within."""
+    """Four corners clockwise, or those of a polygon, in pixels of the image, and the mean probability within."""
 
     points: Points
     score: float
 
 
 def detect(probability: Points, shape: Sequence[float], how: DetectionPostprocess) -> list[Detection]:
-    """The texts in a map [h, w] of an image.
+    """Return the texts in a map [h, w] of an image, as rectangles or polygons.
 
-    ``shape`` is (height, width, how much the height was scaled, how much the width): boxes are those of the image as it
+    ``shape`` is (height, width, how much the height was scaled, how much the width): texts are those of the image as it
     was before, and end at its borders.
     """
     cv2 = library("cv2")
     contours, _ = cv2.findContours(
         (probability >= how.binary_thresh).astype(np.uint8), cv2.RETR_LIST, cv2.CHAIN_APPROX_SIMPLE
     )
+    outline = _polygon if how.box_type == "poly" else _rectangle
     found = []
     for contour in contours[: how.max_candidates]:
-        points, side = geometry.rectangle_around(contour)
-        if side < how.min_size:
+        points = outline(contour, how)
+        if points is None:
             continue
         score = mean_within(probability, points)
         if score < how.box_thresh:
             continue
-        box = _expanded(points, how)
-        if box is not None:
-            found.append(Detection(_in_image(box, shape), score))
+        grown = _expanded(points, how)
+        if grown is not None:
+            found.append(Detection(_in_image(grown, shape), score))
     return found
+
+
+def _rectangle(contour: Points, how: DetectionPostprocess) -> Points | None:
+    points, side = geometry.rectangle_around(contour)
+    return points if side >= how.min_size else None
+
+
+def _polygon(contour: Points, how: DetectionPostprocess) -> Points | None:
+    """The contour with fewer corners, four at least, which are off by no more than a two-hundredth of its length."""
+    cv2 = library("cv2")
+    points: Points = cv2.approxPolyDP(contour, 0.005 * cv2.arcLength(contour, True), True).reshape(-1, 2)
+    return points.astype(np.float64) if len(points) >= 4 else None
 
 
 def mean_within(probability: Points, points: Points) -> float:
@@ -58,7 +71,8 @@ def mean_within(probability: Points, points: Points) -> float:
 
 
 def _expanded(points: Points, how: DetectionPostprocess) -> Points | None:
-    """The rectangle around the polygon when it has grown by area * ratio / perimeter, as it was shrunk in training."""
+    """The polygon when it has grown by area * ratio / perimeter, as it was shrunk in training; or the rectangle around
+    that."""
     around = geometry.perimeter(points)
     if not around:
         return None
@@ -66,7 +80,9 @@ def _expanded(points: Points, how: DetectionPostprocess) -> Points | None:
     if len(grown) != 1:
         return None
     box, side = geometry.rectangle_around(grown[0])
-    return box if side >= how.min_size else None
+    if side < how.min_size:
+        return None
+    return grown[0] if how.box_type == "poly" else box
 
 
 def _in_image(box: Points, shape: Sequence[float]) -> Points:

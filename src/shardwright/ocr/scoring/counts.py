@@ -87,9 +87,14 @@ class RecognitionCounts:
         return {"acc": self.right / count, "norm_edit_distance": 1 - self.distance / count}
 
 
-def count_word(said: str, text: str, dictionary: Dictionary, ignore_space: bool = True) -> RecognitionCounts:
-    """Compare a word with its label: in lower case where the dictionary has no other, by its characters alone."""
-    said, text = dictionary.known(said), dictionary.known(text)
+def count_word(
+    said: str, text: str, dictionary: Dictionary, ignore_space: bool = True, lower: bool | None = None
+) -> RecognitionCounts:
+    """Compare a word with its label by the characters of the dictionary alone.
+
+    They are compared in lower case where ``lower`` says so; None means where the dictionary has no other.
+    """
+    said, text = dictionary.known(said, lower), dictionary.known(text, lower)
     if ignore_space:
         said, text = said.replace(" ", ""), text.replace(" ", "")
     distance = float(library("rapidfuzz.distance").Levenshtein.normalized_distance(said, text))
