@@ -29,7 +29,12 @@ from torch._export.utils import (
 from torch._functorch import eager_transforms
 from torch._higher_order_ops.effects import has_effects
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
-from torch._subclasses.fake_tensor import DynamicOutputShapeException, FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    unset_fake_temporarily,
+)
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram, exported_program
@@ -47,10 +52,12 @@ __all__ = [
     "acts_on_loads",
     "add_gloo_inside",
     "apply_function",
+    "arguments_of",
     "assert_on_device",
     "backward_number",
     "base_of",
     "buffers_in",
+    "call_checkpointed",
     "change_dtensors",
     "changes_of",
     "changes_operands",
@@ -59,6 +66,7 @@ __all__ = [
     "code_from_cache",
     "compiled_code_directory",
     "computed",
+    "constant_of",
     "copies_of",
     "copy_each",
     "dcp_storage_info",
@@ -77,15 +85,18 @@ __all__ = [
     "higher_order_name",
     "holders_of_memory",
     "is_certain",
+    "is_checkpoint",
     "is_composite",
     "is_fake",
     "is_operator",
     "is_pointwise",
+    "is_transformed",
     "is_unknown",
     "job_store",
     "keeps_statistics",
     "local_part",
     "looking_into",
+    "makes_new",
     "may_stay_whole",
     "members",
     "mode_of",
@@ -128,6 +139,7 @@ __all__ = [
     "version",
     "views_into",
     "waited_for",
+    "with_values",
     "without_defaults",
     "written_operands",
 ]
@@ -270,6 +282,16 @@ def has_no_value(tensor: Any) -> bool:
     """Whether a tensor is one without storage whose value is not known as a constant either."""
     tensor = _unwrapped(tensor)
     return isinstance(tensor, FakeTensor) and tensor.constant is None
+
+
+def constant_of(tensor: Any) -> torch.Tensor | None:
+    """Return the numbers of a tensor without storage where they are known as a constant."""
+    return tensor.constant if isinstance(tensor, FakeTensor) else None
+
+
+def is_transformed(tensor: Any) -> bool:
+    """Check whether a tensor stands for others inside of a transform of ``torch.func``."""
+    return _unwrapped(tensor) is not tensor
 
 
 def has_unknown_size(tensor: torch.Tensor) -> bool:
@@ -551,6 +573,19 @@ def checkpoints_call(around: Callable[[str], AbstractContextManager[None]]) -> I
         yield
 
 
+_CHECKPOINT = checkpointing.CheckpointFunction
+
+
+def is_checkpoint(function: Any) -> bool:
+    """Check whether a function with a backward of its own is torch's activation checkpointing."""
+    return function is _CHECKPOINT
+
+
+def call_checkpointed(args: tuple[Any, ...]) -> Any:
+    """Call the function of activation checkpointing as `checkpoints_call` has it, whoever asked for it."""
+    return checkpointing.CheckpointFunction.apply(*args)  # type: ignore[no-untyped-call]
+
+
 @contextmanager
 def functions_apply(apply: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
     """Let ``MyFunction.apply(*args)`` be ``apply(MyFunction, args)`` in this thread, also where ``MyFunction.apply``
@@ -598,6 +633,13 @@ def batch_norms_call(instead: Callable[[Any, Any], Any]) -> Iterator[None]:
 def untraced() -> Iterator[None]:
     """Run operators that the exporter is not to see, nor any mode of torch functions: it has no public pause."""
     with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing():
+        yield
+
+
+@contextmanager
+def with_values() -> Iterator[None]:
+    """Run operators in earnest while a step is traced: neither the exporter nor tensors without storage see them."""
+    with torch._C.DisableTorchFunction(), disable_proxy_modes_tracing(), unset_fake_temporarily(), torch.no_grad():
         yield
 
 

@@ -37,12 +37,6 @@ def branch(model, batch):
     return out.sum()
 
 
-def assertion(model, batch):
-    out = model(batch[0])
-    assert out.isfinite().all()
-    return out.sum()
-
-
 def selection(model, batch):
     out = model(batch[0])
     return out[out > 0].sum()
@@ -66,11 +60,6 @@ def narrowed(model, batch):
 
 def spaced(model, batch):
     return model(batch[0]).sum() * torch.linspace(0, 1, batch[1][0, 0].long()).sum()
-
-
-def asserted(model, batch):
-    torch._assert(batch[1].sum() > 0, "none")
-    return model(batch[0]).sum()
 
 
 def counted(model, batch):
@@ -168,14 +157,12 @@ def nothing(model, batch):
         (number, r"float\(\) needs the value", "float(batch[1].max())", "Keep it a tensor"),
         (array, r"numpy\(\) needs the value", "batch[1].numpy()[0, 0]", "Keep it a tensor"),
         (branch, "a Python branch depends on the value", "if out.sum() > 0:", r"torch\.where"),
-        (assertion, "a Python branch depends on the value", "assert out.isfinite().all()", "assert outside"),
         (selection, "the shape that an index by a mask", "return out[out > 0].sum()", "Keep the shape fixed"),
         (positions, "the shape that nonzero gives", "torch.nonzero(batch[1])", r"count with mask\.sum\(\).* weight 0"),
         (distinct, "the shape that unique gives", "torch.unique(batch[1])", "pass it in the batch"),
         (rolled, "would need a number out of a tensor", ".roll(batch[1][0, 0].long(), 0)", "index_select"),
         (narrowed, "depends on the values of a tensor", ".narrow(0, batch[1][0, 0].long(), 1)", "Keep shapes fixed"),
         (spaced, "depends on the values of a tensor", "torch.linspace(0, 1", "Keep shapes fixed"),
-        (asserted, "depends on the values of a tensor", "torch._assert(batch[1].sum() > 0", "Keep shapes fixed"),
         (counted, "the shape that bincount", "torch.bincount(batch", r"F\.one_hot\(x, n\)\.sum\(0\)"),
         (classes, "the shape that one_hot", "F.one_hot(batch[1].long())", r"F\.one_hot\(x, n\)"),
         (packed, "the shape that pack_padded_sequence", "pack_padded_sequence(model", r"lengths - 1\]"),

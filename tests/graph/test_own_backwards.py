@@ -12,7 +12,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from torch.utils import checkpoint as checkpointing
-from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+from torch.utils.checkpoint import CheckpointFunction, checkpoint, checkpoint_sequential
 
 from shardwright.errors import CaptureError
 from shardwright.graph.capture import capture
@@ -52,6 +52,18 @@ def each(blocks, x, **how):
     return x
 
 
+def applied_to_a_method(blocks, x):
+    return CheckpointFunction.apply(Method(blocks).forward, True, x)
+
+
+class Method:
+    def __init__(self, blocks):
+        self.blocks = blocks
+
+    def forward(self, x):
+        return self.blocks(x)
+
+
 def within_a_mode(blocks, x):
     policy = functools.partial(checkpointing.create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
     return checkpoint(blocks, x, use_reentrant=False, context_fn=policy)
@@ -64,6 +76,8 @@ CHECKPOINTS = {
     "partial": functools.partial(checkpointing.checkpoint, use_reentrant=False),
     "keywords": lambda blocks, x: checkpoint(lambda x, scale: blocks(x) * scale, x, scale=3.0, use_reentrant=False),
     "selective": within_a_mode,
+    "applied to a method": applied_to_a_method,
+    "of a method": lambda blocks, x: checkpoint(Method(blocks).forward, x, use_reentrant=True),
 }
 
 

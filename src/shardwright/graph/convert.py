@@ -384,7 +384,8 @@ class _Converter:
             if value.kind in ("parameter", "buffer", "input") or name in kept
         }
         constants = {name: tensor for name, tensor in self.constants.items() if name in kept}
-        return Capture(values, tuple(nodes), loss, aux, tree, mutations, constants, self.tied, key)
+        checks = self.traced.checks
+        return Capture(values, tuple(nodes), loss, aux, tree, mutations, constants, self.tied, key, checks=checks)
 
 
 def _is_without_gradient(node: fx.Node) -> bool:

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from shardwright.graph.tracing.outside.places import Place
+from shardwright.graph.tracing.values.checks import Check
 from shardwright.rules.notation import Operand
 
 ValueKind = Literal["parameter", "buffer", "input", "constant", "result"]
@@ -83,6 +84,7 @@ class Capture:
     hold after the step. ``outputs`` are the loss, then the tensors of the auxiliary output in the order of
     ``aux_spec`` (a pytree spec; None where the loss function returns the loss alone). ``frozen`` says where the plain
     Python values stand that the step has read, ``outside`` where those constants stand that are no buffers, by name.
+    With ``checks`` the last of ``aux``, which ``aux_spec`` does not know, has a count for each that is 0 if it passes.
     """
 
     values: Mapping[str, Value]
@@ -96,6 +98,12 @@ class Capture:
     key: str  # what the capture depends on beside the graph: training mode, autocast
     frozen: tuple[Place, ...] = ()
     outside: Mapping[str, Place] = field(default_factory=dict)
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """Return the auxiliary outputs of the loss function, which are all but the counts of checks."""
+        return self.aux[:-1] if self.checks else self.aux
 
     def of_kind(self, kind: ValueKind) -> tuple[Value, ...]:
         """The values of one kind, in order."""
@@ -116,7 +124,7 @@ class Capture:
             pin = node.pin and (node.pin.operands, node.pin.results)  # its line may move
             read = node.args, node.kwargs, node.operands, node.results
             text.update(f"{node.op} {node.name} {read} {node.scope!r} {pin}\n".encode())
-        text.update(f"{self.loss} {self.aux} {sorted(self.mutations.items())} {self.key}".encode())
+        text.update(f"{self.loss} {self.aux} {sorted(self.mutations.items())} {self.key} {self.checks}".encode())
         return text.hexdigest()[:32]
 
     def __str__(self) -> str:

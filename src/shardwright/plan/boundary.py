@@ -81,7 +81,7 @@ def output_layouts(capture: Capture, mesh: Mesh, leaves: Mapping[str, Sequence[L
     found = {capture.loss: Layout.replicated(0)} if capture.loss else {}
     for name in capture.aux:
         shape = capture.values[name].shape
-        by_rows = bool(shape) and shape[0] == _rows_of_batch(capture)
+        by_rows = name in capture.returned and bool(shape) and shape[0] == _rows_of_batch(capture)
         found[name] = Layout((rows if by_rows else Split(), *[Split()] * (len(shape) - 1)) if shape else ())
     for name in capture.mutations.values():
         found[name] = Layout.replicated(len(capture.values[name].shape))

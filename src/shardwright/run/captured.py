@@ -101,6 +101,7 @@ class Parallel(ParallelModel):
         self._reduction = GradientReduction()
         self._closed = False
         self._between_steps = True
+        self._unchecked: Execution | None = None
         seed: int = from_rank_zero(ranks_by_collectives("drawing the seed"), torch.initial_seed)
         rows = rows_of(sample_batch, flatten_batch(sample_batch), options.batch, world.size)
         self.plan = planner.first_plan(sample_batch, rows, plan)
@@ -157,7 +158,7 @@ class Parallel(ParallelModel):
         self._tell_pulse(training)
         self._replicas.begin()
         kind: StepKind = "training" if training else "fine-tuning" if torch.is_grad_enabled() else "evaluation"
-        prepared, rows, (loss, aux, new_buffers) = self._computed(kind, batch)
+        prepared, rows, (loss, aux, new_buffers) = self._checked(kind, batch)
         assert loss is not None
         self._state.store_buffers(prepared.plan.capture, new_buffers)
         if training:
@@ -180,7 +181,7 @@ class Parallel(ParallelModel):
         self._between_steps = not training or not self._reduction.deferring
 
     def _predicted(self, batch: Any, gather: bool) -> Any:
-        prepared, rows, (_, aux, new_buffers) = self._computed("predict", batch)
+        prepared, rows, (_, aux, new_buffers) = self._checked("predict", batch)
         self._state.store_buffers(prepared.plan.capture, new_buffers)
         self._draw_others("predict", prepared)
         return prepared.outputs(aux, rows, self._communicator, whole=gather)
@@ -230,6 +231,21 @@ class Parallel(ParallelModel):
         self._closed = True
         self._lockstep.end()
         self._communicator.close()
+
+    def _checked(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
+        """Compute the same, and raise what the model itself raises; on a GPU, which is not waited for, the next call
+        does."""
+        self._raise_failed()
+        found = self._computed(kind, batch)
+        self._unchecked = found[0].execution
+        if self.world.device.type == "cpu":
+            self._raise_failed()
+        return found
+
+    def _raise_failed(self) -> None:
+        before, self._unchecked = self._unchecked, None
+        if before is not None:
+            before.raise_failed()
 
     def _computed(self, kind: StepKind, batch: Any) -> tuple[PreparedProgram, Rows, Outputs]:
         """The program for the batch, which rows of it this rank was given, and what the program makes of it."""

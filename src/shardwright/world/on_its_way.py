@@ -31,6 +31,13 @@ class OnItsWay:
         """Whether the numbers have come."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
+    def values(self) -> list[float]:
+        """Return the numbers of a tensor of one dim, which are waited for."""
+        if self._event is not None:
+            self._event.synchronize()
+        numbers: list[float] = self._host.tolist()
+        return numbers
+
     def value(self) -> float:
         """The only number, which is waited for."""
         if self._event is not None:

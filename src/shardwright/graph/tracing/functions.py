@@ -108,6 +108,8 @@ class _Applied:
     def __call__(self, function: Any, args: tuple[Any, ...]) -> Any:
         if self._aside or f"{function.__module__}.".startswith(_OF_OPERATORS):
             return torch_private.apply_function(function, args)
+        if torch_private.is_checkpoint(function):
+            return torch_private.call_checkpointed(args)
         where = sources.callers_place()
         _refuse_torchs_own(function, where)
         op = _name(function, where)

@@ -17,12 +17,18 @@ _BRANCHES = {"__bool__", "is_nonzero", "equal", "allclose", "__contains__"}
 _NUMBERS = {"item", "__float__", "__int__", "__index__", "__complex__", "tolist", "numpy", "__array__", "__format__"}
 
 
+def needs_value(name: str, args: Sequence[Any]) -> bool:
+    """Check whether a function needs the value of a tensor that has none during a capture."""
+    return (name in _BRANCHES or name in _NUMBERS) and torch_private.has_no_value(args[0])
+
+
 def refuse_reading(name: str, args: Sequence[Any], where: str) -> None:
     """Refuse functions that need the value of a tensor that has none during a capture."""
     if name in _BRANCHES and torch_private.has_no_value(args[0]):
         raise CaptureError(
             f"a Python branch depends on the value of a tensor, at {where}\n"
-            "Choose with torch.where(condition, a, b) instead of if, and assert outside the loss function."
+            "Choose with torch.where(condition, a, b) instead of if; where one way only raises an error, write it so: "
+            "if condition: raise ..., or assert condition."
         )
     if name in _NUMBERS and torch_private.has_no_value(args[0]):
         raise CaptureError(

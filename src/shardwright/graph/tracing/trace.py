@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph.functional.decompositions import functional, join_names
 from shardwright.graph.functional.hidden_aliases import refuse_hidden_changes
-from shardwright.graph.tracing import answers, functions, refusals, regions, sources, written
+from shardwright.graph.tracing import functions, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
 from shardwright.graph.tracing.in_place import Buffers, InPlace, refuse_detaching, refuse_setting_data
@@ -28,6 +29,9 @@ from shardwright.graph.tracing.open_sizes import OpenSizes, Sizes
 from shardwright.graph.tracing.outside.copies import copy_of
 from shardwright.graph.tracing.regions import NO_GRADIENT
 from shardwright.graph.tracing.state.again import Again, again
+from shardwright.graph.tracing.values import answers
+from shardwright.graph.tracing.values.checks import Check, Checks
+from shardwright.graph.tracing.values.constants import Constants
 from shardwright.rules.notation import Operand
 
 LossFunction = Callable[[Any, Any], Any]
@@ -46,6 +50,7 @@ class Trace:
     returns_aux: bool
     reading: Reading
     open_sizes: OpenSizes
+    checks: tuple[Check, ...]  # that fail where elements of the last result are not 0
     sizes: Sizes = field(default_factory=dict)
 
 
@@ -60,13 +65,18 @@ class _Annotate(TorchFunctionMode):
         self.reading = reading
         self.beneath_autograd = beneath_autograd
         self.in_place = InPlace(reading.place_of)
+        self.begin()
         self.failed = ""  # where the function stands that raised first
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.constants, self.checks = Constants(), Checks(_Step.forward.__code__)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = getattr(func, "__name__", str(func))
-        known = answers.answer(name, args, sys._getframe(1))
+        known = self._answered(func, name, args, kwargs or {}, sys._getframe(1))
         if known is not None:
             return known
         frame = sources.users_frame(sys._getframe(1), until=_Step.forward.__code__)
@@ -90,10 +100,26 @@ class _Annotate(TorchFunctionMode):
         except Exception:
             self.failed = self.failed or where
             raise
+        result = list(result) if name == "__iter__" else result
         refusals.refuse_unknown_shape(name, result, where)
         self.in_place.after(before, result, where)
+        self.constants.after(func, name, args, kwargs or {}, result)
+        self.checks.after(name, args, kwargs or {}, result)
         self.reading.origins.after(name, args, kwargs or {}, result)
-        return result
+        return iter(result) if name == "__iter__" else result
+
+    def _answered(self, func: Any, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], frame: FrameType) -> Any:
+        """Return what a function that asks for values is answered; None where it is another, or has no answer."""
+        known = answers.answer(name, args, frame)
+        if known is None and refusals.needs_value(name, args):
+            values = [self.constants.value(arg) if isinstance(arg, torch.Tensor) else arg for arg in args]
+            if all(value is not None for value in values):
+                with torch_private.with_values():
+                    return func(*values, **kwargs)
+            known = self.checks.answer(name, args, kwargs, frame)
+        if self.checks.asserts(name, args, kwargs, sources.users_frame(frame)):
+            return ()
+        return known
 
 
 def _without_gradient(func: Any, kwargs: Mapping[str, Any]) -> bool:
@@ -112,6 +138,7 @@ class _Call:
     once: bool  # else the step runs again and again
     aux: Any = None
     returns_aux: bool = False
+    checks: tuple[Check, ...] = ()
 
 
 class _Step(torch.nn.Module):
@@ -126,6 +153,7 @@ class _Step(torch.nn.Module):
         call = self.call
         refused = refusals.seeding_refused(), refusals.transforms_refused()
         buffers = Buffers(self.model)
+        call.mode.begin()
         call.reading.origins.begin(self.model, tensors)
         watched = call.reading.watch() if call.once else call.reading.looked_at()
         averages = torch_private.batch_norms_call(written.averaging_batch_norm)
@@ -141,6 +169,8 @@ class _Step(torch.nn.Module):
             return Operand(len(found) - 1)
 
         call.aux, call.returns_aux = torch_private.tree_map(operand, aux), output is not loss
+        call.checks, counts = tuple(call.mode.checks.found), call.mode.checks.counts
+        found += [] if counts is None else [counts]
         return buffers.written([loss, *found], tensors, call.reading.lines, keeps_new=not call.once)
 
 
@@ -284,7 +314,7 @@ def _trace(sample: _Sample, open_dims: Sequence[Collection[int]] = (), *, beneat
             call.reading.judge(sample.again)  # what a step leaves may be what the exporter stumbles over
             raise
         call.reading.judge(sample.again)
-    return Trace(program, step.model, call.aux, call.returns_aux, call.reading, open_sizes)
+    return Trace(program, step.model, call.aux, call.returns_aux, call.reading, open_sizes, call.checks)
 
 
 def _exported(

@@ -32,6 +32,7 @@ from shardwright.run.programs.failures import INDICES, explained, out_of_range
 from shardwright.run.programs.gathered import GatheredAgain
 from shardwright.run.programs.inputs import shapes_of
 from shardwright.run.programs.sites import Sites
+from shardwright.world.on_its_way import OnItsWay
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
 Pass = Literal["forward", "reduced", "deferred"]
@@ -124,6 +125,7 @@ class Execution:
         self._reduce: Callable[..., Any] = reduction
         self._again = GatheredAgain()
         self._gathers_again = any(instruction.again for instruction in program.instructions)
+        self._failed: OnItsWay | None = None  # by how much checks of the last call have failed
         self._guard = Guard(on=device.type == "cuda")
         self._names = _NAMES | {"again": self._again, "later": reduction.later, "guard": self._guard}
         # What is compiled is brought into other orders by the compiler.
@@ -188,7 +190,21 @@ class Execution:
         self.runs[with_gradients if torch.is_grad_enabled() else "forward"] += 1
         if self._compiled is not None:
             self._compiled.tell()
+        if self._capture.checks:
+            loss, (*aux, counts), buffers = outputs
+            outputs, self._failed = (loss, aux, buffers), OnItsWay(counts)
         return outputs
+
+    def raise_failed(self) -> None:
+        """Raise what the model raises where a check has failed in the last call; a GPU is waited for.
+
+        All ranks have the same counts, and ask together.
+        """
+        counts, self._failed = self._failed, None
+        if counts is not None:
+            for check, count in zip(self._capture.checks, counts.values(), strict=True):
+                if count:
+                    raise check.raised()
 
     def variables(self, arguments: StepArguments) -> dict[str, Any]:
         """Run the same forward one instruction at a time and keep every variable, under its name in the program."""

@@ -86,11 +86,11 @@ class PreparedProgram:
         gradient in the graph refuses one, but for ``loss``, which may stand there, too.
         """
         capture, found = self.plan.capture, list[Tensor]()
-        for name, tensor in zip(capture.aux, aux, strict=True):
+        for name, tensor in zip(capture.returned, aux, strict=True):
             shape, layout = capture.values[name].shape, self.plan.outputs[name]
             found.append(rows_of_output(tensor.detach(), shape, layout, rows, communicator, whole=whole))
         if torch.is_grad_enabled():
-            trained = [i for i, name in enumerate(capture.aux) if capture.values[name].needs_gradient]
+            trained = [i for i, name in enumerate(capture.returned) if capture.values[name].needs_gradient]
             labels = capture.aux_spec.labels
             refusing = refusing_gradients([found[i] for i in trained], [labels[i] for i in trained]) if trained else ()
             for i, tensor in zip(trained, refusing, strict=True):

@@ -17,7 +17,7 @@ from torch import nn
 from shardwright import torch_private
 from shardwright.rules.random import draws
 
-_CHANGES = re.compile(r"__setitem__|__i\w+__|\w*[a-z0-9]_")  # functions that change their operand in place
+CHANGES = re.compile(r"__setitem__|__i\w+__|\w*[a-z0-9]_")  # functions that change their operand in place
 _MOVES = ("to", "cpu", "cuda")
 
 
@@ -56,10 +56,10 @@ class Origins:
             self._moved[id(result)] = result, self.before_moves(given[0])
         if _changes_statistics(name, args, kwargs):
             self._written |= {torch_private.storage_key(tensor) for tensor in given}
-        always = any(map(self._always_follows, given)) or _draws(name)
+        always = any(map(self._always_follows, given)) or draws_numbers(name)
         buffers = None if always else frozenset[str]().union(*map(self._buffers_of, given))
         if buffers or always:
-            changed = [*args[:1], kwargs.get("out")] if _CHANGES.fullmatch(name) or "out" in kwargs else []
+            changed = [*args[:1], kwargs.get("out")] if CHANGES.fullmatch(name) or "out" in kwargs else []
             for tensor in _tensors((result, *changed)):
                 self._add(tensor, buffers)
 
@@ -127,6 +127,7 @@ def _changes_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 
 @lru_cache(maxsize=1024)
-def _draws(name: str) -> bool:
-    """Whether a function of torch draws random numbers."""
+def draws_numbers(name: str) -> bool:
+    """Check whether a function of torch draws random numbers. Torch's table of operators, which decides it, grows and
+    does not change."""
     return any(map(draws, torch_private.overloads_of(f"aten.{name}")))

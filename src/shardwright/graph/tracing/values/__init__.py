@@ -1,0 +1,1 @@
+"""Answers what Python asks of the values of tensors, which a capture does not have."""
