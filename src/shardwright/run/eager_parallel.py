@@ -21,12 +21,12 @@ from shardwright.run.changed_buffers import buffers_restored
 from shardwright.run.eager import DataParallelStep, LossFn
 from shardwright.run.eager_predict import Prediction
 from shardwright.run.evaluation import metric_sums_over_ranks
-from shardwright.run.mean_check import problem_with_mean, problem_with_state
 from shardwright.run.model import ParallelModel
 from shardwright.run.programs.batches import SameBatch, tensors_of
 from shardwright.run.programs.execute import Execution
 from shardwright.run.programs.inputs import BatchKind
 from shardwright.run.replicas import Replicas
+from shardwright.run.trying.mean_check import problem_with_mean, problem_with_state
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.gradients import Reduction
 from shardwright.world.lockstep import Lockstep

@@ -47,8 +47,10 @@ class Keeps(nn.Module):
         )
         self.first, self.table, self.slotted, self.counted = None, torch.ones(3), Slotted(), 0
         self.generator, self.counts = np.random.default_rng(0), np.zeros(2)
+        self.narrow = torch.arange(3, dtype=torch.float16)
         self.register_buffer("average", None)
-        self.register_buffer("frequencies", torch.arange(3.0))
+        self.fine = torch.rand(3)
+        self.register_buffer("frequencies", torch.arange(3.0, dtype=torch.float32))
         self.register_buffer("seen", torch.zeros(3))
         self.frozen, self.norm = nn.Parameter(torch.ones(3), requires_grad=False), nn.BatchNorm1d(3)
         self.codebook = nn.Parameter(torch.ones(3))
@@ -357,6 +359,14 @@ def brought_to_a_device(model, y, x):
     return y * model.table
 
 
+def brought_to_a_dtype(model, y, x):
+    model.table = model.table.to(x.dtype)
+    model.narrow = model.narrow.double().type_as(x)
+    model.frequencies = model.frequencies.to(torch.float64)
+    model.memory, model.settings.kind, model.counted = list(model.memory), model.settings.kind, model.counted + 0
+    return y * model.table + model.narrow * model.frequencies
+
+
 def made_anew(model, y, x):
     model.memory = [y]
     model.memory.append(x)
@@ -381,7 +391,8 @@ def decided_when_it_is_first_needed(model, y, x):
 
 
 NO_STATE = [
-    made_when_it_is_first_needed, made_of_what_does_not_change, brought_to_a_device, made_anew, emptied_at_the_end,
+    made_when_it_is_first_needed, made_of_what_does_not_change, brought_to_a_device, brought_to_a_dtype,
+    made_anew, emptied_at_the_end,
     written_before_it_is_read,
     decided_when_it_is_first_needed,
 ]  # fmt: skip
@@ -503,6 +514,23 @@ def test_a_value_that_a_later_step_computes_with_is_refused(step):
     with pytest.raises(CaptureError, match=f"(?s){COMPUTED[step]}.*pass the value in with the batch"):
         capture(Keeps(step), loss_of, torch.ones(2, 3))
     assert (Keeps.shared, counters) == (0, {"steps": 0})
+
+
+def used_before_it_is_cast(model, y, x):
+    y = y * model.narrow
+    model.narrow = model.narrow.to(torch.float32)
+    return y
+
+
+def rounded_by_a_cast(model, y, x):
+    model.fine = model.fine.to(torch.bfloat16)
+    return y * model.fine
+
+
+@pytest.mark.parametrize("step", [used_before_it_is_cast, rounded_by_a_cast])
+def test_a_cast_that_leaves_other_numbers_is_refused(step):
+    with pytest.raises(CaptureError, match="is read by the step and then set to another tensor, at "):
+        capture(Keeps(step), loss_of, torch.ones(2, 3))
 
 
 DRAWN = {

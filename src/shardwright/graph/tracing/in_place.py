@@ -29,6 +29,7 @@ class Buffers:
         results: Sequence[torch.Tensor],
         batch: Sequence[torch.Tensor],
         lines: Mapping[str, str],
+        is_moved: Callable[[Any, Any], bool],
         *,
         keeps_new: bool,
     ) -> list[torch.Tensor]:
@@ -36,6 +37,7 @@ class Buffers:
 
         Args:
             lines: where buffers were set, by their names.
+            is_moved: tells whether a tensor is another one in a dtype that holds all its numbers: it is none to write.
             keeps_new: keep buffers that the step has registered, which a graph does not have.
 
         Raises:
@@ -44,6 +46,10 @@ class Buffers:
         now = dict(self._model.named_buffers(remove_duplicate=False))
         for name in () if keeps_new else now.keys() - self._before.keys():
             self._put(name, None)
+        for name, buffer in self._before.items():
+            if now.get(name) is not buffer and is_moved(buffer, now.get(name)):
+                now[name] = buffer
+                self._put(name, buffer)
         assigned: dict[str, Any] = {n: now.get(n) for n, buffer in self._before.items() if now.get(n) is not buffer}
         if not assigned:
             return list(results)

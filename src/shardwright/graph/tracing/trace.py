@@ -171,7 +171,8 @@ class _Step(torch.nn.Module):
         call.aux, call.returns_aux = torch_private.tree_map(operand, aux), output is not loss
         call.checks, counts = tuple(call.mode.checks.found), call.mode.checks.counts
         found += [] if counts is None else [counts]
-        return buffers.written([loss, *found], tensors, call.reading.lines, keeps_new=not call.once)
+        moved = call.reading.origins.is_moved
+        return buffers.written([loss, *found], tensors, call.reading.lines, moved, keeps_new=not call.once)
 
 
 def _loss_and_aux(output: Any) -> tuple[torch.Tensor, Any]:

@@ -36,7 +36,7 @@ class Judged:
     grows: the same where each step adds to it.
     refusal: what is raised where a further step reads it; None where none can.
     kind: of what stands there at the end of the step: "drawn" is a generator of random numbers that was drawn from, and
-        "counted" all else that is no tensor.
+        "counted" all else that is no other tensor.
     asked: whether the step reads what stands there, and a tensor stands there at its end.
     likely: whether that is another one in every step.
     """
@@ -105,6 +105,8 @@ def _judged(change: Change, seen: Seen, origins: Origins) -> Judged:
     if is_a(change.after, torch.Tensor):
         refusal = _refusal(change, seen) if _may_be_read(change, seen, origins) else None
         likely = asked and origins.follows(change.after)
+        if refusal is not None and origins.is_moved(change.before, change.after):
+            return Judged(change.place, "", "", refusal, "counted", False, False)
         return Judged(change.place, text, _text_of_growth(change, seen) or text, refusal, "tensor", asked, likely)
     drawn = change.before is change.after and is_a(change.after, GENERATORS)
     if drawn:
@@ -117,7 +119,9 @@ def _judged(change: Change, seen: Seen, origins: Origins) -> Judged:
 
 def _may_be_read(change: Change, seen: Seen, origins: Origins) -> bool:
     """Whether a further step may read a tensor that was left: only such a step can tell."""
-    if not is_a(change.after, torch.Tensor) or origins.before_moves(change.after) is change.before:
+    if not is_a(change.after, torch.Tensor):
+        return False
+    if origins.before_moves(change.after) is change.before and change.after.dtype == change.before.dtype:
         return False
     return change.place.kind != "attribute" or change.place.name in HOOKS or not _is_of_this_step(change, seen)
 

@@ -18,7 +18,11 @@ from shardwright import torch_private
 from shardwright.rules.random import draws
 
 CHANGES = re.compile(r"__setitem__|__i\w+__|\w*[a-z0-9]_")  # functions that change their operand in place
-_MOVES = ("to", "cpu", "cuda")
+# Functions that give the numbers of their first operand on another device, or in another dtype.
+_MOVES = frozenset({
+    "to", "cpu", "cuda", "type", "type_as", "contiguous", "float", "double", "half", "bfloat16", "long", "int", "short",
+    "char", "byte", "bool",
+})  # fmt: skip
 
 
 class Origins:
@@ -52,7 +56,7 @@ class Origins:
         given = list(_tensors((*args, *kwargs.values())))
         self._used.update({id(tensor): tensor for tensor in given})
         self._used_storages.update(torch_private.storage_key(tensor) for tensor in given if _was_before(tensor))
-        if name in _MOVES and isinstance(result, torch.Tensor) and result.dtype == given[0].dtype:
+        if name in _MOVES and isinstance(result, torch.Tensor) and given and result is not given[0]:
             self._moved[id(result)] = result, self.before_moves(given[0])
         if _changes_statistics(name, args, kwargs):
             self._written |= {torch_private.storage_key(tensor) for tensor in given}
@@ -90,8 +94,23 @@ class Origins:
         return _was_before(tensor) and torch_private.storage_key(tensor) in self._used_storages
 
     def before_moves(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor that was brought to a device as ``tensor``; mostly itself."""
+        """Return the tensor that was brought to a device or a dtype as ``tensor``; mostly itself."""
         return self._moved.get(id(tensor), (None, tensor))[1]
+
+    def is_moved(self, before: Any, after: Any) -> bool:
+        """Check that ``after`` is ``before`` on another device, or in a dtype that holds all its numbers, and ``before``
+        was not changed in place: the same stands there, whichever a step finds."""
+        if not isinstance(before, torch.Tensor) or self.before_moves(after) is not before:
+            return False
+        if any(before is held and torch_private.version(held) != version for held, version in self._buffers.values()):
+            return False
+        wider = torch.promote_types(before.dtype, after.dtype) == after.dtype
+        if wider and before.is_floating_point() == after.is_floating_point():
+            return True
+        if torch_private.is_fake(before) or before.is_meta or before.layout != torch.strided:
+            return False
+        with torch_private.with_values():
+            return torch.equal(before.detach().to(after.dtype).to(before.dtype), before.detach())
 
     def _add(self, tensor: torch.Tensor, buffers: frozenset[str] | None = None) -> None:
         """Note that a tensor follows from some buffers, or from what changes in every step."""

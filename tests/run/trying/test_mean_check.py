@@ -11,7 +11,7 @@ from torch import nn
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
-from shardwright.run.mean_check import problem_with_mean
+from shardwright.run.trying.mean_check import problem_with_mean
 
 
 def test_a_mask_of_every_second_sample_is_no_mean_over_samples():

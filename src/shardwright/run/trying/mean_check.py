@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from shardwright import torch_private
 from shardwright.data.loading.samples import count_samples, part_of_batch
-from shardwright.run.expected_draws import expected_draws
+from shardwright.run.trying.expected_draws import expected_draws
 
 _FACTOR = 64  # how many roundings apart two orders of adding may be
 _FACTOR_OF_HALF = 4  # the same in two bytes, where torch adds in float32 and rounds the sum
