@@ -141,6 +141,7 @@ __all__ = [
     "waited_for",
     "with_values",
     "without_defaults",
+    "writes_out",
     "written_operands",
 ]
 
@@ -684,6 +685,12 @@ def is_operator(target: Any) -> bool:
     """Whether the target of a node is an operator such as ``torch.ops.aten.linear.default``, of which the type has no
     public name."""
     return isinstance(target, OpOverload)
+
+
+def writes_out(target: Any) -> bool:
+    """Return whether the target of a node is an operator that writes its result into an argument ``out``: only its
+    schema tells."""
+    return isinstance(target, OpOverload) and any(argument.is_out for argument in target._schema.arguments)
 
 
 def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> ExportedProgram:

@@ -94,6 +94,13 @@ def test_through_convolutions():
     like_plain(Convolutions(), penalty, (torch.randn(8, 6), torch.rand(8, 1)), sizes=(2,))
 
 
+@pytest.mark.parametrize("norm", [nn.Identity, lambda: nn.BatchNorm1d(8)], ids=["alone", "and batch norm"])
+def test_through_a_spectral_norm_which_writes_into_its_buffers(norm):
+    normed = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8))
+    critic = nn.Sequential(normed, norm(), nn.Tanh(), nn.Linear(8, 1))
+    like_plain(critic, penalty, (torch.randn(8, 6), torch.rand(8, 1)), sizes=(2,))
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")
 @pytest.mark.parametrize("loss_fn", [by_func, each_sample, jacobians, forward_mode, hessians])
 def test_transforms_that_take_gradients_are_refused(loss_fn):

@@ -234,6 +234,32 @@ def test_what_cannot_be_captured_runs_by_ddp_aloud_or_is_refused():
         assert "models.py" in message
 
 
+class Normed(Branching):
+    def __init__(self):
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(3)
+
+
+def without_global_statistics():
+    """A model that cannot be captured, and needs statistics of the global batch: what its refusal names runs."""
+    sw.init()
+    _, loss_fn, batch_of = NETWORKS["perceptron"]
+    with pytest.raises(CaptureError, match=r"item.*\n(.*\n)*Or give sw.parallelize batch_norm='per-replica'"):
+        sw.parallelize(Normed(), loss_fn, batch_of(8), "data", batch="global")
+    with pytest.raises(CaptureError) as error:  # nor does it run so where the graph is needed
+        sw.parallelize(Normed(), loss_fn, batch_of(8), "auto", batch="global")
+    assert "per-replica" not in str(error.value)
+    with (
+        pytest.warns(EagerFallback),
+        sw.parallelize(Normed(), loss_fn, batch_of(8), "data", batch="global", batch_norm="per-replica") as parallel,
+    ):
+        return parallel(batch_of(8))[0].item()
+
+
+def test_a_refusal_for_batch_norm_names_what_runs():
+    assert run_ranks(1, without_global_statistics)
+
+
 def refused(options):
     world = sw.init()
     make, loss_fn, batch_of = NETWORKS["perceptron"]

@@ -168,8 +168,13 @@ def parallelize(
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile), world, plan)
     except CaptureError as error:
         needed = MODES[mode].captured or limit is not None or patterns or compile
-        if needed or (batch_norm == "global" and _has_batch_norm(model)):
+        if needed:
             raise
+        if batch_norm == "global" and _has_batch_norm(model):
+            raise CaptureError(
+                f"{error}\nOr give sw.parallelize batch_norm='per-replica': with statistics of each rank's part of the "
+                "batch, the model runs by torch's DistributedDataParallel where its loss is a mean over samples."
+            ) from error.__cause__
         if world.rank == 0:
             warnings.warn(
                 EagerFallback(f"running by DistributedDataParallel, which takes the loss for a mean, since {error}"),

@@ -7,6 +7,7 @@ that trace.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -43,9 +44,15 @@ class Replayed(nn.Module):
                 return list(fx.node.map_arg(node.args[0], lambda n: values[n]))
             else:
                 args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: values[n])
-                with fx_traceback.annotate(node.meta.get("custom") or {}):
+                with fx_traceback.annotate(node.meta.get("custom") or {}), _gradients_of(node):
                     values[node] = node.target(*args, **kwargs)
         raise AssertionError("a graph ends with its output")
+
+
+def _gradients_of(node: fx.Node) -> AbstractContextManager[object]:
+    """Return the mode of gradients in which an operator is called again: one that writes what it computes into a
+    tensor that it is given, by ``out=``, is called without gradients alone, as autograd refuses it otherwise."""
+    return torch.no_grad() if torch_private.writes_out(node.target) else nullcontext()
 
 
 def _traced(step: Any, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:

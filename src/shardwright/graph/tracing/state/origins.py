@@ -98,7 +98,7 @@ class Origins:
         return self._moved.get(id(tensor), (None, tensor))[1]
 
     def is_moved(self, before: Any, after: Any) -> bool:
-        """Check that ``after`` is ``before`` on another device, or in a dtype that holds all its numbers, and ``before``
+        """Return whether ``after`` is ``before`` on another device, or in a dtype that holds all its numbers, and that
         was not changed in place: the same stands there, whichever a step finds."""
         if not isinstance(before, torch.Tensor) or self.before_moves(after) is not before:
             return False
