@@ -1096,6 +1096,8 @@ class _LocalPart(torch.autograd.Function):
     def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
         from torch.distributed.tensor import DTensor
 
+        if gradient.is_sparse:  # of a table that an earlier plan splits, and this one has whole
+            gradient = gradient.to_dense()
         if gradient.stride() != ctx.stride:  # autograd would copy a plain parameter's, too
             gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
         made: torch.Tensor = DTensor(gradient, copy(ctx.spec), requires_grad=False)  # type: ignore[no-untyped-call]

@@ -92,7 +92,7 @@ def run(
         found = [("loss", Layout(()), loss.detach())]
         for value, tensor in zip(captured.of_kind("parameter"), local, strict=True):
             if tensor.grad is not None:
-                found.append((f"gradient of {value.label}", plan.leaves[value.name], tensor.grad))
+                found.append((f"gradient of {value.label}", plan.leaves[value.name], tensor.grad.to_dense()))
         found += [(f"aux {n}", plan.outputs[n], t.detach()) for n, t in zip(captured.aux, aux, strict=True)]
         found += [
             (f"buffer {captured.values[b].label}", plan.outputs[v], t)
@@ -141,7 +141,7 @@ def plain(model: torch.nn.Module, loss_fn: Any, batch: Any) -> dict[str, Tensor]
     loss = result[0] if isinstance(result, tuple) else result
     loss.backward()
     found = {"loss": loss.detach()}
-    found |= {f"gradient of {n}": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    found |= {f"gradient of {n}": p.grad.to_dense() for n, p in model.named_parameters() if p.grad is not None}
     return found | {f"buffer {n}": b for n, b in model.named_buffers()}
 
 

@@ -81,6 +81,11 @@ def is_ours(op: str) -> bool:
     return OPERATORS.of(op) is not None
 
 
+def is_of_torch(op: str) -> bool:
+    """Return whether an operator is one of torch's or of a library's, which has a schema."""
+    return not is_ours(op) and not is_function(op)
+
+
 def apply_function(op: str, *args: Any, autocast: torch.dtype | None = None) -> Any:
     """What a user's function with a backward of its own returns, under the autocast that was on when it was captured:
     one tensor, or a list of several without what else it returns."""
@@ -124,6 +129,4 @@ def resolve(op: str) -> Callable[..., Any]:
 @cache
 def takes_device(op: str) -> bool:
     """Whether an operator makes its result on a device that it is told; a capture leaves the device out."""
-    return (
-        not is_ours(op) and not is_function(op) and any(p.name == "device" for p in torch_private.schema_parameters(op))
-    )
+    return is_of_torch(op) and any(p.name == "device" for p in torch_private.schema_parameters(op))

@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from shardwright.graph.operators import takes_device
+from shardwright.graph.operators import is_of_torch, takes_device
 from shardwright.lower import local_draws
 from shardwright.lower.site import ANY_DEVICE, Axes, Call, Literal, Localiser, RandomKey, Site
 from shardwright.rules.notation import Operand
@@ -117,8 +117,7 @@ def _embedding(site: Site) -> Call:
     rows = site.operand_slice(0)[0]
     total = site.operand_shape(0)[0]
     if rows.stop - rows.start == total:
-        # Gradients are summed over ranks as dense tensors.
-        return site.same(sparse=False) if site["sparse"] else site.same()
+        return site.same()
     where = (site["padding_idx"], rows.start, total)
     return Call("kernels.embedding", (site["weight"], site["indices"], *where, Literal("guard"), site.number))
 
@@ -219,6 +218,14 @@ def _has_empty_operand(site: Site) -> bool:
     )
 
 
+def _is_summed_dense(site: Site) -> bool:
+    """Whether the gradient of a table is to be dense that an operator would make sparse: ranks sum and cut gradients as
+    dense tensors, which are the same numbers. Where each has the whole table and the whole batch, it stays sparse."""
+    if not (is_of_torch(site.node.op) and site.arguments.get("sparse")):
+        return False
+    return site.splits_parameters or bool(site.strategy.used)
+
+
 def localise(site: Site) -> Call:
     """The local operator of a node on one rank."""
     op = site.node.op
@@ -232,6 +239,8 @@ def localise(site: Site) -> Call:
         return Call("kernels.nothing", (shapes, [value.dtype for value in made], *operands))
     localiser = LOCALISERS.of(op)
     call = localiser(site) if localiser else site.same()
+    if call == site.same() and _is_summed_dense(site):
+        call = site.same(sparse=False)
     if call.function.startswith("torch.ops.") and takes_device(call.function.removeprefix("torch.ops.")):
         return Call(call.function, call.args, (*call.kwargs, ("device", ANY_DEVICE)))
     return call

@@ -65,6 +65,8 @@ class _Lowering:
         for transfer in plan.transfers:
             self.pending.setdefault(self._place(transfer), []).append(transfer)
         self.counts: dict[str, int] = {}
+        stored = (plan.leaves[value.name] for value in plan.capture.of_kind("parameter"))
+        self.splits_parameters = any(layout.split_axes for layout in stored)
 
     def run(self) -> LocalProgram:
         capture = self.plan.capture
@@ -133,7 +135,7 @@ class _Lowering:
         plan = self.plan
         rule, strategy = plan.graph.rules[node.name], plan.strategies[node.name]
         values = plan.capture.values
-        site = Site(node, rule, strategy, plan.mesh, self.rank, values, number)
+        site = Site(node, rule, strategy, plan.mesh, self.rank, values, number, self.splits_parameters)
         reads = tuple(self.variables[node.name, i] for i in range(len(node.operands)))
         call = localise(site)
         self.instructions.append(

@@ -55,7 +55,8 @@ class Call:
 
 @dataclass(frozen=True)
 class Site:
-    """One operator of the graph on one rank. ``number`` is its position in the graph."""
+    """One operator of the graph on one rank. ``number`` is its position in the graph; ``splits_parameters`` says
+    whether the plan stores a part of some parameter on each rank."""
 
     node: Node
     rule: OpRule
@@ -64,6 +65,7 @@ class Site:
     rank: int
     values: Mapping[str, Value]
     number: int
+    splits_parameters: bool = False
 
     @cached_property
     def arguments(self) -> Mapping[str, Any]:

@@ -92,6 +92,8 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
     if known.has_split and known.was_loaded:
         _take_loaded(optimizer)
     known.was_loaded = False
+    if known.is_ours and isinstance(optimizer, torch.optim.SparseAdam):
+        _refuse_dense_gradients(optimizer)
     if known.has_split:
         note_step(optimizer, has_closure=any(map(callable, (*args, *kwargs.values()))))
     if not isinstance(optimizer, WHOLE_GRADIENTS):
@@ -111,6 +113,23 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         return closure
 
     return tuple(map(whole_after, args)), {name: whole_after(value) for name, value in kwargs.items()}
+
+
+def _refuse_dense_gradients(optimizer: torch.optim.SparseAdam) -> None:
+    """Say in place of torch why a gradient is dense that the model makes sparse.
+
+    Raises:
+        UsageError: where a gradient is dense.
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            if parameter.grad is not None and not parameter.grad.is_sparse:
+                raise UsageError(
+                    "SparseAdam updates the rows that a sparse gradient names, and the gradient of a parameter of shape "
+                    f"{list(parameter.shape)} is dense: where a plan splits a table or its lookups, ranks sum gradients "
+                    "so; use torch.optim.Adam, which also moves the rows that no sample looked up, or Adagrad or SGD, "
+                    "which give the same numbers for dense gradients"
+                )
 
 
 def look_at(optimizer: torch.optim.Optimizer) -> _Known:
