@@ -3,7 +3,10 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
+import shardwright as sw
+from ranks import run_ranks
 from shardwright.ocr.asked.options import Optimizer, Scheduler
 from shardwright.ocr.networks.crnn import CRNN, VGG7
 from shardwright.ocr.optimizers import Lion, make_optimizer
@@ -95,3 +98,31 @@ def test_a_step_that_overflows_is_made_where_it_is_not_to_be_dropped(clipped):
         assert weight[0] == (-2.0 if made else -1.0)
         assert bool(torch.isfinite(weight[1])) is not made
         assert scaler.get_scale() == 2.0
+
+
+def lion_trained(pins):
+    """The losses of five steps of a network on this rank, and whether a weight of it is split."""
+    sw.init()
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).double()
+    images = torch.randn(8, 6, dtype=torch.float64)
+    parallel = sw.parallelize(
+        model, lambda m, x: m(x).square().mean(), images, "semi-auto" if pins else "single",
+        mesh="tp=2" if pins else None, pins=pins, batch="global", optimizer=Lion,
+    )  # fmt: skip
+    optimizer, losses = make_optimizer(Optimizer(opt="lion", weight_decay=0.1), parallel.module, 0.01), []
+    for _ in range(5):
+        loss = parallel(images)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, any(isinstance(parameter, DTensor) for parameter in parallel.parameters())
+
+
+def test_lion_trains_split_parameters_as_whole_ones():
+    split, whole = run_ranks(2, lion_trained, {"0": ((1, 1), (2, 1))}), run_ranks(1, lion_trained, None)
+    assert split[0][0] == pytest.approx(whole[0][0], rel=1e-12)
+    assert split[0][0] == split[1][0]
+    assert (split[0][1], whole[0][1]) == (True, False)

@@ -28,7 +28,9 @@ WITHOUT_EFFECT = (
     "train.dataset.label_column_index", "eval.dataset.label_column_index", "train.dataset.shuffle",
     "eval.dataset.shuffle", "train.dataset.use_minddata", "eval.dataset.use_minddata", "model.head.weight_init",
     "model.head.bias_init", "metric.print_flag", "metric.character_dict_path", "loss.batch_size", "loss.max_label_len",
+    "predict",
 )  # fmt: skip
+_OF_STEPS = {"DecodeImage": ("keep_ori",), "RecResizeImg": ("infer_mode", "character_dict_path")}
 _OF_OPTIMIZERS = ("momentum", "nesterov", "beta1", "beta2")
 _WITH_DECAY_EPOCHS = ("cosine_decay", "warmup_cosine_decay", "step_decay")
 _CHOSEN: tuple[tuple[str, Table[Any], Callable[[Any], Any]], ...] = (
@@ -111,7 +113,20 @@ def ineffective(name: str, overrides: Sequence[str] = ()) -> list[str]:
         keys.append("scheduler.decay_epochs")
     if settings.system.amp_level == "O0" or settings.system.amp_dtype != "fp16":
         keys += ["loss_scaler", "system.drop_overflow_update"]
-    return [key for key in keys if _has(raw, key.split("."))]
+    return [key for key in keys if _has(raw, key.split("."))] + _ineffective_in_steps(settings)
+
+
+def _ineffective_in_steps(settings: Settings) -> list[str]:
+    parts = (settings.train, settings.eval)
+    steps = [step for part in parts if part for step in part.dataset.transform_pipeline if isinstance(step, dict)]
+    found = [
+        f"{name}.{key}"
+        for step in steps
+        for name, keys in step.items()
+        for key in _OF_STEPS.get(name, ())
+        if (keys or {}).get(key) is not None
+    ]
+    return list(dict.fromkeys(found))
 
 
 def to_yaml(settings: Settings) -> str:
