@@ -30,6 +30,8 @@ from shardwright.plan.decided.prices import gathered_again, repeated_costs
 from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.cost import Objective
+from shardwright.plan.pricing.hardware import Hardware, for_device
+from shardwright.plan.pricing.links import Curve, Segment
 from shardwright.plan.request import PlanRequest
 from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.programs.buckets import GradientReduction
@@ -132,6 +134,18 @@ PLANS: Mapping[str, Mapping[str, Any]] = {
     "auto": {"mode": "auto"},
     "propagation": {"mode": "auto", "search": "propagation"},
 }
+
+
+def splitting_hardware() -> Hardware:
+    """Return a profile by which mode "auto" splits all that it can: slow devices on a fast network."""
+    cpu, free = for_device("cpu"), Curve((Segment(0, 1e-9, 1e15),))
+    return replace(
+        cpu,
+        flops=tuple((dtype, 1e3) for dtype, _ in cpu.flops),
+        memory_bandwidth=1e4,
+        launch_s=1e-9,
+        links=tuple(replace(link, curve=free, points=()) for link in cpu.links),
+    )
 
 
 def plain(model: torch.nn.Module, loss_fn: Any, batch: Any) -> dict[str, Tensor]:

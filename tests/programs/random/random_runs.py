@@ -1,0 +1,157 @@
+"""Holds a random program against plain PyTorch under a plan on simulated ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from random_programs import Draft, Program, built, surroundings
+from torch import Tensor
+
+from shardwright.errors import CaptureError, UsageError
+from shardwright.graph.ir import Capture
+from shardwright.graph.step import captured_step
+from shardwright.mesh.mesh import Mesh
+from shardwright.plan.make import make_plan
+from shardwright.plan.request import PlanRequest
+from whole import run, splitting_hardware
+
+Found = Mapping[str, Tensor | None]
+EXACT, HALF = 1e-10, 2.0**-8
+MODES: Mapping[str, Mapping[str, Any]] = {
+    "data": {"mode": "data"},
+    "auto": {"mode": "auto"},
+    "split": {"mode": "auto", "hardware": splitting_hardware()},
+    "propagation": {"mode": "auto", "search": "propagation"},
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """How a program is split: a mode of `MODES` on so many ranks, or "single"."""
+
+    mode: str
+    ranks: int = 1
+
+    def request(self) -> PlanRequest:
+        if self.mode == "single":
+            return PlanRequest(Mesh(()), "single")
+        return PlanRequest(Mesh.of(d=self.ranks), **MODES[self.mode])
+
+
+CASES = [Case("single"), *(Case(mode, ranks) for ranks in (2, 3, 4) for mode in MODES)]
+
+
+class Unlike(AssertionError):
+    """A number that is not plain PyTorch's."""
+
+
+def plain(made: Any, noise: float = 0.0) -> Found:
+    """Return what plain PyTorch gives: loss, gradients, outputs and buffers, from values that are off by noise."""
+    model, loss_fn, batch = copy.deepcopy(made)
+    generator = torch.Generator().manual_seed(7)
+    floats = [t for t in (*model.parameters(), *batch) if t.is_floating_point()]
+    if noise:
+        with torch.no_grad():
+            for t in floats:
+                t.mul_(1 + noise * torch.randn(t.shape, generator=generator, dtype=t.dtype))
+    result = loss_fn(model, batch)
+    loss, aux = result if isinstance(result, tuple) else (result, {})
+    loss.backward()
+    found = {"loss": loss.detach()}
+    found |= {f"gradient of {name}": p.grad for name, p in model.named_parameters()}
+    found |= {f"buffer {name}": b for name, b in model.named_buffers()}
+    return found | {f"aux {name}": t.detach() for name, t in aux.items() if isinstance(t, Tensor)}
+
+
+def apart(ours: Found, theirs: Found) -> tuple[float, str]:
+    """Return the largest deviation, against the largest entry of what is of its kind, and where it is."""
+    largest: dict[str, float] = {}
+    for name, tensor in theirs.items():
+        if tensor is not None and tensor.numel():
+            kind = name.split(" ")[0]
+            largest[kind] = max(largest.get(kind, 1e-6), float(tensor.detach().abs().max()))
+    worst = 0.0, ""
+    for name, tensor in theirs.items():
+        mine = ours.get(name)
+        if tensor is None or mine is None:
+            if (tensor is None) != (mine is None):
+                return float("inf"), f"{name} is {_there(mine)}, plain PyTorch's is {_there(tensor)}"
+        elif mine.shape != tensor.shape:
+            return float("inf"), f"{name} has the shape {[*mine.shape]}, plain PyTorch's {[*tensor.shape]}"
+        elif tensor.numel():
+            deviation = float((mine.double() - tensor.double()).abs().max()) / largest[name.split(" ")[0]]
+            worst = max(worst, (deviation if deviation == deviation else float("inf"), name))
+    return worst
+
+
+def _there(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else "a tensor"
+
+
+@dataclass
+class Held:
+    """A program that plain PyTorch runs and whose numbers mean something, with what plain PyTorch gives."""
+
+    program: Program
+    expected: Found
+    tolerance: float
+    captured: Capture | None = None
+
+    def capture(self) -> Capture:
+        """Return the graph, captured once. Raises as `captured_step` does."""
+        if self.captured is None:
+            with surroundings(self.program.draft):
+                self.captured = captured_step(*self.program.made(), {})
+        return self.captured
+
+    def hold(self, case: Case) -> None:
+        """Raise `Unlike` where a plan gives other numbers than plain PyTorch."""
+        captured = self.capture()
+        with surroundings(self.program.draft):
+            model, _, batch = self.program.made()
+            with torch.autocast("cpu", enabled=False):
+                found = run(make_plan(captured, case.request()), model, batch)
+        ours = {"aux seen" if name.startswith("aux ") else name: tensor for name, tensor in found.items()}
+        kept = {f"buffer {name}": b for name, b in model.named_buffers()}  # those that no step changes
+        deviation, where = apart(kept | ours, self.expected)
+        if deviation > self.tolerance:
+            raise Unlike(f"{where}, off by {deviation:.3g}" if deviation < float("inf") else where)
+
+
+def reference(draft: Draft) -> Held | None:
+    """Return the program of a draft; None where plain PyTorch cannot run it, or rounding decides about its numbers."""
+    with surroundings(draft):
+        while (program := built(draft)) is not None:
+            made = program.made()
+            try:
+                expected, off = plain(made), plain(made, HALF if draft.autocast else 1e-12)
+            except Exception:
+                if (draft := without_last_write(draft)) is None:
+                    return None
+                continue
+            break
+        else:
+            return None
+    if not all(
+        t is None or (t.isfinite().all() and t.abs().max() < 1e4) for t in expected.values() if t is None or t.numel()
+    ):
+        return None
+    moved, _ = apart(off, expected)
+    if moved > (0.1 if draft.autocast else 1e-9):
+        return None
+    return Held(program, expected, max(4 * HALF, 6 * moved) if draft.autocast else EXACT)
+
+
+def without_last_write(draft: Draft) -> Draft | None:
+    """Return the draft without its last write in place, which a backward may refuse; None where there is none."""
+    writes = [at for at, step in enumerate(draft.steps) if step.kind == "in place"]
+    return replace(draft, steps=draft.steps[: writes[-1]] + draft.steps[writes[-1] + 1 :]) if writes else None
+
+
+def refused(error: Exception) -> bool:
+    """Return whether an error refuses clearly: of a class that does, and in other words than what was raised within."""
+    return isinstance(error, CaptureError | UsageError) and not str(error).startswith("the model cannot be captured")

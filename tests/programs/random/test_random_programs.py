@@ -1,0 +1,103 @@
+"""Random programs give under every plan what plain PyTorch gives, or are refused."""
+
+from collections import Counter
+
+import pytest
+import random_runs
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from random_programs import DRAFTS, Draft, Step
+from random_runs import CASES, Unlike, apart, reference, refused
+
+pytestmark = pytest.mark.networks
+SINGLE, *SPLIT = CASES
+
+
+def held(draft, cases):
+    """Return "held", "refused" or "of no use" for the program of a draft; an error shows the program."""
+    if (program := reference(draft)) is None:
+        return "of no use"
+    for case in cases:
+        try:
+            program.hold(case)
+        except Exception as error:
+            if refused(error):
+                return "refused"
+            error.add_note(f"{case} of this program:\n{program.program}")
+            raise
+    return "held"
+
+
+def hold_many(count, plans):
+    found = Counter()
+
+    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
+    @given(DRAFTS, st.lists(st.sampled_from(SPLIT), min_size=plans, max_size=plans, unique=True))
+    def hold(draft, cases):
+        found[held(draft, [SINGLE, *cases])] += 1
+
+    hold()
+    assert found["refused"] < 0.1 * found.total(), "programs are refused so often that little is held"
+    assert found["held"] > 0.8 * found.total(), found
+
+
+@pytest.mark.filterwarnings("ignore")  # of torch about operators, and of ours about what is written beside the graph
+def test_random_programs():
+    hold_many(200, plans=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(4 * 3600)
+@pytest.mark.filterwarnings("ignore")
+def test_thousands_of_random_programs():
+    hold_many(5000, plans=2)
+
+
+def draft(*steps, **options):
+    return Draft(tuple(Step(*step) for step in steps), (0, 0, 0), **{"rows": 5} | options)
+
+
+def test_a_program_prints_as_a_script_that_gives_the_same_numbers():
+    program = reference(
+        draft(("products", "{M:nn.Linear({D}, 4)}({t1})", (0, 0, 0)), ("in place", "{t1}.mul_(0.5)", (0, 0, 0)))
+    )
+    scope = {}
+    before = torch.get_default_dtype()
+    try:
+        exec(str(program.program), scope)
+        loss = scope["loss_fn"](scope["model"], scope["batch"])
+    finally:
+        torch.set_default_dtype(before)
+    loss.backward()
+    assert "v0.mul_(0.5)" in str(program.program)
+    found = {f"gradient of {name}": p.grad for name, p in scope["model"].named_parameters()} | {"loss": loss.detach()}
+    expected = {name: tensor for name, tensor in program.expected.items() if not name.startswith("buffer")}
+    assert apart(found, expected)[0] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        (lambda found: found | {"loss": found["loss"] * (1 + 1e-9)}, "loss, off by 1e-09"),
+        (lambda found: found | {"gradient of v": torch.zeros(4)}, "gradient of v is a tensor, plain PyTorch's is None"),
+        (lambda found: found | {"gradient of w": None}, "gradient of w is None, plain PyTorch's is a tensor"),
+        (lambda found: found | {"buffer r": found["buffer r"] + 1e-6}, "buffer r, off by"),
+    ],
+)
+def test_what_differs_is_told(monkeypatch, wrong, told):
+    program = reference(draft(("products", "{m1} @ {m2}", (1, 1, 0)), aux=True))
+    monkeypatch.setattr(random_runs, "run", lambda plan, model, batch: wrong(program.expected))
+    with pytest.raises(Unlike, match=told):
+        program.hold(SINGLE)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_one_program_under_every_plan(case):
+    steps = (
+        ("cells", "{o}, {p} = {M:nn.LSTMCell({D}, 4)}({m1}, ({m2}, {m3}))", (0, 0, 0)),
+        ("over the batch", "{m1} @ {m1}.T", (0, 0, 0)),
+        ("norms", "{M:nn.BatchNorm1d({C})}({t1})", (0, 0, 0)),
+        ("in place", "{t1}[1:] = {t2}", (0, 3, 0), "no_grad"),
+    )
+    assert held(draft(*steps, rows=3), [case]) in ("held", "refused")
