@@ -98,6 +98,13 @@ def changed_beside_its_gradient(model, batch):
     return out.sum()
 
 
+def changed_view_without_gradients(model, batch):
+    out = model(batch[0])
+    with torch.no_grad():
+        out.transpose(0, 1).mul_(2)
+    return out.sum()
+
+
 def changed_data(model, batch):
     out = model(batch[0])
     out.data.mul_(2)
@@ -170,6 +177,7 @@ def nothing(model, batch):
         (changed_parameter, r"parameter up\.weight is changed in place", "model.up.weight.mul_(0.9)", "in a buffer"),
         (changed_without_gradients, "behind the back", "out.clamp_(min=0)", r"x = x \+ \(new - x\)\.detach\(\)"),
         (changed_beside_its_gradient, "behind the back", "out.detach().mul_(2)", "the old gradient"),
+        (changed_view_without_gradients, "behind the back", "out.transpose(0, 1).mul_(2)", "the old gradient"),
         (changed_data, "behind the back", "out.data.mul_(2)", "the old gradient"),
         (detached, r"detach_\(\) of a tensor that has a gradient", "out.detach_()", r"x = x\.detach\(\)"),
         (set_data, r"x\.data of a tensor is set", "out.data = out * 2", r"buffer\.copy_"),

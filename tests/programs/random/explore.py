@@ -91,6 +91,8 @@ def main() -> None:
     def look(draft: Draft, cases: list[Case]) -> None:
         kind, case, error = verdict(draft, [CASES[0], *cases])
         counts[kind] += 1
+        if counts.total() % 100 == 0:
+            print(f"{time.process_time() - begun:.0f} s of CPU: {dict(counts)}", flush=True)
         if kind == "refused":
             refusals[kind_of(error, case)] += 1
             if refusals[kind_of(error, case)] <= 2:

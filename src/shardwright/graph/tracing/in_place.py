@@ -142,7 +142,8 @@ class InPlace:
             advice = _made_a_buffer(place) if place.kind == "attribute" else _BESIDE
             raise CaptureError(f"{place}{',' * (place.kind != 'attribute')} is changed in place, at {where}\n{advice}")
 
-    def _loses_gradient(self, tensor: torch.Tensor) -> bool:
+    def _loses_gradient(self, changed: torch.Tensor) -> bool:
+        tensor = torch_private.base_of(changed)  # a view that was made and changed without gradients tells of none
         if tensor.requires_grad:
             return not tensor.is_leaf and not torch.is_grad_enabled()
         return _storage(tensor) in self._storages
