@@ -7,7 +7,7 @@ that the model is given, ``{o}`` and ``{p}`` are new names. A template without a
 …``, or a statement where it writes in place.
 """
 
-ELEMENTWISE = """
+ELEMENTWISE = r"""
 torch.tanh({t1})
 {t1}.sigmoid()
 F.softplus({t1})
@@ -43,7 +43,7 @@ torch.nn.functional.elu({t1}) + F.hardswish({t2})
 torch.special.xlogy({t1}, {t2}.square() + 0.5)
 """
 
-PRODUCTS = """
+PRODUCTS = r"""
 {m1} @ {m2}
 {m1} @ {m2}.T
 {m1}.T @ {m2}
@@ -93,7 +93,7 @@ F.max_pool1d({s1}, 2, 1)
 F.embedding({y1}, {m1}[:4])
 """
 
-CELLS = """
+CELLS = r"""
 {M:nn.RNNCell({D}, 4)}({m1})
 {M:nn.RNNCell({D}, 4)}({m1}, {m2})
 {M:nn.GRUCell({D}, 4)}({m1})
@@ -105,7 +105,7 @@ CELLS = """
 {o} = {m1}\nfor i in range({s1}.shape[1]):\n    {o} = {M:nn.GRUCell({S}, 4)}({s1}[:, i], {o})
 """
 
-NORMS = """
+NORMS = r"""
 {M:nn.LayerNorm({D})}({t1})
 F.layer_norm({t1}, {t1}.shape[-1:])
 {M:nn.RMSNorm({D})}({t1})
@@ -122,7 +122,7 @@ F.batch_norm({m1}, None, None, {v1}, None, training=True)
 F.local_response_norm({s1}, 2)
 """
 
-OVER_THE_BATCH = """
+OVER_THE_BATCH = r"""
 {t1}.softmax(0)
 {t1}.log_softmax(0) * 0.3
 {t1}.softmax(-1)
@@ -186,7 +186,7 @@ torch.trace({m1})
 {t1} * torch.triu(torch.ones({t1}.shape[-1], {t1}.shape[-1]))[0]
 """
 
-VIEWS = """
+VIEWS = r"""
 {t1}.transpose(0, -1)
 {m1}.T
 {m1}.t().contiguous()
@@ -243,7 +243,7 @@ F.pad({t1}, (0, -1))
 {o}, {p} = {t1}.tensor_split(2)
 """
 
-DETACHED = """
+DETACHED = r"""
 {t1}.detach()
 {t1}.detach().clone()
 {t1}.detach() * {t2}
@@ -255,7 +255,7 @@ F.mse_loss({t1}, {t1}.detach() * 0.5)
 {t1}.round().detach() + {t1}
 """
 
-IN_PLACE = """
+IN_PLACE = r"""
 {t1}.mul_(0.5)
 {t1}.add_({t2})
 {t1}.sub_({t2}, alpha=0.5)
@@ -302,7 +302,7 @@ self.r = 0.9 * self.r + 0.1 * {t1}.detach().reshape(-1, 4).mean(0)
 {o} = {t1}.clone()\n{o}[{o} < 0] *= 0.1
 """
 
-NUMBERS = """
+NUMBERS = r"""
 {o} = {t1}.shape[0]
 {o} = len({t1})
 {o} = 1.0 / ({t1}.size(-1) + 1)

@@ -6,19 +6,18 @@ PyTorch refuses picks others, and is left out where none serve, so that nearly e
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import math
+import random
 import re
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from hypothesis import strategies as st
 from random_operators import KINDS
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -53,7 +52,7 @@ class Step:
 
     kind: str
     template: str
-    picks: tuple[int, int, int]
+    picks: tuple[int, ...]
     around: str = ""
 
 
@@ -73,21 +72,25 @@ class Draft:
         return torch.float32 if self.autocast else torch.float64
 
 
-def _steps() -> st.SearchStrategy[tuple[Step, ...]]:
-    operators = st.one_of([st.sampled_from([(kind, template) for template in KINDS[kind]]) for kind in KINDS])
-    picks = st.tuples(*[st.integers(0, 9)] * 3)
-    around = st.sampled_from(["", "", "", "", "", "", "checkpoint", "no_grad"])
-    one = st.builds(lambda op, picks, around: Step(*op, picks, around), operators, picks, around)
-    # Operands that come twice and then once are what memos forget: the same operator again, with other picks.
-    twice = st.builds(lambda step, picks: (step, replace(step, picks=picks)), one, picks)
-    several = st.lists(st.one_of(st.tuples(one), st.tuples(one), twice), min_size=4, max_size=20)
-    return several.map(lambda steps: tuple(itertools.chain(*steps))[:20])
+def draft_of(number: int) -> Draft:
+    """Return the draft of that number, the same one in every process.
 
-
-DRAFTS = st.builds(
-    Draft, _steps(), st.tuples(*[st.integers(0, len(ENDINGS) - 1)] * 3), st.integers(1, 9),
-    st.sampled_from([False, False, False, True]), st.booleans(),
-)  # fmt: skip
+    It is not made of strategies of hypothesis, which draws most examples by changing a step of the one before: kinds of
+    operators that few of its examples have are what a search is for.
+    """
+    drawn = random.Random(number)
+    steps: list[Step] = []
+    length = drawn.randint(4, 20)
+    while len(steps) < length:
+        kind = drawn.choice([*KINDS])
+        around = drawn.choice(["", "", "", "", "", "", "checkpoint", "no_grad"])
+        template = drawn.choice(KINDS[kind])
+        for _ in range(drawn.choice([1, 1, 1, 2])):  # the same again, with other operands, is what memos forget
+            picks = tuple(int(drawn.expovariate(0.4)) for _ in range(3))
+            steps.append(Step(kind, template, picks, around))
+    endings = tuple(drawn.randrange(len(ENDINGS)) for _ in OUTPUTS)
+    rows, autocast, aux = drawn.randint(1, 9), drawn.random() < 0.25, drawn.random() < 0.5
+    return Draft(tuple(steps[:length]), endings, rows, autocast, aux)
 
 
 @contextmanager
@@ -158,7 +161,10 @@ class Program:
         return scope["Net"](), scope["loss_fn"], batch
 
 
-HOLE = re.compile(r"\{(?:M:)?([a-zBCDS])(\d?)[^{}]*(?:\{[BCDS]\}[^{}]*)*\}")
+OPERAND = re.compile(r"\{([tvmsynl]\d)\}")
+HOLE = re.compile(r"\{([tvmsynl]\d|[opCDS])\}")
+MODULE = re.compile(r"\{M:(.*?\))\}")
+NEW = re.compile(r"[uv]\d+")
 
 
 class _Scratch(nn.Module):
@@ -175,7 +181,7 @@ class _Building:
     scope: dict[str, Any]
     order: list[str] = field(default_factory=lambda: list(GIVEN))  # latest last
     modules: dict[str, str] = field(default_factory=dict)  # how it is made -> its name
-    steps: list[tuple[Step, tuple[str, ...]]] = field(default_factory=list)
+    steps: list[tuple[str, ...]] = field(default_factory=list)
 
     @staticmethod
     def begun(draft: Draft) -> _Building:
@@ -204,88 +210,77 @@ class _Building:
             return ["y"]
         if hole == "n":
             return [n for n in reversed(self.order) if isinstance(self.value(n), int | float)] + ["0.5", "2"]
-        return [n for n in reversed(self.order) if isinstance(self.value(n), list)]
+        lists = [n for n in reversed(self.order) if isinstance(self.value(n), list)]
+        return lists + [f"[{name}, {name}]" for name in self.tensors()[:2]]
 
     def add(self, step: Step) -> None:
+        """Add what plain PyTorch runs of a step, with its picks or others, and leave it out where it runs none."""
         for attempt in range(TRIES):
-            lines = self._lines(step, attempt)
-            if lines is not None and self._runs(lines):
-                self.steps.append((step, lines))
-                return
+            modules = dict(self.modules)
+            try:
+                lines = self._lines(step, attempt)
+                self._run(lines)
+            except Exception:
+                self.modules = modules
+                continue
+            self.steps.append(lines)
+            return
 
-    def _lines(self, step: Step, attempt: int) -> tuple[str, ...] | None:
-        """What a step says with its picks, or with others at a later attempt; None where nothing serves."""
-        found: dict[str, str] = {}
-        text = step.template
-        new = len(self.steps)
-        for hole in dict.fromkeys(re.findall(r"\{([tvmsynl])(\d)\}", text)):
-            names = self.of(hole[0])
-            if step.kind == "in place" and hole == ("t", "1"):
-                names = [name for name in names if name not in GIVEN]  # which is refused by name, and proves little
-            if not names:
-                return None
-            number = int(hole[1])
-            found["".join(hole)] = names[
-                (step.picks[number - 1] + attempt * number * (1 if number < 3 else 2)) % len(names)
-            ]
+    def _lines(self, step: Step, attempt: int) -> tuple[str, ...]:
+        """Return what a step says with its picks, or with others at a later attempt; raise where nothing serves."""
+        text, filled = step.template, self._picked(step, attempt)
         if "{o}" not in text and step.kind != "in place":
-            text = self._around(step, text)
-        for hole, name in found.items():
-            text = text.replace(f"{{{hole}}}", name)
-        text = text.replace("{o}", f"v{new}").replace("{p}", f"u{new}")
-        first = self.value(next(iter(found.values()))) if found and next(iter(found))[0] in "vmst" else None
-        if (text := self._sized(text, first, found)) is None:
-            return None
-        text = re.sub(r"\{M:(.*?\))\}", lambda made: self._module(made[1]), text)
+            if step.around == "checkpoint" and "{t1}" in text:
+                text = f"checkpoint(lambda t: {text.replace('{t1}', 't')}, {{t1}}, use_reentrant=False)"
+            text = f"{{o}} = {text}"
+        filled |= {"o": f"v{len(self.steps)}", "p": f"u{len(self.steps)}"} | self._sizes(filled)
+        text = HOLE.sub(lambda hole: filled[hole[1]], text)
+        text = MODULE.sub(lambda module: self._module(module[1]), text)
         lines = text.split("\n")
         return ("with torch.no_grad():", *(f"    {line}" for line in lines)) if step.around == "no_grad" else (*lines,)
 
-    def _around(self, step: Step, text: str) -> str:
-        if step.around == "checkpoint" and "{t1}" in text:
-            text = f"checkpoint(lambda t: {text.replace('{t1}', 't')}, {{t1}}, use_reentrant=False)"
-        return f"{{o}} = {text}"
+    def _picked(self, step: Step, attempt: int) -> dict[str, str]:
+        """Return the names that the holes for values are filled with."""
+        found = {}
+        for hole in dict.fromkeys(OPERAND.findall(step.template)):
+            names, number = self.of(hole[0]), int(hole[1])
+            if step.kind == "in place" and hole == "t1":
+                names = [name for name in names if name not in GIVEN]  # which is refused by name, and proves little
+            found[hole] = names[(step.picks[number - 1] + attempt * number) % len(names)]
+        return found
 
-    def _sized(self, text: str, first: Any, found: dict[str, str]) -> str | None:
-        shape = tuple(first.shape) if isinstance(first, Tensor) else ()
-        sizes = {"C": shape[1:2], "D": shape[-1:]}
-        if "s1" in found:
-            sizes["S"] = self.value(found["s1"]).shape[-1:]
-        for letter, size in sizes.items():
-            if f"{{{letter}}}" in text:
-                if not size:
-                    return None
-                text = text.replace(f"{{{letter}}}", str(size[0]))
-        return text
+    def _sizes(self, picked: dict[str, str]) -> dict[str, str]:
+        shapes = [tuple(getattr(self.value(name), "shape", ())) for hole, name in picked.items() if hole[0] in "vmst"]
+        found = {"C": shapes[0][1:2], "D": shapes[0][-1:]} if shapes else {}
+        if "s1" in picked:
+            found["S"] = tuple(self.value(picked["s1"]).shape[-1:])
+        return {letter: str(size[0]) for letter, size in found.items() if size}
 
     def _module(self, made: str) -> str:
+        """Return the name of a module that is made so, which the model is given once."""
         if made not in self.modules:
             name = f"self.m{len(self.modules)}"
             exec(f"{name} = {made}", self.scope)
             self.modules[made] = name
         return self.modules[made]
 
-    def _runs(self, lines: Sequence[str]) -> bool:
-        """Whether plain PyTorch runs these lines, and what they make is of use; the values are then there."""
+    def _run(self, lines: Sequence[str]) -> None:
+        """Run lines, whose values are then there; raise where plain PyTorch does or what they make is of no use."""
         trial = dict(self.scope)
-        try:
-            exec("\n".join(lines), trial)
-        except Exception:
-            return False
-        new = [name for name in trial if name not in self.scope and re.fullmatch(r"[uv]\d+", name)]
-        tensors = [trial[name] for name in new if isinstance(trial[name], Tensor)]
-        if any(t.numel() > LARGEST or t.ndim > MOST_DIMS or not t.numel() for t in tensors):
-            return False
-        if any(not t.isfinite().all() or float(t.detach().abs().max()) > 1e3 for t in tensors):
-            return False
+        exec("\n".join(lines), trial)
+        new = [name for name in trial if name not in self.scope and NEW.fullmatch(name)]
+        for tensor in [trial[name] for name in new if isinstance(trial[name], Tensor)]:
+            if not 0 < tensor.numel() <= LARGEST or tensor.ndim > MOST_DIMS:
+                raise ValueError(f"it has the shape {[*tensor.shape]}")
+            if not tensor.isfinite().all() or float(tensor.detach().abs().max()) > 1e3:
+                raise ValueError("it is no number of use")
         self.scope = trial
         self.order += new
-        return True
 
     def program(self, draft: Draft) -> Program | None:
         """What was built, with a loss of its last values; None where there is none of a gradient."""
-        live = [name for name in self.tensors() if name not in GIVEN and self.value(name).requires_grad]
-        if not live:
-            return None
+        trained = [name for name in self.tensors() if self.value(name).requires_grad]
+        live = [name for name in trained if name not in GIVEN] or trained
         outputs, losses = tuple(live[: len(OUTPUTS)]), []
         for letter, name, ending in zip(OUTPUTS, outputs, draft.endings, strict=False):
             for text in (ENDINGS[ending], ENDINGS[0]):
@@ -297,7 +292,7 @@ class _Building:
                 losses.append(filled)
                 break
         model = (*MODEL, *(f"{name} = {made}" for made, name in self.modules.items()))
-        return Program(draft, model, tuple(lines for _, lines in self.steps), outputs, tuple(losses))
+        return Program(draft, model, tuple(self.steps), outputs, tuple(losses))
 
 
 def built(draft: Draft) -> Program | None:

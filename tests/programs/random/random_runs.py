@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,3 +156,60 @@ def without_last_write(draft: Draft) -> Draft | None:
 def refused(error: Exception) -> bool:
     """Return whether an error refuses clearly: of a class that does, and in other words than what was raised within."""
     return isinstance(error, CaptureError | UsageError) and not str(error).startswith("the model cannot be captured")
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What came of a draft: "held", "refused", "of no use", or the kind of what was found, with the case it was in."""
+
+    kind: str
+    case: Case | None = None
+    error: Exception | None = None
+
+    def __bool__(self) -> bool:
+        """Whether something was found."""
+        return self.kind not in ("held", "refused", "of no use")
+
+
+def _kind_of(error: Exception) -> str:
+    """Return what is alike in what is said of programs of one kind."""
+    said = " ".join(str(error).split("\n")[:2])
+    said = re.sub(r", at <random .*|(gradient of|buffer) \S+|-?\d[\d.]*(e-?\d+)?|%\w+", "_", said)
+    return f"{type(error).__name__}: {said[:140]}"
+
+
+def verdict(draft: Draft, cases: Sequence[Case]) -> Verdict:
+    """Return what comes of a draft under one plan after the other, until something does."""
+    held = reference(draft)
+    if held is None:
+        return Verdict("of no use")
+    for case in cases:
+        try:
+            held.hold(case)
+        except Exception as error:
+            return Verdict("refused" if refused(error) else _kind_of(error), case, error)
+    return Verdict("held")
+
+
+def smallest(draft: Draft, found: Verdict) -> Draft:
+    """Return the draft with as few steps as still show what was found."""
+    assert found.case is not None
+
+    def kept(other: Draft) -> Draft:
+        return other if verdict(other, [found.case]).kind == found.kind else draft
+
+    for plainer in ({"aux": False}, {"autocast": False}, {"endings": (0, 0, 0)}):
+        draft = kept(replace(draft, **plainer))
+    for at in reversed(range(len(draft.steps))):
+        draft = kept(replace(draft, steps=draft.steps[:at] + draft.steps[at + 1 :]))
+    for at, step in enumerate(draft.steps):
+        if step.around:
+            draft = kept(replace(draft, steps=(*draft.steps[:at], replace(step, around=""), *draft.steps[at + 1 :])))
+    return draft
+
+
+def told(draft: Draft, found: Verdict) -> str:
+    """Return what was found and the smallest program that shows it, as a person can run it."""
+    program = reference(smallest(draft, found))
+    assert program is not None
+    return f"{found.case}: {type(found.error).__name__}: {found.error}\n{program.program}"

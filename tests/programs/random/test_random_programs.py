@@ -5,41 +5,29 @@ from collections import Counter
 import pytest
 import random_runs
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from random_programs import DRAFTS, Draft, Step
-from random_runs import CASES, Unlike, apart, reference, refused
+from random_programs import Draft, Step, draft_of
+from random_runs import CASES, Unlike, apart, reference, told, verdict
 
 pytestmark = pytest.mark.networks
 SINGLE, *SPLIT = CASES
 
 
-def held(draft, cases):
-    """Return "held", "refused" or "of no use" for the program of a draft; an error shows the program."""
-    if (program := reference(draft)) is None:
-        return "of no use"
-    for case in cases:
-        try:
-            program.hold(case)
-        except Exception as error:
-            if refused(error):
-                return "refused"
-            error.add_note(f"{case} of this program:\n{program.program}")
-            raise
-    return "held"
-
-
 def hold_many(count, plans):
-    found = Counter()
+    counts = Counter()
 
-    @settings(max_examples=count, suppress_health_check=list(HealthCheck))
-    @given(DRAFTS, st.lists(st.sampled_from(SPLIT), min_size=plans, max_size=plans, unique=True))
-    def hold(draft, cases):
-        found[held(draft, [SINGLE, *cases])] += 1
+    @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
+    @given(st.integers(0, 10**9), st.lists(st.sampled_from(SPLIT), min_size=plans, max_size=plans, unique=True))
+    def hold(number, cases):
+        draft = draft_of(number)
+        found = verdict(draft, [SINGLE, *cases])
+        assert not found, f"program {number}, {told(draft, found)}"
+        counts[found.kind] += 1
 
     hold()
-    assert found["refused"] < 0.1 * found.total(), "programs are refused so often that little is held"
-    assert found["held"] > 0.8 * found.total(), found
+    assert counts["refused"] < 0.1 * counts.total(), "programs are refused so often that little is held"
+    assert counts["held"] > 0.8 * counts.total(), counts
 
 
 @pytest.mark.filterwarnings("ignore")  # of torch about operators, and of ours about what is written beside the graph
@@ -100,4 +88,5 @@ def test_one_program_under_every_plan(case):
         ("norms", "{M:nn.BatchNorm1d({C})}({t1})", (0, 0, 0)),
         ("in place", "{t1}[1:] = {t2}", (0, 3, 0), "no_grad"),
     )
-    assert held(draft(*steps, rows=3), [case]) in ("held", "refused")
+    found = verdict(draft(*steps, rows=3), [case])
+    assert found.kind in ("held", "refused"), found.error
