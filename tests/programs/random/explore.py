@@ -41,12 +41,9 @@ def main() -> None:
         counts[found.kind] += 1
         if found and found.kind not in kinds:
             print(f"=== program {number}, {told(draft, found)}", flush=True)
-        if (
-            found.kind == "refused"
-            and options.show_refused
-            and (said := str(found.error).split(", at ")[0]) not in kinds
-        ):
-            kinds.add(said)
+        said = str(found.error).split(", at ")[0]
+        if found.kind == "refused" and options.show_refused and said not in refusals:
+            refusals.add(said)
             print(f"--- program {number} is refused: {found.error}\n", flush=True)
         kinds.add(found.kind)
         if done % 100 == 0 or done == options.examples:
