@@ -62,6 +62,7 @@ def inline(program: torch.export.ExportedProgram) -> None:
     """
     owner = program.graph_module
     graph, of_program = owner.graph, program.graph_signature.inputs_to_parameters
+    _note_all_users(graph)
     parameters = frozenset(node for node in graph.nodes if node.op == "placeholder" and node.name in of_program)
     for node in [node for node in graph.nodes if _position(node) is not None]:
         outputs = _copy_called(owner, node, list(node.args), Place(graph, node, parameters=parameters))
@@ -74,6 +75,14 @@ def inline(program: torch.export.ExportedProgram) -> None:
     for node in reversed(graph.nodes):
         if not node.users and not _does_something(node):
             graph.erase_node(node)
+
+
+def _note_all_users(graph: Graph) -> None:
+    """Let every node know its readers: where the exporter makes a region it forgets those whose own result nobody reads,
+    and torch fails to erase them."""
+    for node in graph.nodes:
+        for operand in node.all_input_nodes:
+            operand.users.setdefault(node)
 
 
 def _does_something(node: Node) -> bool:
