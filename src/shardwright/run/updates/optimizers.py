@@ -125,10 +125,10 @@ def _refuse_dense_gradients(optimizer: torch.optim.SparseAdam) -> None:
         for parameter in group["params"]:
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 raise UsageError(
-                    "SparseAdam updates the rows that a sparse gradient names, and the gradient of a parameter of shape "
-                    f"{list(parameter.shape)} is dense: where a plan splits a table or its lookups, ranks sum gradients "
-                    "so; use torch.optim.Adam, which also moves the rows that no sample looked up, or Adagrad or SGD, "
-                    "which give the same numbers for dense gradients"
+                    "SparseAdam updates the rows that a sparse gradient names, and the gradient of a parameter of shape"
+                    f" {list(parameter.shape)} is dense: where a plan splits a table or its lookups, ranks sum dense "
+                    "gradients; use torch.optim.Adam, which also moves the rows that no sample looked up, or Adagrad or "
+                    "SGD, which give the same numbers for dense gradients"
                 )
 
 
