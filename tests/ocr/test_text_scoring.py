@@ -137,7 +137,7 @@ def test_polygons_follow_a_text_that_is_bent():
     arc = ((radius > 60) & (radius < 74) & (y < 80)).astype(np.float32)
     how = DetectionPostprocess(name="DBPostprocess", box_type="poly", expand_ratio=0.01)
     [found] = detect(arc, (120, 120, 1.0, 1.0), how)
-    assert len(found.points) > 8
+    assert 8 < len(found.points) < 40
     assert found.score > 0.9
     assert geometry.area(found.points) == pytest.approx(arc.sum(), rel=0.1)
     quads = detect(arc, (120, 120, 1.0, 1.0), DetectionPostprocess(name="DBPostprocess", box_thresh=0.2))

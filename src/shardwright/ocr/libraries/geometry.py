@@ -71,6 +71,12 @@ def offset(points: Points, distance: float) -> list[Points]:
     return [np.asarray(polygon, dtype=np.float64) / _FINENESS for polygon in found]
 
 
+def simplified(points: Points, away: float) -> Points:
+    """Return the polygon with fewer corners, whose border is no more than ``away`` pixels off."""
+    simple = library("shapely").Polygon(points).simplify(away)
+    return np.asarray(simple.exterior.coords, dtype=np.float64)[:-1]
+
+
 def overlaps(a: Sequence[Points], b: Sequence[Points]) -> tuple[Points, Points, Points]:
     """(areas of the intersections [len(a), len(b)], areas of ``a``, areas of ``b``)."""
     shapely = library("shapely")

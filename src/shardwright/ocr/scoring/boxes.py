@@ -82,7 +82,8 @@ def _expanded(points: Points, how: DetectionPostprocess) -> Points | None:
     box, side = geometry.rectangle_around(grown[0])
     if side < how.min_size:
         return None
-    return grown[0] if how.box_type == "poly" else box
+    # Round corners were grown of sharp ones, a corner for each fraction of a pixel.
+    return geometry.simplified(grown[0], 0.5) if how.box_type == "poly" else box
 
 
 def _in_image(box: Points, shape: Sequence[float]) -> Points:
