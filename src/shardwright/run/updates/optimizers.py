@@ -127,8 +127,8 @@ def _refuse_dense_gradients(optimizer: torch.optim.SparseAdam) -> None:
                 raise UsageError(
                     "SparseAdam updates the rows that a sparse gradient names, and the gradient of a parameter of shape"
                     f" {list(parameter.shape)} is dense: where a plan splits a table or its lookups, ranks sum dense "
-                    "gradients; use torch.optim.Adam, which also moves the rows that no sample looked up, or Adagrad or "
-                    "SGD, which give the same numbers for dense gradients"
+                    "gradients; use torch.optim.Adam, which also moves the rows that no sample looked up, or Adagrad "
+                    "or SGD, which give the same numbers for dense gradients"
                 )
 
 
