@@ -24,7 +24,7 @@ INSIDE = {
     "plan": ("pricing", "decided", "minima", "searching"),
     "report": ("pages", "plans", "runs"),
     "training": ("network", "records"),
-    "run": ("graphs", "overlap", "compiled", "programs", "updates", "placing"),
+    "run": ("graphs", "overlap", "compiled", "programs", "updates", "placing", "trying"),
     "cluster": ("programs", "bench", "doctor", "jobs", "watch", "trust"),
     "ocr": ("libraries", "networks", "samples", "asked", "scoring"),
 }

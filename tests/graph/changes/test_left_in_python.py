@@ -483,6 +483,16 @@ def a_variable_of_the_loss(model, y, x):
     return y if counters["steps"] < 4 else y.detach()
 
 
+def a_warm_up(model, y, x):
+    model.counted += 1
+    return y * 2 if model.counted > 1000 else y
+
+
+def every_thirtieth(model, y, x):
+    model.counted += 1
+    return y.detach() if model.counted % 30 == 0 else y
+
+
 def what_fails_later(model, y, x):
     model.counted += 1
     return y * {1: 1.0}[model.counted]
@@ -505,6 +515,8 @@ COMPUTED = {
     a_class: "model.shared is changed by the step from 0 to 1",
     a_variable_of_the_loss: f"counters.steps, a variable of {__name__}, is changed by the step from 0 to 1",
     what_fails_later: "model.counted is changed by the step",
+    a_warm_up: "model.counted is changed by the step from 0 to 1",
+    every_thirtieth: "model.counted is changed by the step from 0 to 1",
     a_number_in_a_buffer: "model.counted is changed by the step from 0 to 1",
 }
 

@@ -256,7 +256,7 @@ class _Sample:
             return step(*batch), call.aux
 
         with mode, torch_private.exporting():
-            return again(step.model, run, lambda: self.tensors(mode), call.reading.begins)
+            return again(step.model, run, lambda: self.tensors(mode), call.reading.begins, self.loss_fn)
 
     def _batch(self, given: Sequence[Any]) -> Any:
         tensors = iter(given)

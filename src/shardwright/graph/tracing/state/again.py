@@ -21,6 +21,10 @@ from shardwright.graph.tracing.state.contents import Contents
 from shardwright.graph.tracing.state.left import Change, Left
 
 _FURTHER = 5  # steps that are run where each leaves more than the one before, or counts
+_COUNTED = (
+    5040,
+    10**6,
+)  # what counters are then set to: a multiple of all numbers up to 10, and one beyond most limits
 
 Step = Callable[[Sequence[torch.Tensor]], Any]
 
@@ -65,10 +69,31 @@ class _Steps:
     """Runs ``step`` of ``model``, a copy. ``begins`` looks at what stands in Python."""
 
     def __init__(
-        self, model: nn.Module, step: Step, batch: Callable[[], Sequence[torch.Tensor]], begins: Callable[[], Left]
+        self,
+        model: nn.Module,
+        step: Step,
+        batch: Callable[[], Sequence[torch.Tensor]],
+        begins: Callable[[], Left],
+        loss_fn: Callable[..., Any],
     ) -> None:
         self._model, self._step, self._batch, self._begins = model, step, batch, begins
+        self._loss_fn = loss_fn
         self.contents = Contents(model)
+
+    def count(self, changes: Sequence[Change], to: int) -> bool:
+        """Let numbers that the last step has made larger become ``to`` in the next one, and return whether any do.
+
+        Those in collections, objects and classes stay.
+        """
+        found = [change for change in changes if _grows(change) and not change.place.path]
+        for change in found:
+            value, place = to - (change.after - change.before), change.place
+            own = place.variables(self._model) if place.kind == "attribute" else {}
+            if place.name in own:
+                own[place.name] = value
+            elif place.kind != "attribute":
+                place.put(self._loss_fn, value)
+        return bool(found)
 
     def run(self) -> _Run:
         left, batch = self._begins(), self._batch()
@@ -82,15 +107,20 @@ class _Steps:
 
 
 def again(
-    model: nn.Module, step: Step, batch: Callable[[], Sequence[torch.Tensor]], begins: Callable[[], Left]
+    model: nn.Module,
+    step: Step,
+    batch: Callable[[], Sequence[torch.Tensor]],
+    begins: Callable[[], Left],
+    loss_fn: Callable[..., Any],
 ) -> Again | None:
     """Run a step of ``model``, a copy, and further ones; None where it does not run like this.
 
     Args:
         batch: makes another batch of the same shapes.
         begins: looks at what stands in Python.
+        loss_fn: what the step calls, which may close over counters.
     """
-    before, steps = begins(), _Steps(model, step, batch, begins)
+    before, steps = begins(), _Steps(model, step, batch, begins, loss_fn)
     try:
         return _run_again(steps)
     finally:
@@ -124,7 +154,11 @@ def _compared(steps: _Steps, first: _Run) -> Again:
         counts = any(not is_a(change.after, torch.Tensor) for change in others)
         if computes or (differs and not counts) or not (more or counts):
             break
-    return replace(_seen(runs, contents, frozenset(grown)), differs=differs, computes=computes)
+    for count in () if differs else _COUNTED:
+        if steps.count(runs[-1].changes, count):
+            runs.append(steps.run())
+            computes = computes or runs[-1].result != first.result
+    return replace(_seen(runs, contents, frozenset(grown)), differs=differs or computes, computes=computes)
 
 
 def _seen(runs: Sequence[_Run], contents: Contents, grown: frozenset[Place]) -> Again:
@@ -152,6 +186,12 @@ def _changed(run: _Run) -> frozenset[Place]:
 
 def _name(place: Place) -> Place:
     return replace(place, path="")
+
+
+def _grows(change: Change) -> bool:
+    """Check that a step has made a whole number larger."""
+    numbers = type(change.before) is int and type(change.after) is int
+    return numbers and bool(change.after > change.before)
 
 
 def _counts(change: Change) -> bool:

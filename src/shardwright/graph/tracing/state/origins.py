@@ -98,8 +98,10 @@ class Origins:
         return self._moved.get(id(tensor), (None, tensor))[1]
 
     def is_moved(self, before: Any, after: Any) -> bool:
-        """Return whether ``after`` is ``before`` on another device, or in a dtype that holds all its numbers, and that
-        was not changed in place: the same stands there, whichever a step finds."""
+        """Check that ``after`` is ``before`` on another device, or in a dtype that holds all its numbers.
+
+        The same stands there then, whichever a step finds, unless ``before`` was changed in place.
+        """
         if not isinstance(before, torch.Tensor) or self.before_moves(after) is not before:
             return False
         if any(before is held and torch_private.version(held) != version for held, version in self._buffers.values()):
