@@ -2,15 +2,21 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
+from shardwright.errors import CaptureError
 from shardwright.graph.step import captured_step
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.make import make_plan
 from shardwright.plan.request import PlanRequest
 from whole import plain, run, same, splitting_hardware
 
-pytestmark = pytest.mark.usefixtures("float64")
+pytestmark = [
+    pytest.mark.usefixtures("float64"),
+    pytest.mark.filterwarnings("ignore:activation checkpointing saves no memory"),
+]
 REQUESTS = {
     "single": PlanRequest(Mesh(()), "single"),
     "data": PlanRequest(Mesh.of(d=3), "data"),
@@ -48,3 +54,55 @@ def test_a_result_that_nobody_reads_in_front_of_a_region_without_gradients():
         return (h - goal).square().mean()
 
     assert "aten.cdist.default" not in [node.op for node in like_plain(step).nodes]
+
+
+def test_writes_into_a_strided_view_have_the_gradient_of_the_others():
+    def step(self, x):
+        h = x @ self.w
+        h.fill_diagonal_(0.0)
+        transposed = (x[:, :3] @ self.e).T * 2.0  # which lies in memory as what it is the transposed of
+        transposed.fill_diagonal_(0.5)
+        transposed.as_strided((2, 2), (1, 8), 3).mul_(h[:2, :2])
+        windows = (x.T @ h).as_strided((3, 2, 4), (4, 4, 1), 0)
+        return h.square().mean() + transposed.exp().mean() + windows.cos().mean() + transposed.T[1:].sum()
+
+    ops = [node.op for node in like_plain(step).nodes]
+    assert not any("as_strided" in op for op in ops), ops
+
+
+def test_a_strided_view_of_other_elements_is_refused():
+    def step(self, x):
+        return (x @ self.w)[:, 1:].as_strided((2, 2), (4, 1), 0).sum()
+
+    with pytest.raises(CaptureError, match=r"(?s)as_strided .* at test_found.py:\d+ in step: .*\.contiguous\(\)"):
+        like_plain(step)
+
+
+def test_constants_are_made_inside_of_activation_checkpointing():
+    def step(self, x):
+        def scaled(h):
+            return h * torch.tensor(0.5) + torch.tensor([1.0, 2.0, 3.0, 4.0])
+
+        return checkpoint(scaled, x @ self.w, use_reentrant=False).square().mean()
+
+    like_plain(step)
+
+
+def test_what_is_made_of_a_changed_tensor_may_be_the_tensor_itself():
+    def step(self, x):
+        h = x @ self.w
+        h[0] = x[1]
+        return F.smooth_l1_loss(h, torch.zeros_like(h)) + torch.einsum("ij->ji", h).tanh().sum()
+
+    like_plain(step)
+
+
+def test_what_was_made_of_a_changed_tensor_is_still_refused():
+    def step(self, x):
+        h = x @ self.w
+        turned = torch.einsum("ij->ji", h)
+        h[0] = x[1]
+        return turned.square().sum()
+
+    with pytest.raises(CaptureError, match="changes a tensor in place that has another name"):
+        like_plain(step)

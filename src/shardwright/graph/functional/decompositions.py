@@ -24,6 +24,7 @@ def functional(program: ExportedProgram) -> ExportedProgram:
     """Return ``program`` without changes in place, its composite operators decomposed where they have no rule."""
     _match_copies(program.graph)
     _separate_buffers(program)
+    _forget_disabled(program.graph)
     return torch_private.run_decompositions(program, _preserved())
 
 
@@ -98,6 +99,14 @@ def _separate_buffers(program: ExportedProgram) -> None:
         if torch_private.storage_key(tensor) in seen:
             tensors[name] = torch_private.empty_like_on(tensor, tensor.device, torch_private.mode_of(tensor))
         seen.add(torch_private.storage_key(tensor))
+
+
+def _forget_disabled(graph: fx.Graph) -> None:
+    """Remove what dynamo, which has no part here, notes on inputs: a tensor of constants that is made inside activation
+    checkpointing has other notes in the second trace, and torch asserts that they are equal."""
+    for node in graph.find_nodes(op="placeholder"):
+        noted = node.meta.get("custom") or {}
+        node.meta["custom"] = {key: value for key, value in noted.items() if not key.startswith("_torchdynamo_disable")}
 
 
 def _match_copies(graph: fx.Graph) -> None:

@@ -36,11 +36,13 @@ def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) 
         return
     _refuse_one_memory(nodes, changes, source_of)
     groups, storages = _known_groups(nodes), _by_storage(nodes)
+    places = {node: at for at, node in enumerate(nodes)}
     last_reads = {operand: at for at, node in enumerate(nodes) for operand in node.all_input_nodes}
     for at, changed in changes:
         for other in storages.get(_storage(changed), ()):
             lives_on = (other.op == "placeholder" and other.users) or last_reads.get(other, -1) > at
-            if groups[other] is not groups[changed] and lives_on:
+            was_there = places[other] < at  # what is made later is made of the new values
+            if groups[other] is not groups[changed] and was_there and lives_on:
                 hiding = max(_made_by(changed, groups), _made_by(other, groups), key=nodes.index)
                 raise _error(nodes[at], hiding, source_of)
 

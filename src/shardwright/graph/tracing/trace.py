@@ -21,6 +21,7 @@ from shardwright import torch_private
 from shardwright.errors import CaptureError, ShardwrightError
 from shardwright.graph.functional.decompositions import functional, join_names
 from shardwright.graph.functional.hidden_aliases import refuse_hidden_changes
+from shardwright.graph.functional.strided import index_strided
 from shardwright.graph.tracing import functions, refusals, regions, sources, written
 from shardwright.graph.tracing.frozen import Reading
 from shardwright.graph.tracing.gradients import GradientTaken, Replayed
@@ -329,7 +330,9 @@ def _exported(
         regions.inline(program)
         join_names(program)
         refuse_hidden_changes(program.graph, sources.source_of)
-        return functional(program), open_sizes
+        made = functional(program)
+        index_strided(made, sources.source_of)
+        return made, open_sizes
     except CaptureError as error:
         raise refusals.of_installed(error, error.__traceback__, step.model) from error.__cause__
     except (ShardwrightError, GradientTaken):
