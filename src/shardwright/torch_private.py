@@ -1089,13 +1089,16 @@ class _LocalPart(torch.autograd.Function):
     def forward(ctx: Any, parameter: Any) -> torch.Tensor:
         part: torch.Tensor = parameter._local_tensor
         ctx.spec, ctx.stride = parameter._spec, part.stride()
+        ctx.set_materialize_grads(False)  # a parameter without a gradient is not to get zeros
         return part.view_as(part)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
         from torch.distributed.tensor import DTensor
 
+        if gradient is None:
+            return None
         if gradient.is_sparse:  # of a table that an earlier plan splits, and this one has whole
             gradient = gradient.to_dense()
         if gradient.stride() != ctx.stride:  # autograd would copy a plain parameter's, too
@@ -1104,8 +1107,14 @@ class _LocalPart(torch.autograd.Function):
         return made
 
 
-def local_part(parameter: Any) -> torch.Tensor:
-    """What this rank holds of a DTensor, differentiably once; the public constructors check what is known here."""
+def local_part(parameter: Any, differentiable: bool = True) -> torch.Tensor:
+    """Return what this rank holds of a DTensor, differentiably once or detached.
+
+    The public constructors check what is known here.
+    """
+    if not differentiable:
+        held: torch.Tensor = parameter._local_tensor.detach()
+        return held
     part: torch.Tensor = _LocalPart.apply(parameter)  # type: ignore[no-untyped-call]
     return part
 

@@ -37,6 +37,7 @@ from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.torch_private import MemoryOf
+from shardwright.world.gradients import BUCKET_BYTES
 
 
 def plan_of(
@@ -62,9 +63,18 @@ def tensors_of(captured: Capture, model: torch.nn.Module, kind: str) -> list[Ten
 
 
 def run(
-    plan: Plan, model: torch.nn.Module, batch: Any, seed: int = 0, compiler: Compiler | None = None
+    plan: Plan,
+    model: torch.nn.Module,
+    batch: Any,
+    seed: int = 0,
+    compiler: Compiler | None = None,
+    bucket_bytes: int = BUCKET_BYTES,
 ) -> dict[str, Tensor]:
-    """Loss, gradients, auxiliary outputs and buffers, whole, from simulated ranks under ``plan``."""
+    """Loss, gradients, auxiliary outputs and buffers, whole, from simulated ranks under ``plan``.
+
+    All ranks have to make the same collective calls in the same order.
+    """
+    calls: dict[int, list[tuple[str, tuple[str, ...]]]] = {}
     captured, mesh = plan.capture, plan.mesh
     parameters = tensors_of(captured, model, "parameter")
     buffers = tensors_of(captured, model, "buffer")
@@ -84,13 +94,14 @@ def run(
                     tensor.requires_grad_(value.needs_gradient)
             return cut
 
-        program = lower(plan, comm.rank)
+        program = lower(plan, comm.rank, bucket_bytes, bucket_bytes)
         local = part("parameter", parameters)
         execution = Execution(program, plan.capture, comm, DEVICE, GradientReduction(), compiler)
         given = StepArguments(local, part("buffer", buffers), part("input", inputs), placed(constants), seed, step=0)
         loss, aux, new = execution(given)
         assert loss is not None
         loss.backward()
+        calls[comm.rank] = [(collective.kind, collective.axes) for collective in comm.collectives]
         found = [("loss", Layout(()), loss.detach())]
         for value, tensor in zip(captured.of_kind("parameter"), local, strict=True):
             if tensor.grad is not None:
@@ -103,6 +114,9 @@ def run(
         return [(name, layout, tensor.cpu()) for name, layout, tensor in found]
 
     ranks = [{name: (layout, tensor) for name, layout, tensor in found} for found in simulate(mesh, one)]
+    for rank, made in calls.items():
+        assert made == calls[0], f"rank {rank} makes other calls than rank 0"
+        assert ranks[rank].keys() == ranks[0].keys(), f"rank {rank} has other gradients than rank 0"
     return {name: whole([found[name] for found in ranks], mesh) for name in ranks[0]}
 
 

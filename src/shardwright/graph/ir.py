@@ -33,7 +33,8 @@ class Value:
     """A tensor of the graph.
 
     ``label`` is what a person calls it: the name of the parameter or buffer, the path of an input within the batch
-    (``0``, ``image``, ``1.mask``), or the name of the node that made it.
+    (``0``, ``image``, ``1.mask``), or the name of the node that made it. ``needs_gradient`` says that the backward of
+    the loss comes to it (`shardwright.graph.reached`).
     """
 
     name: str
@@ -84,6 +85,7 @@ class Capture:
     hold after the step. ``outputs`` are the loss, then the tensors of the auxiliary output in the order of
     ``aux_spec`` (a pytree spec; None where the loss function returns the loss alone). ``frozen`` says where the plain
     Python values stand that the step has read, ``outside`` where those constants stand that are no buffers, by name.
+    ``aux_with_gradient`` are those of ``aux`` of which plain PyTorch would know a gradient.
     With ``checks`` the last of ``aux``, which ``aux_spec`` does not know, has a count for each that is 0 if it passes.
     """
 
@@ -98,6 +100,7 @@ class Capture:
     key: str  # what the capture depends on beside the graph: training mode, autocast
     frozen: tuple[Place, ...] = ()
     outside: Mapping[str, Place] = field(default_factory=dict)
+    aux_with_gradient: frozenset[str] = frozenset()
     checks: tuple[Check, ...] = ()
 
     @property

@@ -12,6 +12,7 @@ from torch import nn
 from shardwright.graph.capture import Capturing, StepKind, capture
 from shardwright.graph.ir import Capture
 from shardwright.graph.pins import apply_pins
+from shardwright.graph.reached import with_gradients_of_loss
 from shardwright.graph.rewrite import rewrite
 from shardwright.graph.tracing.trace import LossFunction
 
@@ -37,7 +38,11 @@ def captured_step(
 ) -> Capture:
     """The graph of a step, rewritten and pinned. Raises as `capture` and `apply_pins` do."""
     captured = capture(model, loss_fn, batch, kind, device=device)
-    return apply_pins(rewrite(captured, batch_norm=batch_norm), pins)
+    return _finished(captured, pins, batch_norm)
+
+
+def _finished(captured: Capture, pins: Mapping[str, Any], batch_norm: Literal["global", "per-replica"]) -> Capture:
+    return with_gradients_of_loss(apply_pins(rewrite(captured, batch_norm=batch_norm), pins))
 
 
 class OpenStep:
@@ -64,4 +69,4 @@ class OpenStep:
 
     def at(self, shapes: Sequence[Sequence[int]]) -> Capture:
         """The graph for a batch whose tensors have these shapes. Raises as `Capturing.at` does."""
-        return apply_pins(rewrite(self._capturing.at(shapes), batch_norm=self._batch_norm), self._pins)
+        return _finished(self._capturing.at(shapes), self._pins, self._batch_norm)

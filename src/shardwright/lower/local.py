@@ -236,7 +236,8 @@ def localise(site: Site) -> Call:
         for bias in site.rule.added_operands:
             if 0 not in shapes[0]:
                 return _nothing_but_bias(site, bias, shapes[0], made[0].dtype)
-        return Call("kernels.nothing", (shapes, [value.dtype for value in made], *operands))
+        connected = [value.needs_gradient for value in made]
+        return Call("kernels.nothing", (shapes, [value.dtype for value in made], connected, *operands))
     localiser = LOCALISERS.of(op)
     call = localiser(site) if localiser else site.same()
     if call == site.same() and _is_summed_dense(site):

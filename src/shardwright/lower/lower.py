@@ -18,6 +18,7 @@ from shardwright.graph.ir import Node
 from shardwright.graph.tracing.literals import literal
 from shardwright.lower.check import check
 from shardwright.lower.local import localise
+from shardwright.lower.order import note_gathered
 from shardwright.lower.passes import (
     ask_first,
     join_buckets,
@@ -50,7 +51,7 @@ def lower(
     program = join_buckets(ask_first(program), bucket_bytes, first_bucket_bytes)
     program = join_running_statistics(join_gathers(join_sums(sum_first(program, plan))))
     check(program, plan)
-    return program
+    return note_gathered(program, plan)
 
 
 class _Lowering:
@@ -161,6 +162,8 @@ def _repeated(steps: Sequence[Step], shape: Shape) -> str:
 def _unpacked(call: Call, node: Node, reads: tuple[str, ...]) -> str:
     """A call as Python source that gives the results of ``node``: no list of one, and nothing in place of tensors."""
     text = render(call, reads)
+    if call.function == "kernels.nothing":
+        return text
     if len(node.results) == 1 and returns_list(node.op):
         return text + "[0]"
     leaves_out = call.function == f"torch.ops.{node.op}" and tensors_returned(node.op) not in (None, len(node.results))

@@ -283,7 +283,7 @@ def _repeated_gather(instruction: Instruction, program: LocalProgram) -> Hashabl
     value, step = instruction.value, instruction.step
     if value is None or step is None or not instruction.again or instruction.reads[0] not in program.parameters:
         return None
-    if not instruction.text.startswith("again("):  # the first of several steps, whose last one does all of them again
+    if not instruction.notes_gathered:
         return None
     return repeated_gather(value, step, program.mesh)
 

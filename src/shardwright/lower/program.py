@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
 from typing import Literal
 
 from shardwright.graph.ir import Node, Value
@@ -45,6 +46,17 @@ class Instruction:
     again: int = 0  # how often the backward repeats a redistribution, in place of keeping what it gathers
     block: str = ""  # the module with which the backward computes it again
     repeated: bool = False  # whether it then communicates again what it does forward
+    keeps: tuple[str, ...] = ()  # variables, of those that are gathered again, that its backward needs
+
+    @property
+    def notes_gathered(self) -> bool:
+        """Whether the outputs are what is gathered again: of several steps the last does all of them again."""
+        return bool(self.again) and self.text.startswith(("again(", "again.together("))
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it may communicate, forward or backward; all ranks have it at the same place of their programs."""
+        return self.kind not in ("operator", "stretch") or self.internal != ((), ())
 
     @property
     def passes_on(self) -> bool:
@@ -80,9 +92,13 @@ class Instruction:
 
 @dataclass(frozen=True)
 class ProgramBlock:
-    """Instructions that the backward runs again: a function beside the step, of what they read and do not make."""
+    """Instructions that the backward runs again: a function beside the step, of what they read and do not make.
+
+    ``run`` is the variable that stands for one run of it.
+    """
 
     function: str
+    run: str
     module: str
     instructions: tuple[Instruction, ...]
     changed: frozenset[str]  # buffers, of which a copy is kept as they were
@@ -96,15 +112,16 @@ class ProgramBlock:
     def call(self) -> str:
         """The line under which the step has the block."""
         given = ", ".join(f"{name}.clone()" if name in self.changed else name for name in self.given)
-        return f"with recomputed({self.function}, comm, key, device, [{given}]):"
+        return f"with recomputed({self.function}, comm, key, device, [{given}]) as {self.run}:"
 
     @property
     def source(self) -> str:
-        """The function."""
-        arguments = ("comm", "key", "device", *self.given)
-        return function_of(
-            self.function, arguments, self.instructions, says=f"{self.module}, once more in the backward"
-        )
+        """The function. What follows the last collective is computed as far as the backward needs it."""
+        arguments = ("comm", "key", "device", "enough", *self.given)
+        communicating = [at for at, i in enumerate(self.instructions, start=1) if i.repeated and i.communicates]
+        instructions = list(self.instructions)
+        instructions.insert(max(communicating, default=0), Instruction("in place", (), (), "enough()"))
+        return function_of(self.function, arguments, instructions, says=f"{self.module}, once more in the backward")
 
 
 @dataclass(frozen=True)
@@ -137,8 +154,8 @@ class LocalProgram:
                 of.setdefault(instruction.block, []).append(instruction)
         found = {}
         for number, (module, inside) in enumerate(of.items(), start=1):
-            function = unused(f"block_{number}", taken)
-            found[module] = ProgramBlock(function, module, tuple(inside), frozenset(self.mutations))
+            function, run = unused(f"block_{number}", taken), unused(f"block_{number}_run", taken)
+            found[module] = ProgramBlock(function, run, module, tuple(inside), frozenset(self.mutations))
         return found
 
     @cached_property
@@ -152,18 +169,26 @@ class LocalProgram:
         lines = [f'"""The step of rank {self.rank} of {self.mesh.size} on the mesh {self.mesh}."""', ""]
         lines.append("def step(parameters, buffers, inputs, constants, comm, key, device, reduce_gradients):")
         body = [_unpack(names, kind) for kind, names in self._arguments() if names]
-        last_reads = self.last_reads()
-        scope, block = None, ""
-        for at, instruction in enumerate(self.instructions):
-            here = instruction.node.scope if instruction.node is not None else scope
-            if here != scope:
-                scope = here
-                body.append(f"# {scope or 'loss function'}")
-            if instruction.block and instruction.block != block:
-                body.append(self.blocks[instruction.block].call)
-            block = instruction.block
-            indent = INDENT if block else ""
-            body += [indent + line for line in _assignment(instruction, at, last_reads)]
+        last_reads, scope = self.last_reads(), None
+        gathered = [name for one in self.instructions if one.notes_gathered for name in one.outputs]
+        at = 0
+        for section in sections(self.instructions):
+            end = at + len(section)
+            block = self.blocks.get(section[0].block)
+            needed = sorted({gathered.index(name) for one in section for name in one.keeps})
+            body += [f"again.expect({needed})"] if needed else []
+            for number, instruction in enumerate(section, start=at):
+                here = instruction.node.scope if instruction.node is not None else scope
+                if here != scope:
+                    scope = here
+                    body.append(f"# {scope or 'loss function'}")
+                body += [block.call] if block and number == at else []
+                indent = INDENT if block else ""
+                body += [indent + line for line in _assignment(instruction, number, last_reads)]
+            left = ", ".join(name for one in section for name in one.outputs if last_reads[name] >= end)
+            body += [f"[{left}] = {block.run}.before([{left}])"] if block and left else []
+            body += [f"[{left}] = again.before({needed}, [{left}])"] if needed and left else []
+            at = end
         loss = self.outputs[self.loss] if self.loss else None
         body.append(f"return {loss}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}")
         functions = "".join(f"\n\n{block.source}" for block in self.blocks.values())
@@ -185,6 +210,13 @@ class LocalProgram:
         last = _last_reads(self.instructions)
         last.update(dict.fromkeys(self.outputs.values(), len(self.instructions)))
         return last
+
+
+def sections(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Return the instructions in sections: each block, what stands between blocks and collectives, and these singly."""
+    keys = ((one.block, at if one.communicates and not one.block else -1) for at, one in enumerate(instructions))
+    grouped = groupby(zip(keys, instructions, strict=True), key=lambda pair: pair[0])
+    return [[instruction for _, instruction in pairs] for _, pairs in grouped]
 
 
 def given_to(instructions: Sequence[Instruction]) -> tuple[str, ...]:

@@ -1,10 +1,10 @@
 """Blocks of a program whose inside is not kept for the backward, but computed again there from what the block is given.
 
-While a block runs, autograd is given a number in place of every tensor that it is about to keep. The first of them that
-the backward needs has the block computed once more, from the same tensors, by the same operators and with the same
-random numbers, which are drawn by position: what autograd is then about to keep, in the same order, is what it needs.
-All ranks run the same operators, so that their backwards compute, and communicate, in the same order. Gradients follow
-the graph of the first run; that of the second one is never followed.
+While a block runs, autograd is given a number in place of every tensor that it is about to keep. Where the backward
+comes to the block, it is computed once more, from the same tensors, by the same operators and with the same random
+numbers, which are drawn by position: what autograd is then about to keep, in the same order, is what it needs. All
+ranks come to it at the same place of their backwards, also those whose part is empty, and which keep nothing. Gradients
+follow the graph of the first run; that of the second one is never followed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ import torch
 from torch import Tensor
 
 from shardwright.errors import LoweringError
+from shardwright.lower.order import before_backward
 from shardwright.mesh.collectives import Communicator
 
 Inside = Callable[..., None]
-"""A block as a function of the communicator, the keys of random numbers, the device and what it is given."""
+"""A block as a function of the communicator, the keys of random numbers, the device, what is to be called behind the
+last collective that is done again, and what the block is given."""
 
 
 class _Enough(Exception):
-    """Everything is made again that was kept: what would follow is not needed."""
+    """Everything is made again that was kept, and all is communicated: what would follow is not needed."""
 
 
 class _Given(torch.autograd.Function):
@@ -57,6 +59,10 @@ class _Run:
         self._kept: list[tuple[torch.Size, torch.dtype]] = []
         self._made: dict[int, Tensor] = {}
 
+    def before(self, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Return what the block makes for others, such that a backward first computes the block again."""
+        return before_backward(self._make_again, outputs)
+
     def keep(self, tensor: Tensor) -> _Place:
         """Where a tensor is to be found again."""
         self._kept.append((tensor.shape, tensor.dtype))
@@ -64,25 +70,38 @@ class _Run:
 
     def take(self, number: int) -> Tensor:
         """A tensor that was to be kept; it is held no longer than until it is asked for."""
-        if number not in self._made:
-            self._made = dict(enumerate(self._make()))
+        if number not in self._made:  # it was taken before: somebody looks at what autograd has saved
+            self._make_again()
         return self._made.pop(number)
+
+    def _make_again(self) -> None:
+        self._made = dict(enumerate(self._make()))
 
     def _make(self) -> list[Tensor]:
         made: list[Tensor] = []
+        communicated = False
 
         def note(tensor: Tensor) -> Tensor:
             made.append(tensor.detach())
-            if len(made) == len(self._kept):
-                raise _Enough
+            if communicated:
+                stop()
             return made[-1]
+
+        def enough() -> None:
+            nonlocal communicated
+            communicated = True
+            stop()
+
+        def stop() -> None:
+            if len(made) >= len(self._kept):
+                raise _Enough
 
         saved = self._given.grad_fn.saved_tensors
         given = (x.detach().requires_grad_(wanted) for x, wanted in zip(saved, self._wanted, strict=True))
         off = torch.autocast(self._device.type, enabled=False)  # casts are operators of the program
         with torch.enable_grad(), off, torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
             try:
-                self._inside(*given)
+                self._inside(enough, *given)
             except _Enough:
                 pass
         found = [(tensor.shape, tensor.dtype) for tensor in made]
@@ -100,17 +119,26 @@ class _Place:
     number: int
 
 
+class _WithoutGradients:
+    """A run of a block to which no backward comes."""
+
+    def before(self, outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return the outputs as they are."""
+        return outputs
+
+
 @contextmanager
 def recomputed(
     inside: Inside, comm: Communicator, key: Callable[[int], int], device: torch.device, given: Sequence[Tensor]
-) -> Iterator[None]:
-    """Programs run a block ``with recomputed(block_1, comm, key, device, [x, w]):``.
+) -> Iterator[_Run | _WithoutGradients]:
+    """Run a block of a program: ``with recomputed(block_1, comm, key, device, [x, w]) as run:``.
 
-    ``block_1`` does the same as what stands inside, as a function.
+    ``block_1`` does the same as what stands inside, as a function. What others read of the block is what ``run.before``
+    makes of it.
     """
     if not torch.is_grad_enabled():
-        yield
+        yield _WithoutGradients()
         return
     run = _Run(partial(inside, comm, key, device), device, given)
     with torch.autograd.graph.saved_tensors_hooks(run.keep, lambda place: place.run.take(place.number)):
-        yield
+        yield run

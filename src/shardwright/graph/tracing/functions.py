@@ -116,15 +116,15 @@ class _Applied:
         _refuse_arguments(op, args, where)
         self._aside = True
         try:
-            output = _Rehearsal(op, where).run(function, args)
+            output, untaught = _Rehearsal(op, where).run(function, args)
         finally:
             self._aside = False
-        return _traced(op, args, output)
+        tensors = [x.detach() if number in untaught else x for number, x in enumerate(_tensors(args))]
+        return _traced(op, args, tensors, output)
 
 
-def _traced(op: str, args: tuple[Any, ...], output: Any) -> Any:
+def _traced(op: str, args: tuple[Any, ...], tensors: list[torch.Tensor], output: Any) -> Any:
     """Put one operator into the trace; ``output`` is what the function returns, with tensors that are not traced."""
-    tensors = _tensors(args)
     count = iter(range(len(tensors)))
     device = tensors[0].device.type if tensors else "cpu"
     results = _tensors(output)
@@ -159,8 +159,11 @@ class _Rehearsal:
     op: str
     where: str
 
-    def run(self, function: Any, args: tuple[Any, ...]) -> Any:
-        """What ``function`` returns for tensors like these, which have no values."""
+    def run(self, function: Any, args: tuple[Any, ...]) -> tuple[Any, frozenset[int]]:
+        """Return what ``function`` returns for tensors like these, which have no values, and which have no gradient.
+
+        These are the numbers of tensors that require one, for which the backward gives None.
+        """
         with torch_private.untraced():
             given = tuple(_like(arg) if isinstance(arg, torch.Tensor) else arg for arg in args)
             try:
@@ -174,21 +177,26 @@ class _Rehearsal:
             self._refuse_in_place(given)
             if not _tensors(output):
                 raise CaptureError(f"{called(self.op)} returns no tensor, at {self.where}")
-            self._run_backward(_tensors(output), [tensor for tensor in _tensors(given) if tensor.requires_grad])
-        return output
+            return output, self._without_gradient(_tensors(output), _tensors(given))
 
-    def _run_backward(self, results: list[torch.Tensor], operands: list[torch.Tensor]) -> None:
-        """Look at what the backward does; it may need values, which are there when it is run in earnest."""
+    def _without_gradient(self, results: list[torch.Tensor], given: list[torch.Tensor]) -> frozenset[int]:
+        """Look at what the backward does, and return the numbers of what is given for which it gives None.
+
+        It may need values, which are there when it is run in earnest.
+        """
         results = [result for result in results if result.requires_grad]
+        numbers = [number for number, tensor in enumerate(given) if tensor.requires_grad]
         if not results:
-            return
+            return frozenset()
         try:
             with torch_private.operators_called(self._checked):
                 like = [torch.empty_like(result) for result in results]
-                torch.autograd.grad(results, operands, like, allow_unused=True)
-        except Exception as error:
-            if isinstance(error, ShardwrightError):
-                raise
+                gradients = torch.autograd.grad(results, [given[i] for i in numbers], like, allow_unused=True)
+        except ShardwrightError:
+            raise
+        except Exception:
+            return frozenset()
+        return frozenset(number for number, found in zip(numbers, gradients, strict=True) if found is None)
 
     def _checked(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded in operator.tags:

@@ -51,36 +51,46 @@ def added_elsewhere(x: Tensor, bias: Tensor, broadcast: Sizes | None = None, fac
 
 class _Nothing(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, shape: Sizes, dtype: torch.dtype, *operands: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, shapes: Sequence[Sizes], dtypes: Sequence[torch.dtype], connected: Sequence[bool], *operands: Tensor
+    ) -> tuple[Tensor, ...]:
         ctx.operands = [
-            (x.shape, x.dtype) if wanted else None for x, wanted in zip(operands, ctx.needs_input_grad[2:], strict=True)
+            (x.shape, x.dtype) if wanted else None for x, wanted in zip(operands, ctx.needs_input_grad[3:], strict=True)
         ]
-        return torch.zeros(tuple(shape), dtype=dtype, device=operands[0].device)
+        ctx.device = operands[0].device
+        ctx.set_materialize_grads(False)
+        made = [torch.zeros(tuple(s), dtype=d, device=ctx.device) for s, d in zip(shapes, dtypes, strict=True)]
+        ctx.mark_non_differentiable(
+            *(x for x, differentiable in zip(made, connected, strict=True) if not differentiable)
+        )
+        return tuple(made)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        zeros = [x and torch.zeros(x[0], dtype=x[1], device=gradient.device) for x in ctx.operands]
-        return None, None, *zeros
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        if all(gradient is None for gradient in gradients):  # as operators of torch pass it on
+            return None, None, None, *(None for _ in ctx.operands)
+        zeros = [x and torch.zeros(x[0], dtype=x[1], device=ctx.device) for x in ctx.operands]
+        return None, None, None, *zeros
 
 
-def nothing(shapes: Sequence[Sizes], dtypes: Sequence[torch.dtype], *operands: Tensor) -> Tensor | tuple[Tensor, ...]:
-    """What an operator makes of an empty part: results that are empty, or that add nothing to a sum over ranks.
+def nothing(
+    shapes: Sequence[Sizes], dtypes: Sequence[torch.dtype], connected: Sequence[bool], *operands: Tensor
+) -> Tensor | tuple[Tensor, ...]:
+    """Return what an operator makes of an empty part: results that are empty, or that add nothing to a sum over ranks.
 
-    Many operators of torch refuse empty tensors. The operands take part in the backward, as on other ranks.
+    Many operators of torch refuse empty tensors. The results that are ``connected`` have a gradient on other ranks:
+    they have one here, too, of every operand that has one, so that the backward comes to the same collectives.
     """
-    results = tuple(
-        _Nothing.apply(shape, dtype, *operands)  # type: ignore[no-untyped-call]
-        for shape, dtype in zip(shapes, dtypes, strict=True)
-    )
+    results: tuple[Tensor, ...] = _Nothing.apply(shapes, dtypes, connected, *operands)  # type: ignore[no-untyped-call]
     return results[0] if len(results) == 1 else results
 
 
 def nothing_but_bias(
     shape: Sizes, dtype: torch.dtype, bias: Tensor, broadcast: Sizes, factor: float, *operands: Tensor
 ) -> Tensor:
-    """What a product with nothing to sum over makes here: zeros, to which another rank adds the bias."""
-    nothing_here: Tensor = _Nothing.apply(shape, dtype, *operands)  # type: ignore[no-untyped-call]
+    """Return what a product with nothing to sum over makes here: zeros, to which another rank adds the bias."""
+    [nothing_here] = _Nothing.apply([shape], [dtype], [True], *operands)  # type: ignore[no-untyped-call]
     return added_elsewhere(nothing_here, bias, broadcast, factor)
 
 

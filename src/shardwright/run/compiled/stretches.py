@@ -37,7 +37,8 @@ class Stretch:
         """What stands in the program in their place."""
         given = given_to(self.instructions)
         text = f"{self.function}({', '.join(given)})"
-        return Instruction("stretch", self.results, given, text, block=self.instructions[0].block)
+        keeps = tuple(dict.fromkeys(name for instruction in self.instructions for name in instruction.keeps))
+        return Instruction("stretch", self.results, given, text, block=self.instructions[0].block, keeps=keeps)
 
     @property
     def source(self) -> str:

@@ -136,7 +136,8 @@ class GradientReduction(Unreduced):
             return [None] * len(keys)
         known = [g is not None or axes in self._kept.get(key, {}) for key, g in zip(keys, gradients, strict=True)]
         found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
-        flat, pieces = (found[0], found) if owned else _joined(found, comm, axes)
+        # Flat in either case: another rank may own the gradient of its part, and all make the same call.
+        flat, pieces = (found[0].view(-1), found) if owned else _joined(found, comm, axes)
         if self._kept:
             for key, piece in zip(keys, pieces, strict=True):
                 if axes in self._kept.get(key, {}):

@@ -90,7 +90,7 @@ class PreparedProgram:
             shape, layout = capture.values[name].shape, self.plan.outputs[name]
             found.append(rows_of_output(tensor.detach(), shape, layout, rows, communicator, whole=whole))
         if torch.is_grad_enabled():
-            trained = [i for i, name in enumerate(capture.returned) if capture.values[name].needs_gradient]
+            trained = [i for i, name in enumerate(capture.returned) if name in capture.aux_with_gradient]
             labels = capture.aux_spec.labels
             refusing = refusing_gradients([found[i] for i in trained], [labels[i] for i in trained]) if trained else ()
             for i, tensor in zip(trained, refusing, strict=True):

@@ -156,9 +156,11 @@ def _laid_out(value: Tensor, own: Tensor) -> Tensor:
     return DTensor.from_local(part, own.device_mesh, own.placements, shape=own.shape, stride=own.stride())
 
 
-def local_part(parameter: Tensor) -> Tensor:
-    """What this rank holds of a parameter, differentiably."""
-    return torch_private.local_part(parameter) if isinstance(parameter, DTensor) else parameter
+def local_part(parameter: Tensor, differentiable: bool = True) -> Tensor:
+    """Return what this rank holds of a parameter, detached where it is not to be ``differentiable``."""
+    if isinstance(parameter, DTensor):
+        return torch_private.local_part(parameter, differentiable)
+    return parameter if differentiable else parameter.detach()
 
 
 @dataclass(frozen=True)

@@ -110,12 +110,14 @@ class _Buffers:
 class _Leaves:
     """The parameters of a graph with their names there, and its buffers.
 
-    Of those that a step changes, ``copied`` are the numbers of the ones that may be read later, and ``passed`` those of
-    the others; ``mutated`` are those of its mutations, in order.
+    ``untrained`` are the numbers of the parameters to which no gradient comes, though they require one. Of the buffers
+    that a step changes, ``copied`` are the numbers of the ones that may be read later, and ``passed`` those of the
+    others; ``mutated`` are those of its mutations, in order.
     """
 
     names: Sequence[str]
     parameters: Sequence[nn.Parameter]
+    untrained: frozenset[int]
     buffers: _Buffers
     copied: Sequence[int]
     passed: Sequence[int]
@@ -166,9 +168,13 @@ class ModelState:
         if known is None:
             buffers, later = capture.of_kind("buffer"), read_later(capture)
             changed = [number for number, value in enumerate(buffers) if value.name in capture.mutations]
+            values = capture.of_kind("parameter")
+            parameters = [self._parameters[value.label] for value in values]
+            pairs = enumerate(zip(values, parameters, strict=True))
             known = self._leaves[id(capture)] = _Leaves(
-                [value.name for value in capture.of_kind("parameter")],
-                [self._parameters[value.label] for value in capture.of_kind("parameter")],
+                [value.name for value in values],
+                parameters,
+                frozenset(i for i, (value, each) in pairs if each.requires_grad and not value.needs_gradient),
                 _Buffers([self._places[value.label] for value in buffers]),
                 [number for number in changed if buffers[number].name in later],
                 [number for number in changed if buffers[number].name not in later],
@@ -197,7 +203,14 @@ class ModelState:
         parameters: Sequence[Tensor] = leaves.parameters
         if leaves.split or reduction.keeps:
             named = zip(leaves.names, leaves.parameters, strict=True)
-            parameters = [reduction.join(name, local_part(parameter)) for name, parameter in named]
+            parameters = [
+                local_part(parameter, differentiable=False)
+                if number in leaves.untrained
+                else reduction.join(name, local_part(parameter))
+                for number, (name, parameter) in enumerate(named)
+            ]
+        elif leaves.untrained and torch.is_grad_enabled():
+            parameters = [p.detach() if i in leaves.untrained else p for i, p in enumerate(leaves.parameters)]
         constants = [self._constant(capture, function, value.name) for value in capture.of_kind("constant")]
         return StepArguments(parameters, buffers, inputs, constants, self.seed, step)
 
