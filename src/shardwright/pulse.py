@@ -31,6 +31,8 @@ from typing import Protocol
 
 from shardwright.steps import Steps, own_steps, told_to_us
 
+# In the environment of every process of a job: it survives setsid, double forks and the death of all ancestors.
+JOB_VARIABLE = "SHARDWRIGHT_JOB"
 PULSE_VARIABLE = "SHARDWRIGHT_PULSE"
 # Ignored unless somebody handles it, and hardly anybody does: it tells of out-of-band data on sockets.
 STACK_SIGNAL = signal.SIGURG

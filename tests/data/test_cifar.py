@@ -70,6 +70,13 @@ def test_both_versions_from_every_place(tmp_path, version):
         check(sw.CIFAR10(root, train=False), TEST_IMAGES, TEST_LABELS)
 
 
+def test_all_images_are_those_of_training_and_then_those_of_testing(tmp_path):
+    both = sw.CIFAR10(write(tmp_path), train=None)
+    check(both, np.concatenate([IMAGES, TEST_IMAGES]), np.concatenate([LABELS, TEST_LABELS]))
+    shards = [sw.CIFAR10(tmp_path, train=None, num_shards=2, shard_id=i) for i in range(2)]
+    assert sum(map(len, shards)) == len(both)
+
+
 def test_an_archive_in_the_folder(tmp_path):
     check(sw.CIFAR10(archive(tmp_path, BINARY)))
 

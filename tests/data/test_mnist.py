@@ -44,6 +44,14 @@ def test_items_are_images_in_0_to_1_and_labels(tmp_path, train, suffix):
     assert 0 <= dataset[0][0].min() <= dataset[0][0].max() <= 1
 
 
+def test_all_images_are_those_of_training_and_then_those_of_testing(tmp_path):
+    for train in (True, False):
+        write(tmp_path, train=train)
+    both = sw.MNIST(tmp_path, train=None)
+    assert [int(label) for _, label in (both[i] for i in range(22))] == [*LABELS, *LABELS]
+    assert torch.equal(both.gather([11])[0], sw.MNIST(tmp_path, train=False).gather([0])[0])
+
+
 def test_the_header_is_the_one_of_the_format(tmp_path):
     write(tmp_path)
     assert (tmp_path / "train-images-idx3-ubyte").read_bytes()[:16].hex(" ", 4) == "00000803 0000000b 0000001c 0000001c"

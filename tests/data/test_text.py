@@ -37,6 +37,8 @@ def test_the_last_tenth_is_for_testing(tmp_path):
     assert len(test) == 1
     assert [test.decode(part) for part in test[0]] == ["012345678", "123456789"]
     assert test.vocabulary == "0123456789x"
+    whole = CharacterText(tmp_path / "text", 9, train=None)
+    assert (len(whole), whole.decode(whole[10][0])) == (11, "012345678")
     assert CharacterText(tmp_path / "text", 9).gather(range(9))[1].unique().tolist() == [10]
 
 

@@ -33,6 +33,7 @@ def test_nobody_started_this_process():
 def test_torchrun():
     told = read_environment(TORCHRUN | {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_RESTART_COUNT": "2"})
     assert told == LaunchEnvironment("torchrun", 3, 8, 1, 2, TcpMeeting("h0", 29500, 0), job="job/2")
+    assert read_environment(TORCHRUN | {"SHARDWRIGHT_JOB": "a/0"}).launcher == "shardwright launch"  # not torchrun's
     agent = read_environment(TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent.meeting == TcpMeeting("h0", 29500, None)
 

@@ -53,7 +53,7 @@ def test_a_value_without_a_text_of_its_own_has_no_digest():
 
 
 def test_what_cannot_be_asked_is_refused():
-    with pytest.raises(UsageError, match="unknown mode 'fast'; the modes are single, data, semi-auto, auto"):
+    with pytest.raises(UsageError, match=r"mode='fast' is unknown; choose one of 'single', 'data', 'semi-auto'"):
         PlanRequest(REQUEST.mesh, "fast")
     with pytest.raises(UsageError, match="unknown search 'none'; the searches are propagation, recursive, exact"):
         PlanRequest(REQUEST.mesh, search="none")
@@ -65,3 +65,33 @@ def test_what_cannot_be_asked_is_refused():
 def test_what_is_no_memory_is_refused(given):
     with pytest.raises(UsageError, match=r"expected how many bytes each device may hold, as '80GiB' or '512MB'"):
         read_memory(given)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours"),
+    [
+        ("stand_alone", "single"),
+        ("data_parallel", "data"),
+        ("semi_auto_parallel", "semi-auto"),
+        ("auto_parallel", "auto"),
+    ],
+)
+def test_mindspores_names_of_modes_are_read_as_ours(theirs, ours):
+    assert PlanRequest(REQUEST.mesh, theirs) == PlanRequest(REQUEST.mesh, ours)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("semi_auto", "; did you mean 'semi-auto'?"),
+        ("dat", "; did you mean 'data'?"),
+        ("hybrid_parallel", "; pin operators (pins=, sw.shard) with mode='semi-auto', which places the collectives"),
+        (None, ""),
+    ],
+)
+def test_a_mode_that_is_none_says_what_was_meant(name, hint):
+    with pytest.raises(UsageError) as refused:
+        PlanRequest(REQUEST.mesh, name)
+    start = f"mode={name!r} is unknown; choose one of 'single', 'data', 'semi-auto', 'auto'"
+    assert str(refused.value).startswith(start + hint)
+    assert hint or str(refused.value) == start

@@ -274,6 +274,11 @@ def refused(options):
 
 REFUSED = [
     ({"mode": "automatic"}, "UsageError: mode='automatic' is unknown; choose one of 'single', 'data', 'semi-auto'"),
+    (
+        {"mode": "hybrid_parallel"},
+        "UsageError: mode='hybrid_parallel' is unknown; choose one of 'single', 'data', 'semi",
+    ),
+    ({"mode": "semi_auto_parallel", "mesh": "dp=3"}, "UsageError: the mesh dp=3 has 3 devices, the world has 2 ranks"),
     ({"search": "guess"}, "UsageError: search='guess' is unknown; choose one of None, 'propagation', 'recursive'"),
     ({"gradients": "average"}, "UsageError: gradients='average' is unknown; choose one of 'mean', 'sum'"),
     ({"batch": "whole"}, "UsageError: batch='whole' is unknown; choose one of None, 'local', 'global'"),

@@ -68,7 +68,13 @@ def test_a_group_over_two_hosts():
 
 def misuse():
     sw.init(timeout=60)
-    return [said_by(sw.create_group, ranks) for ranks in ([], [0, 0], [0, 2], [-1])] + [said_by(sw.destroy_group, None)]
+    refused = [said_by(sw.create_group, ranks) for ranks in ([], [0, 0], [0, 2], [-1])]
+    return [
+        *refused,
+        said_by(sw.destroy_group, None),
+        said_by(sw.create_group, "g", [0, 1]),
+        said_by(sw.create_group, "g"),
+    ]
 
 
 def test_groups_that_make_no_sense():
@@ -76,6 +82,14 @@ def test_groups_that_make_no_sense():
     for message, ranks in zip(said, ("[]", "[0, 0]", "[0, 2]", "[-1]"), strict=False):
         assert message == f"create_group got the ranks {ranks}; expected distinct ranks from 0 to 1"
     assert said[4] == "the group of all ranks cannot be destroyed; pass a group that sw.create_group() returned"
+    assert (
+        said[5]
+        == said[6]
+        == (
+            "create_group('g', ...) gives a name, as MindSpore's does, and groups have none here; type group = "
+            "sw.create_group([0, 1]), and pass the group where the name stood"
+        )
+    )
 
 
 def test_there_are_no_ranks_before_init():

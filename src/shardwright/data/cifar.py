@@ -51,9 +51,9 @@ class CIFAR10(ImageFiles):
     ``root`` is the folder of the files, or one that has ``cifar-10-batches-py``, ``cifar-10-batches-bin`` or one of the
     published archives in it, or such an archive, or the URL of any of these, which is copied once per host (see
     `local_copy`). Pickles are read without executing what is in them. ``train`` picks the five training files or the
-    test file. With ``num_shards`` and ``shard_id`` the dataset is one of that many contiguous parts. ``transform``: see
-    `LabelledImages`. `sw.loader` splits every batch over the ranks itself: give it the whole dataset on every rank, not
-    a shard.
+    test file, and None all six, training images first. With ``num_shards`` and ``shard_id`` the dataset is one of that
+    many contiguous parts. ``transform``: see `LabelledImages`. `sw.loader` splits every batch over the ranks itself:
+    give it the whole dataset on every rank, not a shard.
 
     Raises `DataError` where a file is missing, short, too long or corrupt or a pickle holds more than data, and
     `UsageError` for a shard that does not exist.

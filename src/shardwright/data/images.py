@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -83,13 +84,16 @@ class ImageFiles(LabelledImages):
     def __init__(
         self,
         root: str | os.PathLike[str],
-        train: bool = True,
+        train: bool | None = True,
         num_shards: int | None = None,
         shard_id: int | None = None,
         transform: Transform | Callable[[Tensor], Any] | None = None,
     ) -> None:
         shard = _checked_shard(type(self).__name__, num_shards, shard_id)
-        super().__init__(*self._read(local_copy(root), train), shard, transform)
+        folder = local_copy(root)
+        parts = [self._read(folder, part) for part in ((True, False) if train is None else (train,))]
+        images, labels = (np.concatenate(part) if len(part) > 1 else part[0] for part in zip(*parts, strict=True))
+        super().__init__(images, labels, shard, transform)
 
     @staticmethod
     def _read(root: Path, train: bool) -> Pair:

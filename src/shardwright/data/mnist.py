@@ -25,10 +25,10 @@ class MNIST(ImageFiles):
     """The handwritten digits of the MNIST files in ``root``: pairs of an image and its label.
 
     An image is float32 of shape (1, 28, 28) in [0, 1], a label is int64 of shape (). ``root`` is a folder or its URL,
-    which is copied once per host (see `local_copy`). ``train`` picks the ``train-*`` files or the ``t10k-*`` ones; both
-    may be gzipped, and the unpacked file is taken where both are there. With ``num_shards`` and ``shard_id`` it is one
-    of that many contiguous parts. ``transform``: see `LabelledImages`. `sw.loader` splits every batch over the ranks
-    itself: give it the whole dataset on every rank, not a shard.
+    which is copied once per host (see `local_copy`). ``train`` picks the ``train-*`` files or the ``t10k-*`` ones, and
+    None all of them, training images first; they may be gzipped, and the unpacked file is taken where both are there.
+    With ``num_shards`` and ``shard_id`` it is one of that many contiguous parts. ``transform``: see `LabelledImages`.
+    `sw.loader` splits every batch over the ranks itself: give it the whole dataset on every rank, not a shard.
 
     Raises `DataError` where a file is missing, short, too long or corrupt, or where images and labels do not match,
     and `UsageError` for a shard that does not exist.

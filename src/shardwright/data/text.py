@@ -19,13 +19,14 @@ from shardwright.errors import DataError, UsageError
 
 OWN_TEXT = Path(__file__).parent / "texts" / "shardwright.txt"
 TRAIN_SHARE = 0.9
+_PARTS = {True: "training part", False: "test part", None: "text"}
 
 
 class CharacterText(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """Pieces of a text: pairs of ``sequence_length`` ids and the ids that follow each of them, int64 both.
 
-    The first nine tenths of the text are trained on, the last tenth is tested on. Each part is cut into pieces that
-    begin ``sequence_length`` characters apart; what is left at its end is not used.
+    The first nine tenths of the text are trained on, the last tenth is tested on; ``train=None`` takes all. Each part
+    is cut into pieces that begin ``sequence_length`` characters apart; what is left at its end is not used.
 
     Args:
         path: a text in UTF-8 or its URL (see `local_copy`); by default the one that comes with Shardwright.
@@ -39,7 +40,7 @@ class CharacterText(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] | None = None, sequence_length: int = 64, train: bool = True
+        self, path: str | os.PathLike[str] | None = None, sequence_length: int = 64, train: bool | None = True
     ) -> None:
         if sequence_length < 1:
             raise UsageError(f"expected a sequence_length of at least 1, got {sequence_length}")
@@ -49,10 +50,10 @@ class CharacterText(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
         self.vocabulary = "".join(sorted(set(text)))
         self._ids = {character: number for number, character in enumerate(self.vocabulary)}
         border = int(TRAIN_SHARE * len(text))
-        self._text = self.encode(text[:border] if train else text[border:])
+        self._text = self.encode(text if train is None else text[:border] if train else text[border:])
         if len(self) < 1:
             raise DataError(
-                f"{file}: the {'training' if train else 'test'} part has {len(self._text)} characters; expected more "
+                f"{file}: the {_PARTS[train]} has {len(self._text)} characters; expected more "
                 f"than sequence_length={sequence_length}, since a piece needs one that follows it"
             )
 

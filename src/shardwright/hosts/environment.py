@@ -21,6 +21,7 @@ from shardwright.hosts.hosts import expand_hosts, expand_tasks
 from shardwright.hosts.job_name import check_printable
 from shardwright.hosts.rank_table import RankTable
 from shardwright.hosts.table_check import check_rank_table
+from shardwright.pulse import JOB_VARIABLE
 
 # Ports below Linux's ephemeral range, so that no outgoing connection holds the one that a job derives.
 _DERIVED_PORTS = range(20000, 32000)
@@ -163,7 +164,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
     # A restarted group of workers meets at the store of its predecessors, which still holds their entries.
     attempt = environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return LaunchEnvironment(
-        launcher="torchrun",
+        launcher="shardwright launch" if environ.get(JOB_VARIABLE) else "torchrun",
         rank=_integer(environ, "RANK"),
         size=_integer(environ, "WORLD_SIZE"),
         local_rank=_optional_integer(environ, "LOCAL_RANK"),

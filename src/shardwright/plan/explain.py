@@ -79,7 +79,7 @@ def _operators(plan: Decisions) -> str:
     rows = [("operator", "in strategy", "out strategy", "partial", "module", "source")]
     for node in plan.capture.nodes:
         partial = "·".join(plan.layout(node.results[0]).partial) if node.results else ""
-        pinned = " (pinned)" if node.pin is not None else ""
+        pinned = " (pinned)" if plan.pin_of(node) is not None else ""
         strategies = in_tuples(plan.in_strategy(node)), in_tuples(plan.out_strategy(node))
         line = node.source.partition(" in ")[0]  # the dumps show what stands there
         rows.append((node.name + pinned, *strategies, partial, node.scope or "-", line))

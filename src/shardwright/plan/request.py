@@ -15,7 +15,7 @@ from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
 from shardwright.plan.pricing.hardware import Hardware, for_device
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates
-from shardwright.plan.searches import MINDSPORE, MODES, SEARCHES, Mode, SearchName
+from shardwright.plan.searches import MINDSPORE, MODES, SEARCHES, Mode, SearchName, mode_called
 
 Inputs = Literal["split", "whole"] | Mapping[str, Sequence[int]]
 
@@ -51,8 +51,7 @@ class PlanRequest:
     recompute: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.mode not in MODES:
-            raise UsageError(f"unknown mode {self.mode!r}; the modes are {', '.join(MODES)}")
+        object.__setattr__(self, "mode", mode_called(self.mode))
         if self.search is not None and self.search not in SEARCHES:
             raise UsageError(f"unknown search {self.search!r}; the searches are {', '.join(SEARCHES)}")
         for theirs, ours in MINDSPORE.items():

@@ -7,10 +7,12 @@ what it needs beside, a cost or a choice of strategies, is a file of its own. Th
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
+from shardwright.errors import UsageError
 from shardwright.mesh.mesh import Mesh
 from shardwright.rules.notation import OpRule, Strategy
 
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 
 MindSporeName = Literal["sharding_propagation", "recursive_programming", "dynamic_programming"]
 SearchName = Literal["propagation", "recursive", "exact", MindSporeName]
+MindSporeMode = Literal["stand_alone", "data_parallel", "semi_auto_parallel", "auto_parallel"]
 Mode = Literal["single", "data", "semi-auto", "auto"]
 
 
@@ -110,3 +113,30 @@ MODES: Mapping[Mode, ModeRow] = {
     "semi-auto": ModeRow("propagation"),
     "auto": ModeRow("exact"),
 }
+
+# MindSpore's names of its parallel modes, and ours for the same.
+MINDSPORE_MODES: Mapping[str, Mode] = {
+    "stand_alone": "single",
+    "data_parallel": "data",
+    "semi_auto_parallel": "semi-auto",
+    "auto_parallel": "auto",
+}
+
+
+def mode_called(name: str) -> Mode:
+    """Return the mode of a name, which may be MindSpore's.
+
+    >>> mode_called("semi_auto_parallel"), mode_called("auto")
+    ('semi-auto', 'auto')
+
+    Raises:
+        UsageError: where there is none of that name, with those that are near.
+    """
+    named: Mapping[str, Mode] = {**{mode: mode for mode in MODES}, **MINDSPORE_MODES}
+    if isinstance(name, str) and name in named:
+        return named[name]
+    near = difflib.get_close_matches(str(name).replace("_", "-"), MODES, n=1, cutoff=0.5)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    if name == "hybrid_parallel":
+        hint = "; pin operators (pins=, sw.shard) with mode='semi-auto', which places the collectives between them"
+    raise UsageError(f"mode={name!r} is unknown; choose one of {', '.join(map(repr, MODES))}{hint}")

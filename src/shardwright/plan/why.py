@@ -203,8 +203,8 @@ class Why:
         if not rule.listed:
             yield f"It has no rule, so that every device runs it whole; sw.register_rule may give {node.op} one."
             return
-        if node.pin is not None:
-            yield f"It is {node.pin}, which fixes its strategy."
+        if (pin := self.plan.pin_of(node)) is not None:
+            yield f"It is {pin}, which fixes its strategy."
         yield from self._limits(rule, node)
         best = self.next_strategy(node)
         if best is None:
@@ -214,7 +214,7 @@ class Why:
         mesh = self.plan.mesh
         operands = [rule.operand_layout(i, best.strategy).slices(mesh) for i in range(len(node.operands))]
         results = [rule.result_layout(i, best.strategy, mesh).slices(mesh) for i in range(len(node.results))]
-        which = "Without the pin the best other strategy" if node.pin is not None else "The next best strategy"
+        which = "Without the pin the best other strategy" if pin is not None else "The next best strategy"
         yield f"{which}, {in_tuples(operands)} -> {in_tuples(results)}, {_costs(best.more_s)}."
 
     def _limits(self, rule: OpRule, node: Node) -> Iterator[str]:

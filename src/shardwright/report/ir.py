@@ -71,7 +71,7 @@ def _operator_line(plan: Plan, node: Node, numbers: dict[str, int], rank: int) -
     partial = plan.layout(node.results[0]).partial if node.results else ()
     if partial:
         marks.append(f"{{partial over ranks: {plan.mesh.group(rank, partial)}}}")
-    if node.pin is not None:
+    if plan.pin_of(node) is not None:
         marks.append("{pinned}")
     if not plan.graph.rules[node.name].listed:
         marks.append("{no rule: replicated}")

@@ -203,7 +203,10 @@ class Parallel(ParallelModel):
     def samples(self, batch: Any) -> int:
         if isinstance(batch, Batch):
             return batch.global_size
-        return rows_of(batch, flatten_batch(batch), self.options.batch, self.world.size).total
+        tensors = flatten_batch(batch)
+        if self.options.batch == "local" and self.world.size > 1:
+            return self._summed(height_of(tensors))
+        return rows_of(batch, tensors, self.options.batch, self.world.size).total
 
     def replay(self, batch: Any) -> Replay:
         with self._lockstep.call():

@@ -171,9 +171,7 @@ class EagerParallel(ParallelModel):
         part, global_size = self._splitter.split(batch)
         if global_size is not None:
             return global_size
-        total = torch.tensor(count_samples(part), device=self._splitter.world.device)
-        dist.all_reduce(total)
-        return int(total)
+        return self._summed(count_samples(part))
 
     def _metrics(self, aux: Any, batch: Any, samples: int) -> Mapping[str, Tensor | float]:
         part, _ = self._splitter.split(batch)

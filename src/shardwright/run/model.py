@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Self
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -27,6 +28,7 @@ from shardwright.run.programs.execute import Execution
 from shardwright.run.replicas import Replicas
 from shardwright.run.structure import Structure
 from shardwright.run.updates.optimizers import look_at, note_trained
+from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
 from shardwright.world.on_its_way import OnItsWay
 from shardwright.world.ranks import alone
@@ -88,6 +90,21 @@ class ParallelModel(LikeModule):
     @abstractmethod
     def accumulate(self) -> AbstractContextManager[None]:
         """Inside, backwards do not reduce gradients between ranks; the next one outside reduces the sum of all."""
+
+    def _summed(self, mine: int) -> int:
+        """Return the sum of the numbers of all ranks, who ask for it together."""
+        total = torch.tensor(mine)
+        with self._lockstep.call():
+            self._lockstep.run(dist.all_reduce, total, group=control_group())
+        return int(total)
+
+    def no_more(self, words: str) -> None:
+        """Wait until no rank makes a call any more, as where batches end; ``words`` say why, and follow "rank 1".
+
+        Raises:
+            UsageError: on every rank, where another one makes a call.
+        """
+        self._lockstep.rest(words)
 
     @abstractmethod
     def samples(self, batch: Any) -> int:

@@ -23,7 +23,7 @@ from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import ADAMW, OptimizerStates, states_of
 from shardwright.plan.request import Inputs, PlanRequest, inputs_problem, read_memory, read_patterns
-from shardwright.plan.searches import MODES, SEARCHES, Mode, SearchName
+from shardwright.plan.searches import MODES, SEARCHES, MindSporeMode, Mode, SearchName, mode_called
 from shardwright.rules.register import registered_rules
 from shardwright.run.captured import Options, Parallel
 from shardwright.run.compiled.needs import compile_problem
@@ -51,7 +51,7 @@ def parallelize(
     model: nn.Module,
     loss_fn: LossFunction,
     sample_batch: Any,
-    mode: Mode = "auto",
+    mode: Mode | MindSporeMode = "auto",
     *,
     search: SearchName | None = None,
     mesh: Mesh | str | None = None,
@@ -80,7 +80,8 @@ def parallelize(
         loss_fn: ``loss_fn(model, batch) -> loss`` or ``(loss, aux)``; the loss is a scalar of any form.
         sample_batch: one global batch, or a batch as ``parallel`` will get them.
         mode: "single" splits nothing; "data" splits the batch; "semi-auto" propagates what `sw.shard` and ``pins``
-            demand; "auto" decides everything that is not pinned.
+            demand; "auto" decides everything that is not pinned. MindSpore's "stand_alone", "data_parallel",
+            "semi_auto_parallel" and "auto_parallel" are these four.
         search: "propagation" (fewest bytes; the usual one of semi-auto), "exact" (least seconds; of auto) or
             "recursive" (few seconds, axis by axis); "sharding_propagation", "dynamic_programming" and
             "recursive_programming" are MindSpore's names of these three.
@@ -130,10 +131,12 @@ def parallelize(
     """
     world = current_world()
     dumps, known, limit, states = None, None, None, ADAMW
+    called: Mode = "auto"
     patterns: tuple[str, ...] = ()
-    problem = _problem(mode, search, gradients, batch_norm, batch) or inputs_problem(inputs)
+    problem = _problem(search, gradients, batch_norm, batch) or inputs_problem(inputs)
     problem = problem or dynamic_problem(dynamic, *labels_and_shapes(sample_batch))
     try:
+        called = mode_called(mode)
         dumps = SaveGraphs.wanted(save_graphs, os.environ)
         known = read_hardware(hardware, world.backend) if hardware is not None and world.rank == 0 else None
         limit = read_memory(memory) if memory is not None else None
@@ -149,7 +152,7 @@ def parallelize(
             "batch before sw.parallelize, under torch.no_grad()"
         )
     shapes = {n: f"{list(p.shape)} {p.dtype}" for n, p in model.named_parameters() if not is_lazy(p)}
-    options = {"mode": mode, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
+    options = {"mode": called, "search": search, "mesh": str(mesh), "gradients": gradients, "batch": batch}
     options |= {"dynamic": str(dynamic), "memory": str(limit), "optimizer": str(states), "recompute": str(patterns)}
     options |= {"compile": str(compile)}
     agree(
@@ -161,13 +164,13 @@ def parallelize(
     )
     devices = mesh_for(mesh, world.size)
     priced = hardware_of(world, known)
-    request = PlanRequest(devices, mode, search, inputs, priced, memory=limit, optimizer=states, recompute=patterns)
+    request = PlanRequest(devices, called, search, inputs, priced, memory=limit, optimizer=states, recompute=patterns)
     predict = predict_fn and outputs_alone(predict_fn)
     planner = Planner(Captures(model, loss_fn, pins or {}, batch_norm, predict, dynamic, world.device), request)
     try:
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile), world, plan)
     except CaptureError as error:
-        needed = MODES[mode].captured or limit is not None or patterns or compile
+        needed = MODES[called].captured or limit is not None or patterns or compile
         if needed:
             raise
         if batch_norm == "global" and _has_batch_norm(model):
@@ -180,12 +183,11 @@ def parallelize(
                 EagerFallback(f"running by DistributedDataParallel, which takes the loss for a mean, since {error}"),
                 stacklevel=2,
             )
-        return parallelize_eagerly(model, loss_fn, sample_batch, mode, gradients, batch, predict_fn)
+        return parallelize_eagerly(model, loss_fn, sample_batch, called, gradients, batch, predict_fn)
 
 
-def _problem(mode: str, search: str | None, gradients: str, batch_norm: str, batch: str | None) -> str | None:
+def _problem(search: str | None, gradients: str, batch_norm: str, batch: str | None) -> str | None:
     for name, value, choices in (
-        ("mode", mode, tuple(MODES)),
         ("search", search, (None, *SEARCHES)),
         ("gradients", gradients, get_args(Gradients)),
         ("batch_norm", batch_norm, ("global", "per-replica")),

@@ -228,6 +228,7 @@ class Trainer:
             self._pulse.steps.close()
             self._stopping = self._stopping or self.steps == last_step
             self._call_all("at_rest")
+        self.parallel.no_more(f"has no more batches after {self.step} steps of epoch {self.epoch}")
 
     def _load(self, batches: Iterator[Any]) -> list[Any]:
         """The batches of a step, which begins with that; none at the end of the epoch."""
@@ -318,6 +319,7 @@ class Trainer:
             if callable(loader):
                 return loader(self.parallel)
             sums = [self._sums(batch) for batch in loader]
+            self.parallel.no_more(f"has no more batches after {len(sums)} of an evaluation")
         if not sums:
             raise UsageError("there is nothing to evaluate: the loader gave no batch")
         return reduce(add, sums).means()

@@ -21,7 +21,7 @@ from shardwright.plan.pricing.hardware import Hardware, read_hardware
 from shardwright.plan.pricing.optimizers import states_of
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import PlanRequest, read_memory, read_patterns
-from shardwright.plan.searches import Mode, SearchName
+from shardwright.plan.searches import MindSporeMode, Mode, SearchName, mode_called
 from shardwright.report.plans.comparison import comparison, in_numbers, with_known_plans
 from shardwright.report.plans.document import PlanDocument, document_of
 from shardwright.report.plans.summary import plan_summary
@@ -99,7 +99,7 @@ def plan_file(
     devices: int | None = None,
     hosts: int | None = None,
     mesh: str | None = None,
-    mode: Mode = "auto",
+    mode: Mode | MindSporeMode = "auto",
     search: SearchName | None = None,
     inputs: Literal["split", "whole"] = "split",
     hardware: str = "cpu",
@@ -141,7 +141,9 @@ def plan_file(
     )
     if chosen is not None:
         patterns = read_patterns(recompute)
-        request = PlanRequest(chosen, mode, search, inputs, known, memory=limit, optimizer=states, recompute=patterns)
+        request = PlanRequest(
+            chosen, mode_called(mode), search, inputs, known, memory=limit, optimizer=states, recompute=patterns
+        )
         plan = stages.timed("planning", lambda: make_plan(graph.capture, request))
     else:
         plan = stages.timed("loading", lambda: Plan.load(load or "", graph))

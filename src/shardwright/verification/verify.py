@@ -27,7 +27,7 @@ from shardwright.plan.make import make_plan
 from shardwright.plan.plan import Plan
 from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.request import Inputs, PlanRequest
-from shardwright.plan.searches import Mode, SearchName
+from shardwright.plan.searches import MindSporeMode, Mode, SearchName, mode_called
 from shardwright.run.programs.inputs import mesh_for
 from shardwright.run.programs.planner import hardware_of
 from shardwright.run.programs.storage import agree_on_weights, refuse_meta
@@ -50,7 +50,7 @@ def verify(
     plan: Plan | str | None = None,
     *,
     steps: int = 3,
-    mode: Mode = "auto",
+    mode: Mode | MindSporeMode = "auto",
     mesh: Mesh | str | None = None,
     search: SearchName | None = None,
     pins: Mapping[str, Any] | None = None,
@@ -103,7 +103,7 @@ def verify(
             return Plan.load(plan, graph)
         if plan is not None:
             return Plan.from_json(plan.to_json(), graph)
-        return make_plan(captured, PlanRequest(chosen, mode, search, inputs, hardware_of(world)))
+        return make_plan(captured, PlanRequest(chosen, mode_called(mode), search, inputs, hardware_of(world)))
 
     used = from_rank_zero(ranks_by_collectives("making the plan"), make)
     random = random_operators(used)

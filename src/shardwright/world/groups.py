@@ -73,13 +73,20 @@ def get_group_rank_from_world_rank(world_rank: int, group: Group | None) -> int:
     return members.index(world_rank)
 
 
-def create_group(ranks: Sequence[int]) -> Group:
+def create_group(ranks: Sequence[int], rank_ids: Sequence[int] | None = None) -> Group:
     """A group of these ranks of the world, whose group ranks follow their order in the world.
 
     Only the members need to call; all of them must, in the same order where several groups are made. To other
     processes it returns a value that every function of groups, torch's collectives included, knows as "not a member".
-    Raises `UsageError` when the ranks are not distinct ranks of the world.
+    Raises `UsageError` when the ranks are not distinct ranks of the world, or a name is given as MindSpore's function
+    of this name takes one, which has the ``rank_ids`` behind it: a group has none here.
     """
+    if isinstance(ranks, str) or rank_ids is not None:
+        chosen = list(ranks if rank_ids is None else rank_ids)
+        raise UsageError(
+            f"create_group({ranks!r}, ...) gives a name, as MindSpore's does, and groups have none here; type group = "
+            f"sw.create_group({chosen if rank_ids is not None else '[0, 1]'}), and pass the group where the name stood"
+        )
     world = current_world()
     chosen = sorted(ranks)
     if not chosen or len(set(chosen)) != len(chosen) or chosen[0] < 0 or chosen[-1] >= world.size:

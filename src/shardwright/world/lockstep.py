@@ -43,7 +43,7 @@ _EXIT_S = 5.0  # for which rank 0, whose store goes with it, waits for others th
 First = Callable[[Tensor | None, Tensor | None], bool]
 _T = TypeVar("_T")
 
-_END = "end"
+_END, _REST = "end", "rest"
 _ENDED = "ended"  # counts the ranks that have, whatever call they were in when they were interrupted
 
 _numbers = itertools.count()
@@ -66,7 +66,7 @@ class _Card:
     @property
     def last(self) -> bool:
         """Whether the rank comes to nothing more in this call."""
-        return self.failed or self.what == _END
+        return self.failed or self.what in (_END, _REST)
 
 
 class Lockstep:
@@ -145,6 +145,19 @@ class Lockstep:
                 self._wait_for_all(self._store)
             self._together = self._number
         self._passed = self._number
+
+    def rest(self, words: str) -> None:
+        """Wait until all ranks have come to an end of their calls, after which more may come.
+
+        Args:
+            words: why no call comes, for a person; follows "rank 1".
+
+        Raises:
+            UsageError: where another rank makes a call.
+            WorldError: where another rank has failed.
+        """
+        with self.call():
+            self.same(_REST, lambda: words)
 
     def _wait_for_all(self, store: Store) -> None:
         if store.add(self._count(), 1) < self._size:

@@ -69,8 +69,9 @@ def _compare_over_ranks(ours: Fingerprint) -> None:
         raise DataError(
             "the ranks do not see the same data: "
             + "; ".join(differences)
-            + ". Every rank needs the same files and the whole dataset, since the loader itself gives each rank its "
-            "part; pass check_data=False where samples are random beyond torch's, NumPy's and Python's generators"
+            + ". Every rank needs the same files and the whole dataset, and no shard of it (num_shards=, a Subset), "
+            "since the loader itself gives each rank its part; pass check_data=False where samples are random beyond "
+            "torch's, NumPy's and Python's generators"
         )
 
 

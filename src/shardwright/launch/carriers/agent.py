@@ -43,7 +43,7 @@ from shardwright.launch.host.agent_protocol import (
     Staging,
 )
 from shardwright.launch.host.folders import remove_folder
-from shardwright.launch.host.processes import JOB_VARIABLE, become_subreaper, descendants, kill_all, marked
+from shardwright.launch.host.processes import become_subreaper, descendants, kill_all, marked
 from shardwright.launch.host.protocol import (
     EVENTS,
     Beat,
@@ -67,6 +67,7 @@ from shardwright.launch.host.stream import Decoder, encode, take_stdio
 from shardwright.launch.host.writer import Writer
 from shardwright.launch.kept.kept_logs import KeptLogs
 from shardwright.launch.supervisor import preflight
+from shardwright.pulse import JOB_VARIABLE
 
 _CHUNK_BYTES = 1 << 18
 _BACKLOG_BYTES = 1 << 21

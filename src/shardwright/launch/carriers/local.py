@@ -20,11 +20,12 @@ from shardwright.hosts.port import PortLease
 from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.carriers.connection import Carrier, Connection
 from shardwright.launch.carriers.rank_environment import default_environment, inherited_environment, rank_variables
-from shardwright.launch.host.processes import JOB_VARIABLE, descendants, kill_all, marked
+from shardwright.launch.host.processes import descendants, kill_all, marked
 from shardwright.launch.host.protocol import EVENTS, Event, Start
 from shardwright.launch.host.stream import Decoder
 from shardwright.launch.kept.failure import signal_name
 from shardwright.launch.kept.job import JobFolder
+from shardwright.pulse import JOB_VARIABLE
 
 # The supervisor's sys.path is that of `python script.py` without the script's folder: no file of the user's can shadow
 # the standard library before a rank runs.

@@ -39,10 +39,10 @@ from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.carriers.rank_environment import default_environment, inherited_environment, rank_variables
 from shardwright.launch.carriers.ssh_errors import compare, why_no_answer
 from shardwright.launch.host.agent_protocol import Answer, Check, Checked, Hello, Reach, Reached
-from shardwright.launch.host.processes import JOB_VARIABLE
 from shardwright.launch.host.protocol import KeptAt, Start
 from shardwright.launch.host.stream import encode
 from shardwright.launch.kept.job import JobFolder
+from shardwright.pulse import JOB_VARIABLE
 from shardwright.waiting import Work, waiting_for
 from shardwright.words import in_bytes
 

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-# In the environment of every process of a job: it survives setsid, double forks and the death of all ancestors.
-JOB_VARIABLE = "SHARDWRIGHT_JOB"
+from shardwright.pulse import JOB_VARIABLE
 
 _PF_EXITING = 4
 _PR_SET_PDEATHSIG = 1

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from typing import ClassVar, Self
 
-from shardwright.graph.ir import Capture, Node, Value
+from shardwright.graph.ir import Capture, Node, Pin, Value
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Mesh
 from shardwright.mesh.redistribute import Collective, Step, copies, redistribute
@@ -101,6 +101,11 @@ class Decisions:
     def _made(self) -> dict[str, Layout]:
         """What is known of how results are laid out."""
         return {}
+
+    def pin_of(self, node: Node) -> Pin | None:
+        """Return the pin that fixes the strategy of an operator: none where nothing was searched, as pins are then not
+        followed."""
+        return None if self.search == "none" else node.pin
 
     def batch_rows(self, rank: int, rows: int) -> tuple[int, int]:
         """The rows [start, stop) of a global batch of ``rows`` that ``rank`` is to be given."""
