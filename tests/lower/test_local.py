@@ -76,7 +76,7 @@ def test_batch_norm_knows_how_many_values_every_rank_has():
 
 def test_an_empty_part_makes_nothing():
     *_, last = calls("relu.default", (x(2, 3),), {"*1": ["a"]}, Mesh.of(a=3))
-    assert last == Call("kernels.nothing", ([[0, 3]], [torch.float64], Operand(0)))
+    assert last == Call("kernels.nothing", ([[0, 3]], [torch.float64], [False], Operand(0)))
 
 
 def test_what_is_made_from_nothing_is_made_on_the_device_of_the_run():

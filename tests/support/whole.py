@@ -37,7 +37,6 @@ from shardwright.run.compiled.compiler import Compiler
 from shardwright.run.programs.buckets import GradientReduction
 from shardwright.run.programs.execute import Execution, Outputs, StepArguments
 from shardwright.torch_private import MemoryOf
-from shardwright.world.gradients import BUCKET_BYTES
 
 
 def plan_of(
@@ -68,7 +67,7 @@ def run(
     batch: Any,
     seed: int = 0,
     compiler: Compiler | None = None,
-    bucket_bytes: int = BUCKET_BYTES,
+    bucket_bytes: int | None = None,
 ) -> dict[str, Tensor]:
     """Loss, gradients, auxiliary outputs and buffers, whole, from simulated ranks under ``plan``.
 
@@ -94,7 +93,7 @@ def run(
                     tensor.requires_grad_(value.needs_gradient)
             return cut
 
-        program = lower(plan, comm.rank, bucket_bytes, bucket_bytes)
+        program = lower(plan, comm.rank, *([] if bucket_bytes is None else [bucket_bytes] * 2))
         local = part("parameter", parameters)
         execution = Execution(program, plan.capture, comm, DEVICE, GradientReduction(), compiler)
         given = StepArguments(local, part("buffer", buffers), part("input", inputs), placed(constants), seed, step=0)

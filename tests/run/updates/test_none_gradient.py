@@ -75,7 +75,8 @@ def train(names):
         of_plain = sorted(key for key, parameter in plain.named_parameters() if parameter.grad is None)
         apart = max(float((whole[key] - value).abs().max()) for key, value in plain.state_dict().items())
         split = any(isinstance(parameter, DTensor) for parameter in ours.values())
-        found[name] = with_none == of_plain, apart, split
+        again = parallel.plan is not None and bool(parallel.plan.again)
+        found[name] = with_none == of_plain, apart, split, again
     return found
 
 
@@ -85,10 +86,11 @@ def train(names):
 )
 def test_none_stays_none_and_the_optimizer_leaves_the_parameter(names):
     for found in run_ranks(3, train, names):
-        for name, (alike, apart, split) in found.items():
+        for name, (alike, apart, split, again) in found.items():
             assert alike, name
             assert apart < 1e-12, name
             assert split == ("hardware" in PLANS[name]), name
+            assert again == ("memory" in PLANS[name]), name
 
 
 def test_the_graph_knows_which_values_the_backward_of_the_loss_comes_to():
