@@ -1038,6 +1038,55 @@ def random_state(generator: torch.Generator | None, device: torch.device) -> byt
     return state
 
 
+# What a class of tensors has in place of ``__torch_function__`` that sees operators by ``__torch_dispatch__`` alone:
+# torch's own way would make its results of that class by a method that DTensors do not have.
+no_torch_function = torch._C._disabled_torch_function_impl
+
+
+def dtensor_of(tensor: Any, kind: Any = None) -> Any:
+    """Return a DTensor as one of the class ``kind``, by default of torch's own, with the same part: the public
+    constructors do it for autograd, and for their own class."""
+    from torch.distributed.tensor import DTensor  # as above
+
+    return (kind or DTensor)(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
+
+
+def keep_layout(tensor: Any, changed: Any) -> None:
+    """Let a DTensor have the part and the layout of one that stood for it, which an operator has changed."""
+    tensor._spec, tensor._local_tensor = changed._spec, changed._local_tensor
+
+
+def note_stands_for(made: Any, tensor: Any) -> None:
+    """Note for which tensor a DTensor stands that torch's dispatcher is given."""
+    made._stands_for = tensor
+
+
+def stands_for(tensor: Any) -> Any:
+    """Return the tensor for which a DTensor stands; mostly itself."""
+    return getattr(tensor, "_stands_for", tensor)
+
+
+def is_view(operator: Any) -> bool:
+    """Return whether an operator gives a view of its operand: only operators themselves tell."""
+    return bool(operator.is_view)
+
+
+def changes_view(operator: Any) -> bool:
+    """Return whether an operator turns its operand itself into a view, as ``x.t_()``: the tags are not documented."""
+    return torch.Tag.inplace_view in operator.tags
+
+
+def takes_lists(operator: Any) -> bool:
+    """Return whether an operator takes lists of tensors: only its schema tells."""
+    return any(str(argument.type).startswith("List[Tensor") for argument in operator._schema.arguments)
+
+
+def knows_no_split(error: Exception) -> bool:
+    """Return whether an error says that torch's DTensor knows no way to do an operator on parts, and has not begun."""
+    text = str(error)
+    return "Sharding propagation failed" in text or "sharding strategy" in text
+
+
 def part_of(tensor: Any) -> torch.Tensor:
     """What this rank holds of a DTensor, the tensor itself: ``to_local`` makes another where gradients are on."""
     return waited_for(tensor._local_tensor)
@@ -1088,22 +1137,20 @@ class _LocalPart(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, parameter: Any) -> torch.Tensor:
         part: torch.Tensor = parameter._local_tensor
-        ctx.spec, ctx.stride = parameter._spec, part.stride()
+        ctx.kind, ctx.spec, ctx.stride = type(parameter), parameter._spec, part.stride()
         ctx.set_materialize_grads(False)  # a parameter without a gradient is not to get zeros
         return part.view_as(part)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        from torch.distributed.tensor import DTensor
-
         if gradient is None:
             return None
         if gradient.is_sparse:  # of a table that an earlier plan splits, and this one has whole
             gradient = gradient.to_dense()
         if gradient.stride() != ctx.stride:  # autograd would copy a plain parameter's, too
             gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
-        made: torch.Tensor = DTensor(gradient, copy(ctx.spec), requires_grad=False)  # type: ignore[no-untyped-call]
+        made: torch.Tensor = ctx.kind(gradient, copy(ctx.spec), requires_grad=False)
         return made
 
 

@@ -59,7 +59,51 @@ def initialised(model):
     model[0].reset_parameters()
 
 
+def masked(model):
+    """Plain tensors that all ranks have alike: masks, initial numbers, averages."""
+    for weight in (model[0].weight, model[2].weight):
+        mask, numbers = torch.ones(weight.shape).tril(), torch.randn(weight.shape)
+        weight.mul_(mask)
+        weight.add_(numbers).sub_(torch.arange(float(weight.shape[1])), alpha=0.1)
+        weight.copy_(torch.where(weight > 0, numbers, weight * mask))
+        weight.masked_fill_(mask == 0, 0.5)
+        weight[mask == 0] += 1
+        weight.data = weight.data * mask + torch.lerp(weight, numbers, 0.3)
+        weight.lerp_(numbers, 0.1)
+        torch.mul(weight, mask + 1, out=weight)
+        torch._foreach_mul_([weight], [mask + 2])
+        average = torch.zeros(weight.shape)
+        average.copy_(weight).mul_(weight)
+        weight.copy_(average.addcmul(weight, mask))
+        weight.copy_(numbers[0])
+
+
+def gradients(model):
+    for weight in (model[0].weight, model[2].weight):
+        numbers = torch.randn(weight.shape)
+        weight.grad = numbers.clone()
+        weight.grad.mul_(numbers > 0)
+        weight.grad[numbers < -1] = 3
+        weight.grad += weight * numbers
+        weight.add_(weight.grad, alpha=-0.1)
+        weight.grad = None
+
+
+def flat(model):
+    """What does not fit the parts is done on wholes."""
+    for weight in (model[0].weight, model[2].weight):
+        turned = weight.view(-1).flip(0).cumsum(0).view_as(weight)
+        weight.copy_(turned / turned.norm())
+        weight.copy_(torch.linalg.qr(weight)[0] @ torch.linalg.qr(weight)[1])
+        weight.index_add_(0, torch.tensor([1, 2]), torch.ones(2, weight.shape[1]))
+        weight.copy_(weight.flatten()[torch.randperm(weight.numel())].reshape(weight.shape))
+        weight.copy_(torch.fake_quantize_per_tensor_affine(weight, 0.1, 0, -128, 127))
+
+
 CHANGES = {
+    "masked": masked,
+    "gradients": gradients,
+    "flat": flat,
     "data": lambda model: setattr(model[2].weight, "data", model[2].weight.softmax(0).data),
     "vector": to_vector,
     "exchanged": exchanged,
@@ -197,6 +241,33 @@ def test_a_change_by_any_view_is_made_or_refused():
             refused = "was changed in place" in refusal or "unbind along the sharded dimension" in refusal
             assert refused != same, (case, same, refusal)
             assert refused or not refusal, (case, refusal)
+
+
+def unlike_numbers():
+    parallel, batch = split_model()
+    weight, rank = parallel.module[0].weight, torch.distributed.get_rank()
+    found = []
+    with torch.no_grad():
+        for change in (
+            lambda: weight.mul_(torch.full((16, 8), float(rank))),
+            lambda: weight.copy_(torch.ones(16, 8)),
+            lambda: setattr(weight, "grad", torch.randn(16, 8) * rank),
+            lambda: weight.__setitem__(torch.eye(16, 8) == rank, 1.0),
+            lambda: setattr(weight, "data", torch.full((16, 8), float(rank))),
+            lambda: weight.__setitem__(slice(None), torch.full((8,), float(rank))),
+        ):
+            change()
+            found.append(said(lambda: parallel(batch)))
+    return found
+
+
+def test_plain_tensors_that_differ_between_ranks_are_refused_on_all():
+    for found in run_ranks(2, unlike_numbers):
+        assert [bool(text) for text in found] == [True, False, True, True, True, True], found
+        words = (
+            "rank 0 called mul_() a tensor of float32[16, 8] on cpu, rank 1 with other numbers; a plain tensor stands"
+        )
+        assert words in found[0]
 
 
 def kept_views():

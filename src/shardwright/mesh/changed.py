@@ -12,7 +12,7 @@ that lie on a mesh like that of a model, and others, as of a model by FSDP2, are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
@@ -49,6 +49,7 @@ def _set_data(tensor: DTensor, new: Tensor) -> bool:
             f"a split tensor of {_kind(tensor)} is given data of {_kind(new)}; what is split over the ranks of a model "
             "stays as it is, so that new numbers must be of the same shape, dtype and device"
         )
+    _note_plain_in("data =", new)
     torch_private.put_part(tensor, part_like(new, tensor))
     return True
 
@@ -77,20 +78,27 @@ def _set_items(tensor: DTensor, index: Any, value: Any) -> None:
             f"a split tensor of {_kind(tensor)} is written to by an index, with gradients that would not pass; make a "
             "new one, as by torch.where, or write under torch.no_grad()"
         )
+    _note_plain_in("[...] =", (index, value))
     with torch.no_grad():
         whole, part = gathered(tensor), tensor.to_local()
         whole[_wholes(index)] = _wholes(value)
-        _keep(part, whole, tensor)
+        keep_part(part, whole, tensor)
     if isinstance(value, DTensor):
         _copies.brought_back(value, tensor)
 
 
-def _keep(part: Tensor, whole: Tensor, of: DTensor) -> None:
+def keep_part(part: Tensor, whole: Tensor, of: DTensor) -> None:
     """Put into ``part``, what this rank holds of a tensor, the numbers of the ``whole``, which may be the same."""
     layout, mesh = layout_of(of)
     new = whole[layout.local_slice(of.shape, mesh, dist.get_rank())]
     if new.data_ptr() != part.data_ptr():
         part.copy_(new)
+
+
+def _note_plain_in(words: str, given: Any) -> None:
+    leaves = torch_private.tree_leaves(given)
+    plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
+    _copies.note_plain(words, plain)
 
 
 def _wholes(given: Any) -> Any:
@@ -150,9 +158,11 @@ class _Copies:
         self._noted: list[_Copy] = []
         self._lost: str | None = None
         self._are_asked_for = False  # the same on all ranks
+        self._plain: list[tuple[str, str]] = []  # what was written of plain tensors, and by which operators
 
     def note(self, tensor: DTensor, view: str, found: Any) -> None:
         """Note what a view of a tensor gave that is none: what is written to it would be lost."""
+        tensor = torch_private.stands_for(tensor)
         if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():  # torch refuses to write to a view
             return
         if not is_on_mesh_of_model(tensor):
@@ -171,6 +181,12 @@ class _Copies:
         forgotten = partial(_forgotten, ref(copy))
         copy.given = tuple(ref(part, forgotten) for part in held)
         self._noted.append(copy)
+
+    def note_plain(self, words: str, given: Sequence[Tensor]) -> None:
+        """Note that plain tensors are written into a split one, as what all ranks hold alike."""
+        self._are_asked_for = self._are_asked_for or bool(given)
+        for tensor in given:
+            self._plain.append((f"{words} a tensor of {_kind(tensor)}", _digest(tensor)))
 
     def data_taken(self, tensor: DTensor) -> None:
         """Note that ``tensor.data`` was asked for: what is written to that, torch does not count."""
@@ -191,10 +207,11 @@ class _Copies:
         self._settle()
         for copy in self._noted:
             self._look(copy)
-        everyone = from_all_ranks((self._lost, bool(self._noted)))
-        self._lost = None
-        self._are_asked_for = any(left for _, left in everyone)
-        words = next((lost for lost, _ in everyone if lost), None)
+        everyone = from_all_ranks((self._lost, bool(self._noted), self._plain))
+        self._lost, self._plain = None, []
+        self._are_asked_for = any(left for _, left, _ in everyone)
+        _refuse_unlike([plain for _, _, plain in everyone])
+        words = next((lost for lost, _, _ in everyone if lost), None)
         if words is not None:
             raise UsageError(
                 f"what {words} was changed in place; it needs the parts of several ranks and is a copy, so that the "
@@ -227,6 +244,35 @@ def _forgotten(copy: ref[_Copy], given: ref[Tensor]) -> None:
         found.forgotten(given)
 
 
+def note_copy(tensor: DTensor, operator: Any, found: Any) -> None:
+    """Note that an operator gave a copy in place of a view of a tensor."""
+    _copies.note(tensor, operator.overloadpacket.__name__, found)
+
+
+def note_plain(words: str, given: Sequence[Tensor]) -> None:
+    """Note that ``words``, an operator, writes plain tensors into a split one: all ranks must have given the same."""
+    _copies.note_plain(words, given)
+
+
+def _digest(tensor: Tensor) -> str:
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).resolve_conj().resolve_neg().view(torch.uint8)
+    return blake2b(numbers.numpy().data, digest_size=16).hexdigest()
+
+
+def _refuse_unlike(everyone: Sequence[Sequence[tuple[str, str]]]) -> None:
+    """Refuse plain tensors that ranks have written into split ones and that are not alike."""
+    for rank, theirs in enumerate(everyone):
+        unlike = next((pair for pair in zip(everyone[0], theirs, strict=False) if pair[0] != pair[1]), None)
+        if unlike is None and len(theirs) == len(everyone[0]):
+            continue
+        (words, _), (its_words, _) = unlike or (("nothing more", ""), ("nothing more", ""))
+        raise UsageError(
+            f"ranks have written different numbers into split parameters: rank 0 called {words}, rank {rank} "
+            f"{'with other numbers' if words == its_words else f'called {its_words}'}; a plain tensor stands for what "
+            "all ranks hold alike: make it from the same numbers on each, after sw.set_seed(seed), or of parameters"
+        )
+
+
 def refuse_lost_changes() -> None:
     """Asked before each use of a model that is split: steps, and what saves or loads its state. All ranks come to it
     together, and talk to each other where they have looked into split tensors since.
@@ -247,7 +293,7 @@ def _drawn(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> A
     _refuse_unlike_generators(tensor, kwargs.get("generator"))
     if torch_private.changes_operands(operator):  # whatever numbers it had
         whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        _keep(tensor.to_local(), operator(whole, *_wholes(args[1:]), **kwargs), tensor)
+        keep_part(tensor.to_local(), operator(whole, *_wholes(args[1:]), **kwargs), tensor)
         return tensor
     placements = [Replicate() if isinstance(placed, Partial) else placed for placed in tensor.placements]
 

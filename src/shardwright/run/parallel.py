@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from shardwright.errors import CaptureError, UsageError
 from shardwright.graph.step import outputs_alone
 from shardwright.graph.tracing.outside.closures import called_function, code_digest
+from shardwright.graph.tracing.refusals import ChangesParameterError
 from shardwright.graph.tracing.trace import LossFunction
 from shardwright.launch.asked.save_graphs import SaveGraphs
 from shardwright.mesh.mesh import Mesh
@@ -171,7 +172,7 @@ def parallelize(
         return Parallel(planner, sample_batch, Options(batch, gradients, dumps, init, compile), world, plan)
     except CaptureError as error:
         needed = MODES[called].captured or limit is not None or patterns or compile
-        if needed:
+        if needed or (isinstance(error, ChangesParameterError) and world.size > 1):
             raise
         if batch_norm == "global" and _has_batch_norm(model):
             raise CaptureError(

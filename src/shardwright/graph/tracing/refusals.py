@@ -129,6 +129,24 @@ def refuse_closed_over(args: Sequence[Any], where: str) -> None:
             )
 
 
+class ChangesParameterError(CaptureError):
+    """The step changes a parameter by what its own samples are, which ranks would do differently, captured or not."""
+
+
+def refuse_max_norm(name: str, args: Sequence[Any], kwargs: Mapping[str, Any], where: str) -> None:
+    """Refuse tables of which a lookup changes the rows that it reads."""
+    max_norm = kwargs.get("max_norm", args[3] if len(args) > 3 else None) if name in _LOOKUPS else None
+    if max_norm is not None:
+        raise ChangesParameterError(
+            f"max_norm= changes the rows of a table that a batch looks up, at {where}: each rank would change those of "
+            "its own samples\nLeave it out, and after optimizer.step() change all rows, on every rank: with "
+            f"torch.no_grad(): weight.copy_(torch.renorm(weight, 2.0, 0, {max_norm}))"
+        )
+
+
+_LOOKUPS = ("embedding", "embedding_bag")
+
+
 def refuse_compiled(model: torch.nn.Module) -> None:
     """Refuse what `torch.compile` returns: it would be compiled for the whole batch."""
     if hasattr(model, "_orig_mod"):
@@ -228,4 +246,4 @@ def of_installed(error: CaptureError, trace: TracebackType | None, model: torch.
     own = [frame for frame in frames if not sources.package_of(frame.f_code.co_filename)]
     called = f", called at {sources.describe_frame(own[-1])}" if own else ""
     sure = f"{advice}\n" if advice == _HINT else ""
-    return CaptureError(f"{what}\n{sure}The line is one of {package}{inside}{called}\n{_ELSEWHERE}")
+    return type(error)(f"{what}\n{sure}The line is one of {package}{inside}{called}\n{_ELSEWHERE}")

@@ -92,6 +92,7 @@ class _Annotate(TorchFunctionMode):
         refusals.refuse_closed_over((*args, *(kwargs or {}).values()), where)
         refusals.refuse_generator(name, (*args, *(kwargs or {}).values()), where)
         refusals.refuse_unknown_classes(name, args, kwargs or {}, where)
+        refusals.refuse_max_norm(name, args, kwargs or {}, where)
         refuse_setting_data(func, where)
         refuse_detaching(name, args, where)
         before = self.in_place.before(args, kwargs or {})

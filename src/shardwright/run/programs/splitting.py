@@ -29,11 +29,11 @@ from shardwright.mesh.dtensor import (
     is_of_another_rank,
     layout_of,
     on_own_mesh,
-    part_like,
     to_placements,
 )
 from shardwright.mesh.layout import Layout
 from shardwright.mesh.mesh import Mesh
+from shardwright.mesh.split_tensor import laid_out, split_tensor
 from shardwright.plan.plan import Plan
 from shardwright.world.agreement import together
 from shardwright.world.ranks import ranks_by_collectives
@@ -70,7 +70,7 @@ class Splitting:
             shape=parameter.shape,
             stride=parameter.stride(),
         )
-        return nn.Parameter(stored, requires_grad=parameter.requires_grad)
+        return nn.Parameter(split_tensor(stored), requires_grad=parameter.requires_grad)
 
 
 def watch_split(model: nn.Module) -> None:
@@ -152,8 +152,7 @@ def _laid_out(value: Tensor, own: Tensor) -> Tensor:
     alike = isinstance(value, DTensor) and (value.device_mesh, value.placements) == (own.device_mesh, own.placements)
     if alike or value.shape != own.shape:
         return value
-    part = part_like(value, own)
-    return DTensor.from_local(part, own.device_mesh, own.placements, shape=own.shape, stride=own.stride())
+    return laid_out(value, own)
 
 
 def local_part(parameter: Tensor, differentiable: bool = True) -> Tensor:

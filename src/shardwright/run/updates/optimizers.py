@@ -24,7 +24,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright import torch_private
 from shardwright.errors import UsageError
-from shardwright.mesh.dtensor import gathered, is_on_mesh_of_model, on_mesh, part_like, replicated
+from shardwright.mesh.dtensor import gathered, is_on_mesh_of_model, on_mesh, replicated
+from shardwright.mesh.split_tensor import laid_out, split_tensor
 from shardwright.plan.pricing.optimizers import WHOLE_GRADIENTS
 from shardwright.run.programs.splitting import refuse_part_of_another
 from shardwright.run.updates.fused import by_fused_kernels
@@ -125,10 +126,10 @@ def _refuse_dense_gradients(optimizer: torch.optim.SparseAdam) -> None:
         for parameter in group["params"]:
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 raise UsageError(
-                    "SparseAdam updates the rows that a sparse gradient names, and the gradient of a parameter of shape"
-                    f" {list(parameter.shape)} is dense: where a plan splits a table or its lookups, ranks sum dense "
-                    "gradients; use torch.optim.Adam, which also moves the rows that no sample looked up, or Adagrad "
-                    "or SGD, which give the same numbers for dense gradients"
+                    "SparseAdam updates the rows that a sparse gradient names, and that of a parameter of shape "
+                    f"{list(parameter.shape)} is dense: where a plan splits a table or its lookups, ranks sum them so; "
+                    "use torch.optim.Adam, which also moves the rows that no sample looked up, or Adagrad or SGD, "
+                    "which give the same numbers for dense gradients"
                 )
 
 
@@ -208,8 +209,7 @@ def _laid_out(optimizer: torch.optim.Optimizer, parameter: DTensor, value: Tenso
         value = gathered(value)
     if isinstance(optimizer, WHOLE_GRADIENTS) or value.shape != parameter.shape:
         return replicated(value, devices)
-    part = part_like(value, parameter)
-    return DTensor.from_local(part, devices, parameter.placements, shape=parameter.shape, stride=parameter.stride())
+    return laid_out(value, parameter)
 
 
 def _step_on_parts(
@@ -287,8 +287,10 @@ def _keep(kept: dict[str, Any], now: dict[str, Any], parameter: Tensor, part: Te
             continue
         if isinstance(value, Tensor) and value.shape == part.shape and key not in _NUMBERS:
             assert isinstance(parameter, DTensor)
-            value = DTensor.from_local(
-                value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+            value = split_tensor(
+                DTensor.from_local(
+                    value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
+                )
             )
         kept[key] = value
 
