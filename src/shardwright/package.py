@@ -21,6 +21,7 @@ ROOMS = (
     "private_folder",
     "native_code",
     "words",
+    "system_errors",
     "steps",
     "pulse",
     "hosts",

@@ -1,6 +1,8 @@
 """Where samples come from: several roots, shares of them, words left out, failures in loading processes."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from shardwright.ocr.asked.options import Dataset
 from shardwright.ocr.samples.dataset import Limit, TextImages, word_database, word_images
 from shardwright.ocr.samples.images import encoded
 from shardwright.ocr.samples.pipeline import read_steps
-from shardwright.ocr.samples.words import write_words
+from shardwright.ocr.samples.words import WordDatabase, write_words
 from shardwright.ocr.tasks import text_images
 
 STEPS = ("DecodeImage", {"RecCTCLabelEncode": {"max_text_len": 4}}, "RecResizeImg", "ToCHWImage")
@@ -124,3 +126,30 @@ def test_failures_in_loading_processes_are_counted_together(tmp_path, limit):
         return
     with pytest.raises(DataError, match="3 samples have failed, max_failed_samples allows 2"):
         list(batches)
+
+
+def test_a_database_that_is_cut_short_is_refused_by_name(tmp_path):
+    """To read a page that the file lacks would end the process: this is asked of one of its own."""
+    write_words(tmp_path / "words", [(bytes(5000), f"w{number}") for number in range(20)], size_bytes=1 << 22)
+    path = tmp_path / "words" / "data.mdb"
+    whole = path.read_bytes()
+    assert WordDatabase(path.parent).size == 20
+    asked = "import sys; from pathlib import Path; from shardwright.ocr.samples.words import WordDatabase as W\n"
+    asked += (
+        "for path in sys.argv[1:]:\n"
+        "    try:\n"
+        "        found = W(Path(path)); [found._image(number + 1) for number in range(found.size)]\n"
+        "    except Exception as error: print(type(error).__name__, error)\n"
+    )
+    sizes = (len(whole) - 4096, len(whole) // 2, 8192, 8191, 4096, 100, 0)
+    for size in sizes:
+        (tmp_path / f"cut {size}").mkdir()
+        (tmp_path / f"cut {size}" / "data.mdb").write_bytes(whole[:size])
+    folders = [str(tmp_path / f"cut {size}") for size in sizes]
+    done = subprocess.run([sys.executable, "-c", asked, *folders], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert len(lines) == len(sizes)
+    for size, folder, line in zip(sizes, folders, lines, strict=True):
+        assert line.startswith(f"DataError {folder}")
+        assert size <= 4096 or f"data.mdb is cut short: it has {size} bytes of {len(whole)}; copy it again" in line

@@ -51,7 +51,7 @@ def test_a_trace_that_cannot_be_written_is_told_once_and_ends_no_training(tmp_pa
     (tmp_path / "taken").touch()
     steps_of(sw.Tracer(tmp_path / "taken", [1, 3]), range(1, 5))
     said = capsys.readouterr().out
-    assert said.startswith(f"no trace in {tmp_path / 'taken'}: File exists ")
+    assert said.startswith(f"no trace in {tmp_path / 'taken'}: {tmp_path / 'taken'}: File exists; ")
     assert said.count("\n") == 1
     monkeypatch.setattr(tracing, "from_all_ranks", lambda mine: [mine, ("No space left on device", None)])
     steps_of(sw.Tracer(tmp_path / "traces", [1]), range(1, 3))

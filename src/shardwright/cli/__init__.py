@@ -20,14 +20,20 @@ from shardwright.cli import (  # noqa: F401
 )
 from shardwright.cli.group import cli
 from shardwright.errors import ShardwrightError
+from shardwright.system_errors import in_words, is_explained
 
 __all__ = ["cli", "main"]
 
 
 def main() -> None:
-    """The entry point: our own errors are one readable message and exit code 2, not a traceback."""
+    """The entry point: our own errors, and what the system refuses, are one message and exit code 2, no traceback."""
     try:
         cli()
     except ShardwrightError as error:
         click.echo(f"shardwright: {error}", err=True)
+        sys.exit(2)
+    except OSError as error:
+        if not is_explained(error):
+            raise
+        click.echo(f"shardwright: {in_words(error)}", err=True)
         sys.exit(2)

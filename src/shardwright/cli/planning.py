@@ -20,7 +20,7 @@ class _PlanCommand(click.Command):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         words = list(args)
-        for at, (word, after) in enumerate(zip(args, [*args[1:], "--"], strict=True)):
+        for at, (word, after) in enumerate(zip(args, [*args[1:], "--"], strict=False)):
             names_a_file = not after.startswith("-") and ":" not in after
             if word.startswith("--compare=") or (word == "--compare" and names_a_file):
                 words[at] = word.replace("--compare", "--beside")

@@ -15,7 +15,9 @@ from shardwright.data import cifar, mnist
 from shardwright.data.idx import Bytes, idx_bytes
 from shardwright.data.order import permutation
 from shardwright.errors import DataError, UsageError
+from shardwright.system_errors import in_words
 from shardwright.waiting import waiting_for
+from shardwright.whole_file import made_folder
 
 TEST_SIZE = 360
 SPLIT_SEED = 0
@@ -142,9 +144,11 @@ def write_digits(out: str | os.PathLike[str], format: str, force: bool = False, 
             "choose another folder with --out, or add --force to replace it"
         )
     try:
-        _write_all({path: contents for path, contents in files.items() if not _holds(path, contents)})
+        with made_folder(Path(out)):
+            _write_all({path: contents for path, contents in files.items() if not _holds(path, contents)})
     except OSError as error:
-        raise DataError(f"{out}: the digits cannot be written there: {error}") from error
+        size_bytes = sum(map(len, files.values()))
+        raise DataError(f"the digits cannot be written: {in_words(error, out, size_bytes)}") from error
     return list(files)
 
 
@@ -152,12 +156,22 @@ def _holds(path: Path, contents: bytes) -> bool:
     return path.is_file() and path.read_bytes() == contents
 
 
+def _write(path: Path, draft: Path, contents: bytes) -> None:
+    """Write a draft of a file, below whose folder nothing is made where it cannot be written."""
+    with made_folder(path.parent):
+        try:
+            draft.write_bytes(contents)
+        except OSError as error:
+            draft.unlink(missing_ok=True)
+            error.filename = str(path)
+            raise
+
+
 def _write_all(files: dict[Path, bytes]) -> None:
     temporary = {path: path.with_name(f".{path.name}.{os.getpid()}") for path in files}
     try:
         for path, contents in files.items():
-            path.parent.mkdir(parents=True, exist_ok=True)
-            temporary[path].write_bytes(contents)
+            _write(path, temporary[path], contents)
         for path in files:
             temporary[path].replace(path)
     finally:

@@ -64,6 +64,7 @@ from shardwright.launch.kept.logs import RankLogs
 from shardwright.launch.kept.run_report import RunReport
 from shardwright.launch.supervisor.progress import decode_observations
 from shardwright.launch.told.lines import doing_of
+from shardwright.system_errors import in_words
 
 
 class Launcher:
@@ -110,7 +111,7 @@ class Launcher:
         except OSError as error:
             if not attempt.past:
                 folder.remove()
-            raise LaunchError(f"job {folder.name} cannot be started: {error}") from None
+            raise LaunchError(f"job {folder.name} cannot be started: {in_words(error, folder.path)}") from None
         attempt.console.shown = options.shown
         become_subreaper()  # if a supervisor of this host is killed, what it had adopted comes to us
         self.not_ours = descendants(os.getpid(), without={c.process.pid for c in connections})

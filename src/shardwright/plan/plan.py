@@ -27,6 +27,7 @@ from shardwright.plan.pricing.ruled import RuledGraph
 from shardwright.plan.why import Why
 from shardwright.rules.notation import Strategy
 from shardwright.schema import SchemaError, checked, from_json
+from shardwright.system_errors import in_words
 from shardwright.whole_file import write_whole
 
 FORMAT = 1
@@ -159,7 +160,7 @@ class Plan(Decisions):
         try:
             write_whole(Path(path), lambda draft: draft.write_text(self.to_json() + "\n"))
         except OSError as error:
-            raise PlanError(f"cannot write the plan {path}: {error.strerror}") from error
+            raise PlanError(f"cannot write the plan {in_words(error, path)}") from error
 
     @staticmethod
     def load(path: str | Path, graph: RuledGraph) -> Plan:

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch.distributed as dist
 
 from shardwright.errors import ShardwrightError, UsageError
+from shardwright.system_errors import in_words
 from shardwright.world.control import control_group
 from shardwright.world.ranks import Lost, Ranks, alone
 
@@ -124,5 +125,5 @@ def _in_words(error: Exception) -> str:
     if isinstance(error, ShardwrightError):
         return str(error)
     if isinstance(error, OSError):
-        return f"{error.strerror or error}" + (f" ({error.filename})" if error.filename else "")
+        return in_words(error)
     return f"{type(error).__name__}: {error}"

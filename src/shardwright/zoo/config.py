@@ -13,6 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from shardwright.errors import UsageError
+from shardwright.system_errors import in_words
 from shardwright.zoo.options import Config
 from shardwright.zoo.reading import read
 from shardwright.zoo.tables import LOSSES, MODELS
@@ -70,7 +71,11 @@ def sections(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
             raise UsageError(f"{path}: expected sections with keys, got {type(loaded).__name__}")
         loaded.merge_with_dotlist(list(overrides))
         raw: Any = OmegaConf.to_container(loaded, resolve=True)
-    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, TypeError) as error:
+    except OSError as error:
+        if error.errno is None:  # what omegaconf makes of a number
+            raise UsageError(f"{path}: expected sections with keys, got something else: {error}") from None
+        raise UsageError(f"the configuration {in_words(error, path)}") from None
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise UsageError(f"{path}: {' '.join(str(error).split())}") from error
     return dict(raw)
 

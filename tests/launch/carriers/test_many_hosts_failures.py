@@ -216,7 +216,7 @@ def test_all_hosts_that_cannot_be_used_are_listed_at_once(job):
     ):
         assert line in ended.stderr.replace("No such file or directory", "not found"), ended.stderr
     assert "Traceback" not in ended.stderr
-    assert not (job.folder / "log_output").exists() or not list((job.folder / "log_output").iterdir())
+    assert not (job.folder / "log_output").exists()
 
 
 def test_ctrl_c_while_hosts_are_asked(job, network):
@@ -229,7 +229,7 @@ def test_ctrl_c_while_hosts_are_asked(job, network):
         ended = job.finish(launcher)
     assert ended.code == 130
     assert "Traceback" not in ended.stderr
-    assert not list((job.folder / "log_output").iterdir())
+    assert not (job.folder / "log_output").exists()
 
 
 def test_what_is_not_on_a_host_is_said(job):

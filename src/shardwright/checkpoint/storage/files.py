@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
 from shardwright.checkpoint.storage.direct import LEAST_BYTES, DirectFile
+from shardwright.errors import CheckpointError
+from shardwright.system_errors import in_words
 
 _BUFFER_BYTES = 1 << 16  # less than a block of checksums, which then is not copied
 
@@ -117,6 +119,8 @@ class LocalFiles:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not os.fstat(descriptor).st_nlink:  # whoever held it has removed it
+                raise BlockingIOError
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, owner.encode(), 0)
         except BlockingIOError:
@@ -150,11 +154,18 @@ class FileLock:
 
 @contextmanager
 def written(files: Files, path: str, size_bytes: int = 0) -> Iterator[Any]:
-    """A new file to write to, which is on the disk at the end; where that fails it is closed and may be incomplete."""
-    file = files.create(path, size_bytes)
+    """Open a new file to write to, which is on the disk at the end; where that fails it may be incomplete.
+
+    Raises:
+        CheckpointError: where the file system refuses, with the file and the size.
+    """
     try:
-        yield file
-        files.finish(file)
-    except BaseException:
-        files.discard(file)
-        raise
+        file = files.create(path, size_bytes)
+        try:
+            yield file
+            files.finish(file)
+        except BaseException:
+            files.discard(file)
+            raise
+    except OSError as error:
+        raise CheckpointError(in_words(error, path, size_bytes)) from error

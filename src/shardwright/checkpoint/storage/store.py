@@ -33,6 +33,7 @@ from shardwright.checkpoint.format.manifest import LATEST, MANIFEST, Manifest
 from shardwright.checkpoint.storage.files import Files, LocalFiles, Locked, written
 from shardwright.checkpoint.storage.retention import KEEP_ALL, Retention
 from shardwright.errors import CheckpointError
+from shardwright.system_errors import in_words
 
 LOCK = ".lock"
 SAVING = ".saving-"
@@ -72,6 +73,7 @@ class Store:
     """
 
     def __init__(self, directory: str | Path, files: Files | None = None, retention: Retention = KEEP_ALL) -> None:
+        self._made: list[str] = []
         self.directory = str(directory).rstrip("/") or "/"
         self.files: Files = LocalFiles() if files is None else files
         self.retention = retention
@@ -90,7 +92,7 @@ class Store:
         try:
             return Manifest.from_text(self.files.read(path), path)
         except OSError as error:
-            raise CheckpointError(f"{self.path(name)} is no complete checkpoint: {_says(error)}") from error
+            raise CheckpointError(f"{self.path(name)} is no complete checkpoint: {in_words(error)}") from error
 
     def complete(self) -> dict[str, Manifest]:
         """Every checkpoint with a valid manifest, the one saved first at the beginning."""
@@ -129,14 +131,20 @@ class Store:
                 f"and not called {LATEST}; for example step-00000100"
             )
         with self._told(f"cannot begin to save {self.path(name)}"):
-            self._make_directories(self.directory)
-            lock = self._lock()
+            self._made = []
+            try:
+                self._make_directories(self.directory)
+                lock = self._lock()
+            except BaseException:
+                self._remove_made()
+                raise
             try:
                 self._remove_leftovers()
                 nonce = secrets.token_hex(4)
                 sequence = 1 + max(map(_sequence, self._newest().values()), default=0)
                 directory = self._make_room(name, nonce)
             except BaseException:
+                self._remove_made()
                 self.files.unlock(lock)
                 raise
         return Save(name, WritingPlace(directory), nonce, sequence, lock)
@@ -162,6 +170,7 @@ class Store:
         """Take back what was written; what cannot be removed now, the next save removes."""
         with contextlib.suppress(Exception):
             self._remove_tree(save.directory)
+        self._remove_made()
         self._unlock(save)
 
     def _unlock(self, save: Save) -> None:
@@ -214,7 +223,7 @@ class Store:
                 self._give_up(name, save.nonce)
         except OSError as error:
             warnings.warn(
-                f"{self.path(save.name)} is saved, but an older checkpoint could not be removed: {_says(error)}",
+                f"{self.path(save.name)} is saved, but an older checkpoint could not be removed: {in_words(error)}",
                 stacklevel=2,
             )
 
@@ -238,7 +247,17 @@ class Store:
         self._make_directories(parent)
         with contextlib.suppress(FileExistsError):  # another process was as fast
             self.files.make_directory(path)
+            self._made.append(path)
         self.files.sync_directory(parent)
+
+    def _remove_made(self) -> None:
+        """Remove the directories that this save has made, and its lock, which it holds, where nothing else is there."""
+        with contextlib.suppress(Exception):
+            if self._made and self.files.list(self._made[-1]) in ([], [LOCK]):
+                with contextlib.suppress(FileNotFoundError):
+                    self.files.remove(self.path(LOCK))
+                for path in reversed(self._made):
+                    self.files.remove_directory(path)
 
     def _remove_leftovers(self) -> None:
         """What saves that died have left. The lock is held, so that none of it belongs to one that lives."""
@@ -274,13 +293,7 @@ class Store:
         try:
             yield
         except OSError as error:
-            raise CheckpointError(f"{what}: {_says(error)}") from error
-
-
-def _says(error: OSError) -> str:
-    """The error in words, with the file, without the number."""
-    where = f" ({error.filename})" if error.filename else ""
-    return f"{error.strerror or error}{where}"
+            raise CheckpointError(f"{what}: {in_words(error)}") from error
 
 
 def _is_name(name: str) -> bool:

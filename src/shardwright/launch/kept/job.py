@@ -20,6 +20,8 @@ from pathlib import Path
 from shardwright.errors import UsageError
 from shardwright.hosts.job_name import check_job_name
 from shardwright.launch.host.processes import start_ticks
+from shardwright.system_errors import in_words
+from shardwright.whole_file import made_folder, remove_empty
 
 _STATE_FILES = ("job.json", "failed.json")
 FAILED_VARIABLE = "SHARDWRIGHT_FAILED_MARK"
@@ -67,9 +69,10 @@ class JobState:
 
 @dataclass(frozen=True)
 class JobFolder:
-    """``path`` exists and belongs to one job alone."""
+    """``path`` exists and belongs to one job alone; of the folders above it ``made`` lacked, the innermost first."""
 
     path: Path
+    made: tuple[Path, ...] = ()
 
     @property
     def name(self) -> str:
@@ -126,6 +129,7 @@ class JobFolder:
     def remove(self) -> None:
         """Of a job that never started."""
         shutil.rmtree(self.path, ignore_errors=True)
+        remove_empty(self.made)
 
 
 def is_marked_as_failed(environment: Mapping[str, str]) -> bool:
@@ -155,14 +159,15 @@ def create_job_folder(log_dir: Path, name: str | None) -> JobFolder:
     if name is not None:
         check_job_name(name)
     try:
-        log_dir.mkdir(parents=True, exist_ok=True)
-        path = _claim(log_dir, name)
+        made = tuple(folder for folder in (log_dir, *log_dir.parents) if not folder.exists())
+        with made_folder(log_dir):
+            path = _claim(log_dir, name)
     except OSError as error:
         raise UsageError(
-            f"the logs cannot be written to {log_dir}: {error.strerror} ({error.filename}); "
-            "type --log-dir DIR with a folder that may be written"
+            f"the logs cannot be written to {in_words(error, log_dir)}; type --log-dir DIR with a folder that may be "
+            "written"
         ) from None
-    return JobFolder(path)
+    return JobFolder(path, made)
 
 
 def _claim(log_dir: Path, name: str | None) -> Path:

@@ -7,15 +7,17 @@ follows from the seed, the number of the image, and the fonts that there are.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardwright.errors import UsageError
+from shardwright.errors import DataError, UsageError
 from shardwright.ocr.libraries import geometry
 from shardwright.ocr.libraries.extra import library
 from shardwright.ocr.samples.dictionary import LETTERS
@@ -23,7 +25,9 @@ from shardwright.ocr.samples.images import encoded
 from shardwright.ocr.samples.labels import detection_line, icdar_line
 from shardwright.ocr.samples.sample import IGNORED, Array, TextBox, generator
 from shardwright.ocr.samples.words import write_words
+from shardwright.system_errors import in_words
 from shardwright.waiting import counted
+from shardwright.whole_file import made_folder
 
 FONTS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts")
 TEST_SHARE = 5  # one image of so many is for testing
@@ -51,12 +55,35 @@ def write_images(out: Path, drawing: Drawing, force: bool = False) -> list[Path]
     """Draw and write everything below ``out``; the folders that were written.
 
     Raises:
-        UsageError: where ``out`` has something already, and ``force`` is not said.
+        UsageError: where ``out`` is a file, or has something already and ``force`` is not said.
+        DataError: where they cannot be written; nothing of them is left then.
     """
+    if out.exists() and not out.is_dir():
+        raise UsageError(f"{out} is a file and no folder; name another")
     if out.exists() and any(out.iterdir()) and not force:
         raise UsageError(f"{out} is not empty; name another folder, or type --force to write into it")
     if not 1 <= drawing.shortest <= drawing.longest or not drawing.alphabet:
         raise UsageError("expected words of at least one character, the longest no shorter than the shortest")
+    parts = [part for part in (out / "det", out / "rec") if not part.exists()]
+    try:
+        with made_folder(out), _taken_back(parts):
+            return _write_parts(out, drawing)
+    except OSError as error:
+        raise DataError(f"the images cannot be written: {in_words(error, out)}") from error
+
+
+@contextlib.contextmanager
+def _taken_back(folders: Iterable[Path]) -> Iterator[None]:
+    """Remove these folders, with all that was written into them, where the body fails."""
+    try:
+        yield
+    except BaseException:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _write_parts(out: Path, drawing: Drawing) -> list[Path]:
     fonts = find_fonts()
     folders = []
     for part, first, count in _parts(drawing.count):

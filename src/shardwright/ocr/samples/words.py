@@ -88,19 +88,37 @@ def _open(folder: Path) -> Any:
             "dataset_root as data_dir"
         )
     try:
-        return lmdb.open(str(folder), readonly=True, lock=False, readahead=False, meminit=False, max_readers=1024)
+        opened = lmdb.open(str(folder), readonly=True, lock=False, readahead=False, meminit=False, max_readers=1024)
     except lmdb.Error as error:
         raise DataError(f"{folder} cannot be read as a database of LMDB: {error}") from error
+    try:
+        _refuse_truncated(opened, folder / "data.mdb")
+    except BaseException:
+        opened.close()
+        raise
+    return opened
+
+
+def _refuse_truncated(environment: Any, path: Path) -> None:
+    """Raise `DataError` where the file lacks pages that its header counts: the kernel ends who reads those (SIGBUS)."""
+    needed_bytes = (environment.info()["last_pgno"] + 1) * environment.stat()["psize"]
+    if (size_bytes := path.stat().st_size) < needed_bytes:
+        raise DataError(
+            f"{path} is cut short: it has {size_bytes} bytes of {needed_bytes}; copy it again, or make it anew"
+        )
 
 
 def write_words(folder: Path, words: Iterable[tuple[bytes, str]], size_bytes: int = 1 << 31) -> int:
     """Write encoded images and their words as such a database; the number of them."""
     lmdb = library("lmdb")
     folder.mkdir(parents=True, exist_ok=True)
-    with lmdb.open(str(folder), map_size=size_bytes) as environment, environment.begin(write=True) as writing:
-        count = 0
-        for count, (image, text) in enumerate(words, 1):
-            writing.put(f"image-{count:09d}".encode(), image)
-            writing.put(f"label-{count:09d}".encode(), text.encode("utf-8"))
-        writing.put(b"num-samples", str(count).encode())
+    count = 0
+    try:
+        with lmdb.open(str(folder), map_size=size_bytes) as environment, environment.begin(write=True) as writing:
+            for count, (image, text) in enumerate(words, 1):
+                writing.put(f"image-{count:09d}".encode(), image)
+                writing.put(f"label-{count:09d}".encode(), text.encode("utf-8"))
+            writing.put(b"num-samples", str(count).encode())
+    except lmdb.Error as error:
+        raise DataError(f"the database of LMDB {folder} cannot be written: {error}") from error
     return count

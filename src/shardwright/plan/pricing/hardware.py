@@ -25,6 +25,7 @@ from shardwright.mesh.redistribute import CollectiveKind
 from shardwright.plan.pricing.known_gpus import profile_of
 from shardwright.plan.pricing.links import Curve, LinkCost, LinkKind, LinkTime, Segment, link_time
 from shardwright.schema import SchemaError, checked, from_json
+from shardwright.system_errors import in_words
 from shardwright.whole_file import write_whole
 
 FORMAT = "shardwright hardware profile"
@@ -174,7 +175,7 @@ class Hardware:
         try:
             write_whole(Path(path), lambda draft: draft.write_text(self.to_json()))
         except OSError as error:
-            raise UsageError(f"cannot write the profile {os.fspath(path)}: {error.strerror}") from None
+            raise UsageError(f"cannot write the profile {in_words(error, path)}") from None
 
     @staticmethod
     def load(path: str | os.PathLike[str]) -> Hardware:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import ShardwrightError
+from shardwright.system_errors import in_words
 from shardwright.whole_file import write_whole
 
 
@@ -29,7 +30,7 @@ def save_page(text: str, path: Path, refusal: type[ShardwrightError]) -> None:
     try:
         write_whole(path, lambda draft: draft.write_text(text, encoding="utf-8", errors="replace"))
     except OSError as error:
-        raise refusal(f"cannot write the page {path}: {error.strerror}") from error
+        raise refusal(f"cannot write the page {in_words(error, path)}") from error
 
 
 def _read(package: str, name: str) -> str:
