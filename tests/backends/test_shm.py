@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import Mock
 
 import backend_ranks
@@ -457,6 +459,27 @@ def test_who_shares_no_memory_is_told_why():
     with pytest.raises(shm_meeting._NoMemory) as problem:
         shm_meeting._grid([card(), card(processes=8)])
     assert str(problem.value) == "the ranks are in several containers, which do not see each other's processes"
+
+
+@pytest.mark.parametrize(
+    ("of_a_world", "said"),
+    [
+        (False, "shardwright: backend='shm' cannot share memory, gloo takes its place: the ranks are in several"),
+        (True, "shardwright: the group of the ranks 1, 3 shares no memory, gloo takes the place of shm there, and in "
+               "no other group: the ranks are in several containers"),
+    ],
+)  # fmt: skip
+def test_a_group_between_containers_says_that_it_is_this_group_alone(of_a_world, said, monkeypatch, capsys):
+    options = SimpleNamespace(
+        group_rank=0, global_ranks_in_group=[1, 3], group_size=2, timeout=timedelta(seconds=9), store=dist.HashStore()
+    )
+    monkeypatch.setattr(shm_meeting, "_of_a_world", lambda: of_a_world)
+    monkeypatch.setattr(shm_meeting, "backends_of", lambda: "shm")
+    monkeypatch.setattr(shm_meeting, "_gloo", lambda meeting: "gloo")
+    cards = [card(), card(processes=8)]
+    monkeypatch.setattr(shm_meeting._Meeting, "exchange", lambda self, what, make: cards)
+    assert shm_meeting.create(options) == "gloo"
+    assert capsys.readouterr().err.startswith(said)
 
 
 FAILS = [

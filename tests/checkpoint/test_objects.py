@@ -16,9 +16,11 @@ from saved import good_step, save_step, state_of
 from shardwright.checkpoint.format.manifest import MANIFEST
 from shardwright.checkpoint.saving.save import save
 from shardwright.checkpoint.storage import objects
+from shardwright.checkpoint.storage.folders import open_folder
 from shardwright.checkpoint.storage.objects import MARK, ObjectFiles, ObjectStore, open_store
 from shardwright.checkpoint.storage.retention import Retention
 from shardwright.checkpoint.storage.store import Store
+from shardwright.data.remote import local_copy
 from shardwright.errors import CheckpointError, UsageError
 from simulated_ranks import SimulatedRanks
 
@@ -40,6 +42,16 @@ def no_marks(store):
         assert MARK not in inside, name
         if inside and store.files.is_directory(store.path(name)):  # an empty directory is nothing to an object store
             assert MANIFEST in inside, name
+
+
+@pytest.mark.parametrize("protocol", ["obs", "cos", "minio", "r2"])
+@pytest.mark.parametrize("open_it", [open_store, open_folder, local_copy])
+def test_a_store_that_speaks_s3_is_told_what_to_type(protocol, open_it):
+    with pytest.raises(UsageError) as refused:
+        open_it(f"{protocol}://bucket/runs/a")
+    said = str(refused.value)
+    assert f"{protocol.upper()} speaks the protocol of S3: type s3://bucket/runs/a with FSSPEC_S3_ENDPOINT_URL=" in said
+    assert "AWS_ACCESS_KEY_ID" in said
 
 
 def test_steps_are_saved_found_and_given_up(url):

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from click.testing import CliRunner
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.cli import cli
-from shardwright.cluster.bench.bench import passed, run_bench
+from shardwright.cluster.bench import bench as bench_module
+from shardwright.cluster.bench.bench import _Bench, passed, run_bench
 from shardwright.cluster.bench.data import DTYPES, PERIOD, count_wrong, fill, pattern, reduced
 from shardwright.cluster.bench.operations import OPERATIONS
 from shardwright.cluster.bench.options import (
@@ -37,7 +39,7 @@ from shardwright.cluster.bench.output import (
     opening,
     row_line,
 )
-from shardwright.cluster.bench.roofline import fastest_link, roofline
+from shardwright.cluster.bench.roofline import between, fastest_link, within
 from shardwright.errors import UsageError
 
 PROGRAMS = {
@@ -432,14 +434,38 @@ def test_the_rate_of_the_network(tmp_path):
     assert fastest_link("mpi", tmp_path / "nothing") is None
 
 
-def test_the_bound_inside_a_host_is_a_copy_and_between_hosts_the_link():
-    assert roofline(1, [5e9, 4e9], [None, None]).limit == 4.0
-    assert roofline(2, [5e9, 4e9], [("eth0", 3e9), ("eth1", 2e9)]) == Roofline(
-        2.0, "the rate of eth1 between hosts, around a ring"
+def test_the_bound_inside_a_host_is_a_copy_of_as_many_bytes_and_between_hosts_the_link():
+    assert within(8_000_000, [0.001, 0.003]) == Roofline(
+        4.0, "copies of 8000000 B inside the host, by all ranks at once"
     )
-    unknown = roofline(2, [5e9, 4e9], [("eth0", 3e9), None])
+    assert between([("eth0", 3e9), ("eth1", 2e9)]) == Roofline(2.0, "the rate of eth1 between hosts, around a ring")
+    unknown = between([("eth0", 3e9), None])
     assert unknown.limit is None
     assert "do not tell their rate" in unknown.reason
+
+
+def test_the_bound_is_that_of_the_best_row_and_is_measured_as_it_is(monkeypatch):
+    """In small buffers caches help the collective and the copy alike."""
+    timed, moved = [], {64: 3.0, 1024: 8.0, 4096: 5.0}
+
+    class Bench(_Bench):
+        def __init__(self):
+            self.options = BenchOptions(("all_reduce",), 64, 4096, factor=8, warmup=2, iters=7)
+            self.world, self.between = SimpleNamespace(device=torch.device("cpu")), None
+
+        def _row(self, operation, size):
+            return BenchRow(size, size // 4, "float", "sum", -1, *[Half(1.0, 1.0, moved[size], 0)] * 2)
+
+    def copied(size, device, warmup, iters, barrier):
+        timed.append((size, warmup, iters))
+        return size / 10e9
+
+    monkeypatch.setattr(bench_module, "copy_s", copied)
+    monkeypatch.setattr(BenchOptions, "sizes", lambda _: [*moved])
+    test = Bench().test(OPERATIONS["all_reduce"], lambda line: None)
+    assert timed == [(64, 2, 7), (1024, 2, 7), (4096, 2, 7)]
+    assert test.roofline.limit == pytest.approx(10.0)
+    assert "(80%); copies of 1024 B inside the host" in closing(test)[4]
 
 
 def test_what_does_not_fit_the_world_is_said_on_every_rank():

@@ -1,11 +1,11 @@
-"""What a GPU takes is measured by its own events, and memory by buffers that no cache holds."""
+"""What a GPU takes is measured by its own events, and what bounds a collective as the collective is."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from shardwright.cluster.bench import roofline, stopwatch
+from shardwright.cluster.bench import roofline
 from shardwright.cluster.bench.stopwatch import took_s
 
 GPU = torch.device("cuda", 0)
@@ -43,12 +43,27 @@ def test_what_a_gpu_was_asked_for_is_timed_by_the_gpu():
     assert gpu.queue == []
 
 
-def test_memory_is_copied_by_buffers_beyond_the_cache(monkeypatch):
-    copied = []
-    monkeypatch.setattr(roofline, "cache_bytes", lambda device: 10 * 2**20)
-    monkeypatch.setattr(roofline, "refill", lambda tensor: copied.append(tensor.nbytes))
-    monkeypatch.setattr(roofline, "took_s", lambda run, device: 0.5)
-    rate = roofline.copy_rate(torch.device("cpu"), lambda: None)
-    assert copied == [80 * 2**20]
-    assert rate == 80 * 2**20 / 0.5
-    assert stopwatch.cache_bytes(torch.device("cpu")) == 0
+def test_a_copy_is_timed_as_a_collective_is_and_the_fastest_way_counts(monkeypatch):
+    """Behind one barrier for each way, the mean of a loop of as many calls, after as many others."""
+    done, met = [], []
+
+    def way(seconds):
+        return lambda: done.append(seconds)
+
+    def took(run, device):
+        before = len(done)
+        run()
+        return sum(done[before:])
+
+    monkeypatch.setattr(roofline, "_ways", lambda source, target: [way(0.5), way(0.25)])
+    monkeypatch.setattr(roofline, "took_s", took)
+    assert roofline.copy_s(1000, torch.device("cpu"), 2, 3, lambda: met.append(len(done))) == 0.25
+    assert met == [2, 7]
+    assert done == [0.5] * 5 + [0.25] * 5
+
+
+def test_every_way_to_copy_copies():
+    for number in range(2):
+        source, target = torch.arange(100, dtype=torch.uint8), torch.zeros(100, dtype=torch.uint8)
+        roofline._ways(source, target)[number]()
+        assert target.equal(source)

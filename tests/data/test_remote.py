@@ -145,7 +145,7 @@ def test_nothing_there(tmp_path):
 
 
 def test_a_protocol_that_nobody_knows():
-    with pytest.raises(UsageError, match=r"gopher://x/y: expected a path, or a URL that fsspec knows, such as s3://"):
+    with pytest.raises(UsageError, match=r"gopher://x/y: expected a path, or a URL such as s3://"):
         local_copy("gopher://x/y")
 
 

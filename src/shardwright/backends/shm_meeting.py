@@ -39,15 +39,20 @@ _said: set[str] = set()  # what this process has logged
 class _NoMemory(Exception):
     """What keeps the members of a group from sharing memory; all of them come to know it."""
 
-    def say(self) -> None:
-        sys.stderr.write(f"shardwright: backend='shm' cannot share memory, gloo takes its place: {self}\n")
+    def say(self, ranks: Sequence[int] | None) -> None:
+        """Tell a person of it; ``ranks`` are those of a group of a world that goes on as it is."""
+        text = f"backend='shm' cannot share memory, gloo takes its place: {self}"
+        if ranks is not None:
+            who = f"the group of the ranks {_listed(ranks)}"
+            text = f"{who} shares no memory, gloo takes the place of shm there, and in no other group: {self}"
+        sys.stderr.write(f"shardwright: {text}\n")
 
 
 class _NotHere(_NoMemory):
     """The members of a group are where gloo is to take the place."""
 
-    def say(self) -> None:
-        _log_once(logging.INFO, str(self))
+    def say(self, ranks: Sequence[int] | None) -> None:
+        _log_once(logging.INFO, str(self) if ranks is None else f"of the group of the ranks {_listed(ranks)}: {self}")
 
 
 def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
@@ -59,13 +64,17 @@ def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
         members = _members(meeting, cards, grid)
     except _NoMemory as problem:
         if meeting.rank == 0 and not (_of_a_world() and backends_of() == GLOO.name):
-            problem.say()
+            problem.say(meeting.names if _of_a_world() else None)
         return _gloo(meeting)
     if meeting.rank == 0 and not _of_a_world():
         _say(members, len(grid.rows))
     if len(grid.rows) > 1:
         return HostsGroup(members, grid, meeting.rank, meeting.names, meeting.store, meeting.timeout)
     return ShmGroup(members, _gloo(meeting), meeting.timeout)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
 
 
 def _of_a_world() -> bool:
@@ -140,7 +149,7 @@ class _Meeting:
             found: dict[str, Any] = json.loads(self.store.get(key))
         except (DistError, RuntimeError) as error:
             raise WorldError(
-                f"rank {name} did not come to make the group of the ranks {', '.join(map(str, self.names))} within "
+                f"rank {name} did not come to make the group of the ranks {_listed(self.names)} within "
                 f"{patience.total_seconds():g} s; see its log"
             ) from error
         return found

@@ -18,13 +18,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import fsspec
-
-from shardwright.errors import DataError, UsageError
+from shardwright.checkpoint.storage.folders import file_system
+from shardwright.errors import DataError
 from shardwright.waiting import waiting_for
 
-# protocol -> the package that speaks it; fsspec has the others on board
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
 _STAMPS = ("etag", "ETag", "md5Hash", "checksum", "mtime", "LastModified", "last_modified", "updated", "created")
 
 Listing = dict[str, tuple[int, str]]  # path below the URL ("" for a file) -> size and stamp
@@ -45,7 +42,7 @@ def local_copy(url: str | os.PathLike[str], cache: Path | None = None) -> Path:
     if "://" not in os.fspath(url):
         return Path(url)
     url = os.fspath(url)
-    files, source = _file_system(url)
+    files, source = file_system(url)
     try:
         listing = _listing(files, source)
     except Exception as error:  # each protocol has exceptions of its own
@@ -60,21 +57,6 @@ def local_copy(url: str | os.PathLike[str], cache: Path | None = None) -> Path:
             if not home.exists():
                 _copy(files, source, url, listing, copy)
     return copy
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    protocol = url.split("://")[0]
-    try:
-        files, source = fsspec.core.url_to_fs(url)
-    except ImportError as error:
-        package = PACKAGES.get(protocol, "")
-        remedy = f"type: pip install {package}" if package else str(error)
-        raise UsageError(f"{url}: reading {protocol}:// needs a package that is not installed; {remedy}") from error
-    except ValueError as error:
-        raise UsageError(
-            f"{url}: expected a path, or a URL that fsspec knows, such as s3://, gs:// or file://; got {error}"
-        ) from error
-    return files, source
 
 
 def _listing(files: Any, source: str) -> Listing:

@@ -15,7 +15,17 @@ from shardwright.checkpoint.format.manifest import between
 from shardwright.errors import CheckpointError, UsageError
 
 # protocol -> the package that speaks it; fsspec has the others on board
-_PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "abfs": "adlfs", "az": "adlfs"}
+# Stores that speak the protocol of S3, at endpoints of their own, and which fsspec does not know by their names.
+_SPEAK_S3 = {
+    "obs": "https://obs.REGION.myhuaweicloud.com",
+    "cos": "https://cos.REGION.myqcloud.com",
+    "tos": "https://tos-s3-REGION.volces.com",
+    "bos": "https://s3.REGION.bcebos.com",
+    "minio": "http://HOST:9000",
+    "r2": "https://ACCOUNT.r2.cloudflarestorage.com",
+    "b2": "https://s3.REGION.backblazeb2.com",
+}
 
 
 class Folder(Protocol):
@@ -180,14 +190,24 @@ def open_folder(where: str | os.PathLike[str]) -> Folder:
 
 
 def file_system(url: str) -> tuple[Any, str]:
-    """The file system of a URL, and the path in it."""
-    protocol = url.split("://")[0]
+    """Return the file system of a URL, and the path in it.
+
+    Raises:
+        UsageError: for a protocol that is unknown, with what to type in its place, or whose package is not installed.
+    """
+    protocol, _, path = url.partition("://")
     try:
         files, root = fsspec.core.url_to_fs(url)
     except ImportError as error:
-        remedy = f"type: pip install {_PACKAGES[protocol]}" if protocol in _PACKAGES else str(error)
+        remedy = f"type: pip install {PACKAGES[protocol]}" if protocol in PACKAGES else str(error)
         raise UsageError(f"{url}: {protocol}:// needs a package that is not installed; {remedy}") from error
     except ValueError as error:
+        if (endpoint := _SPEAK_S3.get(protocol)) is not None:
+            raise UsageError(
+                f"{url}: {protocol.upper()} speaks the protocol of S3: type s3://{path} with "
+                f"FSSPEC_S3_ENDPOINT_URL={endpoint} in the environment, and the key in AWS_ACCESS_KEY_ID and "
+                "AWS_SECRET_ACCESS_KEY (pip install s3fs)"
+            ) from error
         raise UsageError(f"{url}: expected a path, or a URL such as s3://, gs:// or file://; got {error}") from error
     return files, root
 

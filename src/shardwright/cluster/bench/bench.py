@@ -24,6 +24,7 @@ from shardwright.cluster.bench.output import (
     BenchRow,
     Half,
     RankDevice,
+    Roofline,
     ShownFlags,
     Test,
     closing,
@@ -31,7 +32,7 @@ from shardwright.cluster.bench.output import (
     row_line,
     to_json,
 )
-from shardwright.cluster.bench.roofline import copy_rate, fastest_link, processor, roofline
+from shardwright.cluster.bench.roofline import between, copy_s, fastest_link, processor, within
 from shardwright.cluster.bench.stopwatch import synchronize, took_s
 from shardwright.world.agreement import agree, from_all_ranks
 from shardwright.world.world import World
@@ -107,16 +108,25 @@ class _Bench:
             options.warmup, options.iters, options.check,
         )  # fmt: skip
         self.devices = from_all_ranks(_this_device(world))
-        copied = copy_rate(world.device, dist.barrier)
         links = from_all_ranks(fastest_link(world.backend))
-        self.roofline = roofline(len(set(world.hosts)), from_all_ranks(copied), links)
+        self.between = between(links) if len(set(world.hosts)) > 1 else None
 
     def test(self, operation: Operation, say: Callable[[str], None]) -> Test:
-        rows = []
+        rows, bounds = [], []
         for size in self.options.sizes():
             rows.append(self._row(operation, size))
+            bounds.append(self.between or self._copied(rows[-1].size))
             say(row_line(rows[-1]))
-        return Test(operation.program, tuple(rows), self.roofline)
+        best = max(range(len(rows)), key=lambda row: rows[row].best_busbw)
+        return Test(operation.program, tuple(rows), bounds[best])
+
+    def _copied(self, size: int) -> Roofline:
+        """Return the bound on the row of this size, measured beside it."""
+        if size == 0:
+            return Roofline(None, "nothing was moved")
+        options, device = self.options, self.world.device
+        mine_s = copy_s(size, device, options.warmup, options.iters, dist.barrier)
+        return within(size, from_all_ranks(mine_s))
 
     def _row(self, operation: Operation, size_bytes: int) -> BenchRow:
         options, world = self.options, self.world

@@ -36,6 +36,10 @@ class BenchRow:
     def halves(self) -> tuple[Half, Half]:
         return self.out_of_place, self.in_place
 
+    @property
+    def best_busbw(self) -> float:
+        return max(half.busbw for half in self.halves)
+
 
 @dataclass(frozen=True)
 class RankDevice:
@@ -51,7 +55,7 @@ class RankDevice:
 
 @dataclass(frozen=True)
 class Roofline:
-    """The bus bandwidth in GB/s that nothing here can exceed, and why; ``limit`` is None where nobody knows one."""
+    """The bus bandwidth in GB/s that the best row can have, and why; ``limit`` is None where nobody knows one."""
 
     limit: float | None
     reason: str
@@ -91,7 +95,7 @@ class Test:
 
     @property
     def best_busbw(self) -> float:
-        return max((half.busbw for row in self.rows for half in row.halves), default=0.0)
+        return max((row.best_busbw for row in self.rows), default=0.0)
 
 
 def number(value: float, width: int) -> str:

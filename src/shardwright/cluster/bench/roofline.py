@@ -3,31 +3,51 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from shardwright.backends.table import backends_by_device
 from shardwright.cluster.bench.output import Roofline
-from shardwright.cluster.bench.stopwatch import beyond_caches, cache_bytes, refill, synchronize, took_s
-
-_COPY_BYTES = 64 * 2**20
-_COPIES = 5
+from shardwright.cluster.bench.stopwatch import synchronize, took_s
 
 
-def copy_rate(device: torch.device, barrier: Callable[[], None]) -> float:
-    """Bytes copied per second within this rank's memory, the best of a few, while all ranks copy."""
-    copied_bytes = beyond_caches(_COPY_BYTES, cache_bytes(device))
-    source = torch.zeros(copied_bytes // 4, device=device)
-    refill(source)
+def copy_s(size_bytes: int, device: torch.device, warmup: int, iters: int, barrier: Callable[[], None]) -> float:
+    """Return the seconds in which this rank copies so many bytes, timed as a row of collectives is.
+
+    That is the mean of a loop of calls behind a barrier, after others, on buffers of that size, so that caches help as
+    they help the row; while all ranks do so. Of the ways to copy the fastest counts.
+    """
+    source = torch.zeros(size_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    best_s = float("inf")
-    for _ in range(1 + _COPIES):
-        synchronize(device)
-        barrier()
-        best_s = min(best_s, took_s(lambda: target.copy_(source), device))
-    return copied_bytes / best_s
+    return min(_loop_s(way, device, warmup, iters, barrier) for way in _ways(source, target))
+
+
+def _ways(source: Tensor, target: Tensor) -> list[Callable[[], object]]:
+    """Return what copies: torch's kernel, and in the memory of CPUs the C library, which may pass caches by."""
+    ways: list[Callable[[], object]] = [lambda: target.copy_(source)]
+    if source.device.type == "cpu":
+        ways.append(partial(np.copyto, target.numpy(), source.numpy()))
+    return ways
+
+
+def _loop_s(
+    way: Callable[[], object], device: torch.device, warmup: int, iters: int, barrier: Callable[[], None]
+) -> float:
+    for _ in range(warmup):
+        way()
+    synchronize(device)
+    barrier()
+
+    def loop() -> None:
+        for _ in range(iters):
+            way()
+
+    return took_s(loop, device) / iters
 
 
 def fastest_link(backend: str, system: Path = Path("/sys")) -> tuple[str, float] | None:
@@ -67,13 +87,17 @@ def _infiniband(system: Path) -> list[tuple[str, float]]:
     return links
 
 
-def roofline(hosts: int, copy_rates: list[float], links: list[tuple[str, float] | None]) -> Roofline:
-    """The bound on bus bandwidth, from what each rank copies per second and each rank's fastest link.
+def within(size_bytes: int, copies_s: Sequence[float]) -> Roofline:
+    """Return the bound inside a host on a row of this size, from what each rank's copy of as many bytes took.
 
-    Inside a host every byte is copied at least once; around a ring over several hosts every byte passes one link.
+    Every byte is copied at least once. As for the row, the mean over ranks counts.
     """
-    if hosts == 1:
-        return Roofline(min(copy_rates) / 1e9, "memory copy inside the host, all ranks at once")
+    mean_s = sum(copies_s) / len(copies_s)
+    return Roofline(size_bytes / mean_s / 1e9, f"copies of {size_bytes} B inside the host, by all ranks at once")
+
+
+def between(links: Sequence[tuple[str, float] | None]) -> Roofline:
+    """Return the bound between hosts, from each rank's fastest link: around a ring every byte passes one."""
     known = [link for link in links if link is not None]
     if len(known) < len(links):
         return Roofline(None, "no bound between hosts is known, since some host's links do not tell their rate")
