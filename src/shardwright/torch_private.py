@@ -433,6 +433,19 @@ def tree_flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
     return [(".".join(_step(key) for key in path), leaf) for path, leaf in leaves], spec
 
 
+def structure_of(spec: Any) -> tuple[Any, ...]:
+    """Return what stands in the spec of a tree: the type of a node, its context, such as the keys of a dict, and the
+    nodes in it. Torch 2.11 has another name for the last of these."""
+    children = spec.children() if hasattr(spec, "children") else spec.children_specs
+    return spec.type, spec.context, tuple(map(structure_of, children))
+
+
+def keys_in(tree: Any) -> Iterator[Any]:
+    """The keys of mappings on the ways to the leaves of a tree."""
+    for path, _ in pytree.tree_flatten_with_path(_plain_tuples(tree))[0]:
+        yield from (key.key for key in path if isinstance(key, pytree.MappingKey))
+
+
 def _step(key: Any) -> str:
     for attribute in ("idx", "key", "name"):
         if hasattr(key, attribute):

@@ -23,8 +23,10 @@ from shardwright.errors import CaptureError
 from shardwright.graph.capture import StepKind
 from shardwright.graph.ir import Capture
 from shardwright.graph.step import OpenStep, captured_step
+from shardwright.graph.tracing.outside.values import exactly
 from shardwright.graph.tracing.trace import LossFunction, capture_device
 from shardwright.run.graphs.dynamic import Dynamic, Shapes, changed_dims, changes, labels_and_shapes, open_dims, written
+from shardwright.run.graphs.equal import same_bits
 from shardwright.run.graphs.remembered import Remembered
 
 MOST_OPEN = 3  # open captures of one kind of step, each for the sizes by which everything is decided alike
@@ -85,14 +87,22 @@ class Captures:
         return self.predict_fn if kind == "predict" and self.predict_fn is not None else self.loss_fn
 
     def key(self, kind: StepKind, batch: Any) -> str:
-        """What the graph of a step depends on beside the model and the sizes of the batch."""
+        """Return what the graph of a step depends on beside the model and the sizes of the batch.
+
+        Cached by it are graphs and programs: it names the kind of step, the structure of the batch with every key and
+        each leaf that is no tensor, exactly (`exactly`), of tensors dtype and number of dims, and of torch's state what
+        a trace asks: autocast, the default dtype, and which parameters have gradients. What a step reads of Python is
+        compared beside it (`Remembered`), sizes too (`Step.of`), and modules or parameters that were replaced are
+        refused (`Structure`).
+        """
         leaves, spec = torch_private.tree_flatten(batch)
         tensors = [(str(leaf.dtype), leaf.ndim) for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
-        others = [repr(leaf) for _, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        others = [exactly(leaf) for _, leaf in leaves if not isinstance(leaf, torch.Tensor)]
+        structure = exactly(torch_private.structure_of(spec))
         device = capture_device(self.module, self.device).type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         trained = "".join("1" if p.requires_grad else "0" for p in self.module.parameters())
-        return json.dumps([kind, tensors, others, str(spec), autocast, trained])
+        return json.dumps([kind, tensors, others, structure, autocast, str(torch.get_default_dtype()), trained])
 
     def of(self, kind: StepKind, batch: Any) -> Capture:
         """The graph of a step on a whole batch, whose tensors need no numbers.
@@ -166,7 +176,7 @@ class Captures:
 def _same(a: Capture, b: Capture) -> bool:
     """Whether two captures are one in everything, also in what they hold of Python."""
     same_values = a.constants.keys() == b.constants.keys() and all(
-        torch.equal(tensor, b.constants[name]) for name, tensor in a.constants.items()
+        same_bits(tensor, b.constants[name]) for name, tensor in a.constants.items()
     )
     rest = (a.digest, a.aux_spec, a.tied, a.outside) == (b.digest, b.aux_spec, b.tied, b.outside)
     return rest and same_values

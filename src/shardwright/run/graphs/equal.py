@@ -25,7 +25,7 @@ def same_step(one: Capture, other: Capture) -> bool:
         and [_where(node) for node in one.nodes] == [_where(node) for node in other.nodes]
         and one.constants.keys() == other.constants.keys()
         and all(
-            _same_bits(one.constants[name], other.constants[name]) for name in one.constants if name not in one.outside
+            same_bits(one.constants[name], other.constants[name]) for name in one.constants if name not in one.outside
         )
         and _same_beside(one.aux_spec, other.aux_spec)
     )
@@ -35,7 +35,8 @@ def _where(node: Node) -> tuple[Any, ...]:
     return node.name, node.scope, node.source, node.pin
 
 
-def _same_bits(one: Tensor, other: Tensor) -> bool:
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    """Return whether two plain tensors have the same form and the same bits: 0 and -0 have not, NaN and NaN have."""
     form, other_form = ((type(t), t.dtype, t.shape, t.stride(), t.device) for t in (one, other))
     if form != other_form or type(one) is not Tensor or one.layout != torch.strided or one.is_meta:
         return False

@@ -16,6 +16,7 @@ from shardwright.run.graphs.captures import Captures
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 _MOST = 1024  # batches that are remembered
+_KEYS = frozenset({str, int})  # of mappings: no two that are equal differ
 
 
 class Look(NamedTuple):
@@ -57,6 +58,8 @@ def _of_entries(part: Any, tensors: list[Tensor]) -> Hashable:
 
 
 def _of_mapping(part: Mapping[Hashable, Any], tensors: list[Tensor]) -> Hashable:
+    if not _KEYS.issuperset(map(type, part)):  # of which some are equal and yet not the same
+        raise _UnusualError
     return dict, *((name, _form(entry, tensors)) for name, entry in part.items())
 
 
@@ -73,11 +76,15 @@ _FORMS: Mapping[type, Callable[[Any, list[Tensor]], Hashable]] = {
 
 
 class Keys:
-    """`Captures.key` of the steps of a model, whose parameters are the ones that it keeps."""
+    """`Captures.key` of the steps of a model, whose parameters are the ones that it keeps.
+
+    Cached by all that the key itself is made of: the kind of step, what tells apart the dtypes, shapes, structure and
+    other values of a batch (a `Look`), autocast, the default dtype, and which parameters have gradients.
+    """
 
     def __init__(self, captures: Captures) -> None:
         self._captures = captures
-        self._device = capture_device(captures.module).type
+        self._device = capture_device(captures.module, captures.device).type
         self._parameters = list(captures.module.parameters())
         self._known: dict[Hashable, str] = {}
 
@@ -86,7 +93,8 @@ class Keys:
         if look is None:
             return self._captures.key(kind, batch)
         autocast = torch.is_autocast_enabled(self._device) and torch.get_autocast_dtype(self._device)
-        seen = kind, look.form, autocast, tuple(map(_REQUIRES_GRAD, self._parameters))
+        trained = tuple(map(_REQUIRES_GRAD, self._parameters))
+        seen = kind, look.form, autocast, torch.get_default_dtype(), trained
         key = self._known.get(seen)
         if key is None:
             if len(self._known) >= _MOST:

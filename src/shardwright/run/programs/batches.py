@@ -15,8 +15,8 @@ from torch import Tensor
 from shardwright.data.loading.same_data import checksum
 from shardwright.errors import UsageError
 from shardwright.graph.tracing.open_sizes import in_batch
-from shardwright.graph.tracing.outside.values import PLAIN
-from shardwright.torch_private import tree_flatten
+from shardwright.graph.tracing.outside.values import NOT_PLAIN, PLAIN, plain
+from shardwright.torch_private import keys_in, tree_flatten
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group
 from shardwright.world.lockstep import Lockstep
@@ -30,17 +30,23 @@ def tensors_of(batch: Any) -> list[Tensor]:
         UsageError: where the batch holds something else that a program would keep as it is, or tensors without values.
     """
     leaves, _ = tree_flatten(batch)
-    if problem := _problem(leaves, sample=False):
+    if problem := _problem(batch, leaves, sample=False):
         raise UsageError(problem)
     return [leaf for _, leaf in leaves if isinstance(leaf, Tensor)]
 
 
 def problem_with_sample(batch: Any) -> str | None:
     """What is wrong with a sample batch, None where nothing is. Its tensors may be without values."""
-    return _problem(tree_flatten(batch)[0], sample=True)
+    return _problem(batch, tree_flatten(batch)[0], sample=True)
 
 
-def _problem(leaves: list[tuple[str, Any]], *, sample: bool) -> str | None:
+def _problem(batch: Any, leaves: list[tuple[str, Any]], *, sample: bool) -> str | None:
+    for key in keys_in(batch):
+        if plain(key) is NOT_PLAIN:
+            return (
+                f"the batch has a dict with a {type(key).__name__} as a key, {key!r}, which cannot be looked into; use "
+                "words, numbers, or tuples of these as keys"
+            )
     for path, leaf in leaves:
         if isinstance(leaf, Tensor):
             if leaf.is_meta and not sample:

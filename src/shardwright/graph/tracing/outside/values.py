@@ -29,6 +29,11 @@ MISSING = _Mark("nothing")
 """What stands at a place that is not there (any more)."""
 NOT_PLAIN = _Mark("an object")
 PLAIN = (bool, int, float, complex, str, bytes, type(None), np.generic, torch.dtype, torch.device, Enum)
+_NUMBERS = (
+    float,
+    complex,
+    np.generic,
+)  # of which Python takes some for equal that are not the same, and some for unlike
 _COMPARED = (FunctionType, BuiltinFunctionType, MethodDescriptorType, type)
 FUNCTIONS = (*_COMPARED, MethodType)
 _SMALL_BYTES = 4096  # of an array that is compared before each step
@@ -97,8 +102,38 @@ def in_words(value: Any) -> str:
 
 @never_raising(False)
 def same(a: Any, b: Any) -> bool:
-    """Equal and of one type: a whole number and a float make different graphs."""
-    return a is b or (type(a) is type(b) and bool(a == b))
+    """Return whether two values of `comparable` make the same graph: 1, 1.0 and True do not, nor do 0.0 and -0.0, also
+    within collections, which Python takes for equal."""
+    if a is b:
+        return True
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, tuple):
+        return len(a) == len(b) and all(map(same, a, b))
+    return exactly(a) == exactly(b) if isinstance(a, _NUMBERS) else bool(a == b)
+
+
+def exactly(value: Any) -> str:
+    """Return a text that no other plain value has, nor any other tuple, list or dict of plain values: the same in every
+    process.
+
+    ``repr`` would not do: classes of the user's leave out in theirs what tells values apart.
+    """
+    kind = type(value)
+    if isinstance(value, Enum):
+        text = f"{value.name} {exactly(value.value) if isinstance(value.value, PLAIN) else ''}"
+    elif isinstance(value, np.generic):
+        text = f"{value.dtype.str} {value.tobytes().hex()}"
+    elif isinstance(value, (tuple, list)):
+        text = f"({', '.join(map(exactly, value))})"
+    elif isinstance(value, dict):
+        text = exactly([*value.items()])
+    elif isinstance(value, FUNCTIONS):
+        text = in_words(value)
+    else:
+        written_by: Any = next((of for of in (bool, int, float, complex, str, bytes) if isinstance(value, of)), kind)
+        text = written_by.__repr__(value)
+    return f"{kind.__module__}.{kind.__qualname__} {text}"
 
 
 def long_and_plain(value: Any) -> bool:
