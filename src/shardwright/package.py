@@ -71,4 +71,4 @@ def changed_since_import() -> bool:
 
     It goes by the times that files were last changed by, which, unlike those of their content, no copying sets back.
     """
-    return any(path.stat().st_ctime >= IMPORTED_AT for path in FOLDER.rglob("*.py"))
+    return max((path.stat().st_ctime for path in FOLDER.rglob("*.py")), default=0.0) >= IMPORTED_AT

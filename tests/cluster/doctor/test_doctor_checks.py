@@ -1,22 +1,26 @@
 """Each check on a recorded host as it was, with something wrong, and with something that cannot be read."""
 
+import os
 import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
 import pytest
 from recorded_hosts import GPUS, LINKS, altered, recorded
 
-from shardwright.cluster.doctor import probe
+from shardwright.cluster.doctor import probe, wanted
 from shardwright.cluster.doctor.checks import CHECKS
 from shardwright.cluster.doctor.checks.gpus import DRIVER_CUDA, newest_cuda
 from shardwright.cluster.doctor.finding import Severity, examine
 from shardwright.cluster.doctor.reading import Ran
+from shardwright.launch.asked.mpirun import find_mpirun
 
 IB, NET, CPU = "/sys/class/infiniband/mlx5_0/ports/1", "/sys/class/net", "/sys/devices/system/cpu/cpu0/cpufreq"
 OK, NOTE, UNKNOWN, WARNING, PROBLEM = Severity
 GIB = 1 << 30
 FAILED = Ran(1, "", "Failed to initialize NVML: Driver/library version mismatch\n")
+CAPABILITY = " ".join(wanted.NVIDIA_CAPABILITY)
 DRIVER = "/sys/bus/pci/devices/0000:07:00.0"
 
 NO_GPUS = {  # as in a container that has the programs of the driver, but not the devices
@@ -36,6 +40,14 @@ DOCKER = {f"{NET}/docker0/operstate": "up", f"{NET}/docker0/mtu": "1500", f"{NET
 
 def row(errors="0", driver="535.129.03", mode="Enabled"):
     return {GPUS: f"0, NVIDIA A100-SXM4-80GB, {driver}, {mode}, {errors}\n"}
+
+
+def capable(*capabilities, built=None, driver="535.129.03"):
+    """GPUs of these compute capabilities, and what torch was built for."""
+    rows = [f"{index}, NVIDIA A100-SXM4-80GB, {driver}, Enabled, 0\n" for index in range(len(capabilities))]
+    said = [f"{index}, {capability}\n" for index, capability in enumerate(capabilities)]
+    facts = {} if built is None else {"torch_architectures": built}
+    return {"commands": {GPUS: "".join(rows), CAPABILITY: "".join(said)}, "facts": facts}
 
 
 def packages(**versions):
@@ -71,13 +83,32 @@ CASES = [
     ("GPUs/persistence", OK, "", "", NO_GPUS),
     ("GPUs/driver", UNKNOWN, "nvidia-smi says 'No devices'", "", {"commands": {GPUS: "No devices\n"}}),
     ("GPUs/CUDA", OK, "has CUDA 12.2, torch was built for 12.6", "", {}),
-    ("GPUs/CUDA", PROBLEM, "driver 470.57.02 has CUDA 11.4, torch was built for 12.6, which needs driver 525.60.13",
+    ("GPUs/CUDA", PROBLEM, "driver 470.57.02 has CUDA 11.4, and runs no torch that shardwright takes: 2.11 and newer "
+     "are built for CUDA 12.6 at least, which needs driver 525.60.13 or newer",
      "nvidia-headless-570-server", {"commands": row(driver="470.57.02")}),
-    ("GPUs/CUDA", PROBLEM, "driver 470.57.02 has CUDA 11.4",
-     "# or: /opt/train/bin/python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu118",
-     {"commands": row(driver="470.57.02")}),
-    ("GPUs/CUDA", OK, "driver 470.57.02 has CUDA 11.4, torch was built for 11.8", "",
+    ("GPUs/CUDA", PROBLEM, "driver 470.57.02 has CUDA 11.4, and runs no torch", "nvidia-headless-570-server",
      {"commands": row(driver="470.57.02"), "facts": {"torch_cuda": "11.8"}}),
+    ("GPUs/CUDA", PROBLEM, "driver 470.57.02 has CUDA 11.4, and runs no torch", "nvidia-headless-570-server",
+     {"commands": row(driver="470.57.02"), "facts": {"torch_cuda": None}}),
+    ("GPUs/CUDA", PROBLEM, "driver 535.129.03 has CUDA 12.2, torch was built for 13.0, which needs driver 580.65.06",
+     "# or: /opt/train/bin/python -m pip install --force-reinstall torch --index-url https://download.pytorch.org/whl/cu126",
+     {"facts": {"torch_cuda": "13.0"}}),
+    ("GPUs/architecture", OK, "compute capability 8.0, as torch has", "", {}),
+    ("GPUs/architecture", OK, "compute capability 7.0, 8.6", "", capable("7.0", "8.6")),
+    ("GPUs/architecture", OK, "compute capability 12.0", "", capable("12.0", built=["sm_90", "compute_90"])),
+    ("GPUs/architecture", OK, "", "", {"commands": row(driver="470.57.02")}),
+    ("GPUs/architecture", PROBLEM, "GPU 0, 1 (NVIDIA A100-SXM4-80GB) has compute capability 7.0, and this torch has "
+     "kernels for sm_75, sm_80, sm_90a alone: none would run", "whl/cu126",
+     capable("7.0", "7.0", built=["sm_75", "sm_80", "sm_90a"], driver="580.65.06")),
+    ("GPUs/architecture", PROBLEM, "GPU 1 (NVIDIA A100-SXM4-80GB) has compute capability 12.0", "whl/cu130",
+     capable("9.0", "12.0", driver="580.65.06")),
+    ("GPUs/architecture", PROBLEM, "GPU 0 (NVIDIA A100-SXM4-80GB) has compute capability 12.0",
+     "nvidia-headless-580-server", capable("12.0")),
+    ("GPUs/architecture", PROBLEM, "3.7, and this torch has kernels for sm_50, sm_60, sm_70, sm_75, sm_80, sm_86, "
+     "sm_90 alone: none would run; no torch from 2.11 on has any", "CUDA_VISIBLE_DEVICES=", capable("3.7")),
+    ("GPUs/architecture", UNKNOWN, "torch did not say", "", {"facts": {"torch_architectures": None}}),
+    ("GPUs/architecture", UNKNOWN, "expected a GPU as sm_90", "", {"facts": {"torch_architectures": ["gfx90a"]}}),
+    ("GPUs/architecture", UNKNOWN, "expected index, compute capability", "", {"commands": {CAPABILITY: "0 [N/A]\n"}}),
     ("GPUs/CUDA", PROBLEM, "built without CUDA, but there are 4 GPUs", "whl/cu126", {"facts": {"torch_cuda": None}}),
     ("GPUs/CUDA", UNKNOWN, "'new' is no version", "", {"commands": row(driver="new")}),
     ("GPUs/NCCL", OK, "2.27.5, loads", "", {}),
@@ -281,6 +312,34 @@ def test_what_is_to_be_typed_can_be_pasted(tmp_path: Path):
 
 
 VERSIONS = {"nvidia-nccl-cu11": "2.21.5", "nvidia-nccl-cu12": "2.27.5", "nvidia-nccl-cu13": "2.28"}
+
+
+def test_a_program_beside_the_interpreter_is_found_first(tmp_path, monkeypatch):
+    """As `shardwright launch --via mpirun` finds it, whether the environment is active or not."""
+    for folder, version in (("venv", "5.0.8"), ("path", "4.1.2")):
+        (tmp_path / folder).mkdir()
+        program = tmp_path / folder / "mpirun"
+        program.write_text(f"#!/bin/sh\necho mpirun \\(Open MPI\\) {version} $1\n")
+        program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    monkeypatch.setenv("PATH", f"{tmp_path / 'path'}:{os.environ['PATH']}")
+    assert probe._run(wanted.MPIRUN)["out"] == "mpirun (Open MPI) 5.0.8 --version\n"
+    assert find_mpirun(os.environ) == str(tmp_path / "venv" / "mpirun")
+    (tmp_path / "venv" / "mpirun").unlink()
+    assert probe._run(wanted.MPIRUN)["out"] == "mpirun (Open MPI) 4.1.2 --version\n"
+    assert probe._run(("no-such-program",)) is None
+
+
+def test_torch_is_asked_for_its_architectures_where_there_are_gpus(tmp_path, monkeypatch):
+    monkeypatch.setattr(probe, "_torch_cuda", lambda: "13.0")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert probe._architectures() is None  # no nvidia-smi, and torch is not imported in vain
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setattr(probe, "_ARCHITECTURES", "print('sm_80', 'sm_90')")
+    assert probe._architectures() == ["sm_80", "sm_90"]
+    monkeypatch.setattr(probe, "_ARCHITECTURES", "raise SystemExit(1)")
+    assert probe._architectures() is None
 
 
 def test_of_two_nccls_that_of_torchs_cuda_is_loaded_and_shown(monkeypatch):

@@ -39,8 +39,9 @@ def test_the_table_has_the_worst_first_and_fits_80_columns():
         "dgx: 1 problem, 1 warning, 1 note, 28 ok\n"
         "\n"
         "GPUs\n"
-        "  PROBLEM  CUDA           driver 470.57.02 has CUDA 11.4, torch was built for\n"
-        "                          12.6, which needs driver 525.60.13 or newer\n"
+        "  PROBLEM  CUDA           driver 470.57.02 has CUDA 11.4, and runs no torch that\n"
+        "                          shardwright takes: 2.11 and newer are built for CUDA\n"
+        "                          12.6 at least, which needs driver 525.60.13 or newer\n"
         "           sudo apt-get update\n"
         "           sudo apt-get install -y nvidia-headless-570-server nvidia-utils-570-server\n"
     ), table
@@ -56,7 +57,8 @@ def test_json_and_the_script_say_the_same():
     assert (said["worst"], said["findings"][0]["check"], said["findings"][0]["hosts"]) == ("problem", "CUDA", ["b"])
     script = fix_script(found, hosts.readings)
     assert "\n'b; reboot')\n  # problem: CUDA: driver 470.57.02 has" in script
-    assert "\n  apt-get install -y nvidia-headless-570-server nvidia-utils-570-server\n  # or: " in script
+    assert "\n  apt-get install -y nvidia-headless-570-server nvidia-utils-570-server\n" in script
+    assert "whl/cu" not in script  # of no torch, since none that is taken runs on that driver
     assert "\na)\n" in script
     assert script.endswith("\nesac\n")
 

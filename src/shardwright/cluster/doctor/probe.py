@@ -36,6 +36,7 @@ from shardwright.cluster.programs.logins import login_try
 from shardwright.hosts import interfaces
 
 COMMAND_S = 4.0
+_TORCH_S = 10.0  # importing it takes seconds
 REACH_S = 3.0
 BULK_BYTES = 1 << 18
 """So much comes after the word of a host that is reached: packets of full size, which a small MTU on the way loses."""
@@ -46,6 +47,10 @@ version = ctypes.c_int()
 ctypes.CDLL(sys.argv[1]).ncclGetVersion(ctypes.byref(version))
 print(version.value)
 """
+_ARCHITECTURES = """
+import torch
+print(*torch.cuda.get_arch_list())
+"""
 
 
 def look() -> dict[str, Any]:
@@ -53,8 +58,10 @@ def look() -> dict[str, Any]:
     with ThreadPoolExecutor(16) as pool:
         commands = {" ".join(words): pool.submit(_run, words) for words in wanted.COMMANDS}
         nccl, named = pool.submit(_nccl), pool.submit(_resolve, socket.gethostname())
+        architectures = pool.submit(_architectures)
         files, unreadable = _files()
         facts = {**_interpreter(), **_machine(), "nccl": nccl.result(), "own_name": named.result()}
+        facts["torch_architectures"] = architectures.result()
         ran = {name: answer for name, future in commands.items() if (answer := future.result()) is not None}
     return {"files": files, "unreadable": unreadable, "commands": ran, "facts": facts}
 
@@ -72,12 +79,19 @@ def _files() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _run(words: Sequence[str], timeout_s: float = COMMAND_S) -> dict[str, Any] | None:
-    """What a program says, or None where there is none of that name. Its code is None where it did not end in time."""
-    if shutil.which(words[0]) is None:
+    """Return what a program says, or None where there is none of that name beside this interpreter or on the PATH.
+
+    `shardwright launch` looks for mpirun in the same places. The code is None where the program did not end in time.
+    """
+    beside, path = str(Path(sys.executable).parent), os.environ.get("PATH")
+    program = shutil.which(words[0], path=beside) or shutil.which(words[0], path=path)
+    if program is None:
         return None
     pipe = subprocess.PIPE
     try:
-        process = subprocess.Popen(words, stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True)
+        process = subprocess.Popen(
+            [program, *words[1:]], stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, start_new_session=True
+        )
     except OSError as error:
         return {"code": None, "out": "", "err": error.strerror or str(error)}
     try:
@@ -202,6 +216,17 @@ def _nccl() -> dict[str, Any] | None:
             answer = _run((sys.executable, "-c", _NCCL, path)) or {"code": None, "out": "", "err": ""}
             return {"package": name, "version": found.version, "loads": answer["code"] == 0, "said": answer["err"]}
     return None
+
+
+def _architectures() -> list[str] | None:
+    """Return the GPUs for which torch has kernels, as ``sm_90``; None without GPUs, and where it does not say in time.
+
+    They are asked of torch in a process of its own.
+    """
+    if _torch_cuda() is None or shutil.which("nvidia-smi") is None:
+        return None
+    answer = _run((sys.executable, "-c", _ARCHITECTURES), _TORCH_S)
+    return answer["out"].split() if answer is not None and answer["code"] == 0 else None
 
 
 def _resolve(name: str) -> list[str] | None:

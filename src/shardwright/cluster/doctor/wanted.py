@@ -32,6 +32,7 @@ NVIDIA_QUERY = (
     "--query-gpu=index,name,driver_version,persistence_mode,ecc.errors.uncorrected.volatile.total",
     "--format=csv,noheader",
 )
+NVIDIA_CAPABILITY = ("nvidia-smi", "--query-gpu=index,compute_cap", "--format=csv,noheader")
 NVIDIA_TOPOLOGY = ("nvidia-smi", "topo", "-m")
 NVCC = ("nvcc", "--version")
 MPIRUN = ("mpirun", "--version")
@@ -39,7 +40,7 @@ IBSTAT = ("ibstat",)
 IBDEV2NETDEV = ("ibdev2netdev",)
 NPU = ("npu-smi", "info")
 CLOCK = ("timedatectl", "show", "-p", "NTPSynchronized", "--value")
-COMMANDS = (NVIDIA_QUERY, NVIDIA_TOPOLOGY, NVCC, MPIRUN, IBSTAT, IBDEV2NETDEV, NPU, CLOCK)
+COMMANDS = (NVIDIA_QUERY, NVIDIA_CAPABILITY, NVIDIA_TOPOLOGY, NVCC, MPIRUN, IBSTAT, IBDEV2NETDEV, NPU, CLOCK)
 
 VARIABLES = ("LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "OMP_NUM_THREADS")
 PREFIXES = ("NCCL_", "GLOO_", "TORCH_NCCL_", "TORCH_DISTRIBUTED_")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from shardwright.cluster.doctor import wanted
 from shardwright.cluster.doctor.checks.packages import install, pip
 from shardwright.cluster.doctor.checks.software import numbers
-from shardwright.cluster.doctor.finding import Check, Finding, moot, note, ok, problem, warning
+from shardwright.cluster.doctor.finding import Check, Finding, Severity, moot, note, ok, problem, warning
 from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable, plain
 from shardwright.launch.carriers.ssh_errors import WHEELS
 
@@ -24,9 +24,13 @@ DRIVER_CUDA = {
 # The oldest driver on which all of a major version of CUDA runs ("minor version compatibility").
 # Source: https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
 OLDEST_DRIVER = {11: (450, 80, 2), 12: (525, 60, 13), 13: (580, 65, 6)}
-# The wheels of torch, newest first, with the driver branch that has their CUDA.
-_WHEELS = ((580, "cu130"), (525, "cu126"), (450, "cu118"))
-_BRANCH = {11: "470", 12: "570", 13: "580"}
+# The wheels that there are of every torch that this package takes, newest first, with the oldest driver that runs them:
+# those for CUDA 11 ended with torch 2.7.
+_WHEELS = ((OLDEST_DRIVER[13], "cu130"), (OLDEST_DRIVER[12], "cu126"))
+_BRANCH = {11: "570", 12: "570", 13: "580"}
+# The compute capabilities of GPUs that wheels have kernels for, the first and the last.
+# Source: https://github.com/pytorch/pytorch/issues/157517, https://github.com/pytorch/pytorch/blob/main/RELEASE.md
+_CAPABILITIES = {"cu126": ((5, 0), (9, 0)), "cu130": ((7, 5), (99, 9))}
 _NVIDIA, _DISPLAY = "0x10de", "0x03"
 _NO_ECC = ("[N/A]", "N/A", "[Not Supported]")
 
@@ -122,9 +126,13 @@ def cuda(reading: Reading) -> Finding:
     if not (found := gpus(reading)):
         return moot()
     version, built = found[0].driver, _torch_cuda(reading)
-    wheel = next((name for branch, name in _WHEELS if numbers(version)[0] >= branch), "cu118")
-    index = f"{WHEELS}/{wheel}"
-    fitting = pip(reading, "install", "--force-reinstall", "torch", "--index-url", index)
+    if (wheel := _wheel(version)) is None:
+        what = f"driver {version} has CUDA {_dotted(newest_cuda(version))}, and runs no torch that shardwright takes: "
+        need = (
+            f"2.11 and newer are built for CUDA 12.6 at least, which needs driver {_padded(OLDEST_DRIVER[12])} or newer"
+        )
+        return problem(what + need, *install(reading, "driver", _BRANCH[12]))
+    fitting = _install(reading, wheel)
     if not built:
         return problem(f"torch was built without CUDA, but there are {len(found)} GPUs", fitting)
     newest = newest_cuda(version)
@@ -133,9 +141,72 @@ def cuda(reading: Reading) -> Finding:
     if oldest is None:
         raise Unreadable(f"torch was built for CUDA {_dotted(built)}, of which no driver is known here")
     if numbers(version) < oldest:
-        need = f"{says}, which needs driver {'.'.join(f'{part:02}' for part in oldest)} or newer"
+        need = f"{says}, which needs driver {_padded(oldest)} or newer"
         return problem(need, *install(reading, "driver", _BRANCH.get(built[0], "580")), f"# or: {fitting}")
     return ok(says)
+
+
+def _wheel(driver: str) -> str | None:
+    """Return the newest wheel of torch that a driver runs; None where it runs none of those that are taken."""
+    return next((name for oldest, name in _WHEELS if numbers(driver) >= oldest), None)
+
+
+def _install(reading: Reading, wheel: str) -> str:
+    return pip(reading, "install", "--force-reinstall", "torch", "--index-url", f"{WHEELS}/{wheel}")
+
+
+def _padded(driver: tuple[int, ...]) -> str:
+    return ".".join(f"{part:02}" for part in driver)
+
+
+def architectures(reading: Reading) -> Finding:
+    """Compare the compute capability of each GPU with what the kernels of torch were built for."""
+    if not (found := gpus(reading)) or cuda(reading).severity != Severity.OK:
+        return moot()
+    built = reading.facts.get("torch_architectures")
+    if not isinstance(built, list) or not built:
+        raise Unreadable("torch did not say for which GPUs it was built (torch.cuda.get_arch_list())")
+    capabilities = dict(_capabilities(reading.ran(wanted.NVIDIA_CAPABILITY) or ""))
+    without = [gpu for gpu in found if not any(_runs(str(name), capabilities[gpu.index]) for name in built)]
+    if not without:
+        return ok(
+            f"compute capability {', '.join(sorted({_dotted(of) for of in capabilities.values()}))}, as torch has"
+        )
+    worst = capabilities[without[0].index]
+    what = (
+        f"GPU {_listed([gpu.index for gpu in without])} ({without[0].name}) has compute capability {_dotted(worst)}, "
+        f"and this torch has kernels for {', '.join(map(str, built))} alone: none would run"
+    )
+    fitting = [wheel for wheel in _WHEELS if _CAPABILITIES[wheel[1]][0] <= worst <= _CAPABILITIES[wheel[1]][1]]
+    if not fitting:
+        return problem(f"{what}; no torch from 2.11 on has any", "export CUDA_VISIBLE_DEVICES=")
+    oldest, wheel = next((wheel for wheel in fitting if numbers(found[0].driver) >= wheel[0]), fitting[0])
+    newer = () if numbers(found[0].driver) >= oldest else install(reading, "driver", str(oldest[0]))
+    return problem(what, *newer, _install(reading, wheel))
+
+
+def _capabilities(said: str) -> Iterator[tuple[int, tuple[int, int]]]:
+    for line in filter(str.strip, said.splitlines()):
+        if (match := re.fullmatch(r"\s*(\d+), (\d+)\.(\d+)\s*", line)) is None:
+            raise Unreadable(f"nvidia-smi says {plain(line, 60)!r}, expected index, compute capability")
+        yield int(match[1]), (int(match[2]), int(match[3]))
+
+
+def _runs(built: str, capability: tuple[int, int]) -> bool:
+    """Return whether a GPU runs kernels that were built so.
+
+    Those of ``sm_80`` run on its later minors, and so do those of ``sm_100f``; of ``sm_90a`` on that GPU alone; what is
+    kept as ``compute_80`` is made into kernels for any later GPU.
+
+    >>> _runs("sm_80", (8, 6)), _runs("sm_90", (8, 6)), _runs("sm_90a", (9, 1)), _runs("compute_90", (12, 0))
+    (True, False, False, True)
+    """
+    if (match := re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", built)) is None:
+        raise Unreadable(f"torch says {plain(built, 40)!r}, expected a GPU as sm_90")
+    of = int(match[2]), int(match[3])
+    if match[4] == "a":
+        return of == capability
+    return of <= capability and (of[0] == capability[0] or (match[1] == "compute" and not match[4]))
 
 
 def _dotted(version: tuple[int, ...]) -> str:
@@ -239,6 +310,7 @@ def nccl(reading: Reading) -> Finding:
 CHECKS = (
     Check("GPUs", "driver", driver),
     Check("GPUs", "CUDA", cuda),
+    Check("GPUs", "architecture", architectures),
     Check("GPUs", "NCCL", nccl),
     Check("GPUs", "nvcc", nvcc),
     Check("GPUs", "persistence", persistence),

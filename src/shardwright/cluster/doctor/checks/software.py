@@ -52,7 +52,8 @@ def package(reading: Reading) -> Finding:
 def mpi(reading: Reading) -> Finding:
     said = reading.ran(wanted.MPIRUN)
     if said is None:
-        return note("no mpirun; --backend mpi and --via mpirun need one", *install(reading, "mpi"))
+        lines = (pip(reading, "install", "shardwright[mpi]"), *install(reading, "mpi"))
+        return note("no mpirun beside the interpreter or on the PATH; --backend mpi and --via mpirun need one", *lines)
     first = said.strip().splitlines()[0] if said.strip() else ""
     if not re.search(r"\d+\.\d+", first):
         raise Unreadable("`mpirun --version` names no version")
