@@ -72,15 +72,15 @@ class Draft:
         return torch.float32 if self.autocast else torch.float64
 
 
-def draft_of(number: int) -> Draft:
-    """Return the draft of that number, the same one in every process.
+def draft_of(number: int, longest: int = 20) -> Draft:
+    """Return the draft of that number, the same one in every process, of at most so many operators.
 
     It is not made of strategies of hypothesis, which draws most examples by changing a step of the one before: kinds of
     operators that few of its examples have are what a search is for.
     """
     drawn = random.Random(number)
     steps: list[Step] = []
-    length = drawn.randint(4, 20)
+    length = drawn.randint(4, longest)
     while len(steps) < length:
         kind = drawn.choice([*KINDS])
         around = drawn.choice(["", "", "", "", "", "", "checkpoint", "no_grad"])

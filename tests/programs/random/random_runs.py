@@ -156,8 +156,9 @@ def without_last_write(draft: Draft) -> Draft | None:
 
 
 def refused(error: Exception) -> bool:
-    """Return whether an error refuses clearly: of a class that does, and in other words than what was raised within."""
-    return isinstance(error, CaptureError | UsageError) and not str(error).startswith("the model cannot be captured")
+    """Return whether an error refuses clearly: of a class that does, and in words that tell what to write."""
+    raw = str(error).startswith("the model cannot be captured") and "by an out-of-place one" not in str(error)
+    return isinstance(error, CaptureError | UsageError) and not raw
 
 
 @dataclass(frozen=True)
@@ -175,7 +176,8 @@ class Verdict:
 
 def _kind_of(error: Exception) -> str:
     """Return what is alike in what is said of programs of one kind."""
-    said = " ".join(str(error).split("\n")[:2])
+    first, *others = str(error).split("\n")
+    said = first if first.endswith(":") else " ".join([first, *others[:1]])
     said = re.sub(r", at <random .*|(gradient of|buffer) \S+|-?\d[\d.]*(e-?\d+)?|%\w+", "_", said)
     return f"{type(error).__name__}: {said[:140]}"
 

@@ -14,13 +14,13 @@ pytestmark = pytest.mark.networks
 SINGLE, *SPLIT = CASES
 
 
-def hold_many(count, plans):
+def hold_many(count, plans, longest):
     counts = Counter()
 
     @settings(max_examples=count, phases=[Phase.generate], suppress_health_check=list(HealthCheck))
     @given(st.integers(0, 10**9), st.lists(st.sampled_from(SPLIT), min_size=plans, max_size=plans, unique=True))
     def hold(number, cases):
-        draft = draft_of(number)
+        draft = draft_of(number, longest)
         found = verdict(draft, [SINGLE, *cases])
         assert not found, f"program {number}, {told(draft, found)}"
         counts[found.kind] += 1
@@ -32,14 +32,14 @@ def hold_many(count, plans):
 
 @pytest.mark.filterwarnings("ignore")  # of torch about operators, and of ours about what is written beside the graph
 def test_random_programs():
-    hold_many(200, plans=1)
+    hold_many(200, plans=1, longest=8)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(4 * 3600)
 @pytest.mark.filterwarnings("ignore")
 def test_thousands_of_random_programs():
-    hold_many(5000, plans=2)
+    hold_many(5000, plans=2, longest=20)
 
 
 def draft(*steps, **options):
