@@ -1,7 +1,8 @@
 """JSON as values of declared types: what stands in a file or a message is checked before anything is done with it.
 
-The types are those that the program goes on with: dataclasses, ``TypedDict``, and what their fields may be. This needs
-the standard library alone, since the launcher and its agents on other hosts read JSON too.
+The types are those that the program goes on with: dataclasses, which have no other fields; ``TypedDict``, which may
+have others beside those declared; and what fields may be. This needs the standard library alone, since the launcher and
+its agents on other hosts read JSON too.
 
 >>> from dataclasses import dataclass
 >>> @dataclass
@@ -109,10 +110,11 @@ def _read_fields(value: dict[str, Any], kind: Any, at: str) -> Any:
     hints, needed = _declared(kind)
     if absent := sorted(needed - value.keys()):
         raise SchemaError(f"{at or 'it'} lacks {', '.join(absent)}")
-    if unknown := sorted(value.keys() - hints.keys()):
+    unknown = sorted(value.keys() - hints.keys())
+    if unknown and not is_typeddict(kind):
         raise SchemaError(f"{at or 'it'} has {_shown(unknown[0])}, which is not known; expected {', '.join(hints)}")
-    read = {name: _read(item, hints[name], _below(at, name)) for name, item in value.items()}
-    return kind(**read)
+    read = {name: _read(item, hints[name], _below(at, name)) for name, item in value.items() if name in hints}
+    return kind(**({name: value[name] for name in unknown} | read))
 
 
 @cache

@@ -281,7 +281,7 @@ class _Tensor:
 
 
 def _of_file(found: _File) -> Manifest:
-    checked({name: found.info[name] for name in _Info.__annotations__ if name in found.info}, _Info, "info")
+    checked(found.info, _Info, "info")
     entries = [_from_json(entry, f"entries[{i}]") for i, entry in enumerate(found.entries)]
     by_name = {entry.name: entry for entry in entries if entry.path}
     if len(by_name) < len(entries):

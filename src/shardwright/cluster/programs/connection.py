@@ -27,8 +27,8 @@ from shardwright.waiting import waiting_for
 
 _ANSWER_S = 15.0
 _SENT = (
-    "errors", "whole_file", "package", "hosts", "cluster/__init__", "cluster/programs/__init__",
-    "cluster/programs/answering", "cluster/programs/logins",
+    "errors", "whole_file", "schema", "package", "private_folder", "words", "system_errors", "hosts",
+    "cluster/__init__", "cluster/programs/__init__", "cluster/programs/answering", "cluster/programs/logins",
 )  # fmt: skip
 _MOST_BYTES = 1 << 24  # of an answer: more is no answer of ours
 

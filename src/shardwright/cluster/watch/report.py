@@ -26,6 +26,8 @@ def report(folder: Path, html: Path | None) -> None:
     """
     now, job = Watched(folder).snapshot(), JobFolder(folder)
     histories = [history(job, seen.rank) for seen in now.ranks]
+    for damage in filter(None, (one.damage for one in histories)):
+        click.echo(f"shardwright: {damage}", err=True)
     whole = whole_run(now, histories)
     document = document_of(job, whole, histories)
     if html is not None:

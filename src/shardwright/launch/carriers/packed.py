@@ -17,7 +17,10 @@ from shardwright import package
 
 LOWEST_PYTHON = (3, 11)
 # What an agent imports; all of it is standard library.
-_SENT = ("errors", "whole_file", "package", "steps", "pulse", "hosts", "launch")
+_SENT = (
+    "errors", "whole_file", "schema", "package", "private_folder", "words", "system_errors", "steps", "pulse", "hosts",
+    "launch",
+)  # fmt: skip
 # Without line ends or exclamation marks, which some shells take apart even inside quotes. Reads no byte too many.
 BOOT = "import io;f=io.BufferedReader(io.FileIO(0,closefd=False),1);exec(f.read(int(f.readline())))"
 

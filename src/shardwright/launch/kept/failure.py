@@ -7,12 +7,14 @@ except that one which only speaks of a lost peer is an echo as long as there is 
 
 from __future__ import annotations
 
-import json
 import re
 import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypedDict
+
+from shardwright.schema import SchemaError, from_json
 
 TRACEBACK_LINES = 12
 _OTHER_LINES = 5
@@ -103,17 +105,32 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
+class _Extra(TypedDict, total=False):
+    timestamp_s: float
+
+
+class _Message(TypedDict, total=False):
+    message: str
+    extraInfo: _Extra
+
+
+class _ErrorFile(TypedDict):
+    """What torchelastic writes of an error."""
+
+    message: str | _Message
+
+
 def read_error_file(path: Path) -> tuple[str, float] | None:
     """The message and the moment of an error file of torchelastic's format; None if there is none that can be read."""
     try:
         written_s = path.stat().st_mtime
-        message = json.loads(path.read_text())["message"]
-    except (OSError, ValueError, KeyError, TypeError):
+        message = from_json(path.read_bytes(), _ErrorFile)["message"]
+    except (OSError, SchemaError):
         return None
     if isinstance(message, str):
         return message, written_s
-    extra = message.get("extraInfo", {})
-    return str(message.get("message", "")), float(extra.get("timestamp_s", written_s))
+    said_s = message.get("extraInfo", {}).get("timestamp_s", written_s)
+    return message.get("message", ""), said_s
 
 
 def torchrun_end(end: RankEnd) -> RankEnd:

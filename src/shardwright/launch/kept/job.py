@@ -20,6 +20,7 @@ from pathlib import Path
 from shardwright.errors import UsageError
 from shardwright.hosts.job_name import check_job_name
 from shardwright.launch.host.processes import start_ticks
+from shardwright.schema import SchemaError, from_json
 from shardwright.system_errors import in_words
 from shardwright.whole_file import made_folder, remove_empty
 
@@ -109,8 +110,8 @@ class JobFolder:
     def read_state(self) -> JobState | None:
         """None where there is no readable state. A launcher that is gone without a word leaves the job `LOST`."""
         try:
-            state = JobState(**json.loads((self.path / "job.json").read_text()))
-        except (OSError, ValueError, TypeError):
+            state = from_json((self.path / "job.json").read_bytes(), JobState)
+        except (OSError, SchemaError):
             return None
         here = state.host == socket.gethostname()
         if state.status == RUNNING and here and start_ticks(state.pid) != state.start_ticks:

@@ -20,6 +20,7 @@ from pathlib import Path
 from shardwright.errors import UsageError
 from shardwright.launch.host.processes import start_ticks
 from shardwright.private_folder import make_private, own_folder
+from shardwright.schema import SchemaError, from_json
 
 RUNNING, RESTARTING, STOPPING, LOST = "running", "restarting", "stopping", "lost"
 _SHOWN_LOST_S = 60.0
@@ -122,8 +123,8 @@ def known_jobs() -> list[JobRecord]:
 
 def _read(path: Path) -> JobRecord | None:
     try:
-        record = JobRecord(**json.loads(path.read_text()))
-    except (OSError, ValueError, TypeError):
+        record = from_json(path.read_bytes(), JobRecord)
+    except (OSError, SchemaError):
         return None
     return record if record.path == path else None
 

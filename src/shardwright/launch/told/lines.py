@@ -2,15 +2,71 @@
 
 from __future__ import annotations
 
-import json
+import contextlib
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, TypeVar
+
+from shardwright.schema import SchemaError, checked, from_json
+
+T = TypeVar("T")
 
 _HEAD_BYTES, _TAIL_BYTES = 1 << 16, 1 << 16  # what is read of a long file that nobody has looked at for long
 _PIECE_BYTES = 1 << 16  # what is read at once, and how long a line may be before it is cut
+
+
+class ToldPlan(TypedDict, total=False):
+    """What a plan lets expect of a step."""
+
+    mode: str
+    mesh: str
+    seconds: float | None
+    computing_s: float | None
+    communicating_s: float | None
+    sent_bytes: float | None
+    held_bytes: float | None
+
+
+class ToldValidation(TypedDict, total=False):
+    """What a validation has found."""
+
+    loss: float | None
+    metrics: dict[str, Any] | None
+
+
+class ToldLine(TypedDict, total=False):
+    """What a line of a rank may say: of an attempt, a plan, a validation, what is waited for, or steps (`StepLine`)."""
+
+    time_s: float
+    attempt: int
+    plan: ToldPlan | None
+    validation: ToldValidation | None
+    doing: str
+    step: int
+    steps: int
+    seconds: float
+    data_s: float
+    samples: int
+    communicating_s: float | None
+    loss: float | None
+    held_bytes: int | None
+    wire: dict[str, int] | None
+
+
+class StateLine(TypedDict, total=False):
+    """What the launcher writes of ranks: that an attempt begins, or what has become of one."""
+
+    time_s: float
+    attempt: int
+    ranks: int
+    rank: int
+    state: str
+    code: int | None
+    signal: str
+    host: str
+    pid: int
 
 
 @dataclass(frozen=True)
@@ -32,13 +88,12 @@ class StepLine:
     wire: Mapping[str, int] | None = None
 
     @classmethod
-    def of(cls, line: Mapping[str, Any]) -> StepLine | None:
-        """None for a line that is about something else, or of another version."""
-        known = {name: line[name] for name in cls.__dataclass_fields__ if name in line}
-        try:
-            return cls(**known)
-        except TypeError:
-            return None
+    def of(cls, line: ToldLine) -> StepLine | None:
+        """Return None for a line that is about something else, or of another version."""
+        known = {name: value for name, value in line.items() if name in cls.__dataclass_fields__}
+        with contextlib.suppress(SchemaError):
+            return checked(known, cls)
+        return None
 
     @property
     def step_s(self) -> float | None:
@@ -125,14 +180,14 @@ class GrowingFile:
         return lines
 
 
-def objects(lines: Sequence[bytes]) -> Iterator[dict[str, Any]]:
-    """The objects that lines of JSON are; of others, such as half of one, nothing."""
+def objects(lines: Sequence[bytes], kind: type[T], damaged: Callable[[str], object] = lambda why: None) -> Iterator[T]:
+    """Yield what lines of JSON say; ``damaged`` is told of others, such as half of one, why they are left out."""
     for line in lines:
         try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
+            value = from_json(line, kind)
+        except SchemaError as error:
+            damaged(str(error))
+        else:
             yield value
 
 
@@ -140,5 +195,5 @@ def doing_of(lines: bytes) -> str | None:
     """What a rank says that people wait for, the last in these lines; None where they are about something else."""
     if b'"doing"' not in lines:
         return None
-    said = [value["doing"] for value in objects(lines.splitlines()) if isinstance(value.get("doing"), str)]
+    said = [value["doing"] for value in objects(lines.splitlines(), ToldLine) if "doing" in value]
     return said[-1] if said else None

@@ -6,17 +6,17 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from shardwright.launch.host.protocol import STREAMS
 from shardwright.launch.kept.failure import signal_name
 from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.kept.live import RANKS_FILE, STEPS_FILE
-from shardwright.launch.told.lines import GrowingFile, StepLine, objects, together
+from shardwright.launch.told.lines import GrowingFile, StateLine, StepLine, ToldLine, ToldPlan, objects, together
 
 RUNNING, STOPPED, ENDED = "running", "stopped", "ended"
 _RECENT_S = 10.0  # over which numbers are means
 _LINES = 64
+_MOST_RANKS = 1 << 20
 _LOG_LINES, _LOG_BYTES = 40, 300
 
 
@@ -51,24 +51,18 @@ class States:
         self.by_rank: dict[int, RankState] = {}
 
     def look(self) -> None:
-        for line in objects(self._file.new()):
-            if "attempt" in line:
-                self.by_rank = {rank: RankState() for rank in range(int(line["ranks"]))}
-            elif "rank" in line:
-                before = self.by_rank.get(line["rank"], RankState())
+        for line in objects(self._file.new(), StateLine):
+            if "attempt" in line and 0 <= line.get("ranks", -1) < _MOST_RANKS:
+                self.by_rank = {rank: RankState() for rank in range(line["ranks"])}
+            elif (before := self.by_rank.get(line.get("rank", -1))) is not None:
                 self.by_rank[line["rank"]] = _after(before, line)
 
 
-def _after(before: RankState, line: Mapping[str, Any]) -> RankState:
-    state, code = str(line.get("state", "")), line.get("code")
-    detail = str(line.get("signal", "")) if code is None else f"exit code {code}" if code >= 0 else signal_name(-code)
-    return RankState(
-        state,
-        float(line.get("time_s", 0.0)),
-        str(line.get("host", before.host)),
-        int(line.get("pid", before.pid)),
-        detail,
-    )
+def _after(before: RankState, line: StateLine) -> RankState:
+    code = line.get("code")
+    detail = line.get("signal", "") if code is None else f"exit code {code}" if code >= 0 else signal_name(-code)
+    host, pid = line.get("host", before.host), line.get("pid", before.pid)
+    return RankState(line.get("state", ""), line.get("time_s", 0.0), host, pid, detail)
 
 
 class Steps:
@@ -78,19 +72,17 @@ class Steps:
         self._rank, self._file = rank, GrowingFile(folder.rank(rank) / STEPS_FILE)
         self._lines: deque[StepLine] = deque(maxlen=_LINES)
         self._wires: deque[StepLine] = deque(maxlen=2)
-        self.plan: Mapping[str, Any] | None = None
+        self.plan: ToldPlan | None = None
         self._doing = ""
 
     def look(self) -> None:
-        for value in objects(self._file.new()):
+        for value in objects(self._file.new(), ToldLine):
             if "attempt" in value:
                 self._lines.clear()
                 self._wires.clear()
                 self._doing = ""
-            if isinstance(value.get("plan"), dict):
-                self.plan = value["plan"]
-            if isinstance(value.get("doing"), str):
-                self._doing = value["doing"]
+            self.plan = value.get("plan") or self.plan
+            self._doing = value.get("doing", self._doing)
             if (line := StepLine.of(value)) is not None:
                 self._lines.append(line)
                 if line.wire is not None:
@@ -104,7 +96,7 @@ class Steps:
         if not self._lines:
             return None
         since_s = self._lines[-1].time_s - _RECENT_S
-        return together([line for line in self._lines if line.time_s > since_s])
+        return together([line for line in self._lines if line.time_s > since_s] or [self._lines[-1]])
 
     def _wire(self) -> Mapping[str, float] | None:
         """Bytes a second between the last two readings."""
@@ -153,7 +145,7 @@ class FolderRanks:
         return tuple(self._steps[rank].seen(state) for rank, state in self._states.by_rank.items())
 
     @property
-    def plan(self) -> Mapping[str, Any] | None:
+    def plan(self) -> ToldPlan | None:
         """What the plan lets expect; rank 0 tells of it."""
         return self._steps[0].plan if 0 in self._steps else None
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 from shardwright.launch.kept.failure import signal_name
 from shardwright.launch.kept.job import JobFolder
 from shardwright.launch.kept.live import RANKS_FILE, STEPS_FILE
-from shardwright.launch.told.lines import GrowingFile, StepLine, objects, together
+from shardwright.launch.told.lines import GrowingFile, StateLine, StepLine, ToldLine, ToldValidation, objects, together
 from shardwright.launch.told.snapshot import Snapshot
+from shardwright.schema import SchemaError, from_json
 
 _POINTS = 500  # of a curve: more are not seen
 
@@ -24,6 +25,7 @@ class RankHistory:
     rank: int
     lines: Sequence[StepLine]
     validations: Sequence[tuple[int, Mapping[str, float]]]
+    damage: str = ""
 
     def curve(self) -> list[dict[str, Any]]:
         """The points of the curves."""
@@ -35,9 +37,17 @@ class RankHistory:
         return {name: max(0, read[-1][name] - read[0].get(name, 0)) for name in read[-1]} if len(read) > 1 else None
 
 
+class _Failure(TypedDict):
+    """What ``failed.json`` says, beside other things."""
+
+    time_s: float
+    cause: str
+
+
 def history(folder: JobFolder, rank: int) -> RankHistory:
     """Read all that a rank told. Of an attempt that was restarted from a checkpoint, what was done again counts."""
-    values = list(objects(GrowingFile(folder.rank(rank) / STEPS_FILE, all=True).new()))
+    path, damaged = folder.rank(rank) / STEPS_FILE, list[str]()
+    values = list(objects(GrowingFile(path, all=True).new(), ToldLine, damaged.append))
     lines = [line for value in values if (line := StepLine.of(value)) is not None]
     kept: list[StepLine] = []
     for line in lines:  # a run that goes on from a checkpoint counts on from there
@@ -45,11 +55,19 @@ def history(folder: JobFolder, rank: int) -> RankHistory:
             kept.pop()
         kept.append(line)
     validations = {
-        int(value["step"]): _numbers(value["validation"])
+        value["step"]: _numbers(validation)
         for value in values
-        if isinstance(value.get("validation"), dict)
+        if (validation := value.get("validation")) is not None and "step" in value
     }
-    return RankHistory(rank, kept, sorted(validations.items()))
+    return RankHistory(rank, kept, sorted(validations.items()), _damage(path, damaged))
+
+
+def _damage(path: Path, why: Sequence[str]) -> str:
+    """Return what a person is told of lines that cannot be read; nothing where there are none."""
+    if not why:
+        return ""
+    lines = "line of it is" if len(why) == 1 else "lines of it are"
+    return f"{path}: {len(why)} {lines} damaged and left out; the first: {why[0]}"
 
 
 def _thinned(lines: Sequence[StepLine]) -> list[StepLine]:
@@ -100,9 +118,9 @@ def _finite(number: float) -> float | None:
     return None if not math.isfinite(number) else number if isinstance(number, int) else float(f"{number:.7g}")
 
 
-def _numbers(evaluation: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(evaluation: ToldValidation) -> dict[str, float]:
     """The finite numbers of a validation."""
-    values = {"loss": evaluation.get("loss"), **dict(evaluation.get("metrics") or {})}
+    values = {"loss": evaluation.get("loss"), **(evaluation.get("metrics") or {})}
     return {name: float(value) for name, value in values.items() if isinstance(value, float) and math.isfinite(value)}
 
 
@@ -110,30 +128,31 @@ def _events(folder: JobFolder) -> list[dict[str, Any]]:
     """When ranks were stopped and went on, and when attempts began; that ranks began and ended well is no event."""
     found: list[dict[str, Any]] = []
     stopped: set[object] = set()
-    for value in objects(GrowingFile(folder.path / RANKS_FILE, all=True).new()):
+    for value in objects(GrowingFile(folder.path / RANKS_FILE, all=True).new(), StateLine):
+        at, code = value.get("time_s"), value.get("code")
         if value.get("attempt"):
-            found.append({"at": value["time_s"], "text": f"restart {value['attempt']}, {value['ranks']} ranks"})
+            found.append({"at": at, "text": f"restart {value['attempt']}, {value.get('ranks', '?')} ranks"})
             stopped.clear()
         rank, state = value.get("rank"), value.get("state")
         if state == "stopped":
             stopped.add(rank)
-            found.append({"at": value["time_s"], "text": f"rank {rank} stopped ({value.get('signal', '')})"})
+            found.append({"at": at, "text": f"rank {rank} stopped ({value.get('signal', '')})"})
         elif state == "running" and rank in stopped:
             stopped.discard(rank)
-            found.append({"at": value["time_s"], "text": f"rank {rank} went on"})
-        elif state == "ended" and value.get("code"):
-            how = f"with code {value['code']}" if value["code"] > 0 else f"by {signal_name(-value['code'])}"
-            found.append({"at": value["time_s"], "text": f"rank {rank} ended {how}"})
+            found.append({"at": at, "text": f"rank {rank} went on"})
+        elif state == "ended" and code:
+            how = f"with code {code}" if code > 0 else f"by {signal_name(-code)}"
+            found.append({"at": at, "text": f"rank {rank} ended {how}"})
     return [*found, *_cause(folder)]
 
 
 def _cause(folder: JobFolder) -> list[dict[str, Any]]:
     """Why the job failed, if it did."""
     try:
-        failure = json.loads(folder.failed_mark.read_text())
-        return [{"at": failure["time_s"], "text": str(failure["cause"])}]
-    except (OSError, ValueError, KeyError, TypeError):
+        failure = from_json(folder.failed_mark.read_bytes(), _Failure)
+    except (OSError, SchemaError):
         return []
+    return [{"at": failure["time_s"], "text": failure["cause"]}]
 
 
 def whole_run(now: Snapshot, histories: Sequence[RankHistory]) -> Snapshot:

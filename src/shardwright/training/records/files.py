@@ -5,9 +5,12 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+from shardwright.errors import TrainingError
+from shardwright.schema import SchemaError, from_json
 from shardwright.training.records.record import Record, Target
 from shardwright.whole_file import write_whole
 
@@ -17,7 +20,7 @@ class JsonLines:
 
     def __init__(self, target: Target) -> None:
         path = target.folder / "records.jsonl"
-        kept = [line for line in _lines(path) if _step_of(line) <= target.steps]
+        kept = [line for number, line in enumerate(_lines(path), 1) if _step_of(line, path, number) <= target.steps]
         write_whole(path, lambda draft: draft.write_text("".join(f"{line}\n" for line in kept)))
         self._file = path.open("a", buffering=1)
 
@@ -33,8 +36,10 @@ class Csv:
 
     def __init__(self, target: Target) -> None:
         self._path = target.folder / "records.csv"
-        rows = list(csv.DictReader(_lines(self._path)))
-        self._rows: list[dict[str, Any]] = [row for row in rows if int(row["step"]) <= target.steps]
+        rows = enumerate(csv.DictReader(_lines(self._path)), 2)
+        self._rows: list[dict[str, Any]] = [
+            row for number, row in rows if _step_of_row(row, self._path, number) <= target.steps
+        ]
         self._columns = list(dict.fromkeys(name for row in self._rows for name in row)) or ["step", "epoch"]
         self._begin()
 
@@ -68,9 +73,30 @@ def _flat(record: Record) -> dict[str, Any]:
 
 def _lines(path: Path) -> list[str]:
     """What an earlier process of the run wrote; a last line that it did not finish is left out."""
-    text = path.read_text() if path.exists() else ""
+    text = path.read_bytes().decode(errors="replace") if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
 
-def _step_of(line: str) -> int:
-    return int(json.loads(line)["step"])
+class _Line(TypedDict):
+    """What a line has beside its numbers."""
+
+    step: int
+
+
+def _step_of(line: str, path: Path, number: int) -> int:
+    try:
+        return from_json(line, _Line)["step"]
+    except SchemaError as error:
+        raise _damaged(path, number, str(error)) from None
+
+
+def _step_of_row(row: dict[str, Any], path: Path, number: int) -> int:
+    if re.fullmatch(r"[0-9]{1,18}", step := str(row.get("step"))) is None:
+        raise _damaged(path, number, f"step is {step!r}, expected a whole number")
+    return int(step)
+
+
+def _damaged(path: Path, number: int, why: str) -> TrainingError:
+    return TrainingError(
+        f"{path} is damaged in line {number}: {why}; mend or remove the file, which the run goes on writing"
+    )
