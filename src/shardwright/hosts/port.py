@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import random
 import socket
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardwright.errors import LaunchError, UsageError
+from shardwright.system_errors import in_words, is_explained
 
 _LOWEST = 10_000
+LOOPBACK = "127.0.0.1"
+_REACH_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -35,8 +39,9 @@ class PortLease:
 def lease_port(port: int | None) -> PortLease:
     """``port``, or where None a free one outside the range from which the kernel hands out ports by itself.
 
-    Raises `UsageError` where ``port`` is taken, `LaunchError` where no port is free.
+    Raises `UsageError` where ``port`` is taken, `LaunchError` where no port is free or nothing is reached at 127.0.0.1.
     """
+    refuse_without_loopback()
     if port is not None:
         try:
             return _lease(port)
@@ -49,9 +54,22 @@ def lease_port(port: int | None) -> PortLease:
     for candidate in random.SystemRandom().sample(candidates, min(len(candidates), 200)):
         try:
             return _lease(candidate)
-        except OSError:
-            continue
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise LaunchError(f"no port can be had for the ranks to meet at: {in_words(error)}") from None
     raise LaunchError(f"no free TCP port among 200 tried between {candidates[0]} and {candidates[-1]}")
+
+
+def refuse_without_loopback() -> None:
+    """Raise `LaunchError` where ranks of this host cannot reach each other at 127.0.0.1."""
+    try:
+        with socket.create_server((LOOPBACK, 0)) as server:
+            socket.create_connection(server.getsockname(), timeout=_REACH_S).close()
+    except OSError as error:
+        remedy = "" if is_explained(error) else "; type `ip link set lo up`, or start a container that has a loopback"
+        raise LaunchError(
+            f"ranks of one host meet at {LOOPBACK}, which cannot be reached: {in_words(error)}{remedy}"
+        ) from None
 
 
 def _candidates() -> range:

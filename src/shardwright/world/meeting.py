@@ -21,12 +21,12 @@ from pathlib import Path
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from shardwright.backends.table import DeviceType
-from shardwright.errors import UsageError, WorldError
+from shardwright.errors import LaunchError, UsageError, WorldError
 from shardwright.hosts.environment import FileMeeting, LaunchEnvironment, Meeting, MpiMeeting, TcpMeeting
 from shardwright.hosts.interfaces import ipv4_addresses
+from shardwright.hosts.port import LOOPBACK, refuse_without_loopback
 from shardwright.whole_file import write_whole
 
-_LOOPBACK = "127.0.0.1"
 _QUIET_S = 5.0  # for which nobody is told that it is waited
 _READERS_S = 5.0  # for which who serves the store waits for those that are to read why the world did not come about
 
@@ -116,8 +116,8 @@ def meeting_from_url(url: str) -> Meeting:
 def _listen(address: str, port: int) -> socket.socket:
     """A listening socket; one for a loopback address cannot be reached from other hosts."""
     try:
-        if address in (_LOOPBACK, "localhost"):
-            return socket.create_server((_LOOPBACK, port), backlog=2048)
+        if address in (LOOPBACK, "localhost"):
+            return socket.create_server((LOOPBACK, port), backlog=2048)
         if socket.has_dualstack_ipv6():
             return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
         return socket.create_server(("", port), backlog=2048)
@@ -128,14 +128,25 @@ def _listen(address: str, port: int) -> socket.socket:
         ) from error
 
 
+def _check_loopback() -> None:
+    """Raise `WorldError` where this host cannot reach itself."""
+    try:
+        refuse_without_loopback()
+    except LaunchError as error:
+        raise WorldError(str(error)) from None
+
+
 def _serve(listener: socket.socket, size: int) -> Store:
+    _check_loopback()
     port = listener.getsockname()[1]
     # The server reaches itself by the loopback, so that its own name need not be resolved.
-    return TCPStore(_LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
+    return TCPStore(LOOPBACK, port, size, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def _join(addresses: list[str], port: int, told: LaunchEnvironment, deadline: Deadline) -> Store:
     # torch's own client waits a second between attempts and prints each one; a plain socket is quick and quiet.
+    if LOOPBACK in addresses or "localhost" in addresses:
+        _check_loopback()
     server = _server(told)
     told_at_s = deadline.left_s() - _QUIET_S
     for _ in deadline.pauses():
@@ -178,8 +189,8 @@ def _connect(address: str, port: int, deadline: Deadline) -> Store:
 
 def _meet_by_file(path: Path, one_host: bool, told: LaunchEnvironment, deadline: Deadline) -> Store:
     if told.rank == 0:
-        listener = _listen(_LOOPBACK if one_host else "", 0)
-        note = {"addresses": [_LOOPBACK] if one_host else own_addresses(), "port": listener.getsockname()[1]}
+        listener = _listen(LOOPBACK if one_host else "", 0)
+        note = {"addresses": [LOOPBACK] if one_host else own_addresses(), "port": listener.getsockname()[1]}
         _make_private(path.parent)
         write_whole(path, lambda draft: draft.write_text(json.dumps(note)))
         return _serve(listener, told.size)
@@ -226,7 +237,7 @@ def _meet_by_mpi(told: LaunchEnvironment, deadline: Deadline) -> Store:
 def own_addresses() -> list[str]:
     """The addresses by which other hosts may reach this one; the loopback where there is no other."""
     outer = [address for address in ipv4_addresses().values() if not address.startswith("127.")]
-    return outer or [_LOOPBACK]
+    return outer or [LOOPBACK]
 
 
 def roll_call(store: Store, card: Card, deadline: Deadline, serves: bool) -> tuple[Card, ...]:

@@ -32,6 +32,19 @@ _REMEDIES = (
         re.compile(rb"only supported with GPUs, no GPUs found|doesn't have NCCL built in"),
         "nccl moves tensors of GPUs, and there is none for this rank: use gloo in its place",
     ),
+    (
+        re.compile(rb"[Tt]oo many open files"),
+        "a process may open too few files: type `ulimit -n 65536` in the shell that launches the job, or what "
+        "`ulimit -Hn` allows",
+    ),
+    (
+        re.compile(
+            rb"out of shared memory|unable to \w+ .{0,200}(shared memory|torch_\d)|/dev/shm|SemLock[^|]*No space left",
+            re.DOTALL,
+        ),
+        "/dev/shm of this host has too little room, by which loaders hand over batches: type `mount -o "
+        "remount,size=2G /dev/shm`, start the container with `--shm-size=2g`, or use num_workers=0",
+    ),
 )
 _TORCH_PREFIX = re.compile(rb"^\[rank\d+\]: ?", re.MULTILINE)  # torch marks tracebacks so, once ranks have a group
 
