@@ -91,9 +91,11 @@ class Checks:
 
     def asserts(self, name: str, args: Sequence[Any], kwargs: Mapping[str, Any], frame: FrameType | None) -> bool:
         """Note a check of ``torch._assert`` and its kind, which give nothing, and return whether it is one."""
-        condition, text = [*args, *kwargs.values(), _NOTHING_SAID][:2]
         error = _ASSERTIONS.get(name)
-        if error is None or not isinstance(condition, torch.Tensor) or torch_private.is_transformed(condition):
+        if error is None:
+            return False
+        condition, text = [*args, *kwargs.values(), _NOTHING_SAID][:2]
+        if not isinstance(condition, torch.Tensor) or torch_private.is_transformed(condition):
             return False
         found = raises_of(frame, self._until, "call", error)
         if found is not None:
