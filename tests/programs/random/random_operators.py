@@ -299,7 +299,7 @@ self.r = 0.9 * self.r + 0.1 * {t1}.detach().reshape(-1, 4).mean(0)
 {o} = torch.zeros_like({t1})\n{o}[0] = {t1}[0]\n{o}[1:] = {t1}[1:] * 2
 {o} = {t1}.new_zeros({t1}.shape)\n{o}.copy_({t1})\n{o}[..., 0] += {t1}[..., 0]
 {o} = torch.empty_like({t1})\nfor i in range({t1}.shape[-1]):\n    {o}[..., i] = {t1}[..., i] * (i + 1)
-{o} = {t1}.clone()\n{o}[{o} < 0] *= 0.1
+{o} = {t1}.clone()\n{o}[{o} < 0] = -0.1
 """
 
 NUMBERS = r"""

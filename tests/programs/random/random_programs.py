@@ -84,6 +84,8 @@ def draft_of(number: int, longest: int = 20) -> Draft:
     while len(steps) < length:
         kind = drawn.choice([*KINDS])
         around = drawn.choice(["", "", "", "", "", "", "checkpoint", "no_grad"])
+        if kind == "in place" and drawn.random() < 0.7:
+            around = ""  # what changes a tensor behind the back of autograd is refused, and proves little
         template = drawn.choice(KINDS[kind])
         for _ in range(drawn.choice([1, 1, 1, 2])):  # the same again, with other operands, is what memos forget
             picks = tuple(int(drawn.expovariate(0.4)) for _ in range(3))
