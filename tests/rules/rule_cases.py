@@ -182,7 +182,8 @@ def bitwise_not(d, op):
 def cast_like(d, op):
     shape = d.shape()
     other = d.pick([shape, d.broadcast(shape), d.shape(0, 3), (2, *shape)])
-    return Invocation(op, (d.x(*shape), d.pick([d.x(*other), d.integers(4, *other)])))
+    like = d.x(*other).detach()  # no gradient comes to what only tells a dtype, and graphs have `_to_copy` in its place
+    return Invocation(op, (d.x(*shape), d.pick([like, d.integers(4, *other)])))
 
 
 @case("complex.default polar.default")

@@ -136,6 +136,7 @@ def check(invocation: Invocation, mesh: Mesh, strategy: Strategy, rule: OpRule |
     leaves = [i for i, t in enumerate(tensors) if t.requires_grad]
     outputs = [j for j, t in enumerate(wanted) if t.requires_grad]
     cotangents = [torch.randn_like(wanted[j]) for j in outputs]
+    _check_connected(invocation.op, tensors, wanted)
     gradients = _gradients([wanted[j] for j in outputs], [tensors[i] for i in leaves], cotangents)
     layouts = [rule.operand_layout(i, strategy) for i in range(len(tensors))]
     addends = [_addends(tensor.detach(), layout.partial, mesh) for tensor, layout in zip(tensors, layouts, strict=True)]
@@ -173,6 +174,24 @@ def check(invocation: Invocation, mesh: Mesh, strategy: Strategy, rule: OpRule |
     for at, i in enumerate(leaves):
         layout = Layout(layouts[i].dims, rule.operand_gradient_partial(i, strategy, mesh))
         _compare(f"gradient of operand {i}", [found[at] for _, found in ranks], layout, gradients[at], mesh, tolerance)
+
+
+def _check_connected(op: str, operands: Sequence[Tensor], results: Sequence[Tensor]) -> None:
+    """The results that have a gradient are those that the graph takes to have one, and so has every operand.
+
+    An operator on an empty part goes by the graph, and its rank is to come to the same collectives.
+    """
+    row = row_of(op)
+    first = len(results) if row.differentiable is None else row.differentiable
+    flows = any(x.requires_grad for x in operands)
+    taken = [flows and j < first and (y.is_floating_point() or y.is_complex()) for j, y in enumerate(results)]
+    assert [y.requires_grad for y in results] == taken, f"the row of {op} says other results are differentiable"
+    for number, operand in enumerate(operands):
+        if operand.requires_grad and any(taken):
+            made = [y for y in results if y.requires_grad]
+            ones = [torch.ones_like(y) for y in made]
+            found = torch.autograd.grad(made, operand, ones, retain_graph=True, allow_unused=True)
+            assert found[0] is not None, f"{op} has no gradient of operand {number}"
 
 
 def _gradients(outputs: list[Tensor], inputs: list[Tensor], cotangents: list[Tensor]) -> list[Tensor]:
