@@ -225,6 +225,8 @@ def open_pulse(path: str | None) -> Pulse:
     """By the value of `PULSE_VARIABLE`, opened once.
 
     Where there is no such file, as in a container of its own, what is written is read by nobody.
+
+    Cached by the path for the life of the process: a supervisor makes one file for each start of a rank.
     """
     try:
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1

@@ -166,7 +166,10 @@ def told_to_us(variable: str) -> str | None:
 
 @cache
 def own_steps() -> Steps:
-    """Of this process."""
+    """Of this process.
+
+    Cached once: a process has one place to tell of its steps, which its supervisor gives it at the start.
+    """
     steps = Steps(_writer(told_to_us(STEPS_VARIABLE)))
     if steps.told:
         atexit.register(steps.finish)

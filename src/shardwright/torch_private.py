@@ -236,7 +236,10 @@ def fake_mode() -> FakeTensorMode:
 
 @lru_cache(maxsize=1)
 def _know_gru_cells() -> torch.library.Library | None:
-    """Let tensors without storage on a GPU pass a GRU, as they pass an LSTM: of this kernel torch knows no shapes."""
+    """Let tensors without storage on a GPU pass a GRU, as they pass an LSTM: of this kernel torch knows no shapes.
+
+    Cached so that it is done once, and what it registers lives on.
+    """
     if torch._C._dispatch_has_kernel_for_dispatch_key("aten::_thnn_fused_gru_cell", "Meta"):
         return None
 
@@ -370,7 +373,10 @@ def decided(size: torch.SymInt) -> Iterator[tuple[Any, FrameSummary | None]]:
 
 @cache
 def _exporter() -> ModuleType:
-    """Where the public exporter is written; its import takes a second, and most ranks export nothing."""
+    """Where the public exporter is written; its import takes a second, and most ranks export nothing.
+
+    Cached once: a module is imported once.
+    """
     return import_module("torch.export._trace")
 
 
@@ -537,7 +543,6 @@ def makes_new(operator: Any) -> bool:
     return not _returns_operands(operator)
 
 
-@lru_cache(maxsize=4096)
 def _returns_operands(operator: Any) -> bool:
     """Whether an operator returns what it was given, or views of it."""
     return any(value.alias_info is not None for value in operator._schema.returns)
@@ -751,13 +756,11 @@ def parts_of(operator: Any) -> Callable[..., Any]:
     return parts
 
 
-@lru_cache(maxsize=4096)
 def changes_operands(operator: Any) -> bool:
     """Whether an operator writes into an operand, as its schema says."""
     return bool(operator._schema.is_mutable)
 
 
-@lru_cache(maxsize=4096)
 def is_certain(operator: Any) -> bool:
     """Whether the schema of an operator is all that tells what it does: it has no effect beside its results, and is
     none of those whose schema hides what they change or share."""
@@ -767,11 +770,13 @@ def is_certain(operator: Any) -> bool:
 @lru_cache(maxsize=4096)
 def keeps_statistics(operator: Any) -> bool:
     """Whether an operator takes running statistics, into which some write without a word of it in their schema, as
-    those of cuDNN do."""
+    those of cuDNN do.
+
+    Cached by the operator itself, whose schema never changes: one that is defined anew is another object.
+    """
     return any(argument.name == "running_mean" for argument in operator._schema.arguments)
 
 
-@lru_cache(maxsize=4096)
 def shared_operands(operator: Any) -> frozenset[int]:
     """The positions of the operands into whose memory the results of an operator look, as its schema says."""
     if all(value.alias_info is None for value in operator._schema.returns):
@@ -781,7 +786,10 @@ def shared_operands(operator: Any) -> frozenset[int]:
 
 @lru_cache(maxsize=4096)
 def written_operands(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of each operand that an operator writes into, as its schema says."""
+    """Position and name of each operand that an operator writes into, as its schema says.
+
+    Cached by the operator itself, as `keeps_statistics`.
+    """
     return tuple((i, argument.name) for i, argument in enumerate(operator._schema.arguments) if argument.is_write)
 
 
@@ -965,6 +973,8 @@ def read_whole_numbers() -> None:
 
     Torch reads what this rank holds, so that the norm of a split gradient is the norm of a part. There is no public way
     to say how an operator runs on DTensors.
+
+    Cached so that it is done once.
     """
     from torch.distributed.tensor import DTensor  # a tenth of a second, and needed where parameters are split alone
 
@@ -1187,7 +1197,6 @@ def _operator(op: str) -> Any:
     return found
 
 
-@lru_cache(maxsize=4096)
 def returns_list(op: str) -> bool:
     """Whether ``"aten.split.Tensor"`` returns a list of tensors, even of one: no public name tells."""
     found = _operator(op)
@@ -1204,7 +1213,6 @@ def overloads_of(op: str) -> tuple[str, ...]:
     return tuple(f"{op}.{one}" for one in packet.overloads()) if isinstance(found, OpOverloadPacket) else ()
 
 
-@lru_cache(maxsize=4096)
 def is_pointwise(op: str) -> bool:
     """Whether ``"aten.add.Tensor"`` makes a new tensor, each number from those at the same place: the tags of an
     operator are not documented."""
@@ -1231,12 +1239,17 @@ def _tensors(types: Iterable[Any]) -> int | None:
     return sum(name in ("Tensor", "Optional[Tensor]") for name in names)
 
 
-@lru_cache(maxsize=4096)
 def schema_parameters(op: str) -> tuple[Parameter, ...]:
     """The parameters of ``"aten.linear.default"``, in order: no public name leads to an operator's schema."""
+    return _parameters_of(_operator(op))
+
+
+@lru_cache(maxsize=4096)
+def _parameters_of(operator: Any) -> tuple[Parameter, ...]:
+    """Cached by the operator itself, whose schema never changes; by its name a user may have defined another one."""
     return tuple(
         Parameter(a.name, a.default_value, str(a.type) in ("Tensor", "Optional[Tensor]"))
-        for a in _operator(op)._schema.arguments
+        for a in operator._schema.arguments
     )
 
 

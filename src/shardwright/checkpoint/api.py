@@ -135,7 +135,8 @@ class Checkpoints:
                 self._saver.close()
 
 
-# The savers of models that are saved asynchronously by `save`.
+# The savers of models that are saved asynchronously by `save`. Cached by the model, and made anew where the folder or
+# what is kept in it is another.
 _running: WeakKeyDictionary[Any, tuple[tuple[Any, ...], Checkpoints]] = WeakKeyDictionary()
 
 

@@ -20,6 +20,7 @@ class RowOf(click.Choice):  # type: ignore[type-arg]  # generic from click 8.4 o
 
     @cached_property
     def choices(self) -> tuple[str, ...]:  # type: ignore[override]  # read when it is first asked for
+        """Return the names of the rows. Cached: a table of the package is a constant of its module."""
         return tuple(getattr(import_module(self._module), self._table))
 
 

@@ -76,6 +76,15 @@ class Node:
     source: str  # innermost frame outside torch, "model.py:41 in forward: x = self.up(x)"
     pin: Pin | None = None
 
+    @cached_property
+    def call(self) -> str:
+        """Return the operator with its arguments as text, ``aten.sum.dim_IntList (%0, [1]) ()``: the same for nodes
+        that make the same of their operands alone.
+
+        The arguments themselves would not do as a key: 1, 1.0 and True are equal, and make others of a tensor.
+        """
+        return f"{self.op} {self.args} {self.kwargs}"
+
 
 @dataclass(frozen=True)
 class Capture:
@@ -125,8 +134,8 @@ class Capture:
             text.update(f"{value}\n".encode())
         for node in self.nodes:
             pin = node.pin and (node.pin.operands, node.pin.results)  # its line may move
-            read = node.args, node.kwargs, node.operands, node.results
-            text.update(f"{node.op} {node.name} {read} {node.scope!r} {pin}\n".encode())
+            read = node.operands, node.results
+            text.update(f"{node.call} {node.name} {read} {node.scope!r} {pin}\n".encode())
         text.update(f"{self.loss} {self.aux} {sorted(self.mutations.items())} {self.key} {self.checks}".encode())
         return text.hexdigest()[:32]
 

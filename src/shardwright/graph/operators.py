@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,7 +103,6 @@ def tensors_of(results: Sequence[Any]) -> Any:
     return tensors if len(tensors) > 1 else tensors[0]
 
 
-@cache
 def resolve(op: str) -> Callable[..., Any]:
     """The function of the name that a node carries: ``aten.linear.default`` or ``shardwright.cross_entropy_sum``.
 
@@ -126,7 +125,6 @@ def resolve(op: str) -> Callable[..., Any]:
     return found  # type: ignore[no-any-return]
 
 
-@cache
 def takes_device(op: str) -> bool:
     """Whether an operator makes its result on a device that it is told; a capture leaves the device out."""
     return is_of_torch(op) and any(p.name == "device" for p in torch_private.schema_parameters(op))

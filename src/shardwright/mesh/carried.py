@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
@@ -66,6 +65,5 @@ def _takes(backend: Backend, dtype: torch.dtype) -> bool:
     return not backend.dtypes or _name(dtype) in backend.dtypes
 
 
-@cache
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -32,7 +32,10 @@ from shardwright.world.agreement import from_all_ranks
 
 @cache
 def change_wholes() -> None:
-    """Let changes of DTensors change the whole; once per process."""
+    """Let changes of DTensors change the whole; once per process.
+
+    Cached so that it is done once.
+    """
     torch_private.change_dtensors(_set_data, _set_items, _drawn, _copies.note, _copies.data_taken)
 
 

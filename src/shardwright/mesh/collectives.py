@@ -120,6 +120,10 @@ class Parts(NamedTuple):
 
 @lru_cache(maxsize=1 << 14)
 def _parts(cut: Cut, mesh: Mesh, rank: int) -> Parts:
+    """Return what each member holds of a dim.
+
+    Cached by frozen values of whole numbers and names, of which it is a function.
+    """
     whole, split = Split(cut.within, cut.unit), Split(cut.within + cut.axes, cut.unit)
     first, last = whole.bounds(cut.size, mesh, mesh.coordinates(rank))
     ranges = {}

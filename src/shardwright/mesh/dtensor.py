@@ -94,11 +94,15 @@ def layout_of(tensor: DTensor) -> tuple[Layout, Mesh]:
 def _layout_of(
     names: tuple[str, ...], sizes: tuple[int, ...], placements: tuple[Placement, ...], _: tuple[type, ...], ndim: int
 ) -> tuple[Layout, Mesh]:
-    """`layout_of`, for the tensors of a model, which are many and laid out in few ways."""
+    """`layout_of`, for the tensors of a model, which are many and laid out in few ways.
+
+    Cached by all that `layout_of` reads of a tensor. The types of placements are among it, since unlike ones are equal.
+    """
     mesh = Mesh(tuple(Axis(name, size) for name, size in zip(names, sizes, strict=True)))
     return from_placements(placements, ndim, mesh), mesh
 
 
+# Cached by the world, the type of devices, and the names and sizes of the axes, all that a device mesh is made of.
 _made: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[str, tuple[tuple[str, int], ...]], DeviceMesh]]
 _made = WeakKeyDictionary()
 

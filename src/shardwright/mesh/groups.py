@@ -30,7 +30,7 @@ class SharedGroups:
 
     def __init__(self) -> None:
         self._rank = dist.get_rank()
-        self._made: dict[tuple[int, ...], _Made] = {}  # by the members
+        self._made: dict[tuple[int, ...], _Made] = {}  # Cached by the members, in the one world that all are of
 
     @staticmethod
     def of_world() -> SharedGroups:
@@ -80,4 +80,5 @@ class SharedGroups:
         return made.group
 
 
+# Cached by the world, which a new one does not share, also of the same ranks.
 _of_worlds: WeakKeyDictionary[dist.ProcessGroup, SharedGroups] = WeakKeyDictionary()

@@ -130,9 +130,13 @@ class ProcessCommunicator:
         self.mesh, self._size = mesh, mesh.size
         self.rank = dist.get_rank()
         self._shared = SharedGroups.of_world()
+        # Cached by the axes, whose members in rank order are the same in whichever order axes stand; until `close`.
         self._groups: dict[frozenset[str], dist.ProcessGroup] = {}
         self._along: dict[Axes, dist.ProcessGroup] = {}  # those of them that were asked for, as they were
+        # Cached by the type of device and the group, which `moves` and `backends_of` read.
         self._backends: dict[tuple[str, dist.ProcessGroup], Backend] = {}
+        # Cached by all that a `_Packed` is made of, in order: the members, and device, dtype and shape of each tensor,
+        # also of one that comes twice. What is in it is written anew each time, and what comes of it are new tensors.
         self._packed: dict[tuple[Axes, tuple[tuple[torch.device, torch.dtype, torch.Size], ...]], _Packed] = {}
         self._pulse = own_pulse()
         self._come: Callable[..., bool] = lockstep.come if lockstep is not None else _come
@@ -153,6 +157,7 @@ class ProcessCommunicator:
         self._groups.clear()
         self._along.clear()
         self._backends.clear()
+        self._packed.clear()
 
     def _group(self, axes: Axes) -> dist.ProcessGroup | None:
         """The group along ``axes``, to talk to now; None where it is this rank alone."""

@@ -191,6 +191,10 @@ def redistribute(
 def _redistribute(
     src: Layout, dst: Layout, gradient_partial: tuple[str, ...], shape: Shape, mesh: Mesh
 ) -> tuple[Step, ...]:
+    """Return what `redistribute` does.
+
+    Cached by frozen values of whole numbers and names, of which it is a function.
+    """
     if not possible(src, dst):
         made = ", ".join(axis for axis in dst.partial if axis not in src.partial)
         raise PlanError(f"a value laid out as {src} cannot become {dst}: it is not a partial sum over {made}")

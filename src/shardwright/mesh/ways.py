@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import lru_cache
 
 from shardwright.mesh.layout import Layout, Split
 from shardwright.mesh.mesh import Axis, Mesh
@@ -56,7 +56,10 @@ class Way:
 
 @lru_cache(maxsize=1 << 18)
 def way_of(change: Change, sizes: tuple[int, ...]) -> Way:
-    """What a change communicates on axes of these sizes, as the steps of `redistribute` do; sizes are above 1."""
+    """What a change communicates on axes of these sizes, as the steps of `redistribute` do; sizes are above 1.
+
+    Cached by both, frozen values of whole numbers, of which it is a function.
+    """
     route = _route(change)
     forward: list[Part] = []
     backward: list[Part] = []
@@ -94,8 +97,9 @@ class _Route:
 
 @lru_cache(maxsize=1 << 18)
 def _route(change: Change) -> _Route:
+    """Cached by the change, of which it is a function: sizes enter in `way_of`."""
     count = 1 + max(_numbers(change), default=-1)
-    mesh = _mesh_of(count)
+    mesh = Mesh(tuple(Axis(str(axis), 2) for axis in range(count)))  # whose sizes say nothing
     src = Layout(tuple(Split(_names(before)) for before, _ in change.dims), _names(change.partial))
     dst = Layout(tuple(Split(_names(after)) for _, after in change.dims), _names(change.still_partial))
     gradient_partial = _names(change.gradient_partial)
@@ -116,12 +120,6 @@ def _route(change: Change) -> _Route:
     )
 
 
-@cache
-def _mesh_of(count: int) -> Mesh:
-    """A mesh of so many axes, named by their numbers, whose sizes say nothing."""
-    return Mesh(tuple(Axis(str(axis), 2) for axis in range(count)))
-
-
 def _numbers(change: Change) -> Iterator[int]:
     for dim in change.dims:
         for axes in dim:
@@ -130,18 +128,8 @@ def _numbers(change: Change) -> Iterator[int]:
 
 
 def _names(axes: Axes) -> tuple[str, ...]:
-    return tuple([_name(axis) for axis in axes])
-
-
-@cache
-def _name(axis: int) -> str:
-    return str(axis)
+    return tuple([str(axis) for axis in axes])
 
 
 def _back(names: Iterable[str]) -> Axes:
-    return tuple([_number(name) for name in names])
-
-
-@cache
-def _number(name: str) -> int:
-    return int(name)
+    return tuple([int(name) for name in names])

@@ -104,7 +104,10 @@ class Meshes:
 
     @cached_property
     def _floor(self) -> float:
-        """What no plan costs less than on any mesh of these devices."""
+        """What no plan costs less than on any mesh of these devices.
+
+        Cached: the request and the graph are frozen.
+        """
         request = self._request
         return floor_of(self._graph, self._row.objective(request.hardware, request.optimizer), request.mesh.size)
 

@@ -35,13 +35,17 @@ class Weighing:
         self.mesh, self.request, self.space, self._objective = mesh, request, space, objective
         self._last: list[Plan] = []
         self._last_repeated: list[tuple[Sequence[Transfer], Mapping[str, float]]] = []
-        self._sizes: dict[Hashable, int] = {}
+        self._sizes: dict[Hashable, int] = {}  # Cached by shape, dtype and layout, which on one mesh say all
         self.price = 0.0
         """Of a byte, at which the plan was found that is to be beaten; 0 where there is none."""
 
     @cached_property
     def least(self) -> float:
-        """What the operators alone cost at least."""
+        """What the operators alone cost at least.
+
+        Cached, as all of this class: the request, the space and the objective stay the same; `forget` drops what is
+        large.
+        """
         return least_cost(self.space, self.known)
 
     @cached_property
@@ -168,6 +172,10 @@ class Weighing:
 
         @cache
         def held(count: int) -> int:
+            """Return what is held where so many blocks are computed again.
+
+            Cached for this call alone, in which all but the count stays the same.
+            """
             return everything.computing_again(demanded.union(names[:count])).held.total
 
         if held(len(names)) > limit:

@@ -81,7 +81,10 @@ class Why:
 
     @cached_property
     def modules(self) -> dict[str, None]:
-        """The names of all modules that have operators or parameters, and of those around them."""
+        """The names of all modules that have operators or parameters, and of those around them.
+
+        Cached: the plan is frozen.
+        """
         scopes = [node.scope for node in self.nodes.values()]
         scopes += [label.rpartition(".")[0] for label in self.parameters]
         parts = [scope.split(".") for scope in dict.fromkeys(scopes) if scope]
@@ -277,10 +280,19 @@ class Why:
 
     @cached_property
     def _chosen(self) -> dict[tuple[OpRule, Strategy], tuple[Strategy, ...]]:
+        """Return what is known of the choices of operators.
+
+        Cached by the rule and the planned strategy, frozen values, which with the plan's mesh are all that it follows
+        from.
+        """
         return {}
 
     @cached_property
     def _fixed(self) -> dict[Strategy, tuple[Strategy, ...]]:
+        """Return each strategy of the plan as a list of one.
+
+        Cached: the plan is frozen, and equal lists are one object.
+        """
         return {strategy: (strategy,) for strategy in self.plan.strategies.values()}
 
     def _best(

@@ -293,6 +293,8 @@ class Pattern:
 def parse(text: str) -> Pattern:
     """Parse a line of notation.
 
+    Cached by the text, of which the frozen pattern is a function.
+
     >>> rule = parse("m k+, k+ n -> m n").bind([(16, 32), (32, 8)], [(16, 8)])
     >>> print(rule)
     m k+, k+ n -> m n

@@ -40,7 +40,6 @@ class Prediction:
 
     def __init__(self, function: Callable[[Any], Any], device: torch.device) -> None:
         self._function, self._device = function, device
-        self._rows: dict[tuple[int, ...], tuple[bool, ...]] = {}  # numbers of dims -> which tensors have rows
 
     def __call__(self, part: Any, count: int) -> Any:
         """The outputs for the global batch, of which ``part`` has ``count`` samples; all ranks call it together.
@@ -71,12 +70,15 @@ class Prediction:
         return first.outputs.unflatten(joined)
 
     def _tried(self, part: Any, count: int, tensors: Sequence[Tensor]) -> tuple[bool, ...] | None:
-        """Which of the tensors lose a row with a sample; None where there is none to leave out."""
-        key = tuple(tensor.ndim for tensor in tensors)
-        if count > 1 and key not in self._rows:
-            fewer, _ = _taken_apart(self._function(part_of_batch(part, 1, count_samples(part))))
-            self._rows[key] = tuple(len(b.shape) > 0 and len(a) > len(b) for a, b in zip(tensors, fewer, strict=True))
-        return self._rows.get(key) if count else None
+        """Return which of the tensors lose a row with a sample; None where there is none to leave out.
+
+        It is tried for each batch: what the function returns may depend on anything, and a tensor that is taken for
+        rows would be joined with itself.
+        """
+        if count <= 1:
+            return None
+        fewer, _ = _taken_apart(self._function(part_of_batch(part, 1, count_samples(part))))
+        return tuple(len(b.shape) > 0 and len(a) > len(b) for a, b in zip(tensors, fewer, strict=True))
 
 
 def _taken_apart(outputs: Any) -> tuple[list[Tensor], OutputTree]:

@@ -59,7 +59,7 @@ class Parts:
     def __init__(self, lockstep: Lockstep, meanwhile: bool) -> None:
         self.lockstep, self.pulse = lockstep, own_pulse()
         self._meanwhile = meanwhile
-        self._answers: dict[tuple[int, int], Rows] = {}
+        self._answers: dict[tuple[int, int], Rows] = {}  # Cached as what is expected: ranks confirm it in each step
         self._letter: _Letter | None = None
 
     def ask(self, tensors: Sequence[Tensor], height: int, key: str, alike: Sequence[str] = ()) -> Asked:
@@ -232,10 +232,14 @@ class Asked:
 
 @lru_cache(maxsize=_MOST)
 def _number(key: str, shapes: object) -> int:
+    """A number of 7 bytes.
+
+    Cached by all that it hashes: ``shapes`` has words, or plain tuples of whole numbers, so that equal ones are written
+    alike.
+    """
     return int.from_bytes(hashlib.sha256(f"{key} {shapes}".encode()).digest()[:7])
 
 
-@lru_cache(maxsize=_MOST)
 def _any_rows(height: int) -> Rows:
     """The rows of a rank that does not know how many there are in all."""
     return Rows((0, height), -1, None)
@@ -243,5 +247,8 @@ def _any_rows(height: int) -> Rows:
 
 @lru_cache(maxsize=_MOST)
 def _agreed(counts: tuple[int, ...], rank: int) -> Rows:
-    """The rows of this rank, where all have said how many they have."""
+    """The rows of this rank, where all have said how many they have.
+
+    Cached by all that it follows from, the counts and this rank, which another world may have given another number.
+    """
     return replace(in_turn(counts), agreed=True)

@@ -139,11 +139,18 @@ class Replicas:
 
     @cached_property
     def _has_split(self) -> bool:
+        """Return whether parameters are split.
+
+        Cached: `Structure` refuses parameters that were replaced after sw.parallelize.
+        """
         return is_split(self._model)
 
     @cached_property
     def _sets(self) -> dict[tuple[int, ...], list[_Held]]:
-        """What is compared, by the ranks that hold the same: equal on all ranks, and in the same order."""
+        """What is compared, by the ranks that hold the same: equal on all ranks, and in the same order.
+
+        Cached: of buffers it has the places, and `Structure` refuses parameters that were replaced.
+        """
         found: dict[tuple[int, ...], list[_Held]] = {}
         for each in _held(self._model, self._buffers, self._axes):
             found.setdefault(each.first, []).append(each)
@@ -302,7 +309,10 @@ def _times_places(words: Tensor) -> Tensor:
 
 @functools.cache
 def _numbers_of_places(bits: int, device: torch.device) -> Tensor:
-    """Odd ones, for the first 2**bits places."""
+    """Odd ones, for the first 2**bits places.
+
+    Cached by all that they follow from; callers read them alone.
+    """
     return mixed(torch.arange(1, 2**bits + 1, device=device)) | 1
 
 

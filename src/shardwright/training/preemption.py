@@ -65,7 +65,10 @@ class Preemption:
 
 @cache
 def _leave_children_alone() -> None:
-    """In forked children, the workers of a DataLoader for one, TERM ends as ever, and wakes nobody here."""
+    """In forked children, the workers of a DataLoader for one, TERM ends as ever, and wakes nobody here.
+
+    Cached so that it is done once.
+    """
     os.register_at_fork(after_in_child=_as_ever)
 
 

@@ -12,7 +12,8 @@ from shardwright.backends.gloo_threads import calm_receivers
 from shardwright.backends.table import GLOO, backend_moving, moves
 from shardwright.torch_private import unbound
 
-# The group for messages beside each default group whose own backend moves no messages of the CPU.
+# The group for messages beside each default group whose own backend moves no messages of the CPU. Both are cached by
+# the default group itself, with which its backend comes and goes.
 _beside: WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = WeakKeyDictionary()
 _moves_cpu: WeakKeyDictionary[dist.ProcessGroup, bool] = WeakKeyDictionary()  # by default group: it is asked each step
 

@@ -55,7 +55,7 @@ from shardwright.world.meeting import (
 
 _MEETING_TIMEOUT_S = 300.0
 
-# The world of each process group that lives: it goes with the group, and a new group gets a new one.
+# Cached by the process group: a world goes with it, and a new group gets a new one.
 _worlds: WeakKeyDictionary[dist.ProcessGroup, World] = WeakKeyDictionary()
 
 

@@ -36,6 +36,7 @@ class Collectives(ByRows):
         self.memory, self.rendezvous, self.names, self.backend = memory, rendezvous, tuple(names), backend
         self.rank, self.size = memory.rank, memory.size
         self.number = 0  # of collectives that have begun
+        # Cached by where in the memory of this group, which stays the same, it begins, its dtype and its length.
         self._view = lru_cache(_VIEWS)(self._make_view)
 
     def reduction(self, reduce_op: Any, tensor: Tensor) -> Reduction:

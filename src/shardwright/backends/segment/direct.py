@@ -163,6 +163,7 @@ class _Span(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
+    """Return libc with the types of what is called. Cached once: a process has one libc."""
     library = ctypes.CDLL(None, use_errno=True)
     span = ctypes.POINTER(_Span)
     for copy in (library.process_vm_readv, library.process_vm_writev):

@@ -47,6 +47,7 @@ class NativeCollectives:
     def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
         self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
         self.told = Told()  # of the one that is under way: there is one at a time
+        # Cached by what it is made of beside this group.
         self._repeated: dict[tuple[torch.dtype, int, bool], RepeatedCollective | None] = {}
 
     def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
@@ -109,6 +110,10 @@ def _plain_of(tensor: Tensor) -> Tensor:
 
 @lru_cache(_MOST_KINDS)
 def _reducing(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
+    """Return what sums of such tensors have in common; None where native code does not sum them.
+
+    Cached by all that it is made of: a dtype, whole numbers, and a kind of operation that carries no factor.
+    """
     name = _OPERATIONS[operation]
     if not reduces(dtype, name):
         return None
@@ -118,6 +123,10 @@ def _reducing(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kin
 
 @lru_cache(_MOST_KINDS)
 def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
+    """Return what reduce-scatters of such tensors have in common; None where native code does not sum them.
+
+    Cached by all that it is made of, as `_reducing`.
+    """
     name = _OPERATIONS[operation]
     if not reduces(dtype, name):
         return None
@@ -128,6 +137,10 @@ def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _K
 
 @lru_cache(_MOST_KINDS)
 def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
+    """Return what gathers of such tensors have in common.
+
+    Cached by all that it is made of, a dtype and a whole number.
+    """
     operation, code = GATHERED
     nbytes = numel * dtype.itemsize
     return _Kind(

@@ -118,6 +118,7 @@ class _Time(ctypes.Structure):
 
 @cache
 def _library() -> ctypes.CDLL:
+    """Return libc with the types of what is called. Cached once: a process has one libc."""
     library = ctypes.CDLL(None, use_errno=True)
     library.sem_init.argtypes = (ctypes.c_void_p, ctypes.c_int, ctypes.c_uint)
     library.sem_timedwait.argtypes = (ctypes.c_void_p, ctypes.POINTER(_Time))

@@ -73,7 +73,11 @@ class _Rest:
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
-    """What ``torch.save`` writes around the elements of any tensor like this: without sums, nothing depends on them."""
+    """What ``torch.save`` writes around the elements of any tensor like this: without sums, nothing depends on them.
+
+    Cached by the dtype and the shape, which are all of a tensor that it says. Settings of ``torch.save`` that a process
+    may change, as the alignment, enter too: a frame of any of them is one that ``torch.load`` reads.
+    """
     like = torch.empty(shape, dtype=dtype, device="cpu")  # memory that is never touched is none
     rest = _Rest(like.numel() * like.element_size())
     with _without_crc():

@@ -15,7 +15,6 @@ import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any, TypedDict
 
 import torch
@@ -297,11 +296,8 @@ def _from_json(found: dict[str, Any], at: str) -> Entry:
     dtype = getattr(torch, tensor.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise SchemaError(f"{at}.dtype is {tensor.dtype!r}, expected the name of a dtype of torch")
-    chunks = tuple([Chunk(_box(chunk.offsets, chunk.sizes), _place(chunk)) for chunk in tensor.chunks])
+    chunks = tuple([Chunk(Box(chunk.offsets, chunk.sizes), _place(chunk)) for chunk in tensor.chunks])
     return TensorEntry(tensor.path, dtype, tensor.shape, chunks)
-
-
-_box = lru_cache(maxsize=4096)(Box)  # those of all layers are alike; the box is what it is called with
 
 
 def _place(found: _Value | _Chunk) -> Place:

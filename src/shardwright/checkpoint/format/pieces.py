@@ -72,6 +72,7 @@ class Piece:
 
 @lru_cache(maxsize=1024)
 def _box(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Box:
+    """Return what a rank holds of a tensor. Cached by frozen values, of which it is a function."""
     if not mesh.axes:
         return Box((0,) * len(shape), shape)
     return Box.of(layout.local_slice(shape, mesh, rank))
@@ -79,12 +80,16 @@ def _box(shape: tuple[int, ...], layout: Layout, mesh: Mesh, rank: int) -> Box:
 
 @lru_cache(maxsize=64)
 def _holders(shape: tuple[int, ...], layout: Layout, mesh: Mesh, world_size: int) -> Mapping[Box, Sequence[int]]:
+    """Return who holds which box of a tensor.
+
+    Cached by frozen values, of which it is a function; nobody can change what all are given.
+    """
     held: dict[Box, list[int]] = {}
     for rank in range(world_size):
         box = _box(shape, layout, mesh, rank)
         if box.numel or not math.prod(shape):
             held.setdefault(box, []).append(rank)
-    return MappingProxyType(held)
+    return MappingProxyType({box: tuple(ranks) for box, ranks in held.items()})
 
 
 @dataclass(frozen=True)

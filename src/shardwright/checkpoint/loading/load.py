@@ -156,6 +156,8 @@ def _jobs_of(entry: TensorEntry, need: Box, local: Tensor) -> list[_Job]:
 def _overlap(chunk: Box, need: Box) -> tuple[Box, tuple[slice, ...] | None, int, bool] | None:
     """What is needed of a chunk, in its coordinates; where that lies in what is needed, None where it is all of it;
     the number of the first element in the chunk; and whether no others lie between them. None where nothing is.
+
+    Cached by frozen boxes, of which it is a function.
     """
     common = chunk.common(need)
     if not common.numel:

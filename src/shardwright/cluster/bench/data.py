@@ -42,13 +42,19 @@ def _numbers(rank: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tenso
 
 @lru_cache(maxsize=256)
 def pattern(rank: int, ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """What rank ``rank`` of ``ranks`` sends, in ``dtype`` [PERIOD]."""
+    """What rank ``rank`` of ``ranks`` sends, in ``dtype`` [PERIOD].
+
+    Cached by all that it is made of, a seed among them; callers read it alone.
+    """
     return _numbers(rank, ranks, reduction, dtype).to(dtype)
 
 
 @lru_cache(maxsize=256)
 def reduced(ranks: int, reduction: str, dtype: torch.dtype) -> Tensor:
-    """The patterns of all ranks, reduced [PERIOD]."""
+    """The patterns of all ranks, reduced [PERIOD].
+
+    Cached by all that it is made of; callers read it alone.
+    """
     total = _numbers(0, ranks, reduction, dtype)
     joins: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
         "sum": torch.add, "prod": torch.mul, "max": torch.maximum, "min": torch.minimum,

@@ -21,6 +21,10 @@ IMPORTS = ("steps", "launch/__init__", "launch/host", "launch/kept", "launch/tol
 
 @cache
 def _watched(folder: str) -> Watched:
+    """Return who reads a job's folder, and remembers how far it has.
+
+    Cached by the folder: its answers are read anew each time, this only keeps the place in growing files.
+    """
     return Watched(Path(folder))
 
 

@@ -6,7 +6,6 @@ row in the table of rules stay whole, all others are decomposed as torch itself 
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -76,13 +75,8 @@ def _is_preserved(operator: Any) -> bool:
     return key_of(str(operator)) is not None or torch_private.checks_itself(operator)
 
 
-@lru_cache(maxsize=1)
 def _preserved() -> tuple[Any, ...]:
-    """Return the composite operators that stay whole.
-
-    The cache depends on nothing that changes: ATen's operators and the table of rules are there once torch and this
-    package are imported.
-    """
+    """Return the composite operators that stay whole."""
     return tuple(filter(_is_preserved, torch_private.preservable_operators()))
 
 

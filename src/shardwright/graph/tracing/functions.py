@@ -12,7 +12,6 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ class Application:
         return base64.b85encode(pickle.dumps(self)).decode()
 
     @staticmethod
-    @lru_cache
     def read(text: str) -> Application:
         """The application of such an argument."""
         application: Application = pickle.loads(base64.b85decode(text))

@@ -24,7 +24,6 @@ _INSTALLED = re.compile(r"/(?:site|dist)-packages/(\w+)")
 _WRAPPERS = (contextlib.__file__, functools.__file__)  # of Python, in which decorated functions run
 
 
-@functools.cache
 def is_users(filename: str) -> bool:
     """Whether a file is neither torch's nor ours nor Python's; the models of our zoo count as the user's."""
     others = (_TORCH, _OURS, *_WRAPPERS, "<eval_with_key>", "<string>")

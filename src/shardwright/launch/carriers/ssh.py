@@ -171,6 +171,7 @@ class SshCarrier(Carrier):
 
     @cached_property
     def _packed(self) -> tuple[bytes, bytes]:
+        """Return what is sent to every host. Cached: the package's sources do not change while a process runs them."""
         return pack(sources())
 
     def _hosts_needed(self) -> Hosts:

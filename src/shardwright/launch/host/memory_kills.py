@@ -96,7 +96,10 @@ def counting_file(pid: int) -> Path | None:
 
 @cache
 def _mounts() -> tuple[tuple[str, str, str], ...]:
-    """Where control groups of either kind are mounted: the controller, the group at the top, and the folder."""
+    """Where control groups of either kind are mounted: the controller, the group at the top, and the folder.
+
+    Cached once: control groups are mounted as the host starts.
+    """
     found = []
     with contextlib.suppress(OSError):
         for line in Path("/proc/self/mountinfo").read_text().splitlines():

@@ -194,7 +194,10 @@ def _at(values: Tensor | None) -> int | None:
 
 @lru_cache(1024)
 def _shares(counts: tuple[int, ...]) -> Any:
-    """Of all values those of each rank, as native code takes them."""
+    """Of all values those of each rank, as native code takes them.
+
+    Cached by the counts, of which it is a function; native code reads it alone.
+    """
     return (ctypes.c_double * len(counts))(*[count / sum(counts) for count in counts])
 
 
@@ -217,6 +220,11 @@ def _native() -> Mapping[torch.dtype, _Natively]:
 @cache
 def _compiled() -> Mapping[torch.dtype, _Natively]:
     # Sums in several lanes, and nothing of OpenMP that runs; and each operation rounded on its own, as by torch.
+    """Return native code by dtype, empty where there is none.
+
+    Cached once, so that a process does not change its roundings between steps: the instructions of its processor stay
+    the same, and the number of threads decides when it is first asked, on all ranks together (`natively_on_all`).
+    """
     flags = ["-fopenmp-simd", "-ffp-contract=off"]
     if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
         flags += ["-mavx2", "-mfma"]

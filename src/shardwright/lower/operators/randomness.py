@@ -108,6 +108,8 @@ def one_kernel(device: torch.device) -> Mask | None:
 
     Torch compiles the kernel of the very operators that are called without it, once for all shapes, keys and
     thresholds. It is used after it has given the same bits here.
+
+    Cached by the device. It does not matter for numbers which of the two is given: both give the same bits.
     """
 
     def mask(bases: Tensor, length: int, key: int, threshold: int) -> Tensor:

@@ -77,6 +77,10 @@ def _read(environment: Any, key: str) -> bytes | None:
 
 @cache
 def _kept_open(folder: Path) -> Any:
+    """Return the open database of a folder.
+
+    Cached by the folder for the life of one loading process, which reads what was there when it began.
+    """
     return _open(folder)
 
 

@@ -99,7 +99,10 @@ class Decisions:
 
     @cached_property
     def _made(self) -> dict[str, Layout]:
-        """What is known of how results are laid out."""
+        """What is known of how results are laid out.
+
+        Cached by the value: graph, strategies and mesh are frozen.
+        """
         return {}
 
     def pin_of(self, node: Node) -> Pin | None:
@@ -214,6 +217,7 @@ class Decisions:
         found.__dict__.update({name: of for name, of in self.__dict__.items() if name not in found.__dict__})
         return found
 
+    # None of these reads `recomputed` or `again`.
     _of_any_recomputed: ClassVar[tuple[str, ...]] = ("_nodes", "_made", "transfers", "way", "_moved_inside")
 
     @cached_property
@@ -264,7 +268,10 @@ class Decisions:
 
     @cached_property
     def _moved_inside(self) -> dict[tuple[str, int], bool]:
-        """What is known of that, by the first consumer of a transfer, which no other one has."""
+        """What is known of that.
+
+        Cached by the first consumer of a transfer, which no other one has: layouts and mesh are frozen.
+        """
         return {}
 
     def repeats(self, transfer: Transfer) -> int:

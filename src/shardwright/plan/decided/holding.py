@@ -75,6 +75,7 @@ class Memory:
         self._small_gathers = list(_small_gathers(plan))
         self._moved = dict(_moved(plan))
         self._sizes = dict(_sizes(plan, self._moved, size_of))
+        # Cached by what is gathered again: of plans that differ in blocks and `again` alone nothing else moves storage.
         self._last: tuple[frozenset[tuple[str, int]], _Lying] | None = None
 
     def held(self, plan: Decisions, optimizer: OptimizerStates) -> Held:
@@ -131,6 +132,7 @@ class _Lying:
                 self._made.update(dict.fromkeys(node.results, self._read[node.name, 0]))
         self.kept_by = {node.name: self._kept_by(node, plan) for node in plan.capture.nodes}
         """What each operator keeps for its backward."""
+        # Cached by the block: which others are computed again does not change what this one is given.
         self._given: dict[str, dict[Storage, int]] = {}
 
     def _kept_by(self, node: Node, plan: Decisions) -> dict[Storage, int]:

@@ -39,7 +39,10 @@ class Prices:
 
     @cached_property
     def inside(self) -> Mapping[str, Moved]:
-        """What operators communicate inside themselves, by the name of the operator."""
+        """What operators communicate inside themselves, by the name of the operator.
+
+        Cached, as all of this class: the plan and the hardware are frozen.
+        """
         found = {node.name: self._inside(node) for node in self.plan.capture.nodes}
         return {name: moved for name, moved in found.items() if moved is not None}
 

@@ -45,6 +45,7 @@ class Bounds:
     def __init__(self, domains: Sequence[int], tables: Sequence[Table], learned: Learned | None = None) -> None:
         self._learned = learned or Learned.nothing(domains)
         self._first_left = list(self._learned.left)
+        # Cached by the identity of arrays, which are held and never written to, and the dim or values that are taken.
         self._known: dict[Hashable, Costs] = {}
         self._answers: dict[Hashable, _Told] = {}
         self._held: list[object] = []  # so that no identity is given to another object

@@ -96,6 +96,8 @@ def _eliminated(order: _Steps, tables: Sequence[Table], domains: Sequence[int]) 
     """What is left after these steps."""
     total = sum(float(table.costs) for table in tables if not table.scope)
     every, found = [table.costs for table in tables], []
+    # Cached by the identity of the tables, which are held, and by the places of variables in them: their sizes are the
+    # tables' own.
     known: dict[Hashable, tuple[tuple[Costs, ...], Costs]] = {}
     for step in order.steps:
         touching = tuple([every[number] for number in step.tables])
@@ -157,7 +159,10 @@ def settling(domains: Sequence[int], scopes: tuple[tuple[int, ...], ...], limit:
 
 @lru_cache(maxsize=8)  # of searches at several prices tables have the same scopes
 def _neighbours(scopes: tuple[tuple[int, ...], ...]) -> dict[int, frozenset[int]]:
-    """The other variables that each is in a table with."""
+    """The other variables that each is in a table with.
+
+    Cached by the scopes, of which it is a function; callers read it alone.
+    """
     near: dict[int, set[int]] = defaultdict(set)
     for scope in scopes:
         for variable in scope:
@@ -251,7 +256,10 @@ class _Steps:
 
 @lru_cache(maxsize=64)  # at each price of a byte tables have the same scopes
 def _steps(domains: tuple[int, ...], scopes: tuple[tuple[int, ...], ...], limit: float) -> _Steps:
-    """The order in which variables are eliminated while no table has more entries than ``limit``."""
+    """The order in which variables are eliminated while no table has more entries than ``limit``.
+
+    Cached by whole numbers, of which it is a function: costs do not enter.
+    """
     every = list(scopes)
     pending: dict[int, dict[int, None]] = defaultdict(dict)
     for number, scope in enumerate(scopes):

@@ -99,7 +99,10 @@ class Blocks:
 
     @cached_property
     def _spans(self) -> Mapping[str, range]:
-        """The positions of the operators of each module that is run at once, in order of execution."""
+        """The positions of the operators of each module that is run at once, in order of execution.
+
+        Cached: the graph is frozen.
+        """
         at: dict[str, list[int]] = defaultdict(list)
         for position, node in enumerate(self._graph.capture.nodes):
             parts = node.scope.split(".") if node.scope else []

@@ -214,6 +214,8 @@ def _road(
     """Along ``axes``: the number of ranks, the hardware's link, the ranks on each host, and the links of the axes.
 
     The hardware's is None where every axis brings its own; among several links the slowest counts.
+
+    Cached by all that it reads: the mesh with the links of its axes, the axes, and how many ranks a host has.
     """
     along = [axis for axis in mesh.axes if axis.name in axes and axis.size > 1]
     given = tuple(axis.link for axis in along if axis.link is not None)

@@ -127,6 +127,7 @@ class Hardware:
 
     @cached_property
     def _times(self) -> dict[tuple[CollectiveKind, int, LinkKind, int], LinkTime]:
+        """Cached by all that `link_time` is asked beside the links, which are frozen."""
         return {}
 
     def _no_link(self, where: LinkKind) -> str:
@@ -281,14 +282,20 @@ _FOLDER = resources.files("shardwright.plan.pricing") / "profiles"
 
 @cache
 def shipped_names() -> tuple[str, ...]:
-    """The names of the shipped profiles."""
+    """The names of the shipped profiles.
+
+    Cached once: they are files of the package.
+    """
     names = [entry.name for entry in _FOLDER.iterdir()]
     return tuple(sorted(name.removesuffix(".json") for name in names if name.endswith(".json")))
 
 
 @cache
 def shipped(name: str) -> Hardware:
-    """The shipped profile of that name; raises `UsageError` where there is none."""
+    """The shipped profile of that name; raises `UsageError` where there is none.
+
+    Cached by the name: it is a file of the package, and the value is frozen.
+    """
     if name not in shipped_names():
         raise UsageError(f"there is no shipped profile {name!r}; the names are {', '.join(shipped_names())}")
     return Hardware.from_json((_FOLDER / f"{name}.json").read_text(), f"the shipped profile {name}")

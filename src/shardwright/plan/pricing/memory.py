@@ -91,14 +91,19 @@ class Kept:
 
     @cached_property
     def views(self) -> frozenset[str]:
-        """The names of the operators whose results lie in the memory of their first operand."""
+        """The names of the operators whose results lie in the memory of their first operand.
+
+        Cached: the graph is frozen.
+        """
         return frozenset(_views(self.graph))
 
 
 def _views(graph: RuledGraph) -> Iterator[str]:
     capture = graph.capture
     laid: dict[str, Tensor] = {}  # values on the meta device, as they lie in memory
-    known: dict[Hashable, tuple[list[Tensor], bool]] = {}  # results, and whether they lie in the operand's memory
+    # Results, and whether they lie in the operand's memory. Cached by the call and the form of its operands: a view
+    # depends on nothing else, wherever in memory it begins.
+    known: dict[Hashable, tuple[list[Tensor], bool]] = {}
 
     def of(name: str) -> Tensor:
         value = capture.values[name]
@@ -110,7 +115,7 @@ def _views(graph: RuledGraph) -> Iterator[str]:
             laid[name] = order(operator_of(node, capture), of(name))
         elif row_of(node.op).view and node.operands:
             operands = [of(name) for name in node.operands]
-            key = node.op, node.args, node.kwargs, tuple((x.shape, x.stride(), x.dtype) for x in operands)
+            key = node.call, tuple((x.shape, x.stride(), x.dtype) for x in operands)
             if key not in known:
                 made = call(node, operands, _META)
                 known[key] = made, all(x.untyped_storage() is operands[0].untyped_storage() for x in made)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,18 +74,17 @@ OptimizerStates(name='adam', per_entry=2, per_parameter_bytes=4))
     raise UsageError(f"optimizer is {given!r}; expected a name as 'adamw', a class of torch.optim or an optimizer")
 
 
-@cache
 def _known() -> dict[str, type[Optimizer]]:
     classes = (found for found in vars(torch.optim).values() if isinstance(found, type))
     return {found.__name__.lower(): found for found in classes if issubclass(found, Optimizer)}
 
 
-@cache
 def _named(name: str) -> OptimizerStates:
-    if name not in _known():
-        names = ", ".join(sorted(set(_known()) - {"optimizer"}))
+    known = _known()
+    if name not in known:
+        names = ", ".join(sorted(set(known) - {"optimizer"}))
         raise UsageError(f"there is no optimizer {name!r} in torch.optim; the names are {names}")
-    return _probed(_known()[name], _known()[name])
+    return _probed(known[name], known[name])
 
 
 def _accepted(kind: type[Optimizer], settings: dict[str, Any]) -> dict[str, Any]:

@@ -80,6 +80,8 @@ class Pairs:
         self._forward = np.zeros((1024, PARTS), dtype=np.int32)
         self._backward = np.zeros((1024, PARTS), dtype=np.int32)
         self._flags = np.zeros((1024, 3), dtype=bool)
+        # Cached by all that `Objective.collective` and `Objective.transfer` are given; the mesh and the objective are
+        # those of this object.
         self._prices: dict[Hashable, float] = {}
         self._singly: dict[Hashable, float] = {}
 
@@ -274,5 +276,8 @@ def _different(numbers: Numbers) -> tuple[Numbers, Numbers]:
 
 @lru_cache(maxsize=8)
 def pairs_on(objective: Objective, mesh: Mesh) -> Pairs:
-    """The ways on a mesh at the prices of an objective, which searches share."""
+    """The ways on a mesh at the prices of an objective, which searches share.
+
+    Cached by frozen values, all of which it is made of: equal objectives have equal prices.
+    """
     return Pairs(objective, mesh)

@@ -35,11 +35,11 @@ class RuledGraph:
     def of(capture: Capture) -> RuledGraph:
         """Look up the rule of every operator."""
         rules: dict[str, OpRule] = {}
-        alike: dict[Hashable, OpRule] = {}
+        alike: dict[Hashable, OpRule] = {}  # Cached by all that `rule_of` is given
         for node in capture.nodes:
             operands = tuple(capture.values[name].shape for name in node.operands)
             results = tuple(capture.values[name].shape for name in node.results)
-            key = node.op, node.args, node.kwargs, operands, results
+            key = node.call, operands, results
             if key not in alike:
                 alike[key] = rule_of(node.op, node.args, dict(node.kwargs), operands, results)
             rules[node.name] = alike[key]
@@ -51,7 +51,11 @@ class RuledGraph:
 
     @cached_property
     def known(self) -> dict[Hashable, Any]:
-        """What others have worked out of the graph alone, for all who ask again."""
+        """What others have worked out of the graph alone, for all who ask again.
+
+        Cached by keys that begin with a word or a function of those who write them. Rules and meshes are in keys by
+        their identity: the graph holds the rules, and a mesh is held beside what is known of it.
+        """
         return {}
 
     def once(self, make: Callable[[RuledGraph], T]) -> T:
@@ -96,12 +100,15 @@ class RuledGraph:
         return {node.name: numbers.setdefault(self._facts(node), len(numbers)) for node in self.capture.nodes}
 
     def _facts(self, node: Node) -> Hashable:
-        """What the costs of an operator follow from."""
+        """What the costs of an operator follow from: what it is, its tensors, and which of these are one.
+
+        Its rule follows from the same, so that operators that are alike share one.
+        """
         values = [self.capture.values[name] for name in node.operands + node.results]
         names = list(dict.fromkeys(node.operands))  # an operand that is read twice counts once
         repeated = tuple(names.index(name) for name in node.operands)
         facts = tuple((value.shape, value.dtype, value.needs_gradient) for value in values)
-        return node.op, node.args, node.kwargs, repeated, facts
+        return node.call, repeated, facts
 
     @cached_property
     def unlisted(self) -> tuple[Node, ...]:

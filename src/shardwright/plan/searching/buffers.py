@@ -47,7 +47,7 @@ class Buffers:
     """The largest buffers, by tables over some variables, of which equal ones are one array."""
 
     def __init__(self, tables: Iterable[Table]) -> None:
-        self._limited: dict[tuple[int, float], Costs] = {}
+        self._limited: dict[tuple[int, float], Costs] = {}  # Cached by a table's costs, which are held, and the limit
         self.tables = [table for table in tables if table.costs.any()]
         self.least_bytes = max((float(table.costs.min()) for table in self.tables), default=0.0)
         """No choice has none that is larger."""
@@ -74,6 +74,7 @@ class Joined:
 
     def __init__(self, problem: Problem) -> None:
         self._problem = problem
+        # Cached by all that is read of a parameter, and by the identity of lists, which are held.
         self._known: dict[Hashable, Costs] = {}
         self._gathers: dict[Hashable, Mapping[Hashable, Costs]] = {}
         self._held: list[object] = []  # so that no identity is given to another object

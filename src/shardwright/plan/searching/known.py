@@ -32,7 +32,9 @@ class Known:
     All searches on one mesh for one objective share it, whatever each may choose: none prices again what another has.
 
     Rules and lists of strategies are told apart by identity, as equal ones are one object in a `RuledGraph` and a
-    `Space`.
+    `Space`, and held, so that no other object has theirs. Cached by these and by what else the function reads that is
+    called where nothing is known: of an operator the number of those that are alike, of a value shape, dtype, whether
+    it has a gradient and whether it is a parameter.
     """
 
     def __init__(self, graph: RuledGraph, objective: Objective, mesh: Mesh) -> None:

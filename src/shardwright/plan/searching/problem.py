@@ -112,10 +112,18 @@ class Problem:
 
     @cached_property
     def _learned(self) -> Learned:
+        """Return what searches of these variables have learned, to which each adds.
+
+        Cached with the values that are left, which stay the same: `among` makes another.
+        """
         return Learned.nothing(self.domains if self._left is None else [len(of) for of in self._left])
 
     @cached_property
     def _tables_left(self) -> list[Table]:
+        """Return the tables for the values that are left.
+
+        Cached with these: tables are added before the first search alone, and `among` makes another.
+        """
         return among(self._left, self.tables, {}) if self._left is not None else self.tables
 
     def among(self, left: Mapping[str, Indices]) -> Problem:

@@ -34,6 +34,7 @@ class Recomputing:
         self._problem, self._kept = problem, kept
         self.block_of = {node.name: block for block in problem.space.blocks for node in block.nodes}
         """The block of an operator, by its name."""
+        # Cached by all that is read of a value, and by the identity of arrays and lists, which are held.
         self._either: dict[Hashable, Costs] = {}
         self._ways: dict[Hashable, Costs] = {}
         self._held: list[object] = []  # so that no identity is given to another object

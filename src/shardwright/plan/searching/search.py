@@ -73,11 +73,14 @@ class Built:
 
     def __init__(self, space: Space, objective: Objective, known: Known | None = None) -> None:
         self._space, self._objective, self._known = space, objective, known
-        self._weights: dict[OptimizerStates, Weights] = {}
+        self._weights: dict[OptimizerStates, Weights] = {}  # Cached by a frozen value; the space stays the same
 
     @cached_property
     def both(self) -> _Both:
-        """What is searched first, and what stands beside it."""
+        """What is searched first, and what stands beside it.
+
+        Cached, as all of this class: the space and the objective are frozen, and `among` makes another.
+        """
         return _Both(self._space, self._objective, self._known)
 
     def weights(self, optimizer: OptimizerStates) -> Weights:
@@ -289,17 +292,25 @@ class _Both:
 
     @cached_property
     def _beside(self) -> _Beside:
+        """Return what is decided when the rest is. Cached: the space is frozen."""
         return _Beside(self._space, self.beside)
 
     @cached_property
     def _without_sums(self) -> Problem:
+        """Return what is searched first where what stands beside it cannot make partial sums.
+
+        Cached with the strategies that are left, which stay the same: `among` makes another.
+        """
         problem = self._first()
         problem.demand_no_sums(self.beside)
         return problem.among(self._left) if self._left else problem
 
     @cached_property
     def _least(self) -> float:
-        """What the operators beside the rest cost at least."""
+        """What the operators beside the rest cost at least.
+
+        Cached: the space and the objective are frozen.
+        """
         nodes = [node for node in self._space.graph.capture.nodes if node.name in self.beside]
         return sum(float(self._known.operator(node, self._beside.choices[node.name]).min()) for node in nodes)
 

@@ -71,6 +71,7 @@ class Weights:
         self._problem, self._optimizer = problem, optimizer
         self._graph = problem.space.graph
         self._kept = self._graph.once(Kept)
+        # Cached by all that is read of operators and values, and by the identity of lists, which are held.
         self._known: dict[Hashable, Costs] = {}
         self._gatherings: dict[Hashable, Gathering] = {}
         self._held: list[object] = []  # so that no identity is given to another object
@@ -140,7 +141,10 @@ class Weights:
 
     @cached_property
     def _touching(self) -> Mapping[int, list[tuple[Table, Operand | None]]]:
-        """By variable the tables that mention it, and which operands are theirs."""
+        """By variable the tables that mention it, and which operands are theirs.
+
+        Cached: the tables are made before it is first asked for, and stay the same.
+        """
         found: dict[int, list[tuple[Table, Operand | None]]] = defaultdict(list)
         tables: list[tuple[Table, Operand | None]] = [(table, None) for table in self.tables]
         for table, of in [*tables, *((of.kept, of) for of in self.gathered)]:
@@ -171,8 +175,7 @@ class Weights:
             if variable is None or not (saved.results or saved.beside):
                 continue
             strategies = self._problem.space.strategies[node.name]
-            facts = tuple((v.shape, v.dtype) for v in map(self._value, (*node.operands, *node.results)))
-            key = node.op, saved, facts, self._identity(strategies)
+            key = self._graph.alike[node.name], saved, self._identity(strategies)
             if key not in self._known:
                 self._known[key] = np.array([self._inside(node, strategy) for strategy in strategies], dtype=float)
             block = self.recomputing.variable_of(node)

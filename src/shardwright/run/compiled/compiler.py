@@ -110,6 +110,8 @@ class _Tried:
 
     def __init__(self, plain: Function, compiler: Compiler, note: Callable[[float, str], None]) -> None:
         self._plain, self._compiled, self._note = plain, compiler.compile(plain), note
+        # Cached by whether there are gradients, and inference mode: a program has one dtype and shape of each operand,
+        # and what is compiled has been compared with what is not.
         self._chosen: dict[tuple[bool, bool], Function] = {}
 
     def __call__(self, *given: Tensor) -> Any:

@@ -81,6 +81,7 @@ class Captures:
     dynamic: Dynamic = False
     device: torch.device | None = None
     _known: dict[str, _Known] = field(default_factory=dict, init=False, repr=False)
+    """Cached by `key`; what is made of open sizes is compared with captures before it serves."""
 
     def function(self, kind: StepKind) -> LossFunction:
         """What a step of this kind calls."""

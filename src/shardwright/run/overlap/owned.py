@@ -38,7 +38,10 @@ def _note(gradient: Tensor, found: list[References]) -> None:
 
 @cache
 def least_references() -> References:
-    """What a gradient has that was made for one function alone."""
+    """What a gradient has that was made for one function alone.
+
+    Cached once: it depends on this build of torch and Python alone.
+    """
     found: list[References] = []
     with torch.enable_grad():
         parameter = torch.ones(2, requires_grad=True)

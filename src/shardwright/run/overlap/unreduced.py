@@ -58,6 +58,7 @@ _all: WeakSet[Unreduced] = WeakSet()
 
 @cache
 def _watch_optimizers() -> None:
+    """Be asked before each step of an optimizer. Cached so that it is done once."""
     register_optimizer_step_pre_hook(_refuse_unreduced)
     torch_private.tell_of_dropped_gradients(_drop)
 

@@ -145,6 +145,7 @@ class GatheredAgain:
     """
 
     def __init__(self) -> None:
+        # Cached by the memory, which no other tensor takes as long as it stands here, for one run of a program.
         self._known: dict[MemoryOf, _Gathered] = {}
         self._numbered: list[_Gathered] = []  # in the order of the program
         self._expected: list[_Gathered] = []  # what the present section needs

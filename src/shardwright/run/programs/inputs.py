@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal, NamedTuple
 
 import torch
@@ -66,7 +65,6 @@ def rows_of(batch: object, tensors: Sequence[Tensor], kind: BatchKind | None, si
     return in_turn(from_all_ranks(height))
 
 
-@lru_cache(maxsize=1 << 10)
 def _all_rows(height: int, ranks: int) -> Rows:
     return Rows((0, height), height, ((0, height),) * ranks)
 
@@ -93,7 +91,6 @@ def global_shapes(tensors: Sequence[Tensor], rows: Rows) -> tuple[Shape, ...]:
     return _global(tuple([tensor.shape for tensor in tensors]), rows.mine[1] - rows.mine[0], rows.total)
 
 
-@lru_cache(maxsize=1 << 10)
 def _global(shapes: tuple[Shape, ...], height: int, total: int) -> tuple[Shape, ...]:
     return tuple((total, *s[1:]) if s and s[0] == height else tuple(s) for s in shapes)
 

@@ -56,7 +56,8 @@ class PreparedProgram:
     shapes: tuple[tuple[int, ...], ...]
     input_layouts: tuple[Layout, ...]
     unlike: str
-    cuts: dict[Hashable, list[Cut]] = field(default_factory=dict, repr=False)  # by the rows that this rank was given
+    cuts: dict[Hashable, list[Cut]] = field(default_factory=dict, repr=False)
+    """Cached by the rows that ranks were given: shapes and layouts are the program's, whose mesh and rank stay."""
 
     def run(self, arguments: StepArguments) -> Outputs:
         """Run the program once."""
@@ -157,6 +158,8 @@ class Programs:
         self._compiler = compiler
         self._made = 0
         self._sample: dict[str, str] = {}
+        # Cached by `Step.key`: `Captures.key` and the shapes of the global batch; of several under one key that is used
+        # whose values of Python are what they were (`Remembered`). The model is the planner's.
         self._by_key: dict[Hashable, list[Kept]] = {}
 
     def add_first(self, sample_batch: Any, rows: Rows) -> None:

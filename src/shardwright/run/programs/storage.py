@@ -141,8 +141,11 @@ class ModelState:
         self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
         """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
         self._module, self._plan, self._device = module, plan, device
+        # Cached by the constant, which is held, so that no other has its identity: it never changes. Those that may are
+        # looked up by their places.
         self._moved: dict[int, tuple[Tensor, Tensor]] = {}
-        self._leaves: dict[int, _Leaves] = {}  # by the id of a capture, for as long as that lives
+        # Cached by the id of a capture, for as long as that lives.
+        self._leaves: dict[int, _Leaves] = {}
         note_whole(module, self)
 
     def number(self, kind: StepKind) -> int:
@@ -151,11 +154,18 @@ class ModelState:
 
     @cached_property
     def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by all of their names.
+
+        Cached: `Structure` refuses parameters that were replaced after sw.parallelize.
+        """
         return dict(self._module.named_parameters(remove_duplicate=False))
 
     @cached_property
     def _places(self) -> dict[str, _Place]:
-        """Where each buffer is looked up, by its name in the model."""
+        """Where each buffer is looked up, by its name in the model.
+
+        Cached: `Structure` refuses modules that were replaced, and what stands at each place is looked up in each step.
+        """
         return {
             f"{path}.{name}".lstrip("."): (torch_private.buffers_in(module), module, name)
             for path, module in self._module.named_modules(remove_duplicate=False)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 from torch import Tensor
@@ -73,7 +72,6 @@ def _numbers(value: object) -> tuple[float, ...]:
     return tuple(numbers) if all(isinstance(number, (int, float)) for number in numbers) else ()
 
 
-@lru_cache(maxsize=64)
 def _told(kind: str, groups: tuple[_Settings, ...]) -> str:
     return "; ".join(
         ", ".join([_counted(kind, count, gradients), *(f"{name}={_rounded(numbers)}" for name, numbers in settings)])

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import Tensor, nn
@@ -60,7 +60,10 @@ def note_trained(parameters: Iterable[nn.Parameter]) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Look at every optimizer in its step; once per process."""
+    """Look at every optimizer in its step; once per process.
+
+    Cached so that it is done once.
+    """
     register_optimizer_step_pre_hook(_before_step)
     for kind in _BY_ENTRY:
         torch_private.steps_call(kind, _step_on_parts)
@@ -70,17 +73,24 @@ def watch_optimizers() -> None:
 class _Known:
     """What was found when an optimizer was looked at, and whether it was given a state since its last step.
 
-    ``changes`` is how often by then something had changed for parameters of this process. ``is_ours``: it updates those
-    of a parallel model.
+    ``parameters`` are those that it updated then, ``changes`` how often by then something had changed for parameters of
+    this process. ``is_ours``: it updates those of a parallel model.
     """
 
-    parameters: int
+    parameters: list[ref[Tensor]]
     changes: int
     has_split: bool
     is_ours: bool
     was_loaded: bool
 
+    def updates(self, parameters: list[Tensor]) -> bool:
+        """Return whether these are the very parameters that were looked at."""
+        both = zip(self.parameters, parameters, strict=False)
+        return len(self.parameters) == len(parameters) and all(then() is now for then, now in both)
 
+
+# Cached by the optimizer: what was found holds for the very parameters that were looked at, as long as none of this
+# process was put in the place of another.
 _known: WeakKeyDictionary[torch.optim.Optimizer, _Known] = WeakKeyDictionary()
 
 
@@ -139,8 +149,8 @@ def look_at(optimizer: torch.optim.Optimizer) -> _Known:
     Raises:
         UsageError: where it has state already, which belongs to whole parameters.
     """
-    count, known = sum(len(group["params"]) for group in optimizer.param_groups), _known.get(optimizer)
-    if known is not None and (known.parameters, known.changes) == (count, _changes[0]):
+    updated, known = _updated(optimizer), _known.get(optimizer)
+    if known is not None and known.changes == _changes[0] and known.updates(updated):
         return known
     for group in optimizer.param_groups:
         for at, parameter in enumerate(group["params"]):
@@ -156,15 +166,19 @@ def look_at(optimizer: torch.optim.Optimizer) -> _Known:
             group["params"][at] = successor
     if known is None:
         optimizer.register_load_state_dict_post_hook(_note_loaded)
-    updated = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    updated = _updated(optimizer)
     _known[optimizer] = _Known(
-        count,
+        list(map(ref, updated)),
         _changes[0],
         has_split=any(map(_is_split, updated)),
         is_ours=any(parameter in _trained for parameter in updated),
         was_loaded=known is None or known.was_loaded,
     )
     return _known[optimizer]
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _note_loaded(optimizer: torch.optim.Optimizer) -> None:

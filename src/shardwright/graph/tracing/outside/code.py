@@ -110,7 +110,10 @@ def _names(code: CodeType) -> list[str]:
 
 @functools.lru_cache(maxsize=4096)
 def _members_of(code: CodeType) -> frozenset[tuple[str, str]]:
-    """The attributes that a function asks of variables of Python modules, as ("settings", "SCALE")."""
+    """The attributes that a function asks of variables of Python modules, as ("settings", "SCALE").
+
+    Cached by the code, which never changes and is equal to code of the same instructions, names and lines alone.
+    """
     inner = [pair for const in code.co_consts if isinstance(const, CodeType) for pair in _members_of(const)]
     own = [
         (str(variable.argval), str(member.argval))
@@ -122,7 +125,10 @@ def _members_of(code: CodeType) -> frozenset[tuple[str, str]]:
 
 @functools.lru_cache(maxsize=4096)
 def _variables_named(code: CodeType) -> list[str]:
-    """The names of variables of Python modules in a function, and in those that are defined in it."""
+    """The names of variables of Python modules in a function, and in those that are defined in it.
+
+    Cached by the code, as `_members_of`.
+    """
     inner = [name for const in code.co_consts if isinstance(const, CodeType) for name in _variables_named(const)]
     own = [str(of.argval) for of in dis.get_instructions(code) if of.opname in _OF_VARIABLES]
     return list(dict.fromkeys([*own, *inner]))

@@ -149,6 +149,8 @@ def _changes_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any
 
 @lru_cache(maxsize=1024)
 def draws_numbers(name: str) -> bool:
-    """Check whether a function of torch draws random numbers. Torch's table of operators, which decides it, grows and
-    does not change."""
+    """Return whether a function of torch draws random numbers.
+
+    Cached by the name: ATen's operators and the rules by which some draw are there once torch is imported.
+    """
     return any(map(draws, torch_private.overloads_of(f"aten.{name}")))
