@@ -171,8 +171,7 @@ def test_entries_whose_step_is_noise_are_counted_and_not_compared():
 
 def through_a_saved_plan(path):
     """A plan that was made in float32 serves in both dtypes; another model's is refused."""
-    from shardwright.graph.capture import capture
-    from shardwright.graph.rewrite import rewrite
+    from shardwright.graph.step import captured_step
     from shardwright.mesh.mesh import Mesh
     from shardwright.plan.make import make_plan
     from shardwright.plan.request import PlanRequest
@@ -180,7 +179,7 @@ def through_a_saved_plan(path):
     torch.set_num_threads(1)
     world = sw.init()
     model, loss_fn, batches = built("perceptron")
-    plan = make_plan(rewrite(capture(model, loss_fn, batches[0])), PlanRequest(Mesh.of(tp=2), search="propagation"))
+    plan = make_plan(captured_step(model, loss_fn, batches[0], {}), PlanRequest(Mesh.of(tp=2), search="propagation"))
     if world.rank == 0:
         plan.save(path)
     found = [verify(model, loss_fn, batches, given, steps=1) for given in (plan, path)]
