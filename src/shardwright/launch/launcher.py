@@ -98,10 +98,12 @@ class Launcher:
 
     def _start(self) -> None:
         attempt, folder, options = self.attempt, self.attempt.folder, self.attempt.options
+        logs: RankLogs | None = None
         try:
             folder.begin_again()
             folder.make_ranks(options.ranks)
-            self.logs = RankLogs(folder, options.ranks, self.say, attempt.first_line, options.logs_stay, self._host)
+            logs = RankLogs(folder, options.ranks, self.say, attempt.first_line, options.logs_stay, self._host)
+            self.logs = logs
             self.live = LiveFiles(folder, len(attempt.past), options.ranks)
             self._note(lambda: folder.write_state(attempt.state))
             self._note(folder.reserve)
@@ -109,6 +111,8 @@ class Launcher:
             self.report = RunReport(folder, attempt.state, self.carrier.describe_hosts(), attempt.past)
             self._note(self.report.write)
         except OSError as error:
+            if logs is not None:
+                logs.close()
             if not attempt.past:
                 folder.remove()
             raise LaunchError(f"job {folder.name} cannot be started: {in_words(error, folder.path)}") from None

@@ -37,6 +37,7 @@ from shardwright.hosts.environment import (
 )
 from shardwright.hosts.interfaces import own_loopback
 from shardwright.launch.asked.variables import BACKEND_VARIABLE
+from shardwright.launch.host.folders import use_temporary
 from shardwright.pulse import own_pulse
 from shardwright.world.agreement import from_all_ranks
 from shardwright.world.control import control_group, world_group
@@ -109,6 +110,7 @@ def init(
     the arguments make no sense.
     """
     own_pulse().beat()
+    use_temporary(os.environ)
     asked = asked_device(device)
     if dist.is_initialized():
         return _existing(backend, rank, world_size, asked)

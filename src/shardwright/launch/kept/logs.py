@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections.abc import Callable
 
@@ -79,11 +80,13 @@ class RankLogs:
         self._say = say
         self._told = False
         self._tails = {(rank, stream): bytearray() for rank in range(ranks) for stream in STREAMS}
-        self._files = {
-            (rank, stream): LogFile(os.fspath(folder.rank(rank) / stream), begin.encode())
-            for rank in range(0 if kept else ranks)
-            for stream in STREAMS
-        }
+        self._files: dict[tuple[int, str], LogFile] = {}
+        try:
+            for rank, stream in itertools.product(range(0 if kept else ranks), STREAMS):
+                self._files[rank, stream] = LogFile(os.fspath(folder.rank(rank) / stream), begin.encode())
+        except OSError:
+            self.close()  # of too many open files none is left to remove the folder with
+            raise
 
     def write(self, rank: int, stream: str, data: bytes) -> None:
         tail = self._tails[rank, stream]

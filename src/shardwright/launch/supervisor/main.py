@@ -9,6 +9,7 @@ import sys
 import traceback
 
 from shardwright.hosts.gpus import count_gpus
+from shardwright.launch.host.folders import make_temporary, remove_folder
 from shardwright.launch.host.processes import become_subreaper, die_with_parent
 from shardwright.launch.host.protocol import ORDERS, Order, Start
 from shardwright.launch.host.stream import Decoder, take_stdio
@@ -74,10 +75,13 @@ def main() -> None:
     steps, writing = open_steps(start)
     private = [orders, events, *start.held, *(pulse.fd for pulse in pulses.values()), *steps.values(), *writing]
     supervisor = os.getpid()
+    temporary = make_temporary(start.ranks.values())
     for rank, variables in start.ranks.items():
         try:
             process, pipes = start_rank(private)
         except OSError as error:
+            if temporary is not None:
+                remove_folder(temporary)
             not_started(events, f"rank {rank} of {len(start.ranks)} on this host could not be forked: {error}")
         if process.pid == 0:
             become_rank(supervisor, variables, pipes, [*private, *pipes.values()])
@@ -98,5 +102,5 @@ def main() -> None:
         if rank in steps:
             process.pipes[STEPS] = steps[rank]
         ranks[rank] = process
-    Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch, start.stall_s).run()
+    Supervisor(orders, events, decoder, ranks, start.lease_s, start.scratch, start.stall_s, temporary).run()
     sys.exit(0)

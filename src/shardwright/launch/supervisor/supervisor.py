@@ -72,9 +72,10 @@ class Supervisor:
     def __init__(
         self, orders: int, events: int, decoder: Decoder[Start | Order], ranks: dict[int, RankProcess],
         lease_s: float | None = None, scratch: str | None = None, stall_s: float | None = None,
+        temporary: Path | None = None,
     ) -> None:  # fmt: skip
         self.orders, self.decoder, self.ranks = orders, decoder, ranks
-        self.lease_s, self.scratch = lease_s, scratch
+        self.lease_s, self.scratch, self.temporary = lease_s, scratch, temporary
         self.heard_s = time.monotonic()
         self.writer = Writer(events, gone=self._abandoned)
         self.ending: Ending | None = None
@@ -117,6 +118,8 @@ class Supervisor:
         for rank in self.ranks:
             self._drain(rank)
         killed = sorted(r for r, p in self.ranks.items() if self.ending and p.pid in self.ending.killed)
+        if self.temporary is not None:
+            remove_folder(self.temporary)
         self._tell(Ended(tuple(killed), tuple(unkillable)))
         while self.writer.waiting_bytes:
             for key, _ in self.selector.select():
@@ -160,8 +163,9 @@ class Supervisor:
     def _abandoned(self) -> None:
         """Kill everything and end: the launcher is gone, and nobody is left to tell."""
         kill_all(lambda: descendants(os.getpid()), UNKILLABLE_S)
-        if self.scratch is not None:
-            remove_folder(Path(self.scratch))
+        for folder in (self.scratch, self.temporary):
+            if folder is not None:
+                remove_folder(Path(folder))
         os._exit(1)
 
     # --- what the ranks write

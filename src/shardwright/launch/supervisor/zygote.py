@@ -22,6 +22,7 @@ from types import CodeType, TracebackType
 from typing import Any
 
 from shardwright.hosts.gpus import count_gpus
+from shardwright.launch.host.folders import use_temporary
 from shardwright.launch.host.program import Program
 
 _TRAINS = re.compile(rb"\bimport shardwright\b(?!\.)|\bfrom shardwright import\b|\bDistributedDataParallel\b|\boptim\b")
@@ -87,6 +88,7 @@ def _is_archive(path: str) -> bool:
 def run(program: Program) -> None:
     """In a forked rank: run the script or module as ``__main__``; the caller then returns to the interpreter."""
     _reseed()
+    use_temporary(os.environ)
     sys.argv[:] = program.arguments
     sys.orig_argv[:] = program.command_line()  # what libraries read that start this script again
     namespace = vars(sys.modules["__main__"])
