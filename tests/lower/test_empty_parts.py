@@ -156,7 +156,7 @@ def batch_of(rows):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 @pytest.mark.parametrize("kind", ["data", "auto", "split", "recomputed", "gathered", "both"])
-@pytest.mark.parametrize("rows", [6, 2])
+@pytest.mark.parametrize("rows", [6, pytest.param(2, marks=pytest.mark.slow)])
 def test_all_ranks_make_the_same_calls_and_the_numbers_are_those_of_one_device(name, kind, rows):
     torch.manual_seed(0)
     make, loss_fn = PROGRAMS[name]
