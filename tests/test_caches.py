@@ -392,8 +392,8 @@ def test_settings_are_told_as_they_are():
 
 def test_which_outputs_have_rows_is_tried_for_each_batch():
     x, table = torch.ones(4, 2), torch.ones(4, 2)
-    predict = Prediction(lambda part: part[0] if part[1] == "rows" else table, torch.device("cpu"))
-    found = [predict._tried((x, what), 4, [x if what == "rows" else table]) for what in ("rows", "table", "rows")]
+    predict = Prediction(lambda part: part.get("rows", table), torch.device("cpu"))
+    found = [predict._tried({what: x}, 4, [x]) for what in ("rows", "table", "rows")]
     assert found == [(True,), (False,), (True,)]
 
 
