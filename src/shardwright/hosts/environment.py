@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from os import getuid
 from pathlib import Path
 
@@ -23,6 +23,8 @@ from shardwright.hosts.rank_table import RankTable
 from shardwright.hosts.table_check import check_rank_table
 from shardwright.pulse import JOB_VARIABLE
 
+SECRET_VARIABLE = "SHARDWRIGHT_SECRET"
+"""Tells the ranks of a job what nobody else knows."""
 # Ports below Linux's ephemeral range, so that no outgoing connection holds the one that a job derives.
 _DERIVED_PORTS = range(20000, 32000)
 
@@ -59,6 +61,7 @@ class LaunchEnvironment:
     ``local_rank`` and ``local_size`` are None where the launcher does not say; ``meeting`` is None for one
     process alone; ``job`` separates two jobs that reach the same meeting point; ``device_id`` is the device that
     the launcher assigned; ``rank`` is None for a process that only serves the meeting point (msrun's scheduler).
+    ``secret`` is known to the ranks of the job alone, where the launcher gives them one.
     """
 
     launcher: str
@@ -70,6 +73,7 @@ class LaunchEnvironment:
     job: str = ""
     host: str | None = None
     device_id: int | None = None
+    secret: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -171,6 +175,7 @@ def _torchrun(environ: Mapping[str, str]) -> LaunchEnvironment:
         local_size=_optional_integer(environ, "LOCAL_WORLD_SIZE"),
         meeting=meeting,
         job=f"{environ.get('TORCHELASTIC_RUN_ID', 'none')}/{attempt}",
+        secret=environ.get(SECRET_VARIABLE, ""),
     )
 
 

@@ -7,6 +7,7 @@ every rank: who is missing, who came twice, who believes in another world size.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 # torch documents these four here, but does not list them for type checkers.
 from torch.distributed import DistError, HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
@@ -25,6 +27,7 @@ from shardwright.errors import LaunchError, UsageError, WorldError
 from shardwright.hosts.environment import FileMeeting, LaunchEnvironment, Meeting, MpiMeeting, TcpMeeting
 from shardwright.hosts.interfaces import ipv4_addresses
 from shardwright.hosts.port import LOOPBACK, refuse_without_loopback
+from shardwright.hosts.seal import Seal
 from shardwright.whole_file import write_whole
 
 _QUIET_S = 5.0  # for which nobody is told that it is waited
@@ -344,6 +347,76 @@ def serve_until_all_left(store: Store, size: int) -> None:
         time.sleep(0.1)
 
 
-def job_store(store: Store, job: str) -> Store:
-    """The part of a store that belongs to one job, where several can reach the same meeting point."""
-    return PrefixStore(f"shardwright/{job}", store)
+class SealedStore(Store):
+    """A store closed to whoever does not know the secret of a job (`shardwright.hosts.seal`).
+
+    torch's store answers everybody who reaches its port, and lists the keys of all. Counters are added up by the store
+    and stay numbers: who reaches the port can change those, remove keys, and put back what a key had before. That stops
+    a job, or confuses it, and shows or gives it no data.
+    """
+
+    timeout: timedelta
+
+    def __init__(self, store: Any, secret: str) -> None:
+        super().__init__()
+        self._store, self._sealing = store, Seal(secret)
+        self.set_timeout(store.timeout)
+        _kept.append(self)
+
+    def set(self, key: str, value: str | bytes) -> None:
+        self._store.set(self._sealing.name(key), self._sealed(key, value))
+
+    def get(self, key: str) -> bytes:
+        self._keep_timeout()
+        return self._opened(key, self._store.get(self._sealing.name(key)))
+
+    def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
+        wanted = self._sealed(key, expected) if expected else b""
+        return self._opened(
+            key, self._store.compare_set(self._sealing.name(key), wanted, self._sealed(key, desired))
+        )  # fmt: skip
+
+    def add(self, key: str, amount: int) -> int:
+        return int(self._store.add(self._sealing.name(key), amount))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._store.check([self._sealing.name(key) for key in keys]))
+
+    def wait(self, keys: list[str], *timeout: timedelta) -> None:
+        self._keep_timeout()
+        self._store.wait([self._sealing.name(key) for key in keys], *timeout)
+
+    def delete_key(self, key: str) -> bool:
+        return bool(self._store.delete_key(self._sealing.name(key)))
+
+    deleteKey = delete_key  # as C++ calls it
+
+    def _keep_timeout(self) -> None:
+        """Wait as long as torch has told this store to, which it does not tell the one below."""
+        if self._store.timeout != self.timeout:
+            self._store.set_timeout(self.timeout)
+
+    def _sealed(self, key: str, value: str | bytes) -> bytes:
+        return self._sealing.sealed(key, value.encode() if isinstance(value, str) else bytes(value))
+
+    def _opened(self, key: str, written: Any) -> bytes:
+        value = self._sealing.opened(key, bytes(written))
+        if value is None:
+            raise WorldError(
+                f"what the store of the job has of {key} was not written by one of its ranks: another program reaches "
+                "its port, or ranks were started with different secrets (SHARDWRIGHT_SECRET)"
+            )
+        return value
+
+
+_kept: list[SealedStore] = []  # C++ keeps no Python object alive whose methods it calls
+
+
+def job_store(store: Store, job: str, secret: str) -> Store:
+    """Return the part of a store that belongs to one job, where others can reach the same meeting point."""
+    return PrefixStore(f"shardwright/{job}", SealedStore(store, secret) if secret else store)
+
+
+def open_part(store: Store, job: str, secret: str) -> Store:
+    """Return a part that belongs to one job, too, and that C++ threads may ask at any time: it is not sealed."""
+    return PrefixStore(f"shardwright/{hashlib.sha256(f'{secret} {job}'.encode()).hexdigest()}", store)

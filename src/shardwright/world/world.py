@@ -49,6 +49,7 @@ from shardwright.world.meeting import (
     Deadline,
     job_store,
     meeting_from_url,
+    open_part,
     open_store,
     roll_call,
     serve_until_all_left,
@@ -125,11 +126,13 @@ def init(
     chosen = backend or _usual(asked)
     deadline = Deadline.after(_MEETING_TIMEOUT_S if timeout_s is None else timeout_s)
     introduced = partial(_introduce, launched, chosen, device_type(asked, chosen), backend is not None)
-    store, cards = _meet(launched, introduced, deadline)
+    plain, store, cards = _meet(launched, introduced, deadline)
     cards = _by_place(cards)
     if backend is None:
         backend_called(cards[0].backend).prepare(launched)
     world = _world(cards, launched, asked)
+    if on_gpus(world.backend):  # whose watchdogs would call Python at any time, also at its end
+        store = open_part(plain, launched.job, launched.secret)
     return _start(world, store, launched, None if timeout_s is None else timedelta(seconds=timeout_s))
 
 
@@ -216,15 +219,16 @@ def _launch_environment(init_method: str | None, rank: int | None, world_size: i
 
 def _meet(
     launched: LaunchEnvironment, introduced: Callable[[], Card], deadline: Deadline
-) -> tuple[Store, tuple[Card, ...]]:
-    """The job's store and the cards of all ranks, once all have come."""
+) -> tuple[Store, Store, tuple[Card, ...]]:
+    """Return the store that is served, the job's part of it, and the cards of all ranks, once all have come."""
     try:
-        store = job_store(open_store(launched, deadline), launched.job)
+        plain = open_store(launched, deadline)
+        store = job_store(plain, launched.job, launched.secret)
         if launched.rank is None:
             serve_until_all_left(store, launched.size)
             raise SystemExit(0)
         server_rank = launched.meeting.server_rank if isinstance(launched.meeting, TcpMeeting) else 0
-        return store, roll_call(store, introduced(), deadline, serves=launched.rank == server_rank)
+        return plain, store, roll_call(store, introduced(), deadline, serves=launched.rank == server_rank)
     finally:
         if isinstance(launched.meeting, FileMeeting) and launched.rank == 0:
             launched.meeting.path.unlink(missing_ok=True)

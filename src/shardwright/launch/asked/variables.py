@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from shardwright.errors import UsageError
 from shardwright.hosts import device_names
+from shardwright.hosts.environment import SECRET_VARIABLE
 from shardwright.hosts.gpus import count_gpus
 from shardwright.launch.asked.carrier_facts import CarrierFacts, carrier_of_backend
 from shardwright.launch.host.folders import TEMPORARY_VARIABLE
@@ -21,7 +22,7 @@ RANK_VARIABLES = frozenset({
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT",
     "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_ERROR_FILE", "TORCHELASTIC_USE_AGENT_STORE",
-    PULSE_VARIABLE, STEPS_VARIABLE, TELLS_VARIABLE, TEMPORARY_VARIABLE,
+    PULSE_VARIABLE, STEPS_VARIABLE, TELLS_VARIABLE, TEMPORARY_VARIABLE, SECRET_VARIABLE,
 })  # fmt: skip
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Mapping
 
+from shardwright.hosts.environment import SECRET_VARIABLE
 from shardwright.launch.asked.restart_options import ONCE, RestartOptions
 from shardwright.launch.asked.variables import RANK_VARIABLES
 from shardwright.launch.kept.job import FAILED_VARIABLE
@@ -15,7 +17,10 @@ def rank_variables(
     run_id: str, error_file: str | os.PathLike[str], failed_mark: str | os.PathLike[str],
     restarts: RestartOptions = ONCE,
 ) -> dict[str, str]:  # fmt: skip
-    """torchrun's variables for a rank: the groups are the hosts, and ``address`` is the first host's."""
+    """Return torchrun's variables for a rank: the groups are the hosts, and ``address`` is the first host's.
+
+    ``run_id`` is not known to other users: it is in the environment of processes of the job, and in no file of others.
+    """
     return {
         "RANK": str(rank), "LOCAL_RANK": str(local_rank), "ROLE_RANK": str(rank), "ROLE_NAME": "default",
         "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(local_size), "ROLE_WORLD_SIZE": str(size),
@@ -23,6 +28,7 @@ def rank_variables(
         "MASTER_ADDR": address, "MASTER_PORT": str(port),
         **restarts.variables(), "TORCHELASTIC_RUN_ID": run_id,
         "TORCHELASTIC_ERROR_FILE": os.fspath(error_file), FAILED_VARIABLE: os.fspath(failed_mark),
+        SECRET_VARIABLE: hashlib.sha256(f"the store of {run_id}".encode()).hexdigest(),
     }  # fmt: skip
 
 
