@@ -372,9 +372,7 @@ class SealedStore(Store):
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         wanted = self._sealed(key, expected) if expected else b""
-        return self._opened(
-            key, self._store.compare_set(self._sealing.name(key), wanted, self._sealed(key, desired))
-        )  # fmt: skip
+        return self._opened(key, self._store.compare_set(self._sealing.name(key), wanted, self._sealed(key, desired)))
 
     def add(self, key: str, amount: int) -> int:
         return int(self._store.add(self._sealing.name(key), amount))
