@@ -289,6 +289,12 @@ def copy(d, op):
     return Invocation(op, (d.x(*shape).detach(), d.x(*d.broadcast(shape))))
 
 
+@case("shardwright.written_over")
+def written_over(d, op):
+    shape = d.shape()
+    return Invocation(op, (d.x(*shape), d.x(*shape)))
+
+
 @case("_to_copy.default to.dtype")
 def cast(d, op):
     dtype = d.pick([torch.float64, torch.int64, torch.bool])

@@ -234,10 +234,15 @@ class _Converter:
 
     def _written_over(self, node: fx.Node) -> str:
         """What is written over a tensor: torch knows no gradient of the operator that does it."""
-        written = node.args[1]
+        over, written = node.args[:2]
+        assert isinstance(over, fx.Node)
         assert isinstance(written, fx.Node)
         name: str = self.made[written.name]
-        return self._detach(node, name) if _is_without_gradient(node) else name
+        if _is_without_gradient(node):
+            return self._detach(node, name)
+        if self.values[self.made[over.name]].needs_gradient:
+            return self._append(node, "shardwright.written_over", (over, written), {}, [node.meta["val"]])[0]
+        return name
 
     def _same_value(self, row: Row, node: fx.Node) -> str | None:
         """The operand of an operator that only passes it on."""

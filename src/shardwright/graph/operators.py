@@ -66,6 +66,27 @@ def batch_norm_per_replica(
     return results
 
 
+class _WrittenOver(torch.autograd.Function):
+    """The second tensor; the gradient of the first one is zero."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        return source.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros_like(gradient), gradient
+
+
+def written_over(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+    """What ``x`` is once ``source``, of its shape and dtype, is copied into it.
+
+    Whatever ``x`` was computed from has a gradient of zero, which optimizers with a decay tell from none.
+    """
+    written: torch.Tensor = _WrittenOver.apply(x, source)  # type: ignore[no-untyped-call]
+    return written
+
+
 # The column of our own operators: what computes them on whole tensors.
 OPERATORS: Column[Callable[..., Any]] = column(
     ("shardwright.batch_norm_per_replica", batch_norm_per_replica),
@@ -73,6 +94,7 @@ OPERATORS: Column[Callable[..., Any]] = column(
     ("shardwright.cross_entropy_count", cross_entropy_count),
     ("shardwright.ctc_losses", ctc_losses),
     ("shardwright.grouped_mm", grouped_mm),
+    ("shardwright.written_over", written_over),
 )
 
 

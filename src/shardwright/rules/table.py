@@ -127,7 +127,7 @@ _ROWS: tuple[tuple[str, Row], ...] = (
     ("div", Row(_divide, _quotient)),
     ("where", Row(_where, _operands(0))),
     ("masked_fill", Row(_masked_fill, _operands(1))),
-    ("copy", Row("*, ~ * -> ~ *", NOTHING)),
+    ("copy shardwright.written_over", Row("*, ~ * -> ~ *", NOTHING)),
     ("fill", Row("*, * -> *", NOTHING)),
     ("alias", Row("~ * -> ~ *", view=True, identity="always")),
     ("detach", Row("~ * -> ~ *", view=True, identity="no gradient", differentiable=0)),

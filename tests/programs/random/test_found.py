@@ -78,6 +78,17 @@ def test_a_strided_view_of_other_elements_is_refused():
         like_plain(step)
 
 
+def test_what_is_written_over_has_a_gradient_of_zero_and_not_none():
+    def step(self, x):
+        h = self.cell(x) * 2.0
+        h.copy_(x @ self.w)
+        g = self.e * 2
+        g[:] = x[:3]
+        return h.square().mean() + g.square().mean() + (self.w * x[:4]).zero_().sum()
+
+    assert "shardwright.written_over" in [node.op for node in like_plain(step).nodes]
+
+
 def test_constants_are_made_inside_of_activation_checkpointing():
     def step(self, x):
         def scaled(h):
