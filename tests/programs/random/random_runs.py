@@ -168,7 +168,8 @@ def without_last_write(draft: Draft) -> Draft | None:
 
 def refused(error: Exception) -> bool:
     """Return whether an error refuses clearly: of a class that does, and in words that tell what to write."""
-    raw = str(error).startswith("the model cannot be captured") and "by an out-of-place one" not in str(error)
+    remedies = "by an out-of-place one", "Consider cloning the tensor before mutating it"  # in torch's own words
+    raw = str(error).startswith("the model cannot be captured") and not any(said in str(error) for said in remedies)
     return isinstance(error, CaptureError | UsageError) and not raw
 
 
