@@ -119,7 +119,10 @@ def _read_fields(value: dict[str, Any], kind: Any, at: str) -> Any:
 
 @cache
 def _declared(kind: Any) -> tuple[dict[str, Any], frozenset[str]]:
-    """Return the fields of a dataclass or a ``TypedDict`` with their types, and those that must be there."""
+    """Return the fields of a dataclass or a ``TypedDict`` with their types, and those that must be there.
+
+    Cached by the class: what it declares is fixed when it is made.
+    """
     hints = get_type_hints(kind)
     if is_typeddict(kind):
         return hints, frozenset(kind.__required_keys__)

@@ -343,7 +343,7 @@ def test_a_synchronous_save_beside_one_under_way_is_refused(tmp_path):
 def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
     script = textwrap.dedent(f"""
         import sys
-        sys.path.insert(0, {str(Path(__file__).parents[1] / "support")!r})
+        sys.path.insert(0, {str(Path(__file__).parents[1] / "support" / "files")!r})
         from saved import state_of
         from shardwright.checkpoint.saving.asynchronous import AsyncSaver
         from shardwright.checkpoint.storage.files import LocalFiles

@@ -31,7 +31,6 @@ from shardwright.system_errors import in_words
 from shardwright.whole_file import write_whole
 
 FORMAT = 1
-_NO_PLAN = "this is not a plan as Plan.to_json writes it"
 
 
 @dataclass(frozen=True)
@@ -147,7 +146,7 @@ class Plan(Decisions):
                 document.recomputed,
             )
         except UsageError as error:
-            raise PlanError(f"{_NO_PLAN}: {error}") from None
+            raise PlanError(f"this is not a plan as Plan.to_json writes it: {error}") from None
         refuse_impossible(plan)
         return plan
 
@@ -222,7 +221,7 @@ def _read(text: str | bytes) -> _Document:
             raise PlanError(f"the plan has format {number}, this release reads {FORMAT}; plan again")
         return checked(found, _Document)
     except SchemaError as error:
-        raise PlanError(f"{_NO_PLAN}: {error}; plan again") from None
+        raise PlanError(f"this is not a plan as Plan.to_json writes it: {error}; plan again") from None
 
 
 def _fingerprint(capture: Capture) -> dict[str, list[str]]:

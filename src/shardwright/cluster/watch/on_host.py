@@ -15,7 +15,7 @@ from shardwright.cluster.programs.answering import answer_orders
 from shardwright.launch.kept.jobs import known_jobs
 from shardwright.launch.told.snapshot import Watched
 
-IMPORTS = ("steps", "launch/__init__", "launch/host", "launch/kept", "launch/told")
+IMPORTS = ("steps", "pulse", "launch/__init__", "launch/host", "launch/kept", "launch/told")
 """The rooms that are sent to a host with this program."""
 
 

@@ -245,7 +245,10 @@ def _function(code: CodeType) -> ast.AST | None:
 
 @cache
 def _parsed(text: str, name: str, first_line: int) -> ast.AST | None:
-    """Find a function by its name and its first line. The key is the whole text, from which alone the tree follows."""
+    """Return a function by its name and its first line.
+
+    Cached by these and the whole text of the file, from which alone the tree follows; nobody changes the tree.
+    """
     for node in ast.walk(_tree(text)):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
@@ -258,7 +261,10 @@ def _parsed(text: str, name: str, first_line: int) -> ast.AST | None:
 
 @cache
 def _tree(text: str) -> ast.AST:
-    """Parse a file. The key is its whole text, from which alone the tree follows."""
+    """Return the tree of a file.
+
+    Cached by its whole text, from which alone the tree follows; nobody changes it.
+    """
     try:
         return ast.parse(text)
     except SyntaxError:
