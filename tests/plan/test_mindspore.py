@@ -5,6 +5,7 @@ our plans can move when every operator listed there is pinned as MindSpore split
 """
 
 import functools
+import io
 import itertools
 import json
 import re
@@ -32,7 +33,11 @@ class Pins:
 
     def __init__(self, strategies):
         self.strategies = strategies
-        self.used = set()
+        self._said = io.StringIO()  # a capture puts back the collections that a step changes
+
+    @property
+    def used(self):
+        return set(self._said.getvalue().split("\n")) - {""}
 
     def __deepcopy__(self, memo):
         return self  # a capture traces a copy of the model
@@ -40,7 +45,7 @@ class Pins:
     def __call__(self, name, fn):
         if name not in self.strategies:
             return fn
-        self.used.add(name)
+        print(name, file=self._said)
         return sw.shard(fn, self.strategies[name])
 
 

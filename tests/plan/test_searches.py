@@ -39,11 +39,11 @@ def test_a_configuration_offers_the_rows():
 
 def test_a_row_that_is_added_is_a_choice(monkeypatch):
     row = Search(lambda hardware: Bytes(), "B", lambda strategy, rule, mesh: True, first_axes=1, most_axes=1)
-    assert _problem("auto", "fewest", "mean", "global", None) is not None
+    assert _problem("fewest", "mean", "global", None) is not None
     with pytest.raises(UsageError, match="unknown search 'fewest'; the searches are propagation, recursive, exact"):
         PlanRequest(Mesh.of(d=2), search="fewest")
     monkeypatch.setitem(searches.SEARCHES, "fewest", row)
-    assert _problem("auto", "fewest", "mean", "global", None) is None
+    assert _problem("fewest", "mean", "global", None) is None
     assert PlanRequest(Mesh.of(d=2), search="fewest").searched == "fewest"
 
 

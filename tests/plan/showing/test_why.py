@@ -136,6 +136,8 @@ def test_a_plan_knows_what_it_was_priced_with(small, tmp_path):
     assert small.explain("0") == small.explain("0", H100) != small.explain("0", "cpu")
     small.save(tmp_path / "plan.json")
     assert type(small).load(tmp_path / "plan.json", small.graph).hardware == H100
-    text = (tmp_path / "plan.json").read_text().replace('"memory_bandwidth": ', '"memory_bandwidth": "much",\n "was": ')
+    text = (
+        (tmp_path / "plan.json").read_text().replace('"memory_bandwidth": ', '"memory_bandwidth": "much", "at_once": ')
+    )
     with pytest.raises(PlanError, match="the hardware of the plan: memory_bandwidth is 'much'"):
         type(small).from_json(text, small.graph)

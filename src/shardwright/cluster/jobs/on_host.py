@@ -27,7 +27,7 @@ from shardwright.launch.jobs_stop import tell_launcher
 from shardwright.launch.kept.jobs import known_jobs
 
 IMPORTS = (
-    "pulse", "launch/__init__", "launch/jobs_stop", "launch/host", "launch/kept", "launch/carriers/__init__",
+    "steps", "pulse", "launch/__init__", "launch/jobs_stop", "launch/host", "launch/kept", "launch/carriers/__init__",
     "launch/carriers/packed",
 )  # fmt: skip
 """The rooms, and the files of rooms, that are sent to a host with this program."""
