@@ -251,8 +251,7 @@ class _Info(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Value:
-    path: tuple[str, ...]
+class _Placed:
     file: str
     start: int
     length: int
@@ -261,14 +260,14 @@ class _Value:
 
 
 @dataclass(frozen=True)
-class _Chunk:
+class _Value(_Placed):
+    path: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Chunk(_Placed):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-    data: int
-    checksums: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -300,7 +299,7 @@ def _from_json(found: dict[str, Any], at: str) -> Entry:
     return TensorEntry(tensor.path, dtype, tensor.shape, chunks)
 
 
-def _place(found: _Value | _Chunk) -> Place:
+def _place(found: _Placed) -> Place:
     return Place(found.file, found.start, found.length, found.data, found.checksums)
 
 
