@@ -292,3 +292,14 @@ def test_a_failed_capture_changes_nothing():
         capture(model, changed_parameter, BATCH)
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     capture(model, squares, BATCH)
+
+
+def test_another_dtype_than_the_trace_sees_is_refused():
+    def loss_fn(model, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            rows, _ = model(x)
+        return rows.float().square().mean()
+
+    message = "gives another dtype than torch's trace sees, as nn.LSTM does(.|\n)*Got: torch.bfloat16\nCall the module"
+    with pytest.raises(CaptureError, match=message):
+        capture(nn.LSTM(4, 5, batch_first=True), loss_fn, torch.ones(3, 6, 4))

@@ -217,6 +217,12 @@ def explained(error: Exception, failed: str) -> CaptureError:
             "Keep shapes fixed, and choose with torch.where(condition, a, b)."
         )
     reason = next((line for line in str(error).splitlines() if line.strip()), "no reason given")
+    if reason.startswith("Tensor dtype mismatch!"):
+        return CaptureError(
+            f"under autocast an operator gives another dtype than torch's trace sees, as nn.LSTM does on a CPU{at}\n"
+            f"{reason}\nCall the module where autocast is off, with torch.autocast(..., enabled=False), or leave out "
+            ".float(), .to(dtype) and the like of what it returns."
+        )
     hint = "" if isinstance(error, _MISTAKES) else f"\n{_HINT}"
     return CaptureError(f"the model cannot be captured{at}\n{type(error).__name__}: {reason}{hint}")
 
