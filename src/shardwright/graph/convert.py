@@ -22,7 +22,7 @@ from shardwright.graph.ir import NAMES_OF_PROGRAMS, Capture, Node, Pin, Slices, 
 from shardwright.graph.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.graph.tracing.functions import APPLIED, Application
 from shardwright.graph.tracing.numbers import Numbers
-from shardwright.graph.tracing.regions import NO_GRADIENT
+from shardwright.graph.tracing.regions import is_without_gradient
 from shardwright.graph.tracing.sources import source_of
 from shardwright.graph.tracing.trace import Trace
 from shardwright.rules import random
@@ -238,7 +238,7 @@ class _Converter:
         assert isinstance(over, fx.Node)
         assert isinstance(written, fx.Node)
         name: str = self.made[written.name]
-        if _is_without_gradient(node):
+        if is_without_gradient(node):
             return self._detach(node, name)
         if self.values[self.made[over.name]].needs_gradient:
             return self._append(node, "shardwright.written_over", (over, written), {}, [node.meta["val"]])[0]
@@ -290,7 +290,7 @@ class _Converter:
         not."""
         row = row_of(op)
         operands: list[str] = []
-        no_gradient = _is_without_gradient(node)
+        no_gradient = is_without_gradient(node)
 
         marks: list[tuple[Slices, str] | None] = []
 
@@ -391,10 +391,6 @@ class _Converter:
         constants = {name: tensor for name, tensor in self.constants.items() if name in kept}
         checks = self.traced.checks
         return Capture(values, tuple(nodes), loss, aux, tree, mutations, constants, self.tied, key, checks=checks)
-
-
-def _is_without_gradient(node: fx.Node) -> bool:
-    return bool((node.meta.get("custom") or {}).get(NO_GRADIENT, False))
 
 
 def _plain(arg: Any) -> Any:

@@ -89,6 +89,17 @@ def test_what_is_written_over_has_a_gradient_of_zero_and_not_none():
     assert "shardwright.written_over" in [node.op for node in like_plain(step).nodes]
 
 
+def test_a_view_of_a_changed_tensor_made_without_gradients_has_none():
+    def step(self, x):
+        h = x @ self.w
+        h.mul_(2.0)
+        with torch.no_grad():
+            seen = h.view(h.shape[0], -1, 2)
+        return seen.view(seen.shape[0], -1, 1).square().mean() + seen.square().mean() + self.cell(x).mean()
+
+    like_plain(step)
+
+
 def test_constants_are_made_inside_of_activation_checkpointing():
     def step(self, x):
         def scaled(h):

@@ -6,6 +6,7 @@ row in the table of rules stay whole, all others are decomposed as torch itself 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +20,16 @@ from shardwright.rules.table import key_of
 aten = torch.ops.aten
 
 
-def functional(program: ExportedProgram) -> ExportedProgram:
-    """Return ``program`` without changes in place, its composite operators decomposed where they have no rule."""
+def functional(program: ExportedProgram, is_without_gradient: Callable[[fx.Node], bool]) -> ExportedProgram:
+    """Return ``program`` without changes in place, its composite operators decomposed where they have no rule.
+
+    Args:
+        is_without_gradient: whether gradients are off where an operator is called.
+    """
     _match_copies(program.graph)
     _separate_buffers(program)
+    if torch.is_grad_enabled():
+        _detach_views(program.graph, is_without_gradient)
     _forget_disabled(program.graph)
     return torch_private.run_decompositions(program, _preserved())
 
@@ -101,6 +108,18 @@ def _forget_disabled(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         noted = node.meta.get("custom") or {}
         node.meta["custom"] = {key: value for key, value in noted.items() if not key.startswith("_torchdynamo_disable")}
+
+
+def _detach_views(graph: fx.Graph, is_without_gradient: Callable[[fx.Node], bool]) -> None:
+    """Detach what is viewed where gradients are off: where a tensor was changed, the second trace makes its views anew
+    at each of their uses, which gradients reach."""
+    for node in list(graph.nodes):
+        if torch_private.is_operator(node.target) and is_without_gradient(node):
+            for at in torch_private.shared_operands(node.target):
+                operand = node.args[at] if at < len(node.args) else None
+                if isinstance(operand, fx.Node) and not torch_private.changes_operands(node.target):
+                    with graph.inserting_before(node):
+                        node.replace_input_with(operand, _added(graph, node, aten.detach.default, (operand,), {}))
 
 
 def _match_copies(graph: fx.Graph) -> None:

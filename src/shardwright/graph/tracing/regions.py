@@ -85,6 +85,11 @@ def _note_all_users(graph: Graph) -> None:
             operand.users.setdefault(node)
 
 
+def is_without_gradient(node: Node) -> bool:
+    """Return whether gradients are off where an operator is called."""
+    return bool((node.meta.get("custom") or {}).get(NO_GRADIENT, False))
+
+
 def _does_something(node: Node) -> bool:
     """Whether a node is needed though nothing reads its result."""
     return node.is_impure() or any(changed_by(node)) or _begins_or_ends_vmap(node)

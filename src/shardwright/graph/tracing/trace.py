@@ -331,7 +331,7 @@ def _exported(
         regions.inline(program)
         join_names(program)
         refuse_hidden_changes(program.graph, sources.source_of)
-        made = functional(program)
+        made = functional(program, regions.is_without_gradient)
         index_strided(made, sources.source_of)
         return made, open_sizes
     except CaptureError as error:
