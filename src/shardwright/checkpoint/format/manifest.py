@@ -251,21 +251,12 @@ class _Info(TypedDict, total=False):
 
 
 @dataclass(frozen=True)
-class _Placed:
-    file: str
-    start: int
-    length: int
-    data: int
-    checksums: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class _Value(_Placed):
+class _Value(Place):
     path: tuple[str, ...]
 
 
 @dataclass(frozen=True)
-class _Chunk(_Placed):
+class _Chunk(Place):
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
@@ -299,7 +290,7 @@ def _from_json(found: dict[str, Any], at: str) -> Entry:
     return TensorEntry(tensor.path, dtype, tensor.shape, chunks)
 
 
-def _place(found: _Placed) -> Place:
+def _place(found: Place) -> Place:
     return Place(found.file, found.start, found.length, found.data, found.checksums)
 
 
