@@ -23,7 +23,7 @@ warnings.simplefilter("ignore")
 import torch
 from torch import nn
 from torch.nn import functional as F
-from shardwright.graph.capture import capture
+from shardwright.compiler.capture.capture import capture
 
 torch.set_num_threads(1)
 name, rounds = sys.argv[1], int(sys.argv[2])
@@ -45,7 +45,7 @@ if name == "perceptron":
     model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 10))
     batch = classes(16, 64)
 elif name == "resnet18":
-    from shardwright.zoo import resnet18
+    from shardwright.training.zoo import resnet18
     model, batch = resnet18(), classes(16, 3, 32, 32)
 elif name == "mobilenet-v2":
     import transformers
@@ -58,7 +58,7 @@ else:
     words = torch.zeros(8, 1024, dtype=torch.long)
     batch = words, words
     if name == "gpt":
-        from shardwright.zoo import GPT
+        from shardwright.training.zoo import GPT
         model, loss_fn = GPT(50304, width=1024, heads=16, layers=4, sequence_length=1024, dropout=0.1), language
     else:
         import transformers

@@ -44,7 +44,7 @@ from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.asynchronous import AsyncSaver, own_ranks
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
-from shardwright.world.ranks import ProcessRanks
+from shardwright.distributed.ranks import ProcessRanks
 
 WIDTH = 1024
 OPTIMIZER_EVERY = 20

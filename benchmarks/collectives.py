@@ -31,7 +31,7 @@ import torch.distributed as dist
 from quiet import add_busy, refuse_load
 
 import shardwright as sw
-from shardwright.backends.segment import native
+from shardwright.distributed.backends.segment import native
 
 BIN = Path(sys.executable).parent
 KIB = (4, 16, 64, 256, 1024, 4096, 16384, 65536)

@@ -17,12 +17,12 @@ from torch import nn
 
 import shardwright as sw
 from shardwright.cluster.bench.profile import measure_links
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.processes import communicator_over
+from shardwright.compiler.plan.pricing.hardware import for_device
+from shardwright.distributed.world import World
 from shardwright.errors import ShardwrightError
-from shardwright.launch.asked.variables import BACKEND_VARIABLE
-from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.processes import communicator_over
-from shardwright.plan.pricing.hardware import for_device
-from shardwright.world.world import World
+from shardwright.launch.options.variables import BACKEND_VARIABLE
 
 COLUMNS = {"*.up": ((1, 1, 1), (2, 1)), "*.down": ((1, 1, 2), (1, 2))}
 

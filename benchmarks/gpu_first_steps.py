@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.plan.pricing.hardware import for_device
-from shardwright.zoo import GPT, Perceptron, resnet18
-from shardwright.zoo.models.resnet import resnet50
+from shardwright.compiler.plan.pricing.hardware import for_device
+from shardwright.training.zoo import GPT, Perceptron, resnet18
+from shardwright.training.zoo.models.resnet import resnet50
 
 STEPS: dict[str, Callable[[torch.device, bool], dict[str, Any]]] = {}
 
@@ -202,7 +202,7 @@ def fp16(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("masks")
 def masks(device: torch.device, quick: bool) -> dict[str, Any]:
-    from shardwright.lower.operators import randomness
+    from shardwright.compiler.lower.operators import randomness
 
     cpu, shape = torch.device("cpu"), (37, 1000, 129)
     for place in (((0, 0, 0), shape), ((5, 100, 0), (30, 900, 129)), ((0, 0, 64), (37, 1000, 65))):
@@ -220,7 +220,7 @@ def masks(device: torch.device, quick: bool) -> dict[str, Any]:
 
 @step("attention")
 def attention(device: torch.device, quick: bool) -> dict[str, Any]:
-    from shardwright.lower.operators.kernels import attention_with_dropout
+    from shardwright.compiler.lower.operators.kernels import attention_with_dropout
 
     def run(where: torch.device, shape: tuple[int, ...], dtype: torch.dtype) -> list[torch.Tensor]:
         torch.manual_seed(0)

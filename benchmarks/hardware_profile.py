@@ -17,7 +17,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from shardwright.mesh.redistribute import CollectiveKind
+from shardwright.compiler.mesh.redistribute import CollectiveKind
 
 HELD_OUT = tuple(2**power for power in range(12, 27))
 COMPARED: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "all_to_all")

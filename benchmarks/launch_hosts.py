@@ -2,8 +2,8 @@
 
     python benchmarks/launch_hosts.py [--ranks 4] [--repeats 5]
 
-Needs root: the hosts are network namespaces of this machine, each with its sshd (`tests/hosts.py`). torchrun is started
-on both hosts at once by ssh, mpirun starts its daemons by ssh. All take turns (A B C A B C ...), so that they see the
+Needs root: the hosts are network namespaces of this machine, each with its sshd. torchrun is started on
+both hosts at once by ssh, mpirun starts its daemons by ssh. All take turns (A B C A B C ...), so that they see the
 same load. The clock starts before the launcher's process does and stops on rank 0 when the all-reduce is done.
 """
 

@@ -88,13 +88,13 @@ def peak() -> Iterator[Peak]:
 
 
 def small_perceptron() -> tuple[nn.Module, Batch]:
-    from shardwright.zoo import Perceptron
+    from shardwright.training.zoo import Perceptron
 
     return Perceptron(16, [16, 16], 10), (torch.randn(8, 1, 4, 4), torch.randint(10, (8,)))
 
 
 def small_resnet18() -> tuple[nn.Module, Batch]:
-    from shardwright.zoo import resnet18
+    from shardwright.training.zoo import resnet18
 
     return resnet18(width=4), (torch.randn(8, 3, 32, 32), torch.randint(10, (8,)))
 

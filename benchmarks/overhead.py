@@ -27,9 +27,9 @@ import sys, time
 import torch, torch.distributed as dist
 from torch.nn import functional as F
 import shardwright as sw
-from shardwright.pulse import own_pulse
-from shardwright.steps import Steps
-from shardwright.zoo import GPT
+from shardwright.common.pulse import own_pulse
+from shardwright.common.step_lines import Steps
+from shardwright.training.zoo import GPT
 
 steps, rounds = int(sys.argv[1]), int(sys.argv[2])
 world = sw.init()
@@ -110,7 +110,7 @@ def watcher_s(folder: Path, looks: int = 20) -> float:
     from rich.console import Console
 
     from shardwright.cluster.watch.view import screen
-    from shardwright.launch.told.snapshot import Watched
+    from shardwright.launch.progress.snapshot import Watched
 
     watched, console = Watched(folder), Console(width=100, file=StringIO())
     console.print(screen(watched.snapshot(), 100, 40))

@@ -25,17 +25,17 @@ from dataclasses import replace
 warnings.simplefilter("ignore")
 import torch
 from torch.nn import functional as F
-from shardwright.graph.step import captured_step
-from shardwright.mesh.mesh import Mesh
-from shardwright.plan.pricing.hardware import read_hardware
-from shardwright.plan.make import make_plan
-from shardwright.plan.request import PlanRequest
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.pricing.hardware import read_hardware
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.request import PlanRequest
 
 kind, layers, mesh, search, per_host = sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4], int(sys.argv[5])
 with torch.device("meta"):
     words = torch.zeros(64, 1024, dtype=torch.long)
     if kind == "gpt":
-        from shardwright.zoo import GPT
+        from shardwright.training.zoo import GPT
         model = GPT(50304, width=1024, heads=16, layers=layers, sequence_length=1024, dropout=0.0)
         batch = words, words
         loss_fn = lambda model, batch: F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())

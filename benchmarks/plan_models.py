@@ -102,7 +102,7 @@ def captured(name: str, layers: int | None = None, dtype: str = "float32") -> An
     import torch
     import transformers
 
-    from shardwright.graph.step import captured_step
+    from shardwright.compiler.capture.step import captured_step
 
     kind, given, batch = MODELS[name]
     cls = getattr(transformers, kind)
@@ -121,11 +121,11 @@ def one_case(
     name: str, layers: int | None, mesh: str, search: str, memory: str | None, dtype: str = "float32"
 ) -> dict[str, float]:
     """What one case takes, in this process."""
-    from shardwright.mesh.mesh import Mesh
-    from shardwright.plan.make import make_plan
-    from shardwright.plan.pricing.hardware import read_hardware
-    from shardwright.plan.request import PlanRequest, read_memory
-    from shardwright.report.plans.summary import plan_summary
+    from shardwright.compiler.mesh.mesh import Mesh
+    from shardwright.compiler.plan.make import make_plan
+    from shardwright.compiler.plan.pricing.hardware import read_hardware
+    from shardwright.compiler.plan.request import PlanRequest, read_memory
+    from shardwright.compiler.report.plans.summary import plan_summary
 
     start = time.process_time()
     capture = captured(name, layers, dtype)

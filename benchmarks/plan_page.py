@@ -25,7 +25,7 @@ def networks(layers: list[int]) -> Iterator[tuple[str, Any, Any, Any]]:
     import torch
     from torch.nn import functional as F
 
-    from shardwright.zoo import GPT, resnet50
+    from shardwright.training.zoo import GPT, resnet50
 
     def pixels_loss(model: Any, batch: Any) -> Any:
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -45,13 +45,13 @@ def networks(layers: list[int]) -> Iterator[tuple[str, Any, Any, Any]]:
 def main() -> None:
     from playwright.sync_api import sync_playwright
 
-    from shardwright.graph.step import captured_step
-    from shardwright.mesh.mesh import Mesh
-    from shardwright.plan.make import make_plan
-    from shardwright.plan.pricing.hardware import read_hardware
-    from shardwright.plan.request import PlanRequest
-    from shardwright.report.plans.document import document_of
-    from shardwright.report.plans.html import save_html
+    from shardwright.compiler.capture.step import captured_step
+    from shardwright.compiler.mesh.mesh import Mesh
+    from shardwright.compiler.plan.make import make_plan
+    from shardwright.compiler.plan.pricing.hardware import read_hardware
+    from shardwright.compiler.plan.request import PlanRequest
+    from shardwright.compiler.report.plans.document import document_of
+    from shardwright.compiler.report.plans.html import save_html
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, nargs="*", default=[48, 400])

@@ -50,10 +50,10 @@ import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 import shardwright as sw
-from shardwright.plan.decided.prices import Prices
-from shardwright.plan.pricing.hardware import read_hardware
-from shardwright.run.programs.planner import hardware_of
-from shardwright.zoo import GPT
+from shardwright.compiler.plan.decided.prices import Prices
+from shardwright.compiler.plan.pricing.hardware import read_hardware
+from shardwright.runtime.programs.planner import hardware_of
+from shardwright.training.zoo import GPT
 
 case, rows, way, budget_s, answer = sys.argv[1], int(sys.argv[2]), sys.argv[3], float(sys.argv[4]), sys.argv[5]
 world = sw.init()

@@ -32,9 +32,9 @@ WAYS = {"ours": "data", "ours-auto": "auto"}
 def inside(options: argparse.Namespace) -> None:
     """What each rank runs."""
     import shardwright as sw
-    from shardwright.plan.decided.prices import Prices
-    from shardwright.plan.pricing.hardware import read_hardware
-    from shardwright.run.programs.planner import hardware_of
+    from shardwright.compiler.plan.decided.prices import Prices
+    from shardwright.compiler.plan.pricing.hardware import read_hardware
+    from shardwright.runtime.programs.planner import hardware_of
 
     world = sw.init()
     case = Case.of(options.model, torch.float32)

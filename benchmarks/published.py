@@ -30,16 +30,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import shardwright as sw
-from shardwright.graph.ir import Capture
-from shardwright.graph.step import captured_step
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.plan.decided.decisions import Transfer
-from shardwright.plan.make import make_plan
-from shardwright.plan.plan import Plan
-from shardwright.plan.pricing.cost import BACKWARD, Seconds, operator_collectives
-from shardwright.plan.pricing.hardware import read_hardware
-from shardwright.plan.request import PlanRequest
+from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.decided.decisions import Transfer
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.cost import BACKWARD, Seconds, operator_collectives
+from shardwright.compiler.plan.pricing.hardware import read_hardware
+from shardwright.compiler.plan.request import PlanRequest
 
 Kernels = Literal["megatron", "plain", "flash"]
 Again = Literal["nothing", "attention", "layers"]

@@ -34,7 +34,7 @@ warnings.simplefilter("ignore")
 import torch, torch.distributed as dist
 from torch.nn import functional as F
 import shardwright as sw
-from shardwright.zoo import GPT
+from shardwright.training.zoo import GPT
 
 way, steps, answer = sys.argv[1], int(sys.argv[2]), sys.argv[3]
 world = sw.init(backend="shm" if way == "shm" else "gloo")

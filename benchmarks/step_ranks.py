@@ -82,13 +82,13 @@ class Transformer(nn.Module):
 
 
 def perceptron() -> tuple[nn.Module, Batch]:
-    from shardwright.zoo import Perceptron
+    from shardwright.training.zoo import Perceptron
 
     return Perceptron(784, [512, 512], 10), (torch.randn(64, 1, 28, 28), torch.randint(10, (64,)))
 
 
 def resnet18() -> tuple[nn.Module, Batch]:
-    from shardwright.zoo import resnet18 as made
+    from shardwright.training.zoo import resnet18 as made
 
     return made(width=16), (torch.randn(64, 3, 32, 32), torch.randint(10, (64,)))
 
@@ -289,11 +289,11 @@ def ours_per_replica(case: Case) -> Step:
 def ours_planned(case: Case, name: str, inputs: Any, batch: str) -> Step:
     """By the plan that goes by a name."""
     import shardwright as sw
-    from shardwright.graph.step import captured_step
-    from shardwright.mesh.mesh import Mesh
-    from shardwright.plan.known_plans import KNOWN_PLANS
-    from shardwright.plan.pricing.ruled import RuledGraph
-    from shardwright.plan.request import PlanRequest
+    from shardwright.compiler.capture.step import captured_step
+    from shardwright.compiler.mesh.mesh import Mesh
+    from shardwright.compiler.plan.known_plans import KNOWN_PLANS
+    from shardwright.compiler.plan.pricing.ruled import RuledGraph
+    from shardwright.compiler.plan.request import PlanRequest
 
     sw.init()
     graph = RuledGraph.of(captured_step(case.model, loss_fn, case.batch, {}))
@@ -365,7 +365,7 @@ def measured(name: str, way: str, compiled: bool, fused: bool) -> dict[str, floa
 def around(name: str) -> dict[str, float]:
     """Seconds of the CPU that a call of ours takes beside the program, whose outputs are those of an earlier call."""
     import shardwright as sw
-    from shardwright.run.programs.execute import Execution
+    from shardwright.runtime.programs.execute import Execution
 
     sw.init()
     case = Case.of(name, torch.float32)

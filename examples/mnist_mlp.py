@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 import shardwright as sw
-from shardwright.report.text import loss_line
+from shardwright.compiler.report.text import loss_line
 
 
 def parse_arguments():

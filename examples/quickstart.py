@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import shardwright as sw
-from shardwright.report.text import loss_line
+from shardwright.compiler.report.text import loss_line
 
 EPOCHS, STEPS = 5, 4
 

@@ -18,65 +18,65 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 
-from shardwright import package, torch_private
 from shardwright.checkpoint.format import containers, pieces
 from shardwright.checkpoint.format.manifest import Box
 from shardwright.checkpoint.loading import load
-from shardwright.graph.step import captured_step
-from shardwright.lower.operators import batch_norm
-from shardwright.mesh import collectives, dtensor, redistribute, ways
-from shardwright.mesh.collectives import Cut
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Axis, Link, Mesh
-from shardwright.mesh.processes import _Packed
-from shardwright.plan.decided.holding import held_by
-from shardwright.plan.make import make_plan
-from shardwright.plan.minima import exact
-from shardwright.plan.pricing import cost, pairs
-from shardwright.plan.pricing.cost import Bytes, Seconds
-from shardwright.plan.pricing.hardware import shipped
-from shardwright.plan.pricing.optimizers import states_of
-from shardwright.plan.pricing.ruled import RuledGraph, Use
-from shardwright.plan.pricing.targets import Target, each_made_by, targets_of
-from shardwright.plan.request import PlanRequest
-from shardwright.plan.searching.known import Known, _largest_inside
-from shardwright.rules import notation
-from shardwright.rules.operator import named_arguments
-from shardwright.rules.table import rule_of
-from shardwright.run import parts, replicas
-from shardwright.run.eager_predict import Prediction
-from shardwright.run.updates import made_steps, optimizers
+from shardwright.common import package, torch_private
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.lower.operators import batch_norm
+from shardwright.compiler.mesh import collectives, dtensor, redistribute, ways
+from shardwright.compiler.mesh.collectives import Cut
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
+from shardwright.compiler.mesh.processes import _Packed
+from shardwright.compiler.plan.decided.holding import held_by
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.minima import exact
+from shardwright.compiler.plan.pricing import cost, pairs
+from shardwright.compiler.plan.pricing.cost import Bytes, Seconds
+from shardwright.compiler.plan.pricing.hardware import shipped
+from shardwright.compiler.plan.pricing.optimizers import states_of
+from shardwright.compiler.plan.pricing.ruled import RuledGraph, Use
+from shardwright.compiler.plan.pricing.targets import Target, each_made_by, targets_of
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.plan.searching.known import Known, _largest_inside
+from shardwright.compiler.rules import notation
+from shardwright.compiler.rules.operator import named_arguments
+from shardwright.compiler.rules.table import rule_of
+from shardwright.runtime import parts, replicas
+from shardwright.runtime.eager_predict import Prediction
+from shardwright.runtime.updates import optimizer_steps, optimizers
 
 FILES = sorted(package.FOLDER.rglob("*.py"))
-# The cache of plans on disk has tests of its own (tests/run/test_plan_cache.py).
-ELSEWHERE = {"run/programs/plan_cache.py"}
+# The cache of plans on disk has tests of its own (tests/runtime/test_plan_cache.py).
+ELSEWHERE = {"runtime/programs/plan_cache.py"}
 # Caches that are dictionaries, by the names of attributes and variables: beside each stands "Cached", too.
 DICTIONARIES = {
-    "backends/segment/collectives.py": ("_view",),
-    "backends/segment/reducing.py": ("_repeated",),
+    "distributed/backends/segment/collectives.py": ("_view",),
+    "distributed/backends/segment/reducing.py": ("_repeated",),
     "checkpoint/api.py": ("_running",),
-    "mesh/dtensor.py": ("_made",),
-    "mesh/groups.py": ("_made", "_of_worlds"),
-    "mesh/processes.py": ("_groups", "_backends", "_packed"),
-    "plan/decided/holding.py": ("_last", "_given"),
-    "plan/minima/bounds.py": ("_known",),
-    "plan/minima/exact.py": ("known",),
-    "plan/pricing/memory.py": ("known",),
-    "plan/pricing/pairs.py": ("_prices",),
-    "plan/searching/buffers.py": ("_limited", "_known"),
-    "plan/searching/recomputing.py": ("_either",),
-    "plan/searching/search.py": ("_weights",),
-    "plan/searching/weights.py": ("_known",),
-    "plan/weighing.py": ("_sizes",),
-    "run/compiled/compiler.py": ("_chosen",),
-    "run/graphs/captures.py": ("_known",),
-    "run/parts.py": ("_answers",),
-    "run/programs/gathered.py": ("_known",),
-    "run/programs/programs.py": ("cuts", "_by_key"),
-    "run/programs/storage.py": ("_moved", "_leaves"),
-    "run/updates/optimizers.py": ("_known",),
-    "world/control.py": ("_beside",),
-    "world/world.py": ("_worlds",),
+    "compiler/mesh/dtensor.py": ("_made",),
+    "compiler/mesh/groups.py": ("_made", "_of_worlds"),
+    "compiler/mesh/processes.py": ("_groups", "_backends", "_packed"),
+    "compiler/plan/decided/holding.py": ("_last", "_given"),
+    "compiler/plan/minima/bounds.py": ("_known",),
+    "compiler/plan/minima/exact.py": ("known",),
+    "compiler/plan/pricing/memory.py": ("known",),
+    "compiler/plan/pricing/pairs.py": ("_prices",),
+    "compiler/plan/searching/buffers.py": ("_limited", "_known"),
+    "compiler/plan/searching/recomputing.py": ("_either",),
+    "compiler/plan/searching/search.py": ("_weights",),
+    "compiler/plan/searching/weights.py": ("_known",),
+    "compiler/plan/weighing.py": ("_sizes",),
+    "runtime/compiled/compiler.py": ("_chosen",),
+    "runtime/graphs/captures.py": ("_known",),
+    "runtime/parts.py": ("_answers",),
+    "runtime/programs/gathered.py": ("_known",),
+    "runtime/programs/programs.py": ("cuts", "_by_key"),
+    "runtime/programs/storage.py": ("_moved", "_leaves"),
+    "runtime/updates/optimizers.py": ("_known",),
+    "distributed/control.py": ("_beside",),
+    "distributed/world.py": ("_worlds",),
 }
 
 
@@ -386,7 +386,7 @@ def test_an_optimizer_that_is_given_other_parameters_is_looked_at_again():
 
 def test_settings_are_told_as_they_are():
     for rates in itertools.permutations((0.0, -0.0, 0, False, 1, True, 1.0)):
-        told = [made_steps._told("SGD", ((1, None, (("lr", (rate,)),)),)) for rate in rates]
+        told = [optimizer_steps._told("SGD", ((1, None, (("lr", (rate,)),)),)) for rate in rates]
         assert told == [f"SGD of 1 parameters, lr={rate:.6g}" for rate in rates]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from shardwright.cli import main
 from shardwright.errors import UsageError
-from shardwright.verification.build import BuildFunction, as_batches
+from shardwright.runtime.verification.build import BuildFunction, as_batches
 
 PAGE = Path(__file__).parents[1] / "docs" / "measuring" / "verify.md"
 COMMAND = Path(sys.executable).with_name("shardwright")
@@ -28,7 +28,7 @@ NET = """
         return model, loss_fn, (torch.randn(16, 8), torch.randint(0, 4, (16,)))
 """
 DEFECT = """
-    from shardwright.run.programs.buckets import GradientReduction
+    from shardwright.runtime.programs.buckets import GradientReduction
     GradientReduction.reduce = lambda self, keys, gradients, *_: list(gradients)
 """
 
@@ -201,7 +201,7 @@ def verify_command(*arguments):
     )
 
 
-@pytest.mark.slow  # the promise is verified by sw.verify in tests/verification
+@pytest.mark.slow  # the promise is verified by sw.verify in tests/runtime/verification
 def test_verify_of_a_right_plan_ends_with_0(monkeypatch, capsys):
     assert shardwright(
         monkeypatch, capsys, "plan", "net.py:build", "--devices", "2", "--mode", "data", "--save", "plan.json"

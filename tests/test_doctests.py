@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-from shardwright import package
+from shardwright.common import package
 
 MODULES = [
     ".".join(("shardwright", *path.relative_to(package.FOLDER).with_suffix("").parts)).removesuffix(".__init__")

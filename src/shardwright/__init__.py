@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from shardwright.backends import at_import
+from shardwright.distributed.backends import at_import
 
 __version__ = "0.1.0"
 
@@ -30,29 +30,29 @@ _PUBLIC: dict[str, str] = {
     "RunView": "shardwright.training.hooks",
     "Tracer": "shardwright.training.tracing",
     "Trainer": "shardwright.training.trainer",
-    "World": "shardwright.world.world",
+    "World": "shardwright.distributed.world",
     "checkpoint": "shardwright.checkpoint",
     "constant_schedule": "shardwright.training.schedules",
     "cosine_schedule": "shardwright.training.schedules",
-    "create_group": "shardwright.world.groups",
-    "destroy_group": "shardwright.world.groups",
-    "get_group_rank_from_world_rank": "shardwright.world.groups",
-    "get_group_size": "shardwright.world.groups",
-    "get_local_rank": "shardwright.world.groups",
-    "get_local_size": "shardwright.world.groups",
-    "get_rank": "shardwright.world.groups",
-    "get_world_rank_from_group_rank": "shardwright.world.groups",
-    "init": "shardwright.world.world",
+    "create_group": "shardwright.distributed.groups",
+    "destroy_group": "shardwright.distributed.groups",
+    "get_group_rank_from_world_rank": "shardwright.distributed.groups",
+    "get_group_size": "shardwright.distributed.groups",
+    "get_local_rank": "shardwright.distributed.groups",
+    "get_local_size": "shardwright.distributed.groups",
+    "get_rank": "shardwright.distributed.groups",
+    "get_world_rank_from_group_rank": "shardwright.distributed.groups",
+    "init": "shardwright.distributed.world",
     "loader": "shardwright.data.loading.loader",
-    "notebook_launch": "shardwright.notebook",
-    "parallelize": "shardwright.run.parallel",
+    "notebook_launch": "shardwright.training.notebook",
+    "parallelize": "shardwright.runtime.parallel",
     "polynomial_schedule": "shardwright.training.schedules",
-    "reduce_gradients": "shardwright.world.gradients",
-    "register_rule": "shardwright.rules.register",
-    "set_seed": "shardwright.world.seed",
-    "shard": "shardwright.graph.pins",
+    "reduce_gradients": "shardwright.distributed.gradients",
+    "register_rule": "shardwright.compiler.rules.register",
+    "set_seed": "shardwright.distributed.seed",
+    "shard": "shardwright.compiler.capture.pins",
     "step_schedule": "shardwright.training.schedules",
-    "verify": "shardwright.verification.verify",
+    "verify": "shardwright.runtime.verification.verify",
 }
 
 # those that are modules themselves: sw.checkpoint.save

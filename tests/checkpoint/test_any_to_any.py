@@ -8,8 +8,8 @@ import torch
 import shardwright as sw
 from models import Transformer, next_token, transformer_batch
 from ranks import run_ranks
-from shardwright.mesh.dtensor import gathered
-from shardwright.zoo.models.resnet import resnet18
+from shardwright.compiler.mesh.dtensor import gathered
+from shardwright.training.zoo.models.resnet import resnet18
 
 RANKS = (1, 2, 3, 4, 8)
 MODES = ("single", "data", "tensor", "grid", "auto")

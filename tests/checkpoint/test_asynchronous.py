@@ -29,9 +29,9 @@ from shardwright.checkpoint.saving.save import TO_SAVE
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.store import Store
 from shardwright.checkpoint.whole_run.run_state import Run
+from shardwright.distributed.ranks import OneRank
 from shardwright.errors import CheckpointError
 from shardwright.training.checkpointing import run_of
-from shardwright.world.ranks import OneRank
 
 
 class Slow(LocalFiles):
@@ -348,7 +348,7 @@ def test_the_end_of_the_process_waits_for_the_save(tmp_path, fails):
         from shardwright.checkpoint.saving.asynchronous import AsyncSaver
         from shardwright.checkpoint.storage.files import LocalFiles
         from shardwright.checkpoint.saving.save import TO_SAVE
-        from shardwright.world.ranks import OneRank
+        from shardwright.distributed.ranks import OneRank
         from shardwright.checkpoint.storage.store import Store
         import threading, time
         go = threading.Event()

@@ -20,9 +20,9 @@ from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.saving.save import save
 from shardwright.checkpoint.storage.store import Store
 from shardwright.cli import cli
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
 from simulated_ranks import SimulatedRanks
 
 

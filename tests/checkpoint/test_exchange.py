@@ -23,10 +23,10 @@ from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.loading.source import open_source
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.distributed.ranks import OneRank
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.world.ranks import OneRank
 
 DTYPES = [
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8, torch.uint8, torch.bool,
@@ -120,8 +120,8 @@ def test_a_file_is_mapped_and_not_copied(tmp_path):
         import sys, torch
         from shardwright.checkpoint.exchange.exchange import fill, read_state
         from shardwright.checkpoint.format.pieces import Piece
-        from shardwright.mesh.layout import Layout
-        from shardwright.mesh.mesh import Mesh
+        from shardwright.compiler.mesh.layout import Layout
+        from shardwright.compiler.mesh.mesh import Mesh
         def resident():
             with open("/proc/self/status") as status:
                 return sum(int(line.split()[1]) for line in status if line.startswith("VmRSS"))

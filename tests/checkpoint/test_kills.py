@@ -16,8 +16,8 @@ from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.files import LocalFiles
 from shardwright.checkpoint.storage.retention import Retention
 from shardwright.checkpoint.storage.store import LOCK, SAVING, Store
+from shardwright.distributed.ranks import ProcessRanks
 from shardwright.errors import CheckpointError
-from shardwright.world.ranks import ProcessRanks
 
 KEEP_TWO = Retention(latest_k=2)
 

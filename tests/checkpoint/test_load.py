@@ -24,10 +24,10 @@ from shardwright.checkpoint.loading.source import Source, open_source
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.folders import LocalFolder
 from shardwright.checkpoint.storage.store import Store
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.distributed.ranks import OneRank, ProcessRanks
 from shardwright.errors import CheckpointError, DamageError, UsageError
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.world.ranks import OneRank, ProcessRanks
 from simulated_ranks import SimulatedRanks
 
 DTYPES = [

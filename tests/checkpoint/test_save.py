@@ -18,10 +18,10 @@ from shardwright.checkpoint.format.manifest import BLOCK_BYTES, TensorEntry, Val
 from shardwright.checkpoint.format.pieces import Piece
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.distributed.ranks import OneRank, ProcessRanks
 from shardwright.errors import CheckpointError
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.world.ranks import OneRank, ProcessRanks
 from simulated_ranks import SimulatedRanks
 
 DTYPES = [

@@ -15,8 +15,8 @@ from shardwright.checkpoint.loading.load import load
 from shardwright.checkpoint.loading.source import open_source
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
+from shardwright.distributed.ranks import OneRank
 from shardwright.errors import CheckpointError
-from shardwright.world.ranks import OneRank
 
 STATE = {
     ("model", "w"): torch.arange(60, dtype=torch.float32).reshape(6, 10),

@@ -20,13 +20,7 @@ from shardwright.cluster.bench import bench as bench_module
 from shardwright.cluster.bench.bench import _Bench, passed, run_bench
 from shardwright.cluster.bench.data import DTYPES, PERIOD, count_wrong, fill, pattern, reduced
 from shardwright.cluster.bench.operations import OPERATIONS
-from shardwright.cluster.bench.options import (
-    COLLECTIVES,
-    BenchOptions,
-    parse_size,
-    ranks_and_iters,
-    read_bench_options,
-)
+from shardwright.cluster.bench.options import COLLECTIVES, BenchOptions, parse_size, ranks_and_iters, read_bench_options
 from shardwright.cluster.bench.output import (
     BenchRow,
     Half,

@@ -11,13 +11,13 @@ import torch
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.cluster.bench import around, profile
+from shardwright.cluster.bench import overheads, profile
 from shardwright.cluster.bench.device import DeviceSpeeds
 from shardwright.cluster.bench.profile import KINDS, SIZES, measure_hardware, measure_links, report
 from shardwright.cluster.bench.profile_fit import fit, monotone
+from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.errors import UsageError
-from shardwright.plan.pricing.hardware import Hardware
-from shardwright.plan.pricing.links import Curve, Segment
 
 GRID = [round(2 ** (i / 2)) for i in range(16, 53)]  # 256 bytes to 64 MiB, two to an octave
 # Latency 20 us and 1 GB/s, from 16 KiB on 4 GB/s, from 1 MiB on 2 GB/s.
@@ -118,8 +118,8 @@ def test_four_ranks_measure_pairs_and_all_four():
 def beside():
     """On a rank of two: what a step takes beside operators, where these take nothing, and where they take minutes."""
     world = sw.init("gloo")
-    found = around.measure_around(world, DeviceSpeeds((("float32", 1e18),), 1e18, 1e-12, 1.0))
-    return found, around._around_s(world, DeviceSpeeds((("float32", 1e18),), 1e18, 60.0, 1.0))
+    found = overheads.measure_around(world, DeviceSpeeds((("float32", 1e18),), 1e18, 1e-12, 1.0))
+    return found, overheads._around_s(world, DeviceSpeeds((("float32", 1e18),), 1e18, 60.0, 1.0))
 
 
 def test_what_a_step_takes_beside_its_operators_is_measured():

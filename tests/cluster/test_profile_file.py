@@ -13,16 +13,23 @@ from torch import nn
 import shardwright as sw
 from mutated import mutations
 from ranks import run_ranks
-from shardwright.backends.table import BACKENDS
+from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
+from shardwright.compiler.mesh.redistribute import Collective
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.hardware import (
+    Hardware,
+    Updating,
+    for_device,
+    read_hardware,
+    shipped,
+    shipped_names,
+)
+from shardwright.compiler.plan.pricing.links import Curve, LinkCost, Segment, link_along
+from shardwright.distributed.backends.table import BACKENDS
+from shardwright.distributed.gradients import BUCKET_BYTES
+from shardwright.distributed.world import World
 from shardwright.errors import UsageError
-from shardwright.mesh.mesh import Axis, Link, Mesh
-from shardwright.mesh.redistribute import Collective
-from shardwright.plan.pricing.cost import Seconds
-from shardwright.plan.pricing.hardware import Hardware, Updating, for_device, read_hardware, shipped, shipped_names
-from shardwright.plan.pricing.links import Curve, LinkCost, Segment, link_along
-from shardwright.run.programs.planner import hardware_of
-from shardwright.world.gradients import BUCKET_BYTES
-from shardwright.world.world import World
+from shardwright.runtime.programs.planner import hardware_of
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 MIB = 2**20

@@ -19,7 +19,7 @@ from ranks import run_ranks
 from shardwright.cli import cli
 from shardwright.cluster.traffic import Looks, show
 from shardwright.errors import UsageError
-from shardwright.hosts.network import Device, counted_once, moved, read_devices
+from shardwright.launch.hosts.network import Device, counted_once, moved, read_devices
 from sysfs import Tree, write
 from veth import ADDRESSES, DEVICE, enter, namespaces
 

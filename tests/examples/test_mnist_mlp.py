@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ranks import run_ranks
-from shardwright.report.text import loss_line
+from shardwright.compiler.report.text import loss_line
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "mnist_mlp.py"
 BIN = Path(sys.executable).parent
@@ -31,7 +31,7 @@ def run_example(arguments, log):
     """The example's output and losses with all their digits, on this rank."""
     import torch
 
-    import shardwright.report.text as text
+    import shardwright.compiler.report.text as text
 
     losses = []
     text.loss_line = lambda epoch, step, loss: losses.append(loss) or loss_line(epoch, step, loss)

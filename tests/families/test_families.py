@@ -9,7 +9,7 @@ from families import FAMILIES, KINDS
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import ShardwrightError
-from shardwright.verification.plain import PlainModel
+from shardwright.runtime.verification.plain import PlainModel
 
 if importlib.util.find_spec("transformers") is None:
     pytest.skip("transformers is not installed", allow_module_level=True)

@@ -6,13 +6,13 @@ What is sent to that host is told that time.time() is something else, which its 
 import os
 import sys
 
-from shardwright.hosts.hosts import Host
-from shardwright.launch.asked.host_options import HostRequest
-from shardwright.launch.asked.options import read_options
-from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.carriers.packed import pack, sources
 from shardwright.launch.carriers.ssh import SshCarrier
-from shardwright.launch.kept.job import create_job_folder
+from shardwright.launch.hosts.hosts import Host
+from shardwright.launch.joblog.job import create_job_folder
+from shardwright.launch.options.host_options import HostRequest
+from shardwright.launch.options.launch_options import read_options
+from shardwright.launch.options.request import LaunchRequest
 from shardwright.launch.remote import run_on_hosts
 
 SKEWED, AHEAD_S, HOSTS = sys.argv[1], float(sys.argv[2]), sys.argv[3]

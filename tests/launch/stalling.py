@@ -15,7 +15,7 @@ TRAINING = """
     batch = torch.randn(16, 8)
     parallel = sw.parallelize(model, loss_fn, batch, mode="data", batch="global")
     optimizer = torch.optim.SGD(parallel.parameters(), lr=0.1)
-    from shardwright.mesh.processes import ProcessCommunicator
+    from shardwright.compiler.mesh.processes import ProcessCommunicator
     all_reduce = ProcessCommunicator.all_reduce
     def hurt(self, tensor, axes):
         if step == 4:

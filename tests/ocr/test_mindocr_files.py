@@ -13,7 +13,7 @@ from scipy.io import savemat
 
 from ranks import run_ranks
 from shardwright.errors import UsageError
-from shardwright.ocr.asked.parts import BACKBONES
+from shardwright.ocr.options.parts import BACKBONES
 from shardwright.ocr.samples.drawn import Drawing, write_images
 from shardwright.ocr.samples.labels import read_detection_list
 from shardwright.ocr.settings import ineffective, load_settings

@@ -8,13 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.ocr.networks.losses import (
-    DetectionLoss,
-    Targets,
-    ctc_loss,
-    detection_loss,
-    first_steps_loss,
-)
+from shardwright.ocr.networks.losses import DetectionLoss, Targets, ctc_loss, detection_loss, first_steps_loss
 from whole import like_plain
 
 

@@ -7,9 +7,9 @@ from torch.distributed.tensor import DTensor
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.ocr.asked.options import Optimizer, Scheduler
 from shardwright.ocr.networks.crnn import CRNN, VGG7
 from shardwright.ocr.optimizers import Lion, make_optimizer
+from shardwright.ocr.options.sections import Optimizer, Scheduler
 from shardwright.ocr.precision import ApplyingScaler
 from shardwright.ocr.training import make_schedule
 

@@ -8,8 +8,8 @@ import shapely
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardwright.ocr.asked.parts import DetectionPostprocess
 from shardwright.ocr.libraries import geometry
+from shardwright.ocr.options.parts import DetectionPostprocess
 from shardwright.ocr.samples.dictionary import Dictionary
 from shardwright.ocr.samples.sample import TextBox, corners
 from shardwright.ocr.scoring.boxes import detect

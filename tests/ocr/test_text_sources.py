@@ -9,7 +9,7 @@ import pytest
 
 import shardwright as sw
 from shardwright.errors import DataError, UsageError
-from shardwright.ocr.asked.options import Dataset
+from shardwright.ocr.options.sections import Dataset
 from shardwright.ocr.samples.dataset import Limit, TextImages, word_database, word_images
 from shardwright.ocr.samples.images import encoded
 from shardwright.ocr.samples.pipeline import read_steps

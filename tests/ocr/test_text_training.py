@@ -17,8 +17,8 @@ import torch
 import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
-from shardwright.ocr.asked.parts import BACKBONES
 from shardwright.ocr.networks.losses import recognition_loss
+from shardwright.ocr.options.parts import BACKBONES
 from shardwright.ocr.reading import Pages, draw, network
 from shardwright.ocr.samples.dataset import word_database
 from shardwright.ocr.samples.drawn import Drawing, write_images

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.ocr.asked.options import Model
-from shardwright.ocr.asked.parts import BACKBONES, HEADS, NECKS, Bottlenecks
 from shardwright.ocr.networks.dbnet import DBNet
 from shardwright.ocr.networks.published import MOBILENET, RESNET18, RESNET50
+from shardwright.ocr.options.parts import BACKBONES, HEADS, NECKS, Bottlenecks
+from shardwright.ocr.options.sections import Model
 from shardwright.ocr.weights import backbone_problems, begin, network_problems
 
 

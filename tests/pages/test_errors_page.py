@@ -9,7 +9,8 @@ from collections.abc import Iterator
 
 from pages import DOCS
 from ranks import run_ranks
-from shardwright import errors, package
+from shardwright import errors
+from shardwright.common import package
 
 PAGE = (DOCS / "errors.md").read_text()
 SHORTEST = 6  # of a piece between what differs

@@ -28,16 +28,16 @@ RUN_BY = {
     "concepts.md": "pages/test_concepts_page.py",
     "errors.md": "pages/test_errors_page.py",
     "extending.md": "pages/test_extending_page.py",
-    "launching/msrun.md": "launch/asked/test_msrun_page.py",
+    "launching/msrun.md": "launch/options/test_msrun_page.py",
     "launching/rank_tables.md": "cluster/test_rank_tables_page.py",
     "measuring/bench.md": "cluster/test_bench_page.py",
     "measuring/verify.md": "test_cli_plan.py",
     "planning.md": "pages/test_planning_page.py",
     "saving/checkpoints.md": "examples/test_checkpoints_page.py",
     "saving/resuming.md": "examples/test_resuming_page.py",
-    "training/compiling.md": "run/compiled/test_compiling_page.py",
+    "training/compiling.md": "runtime/compiled/test_compiling_page.py",
     "training/ddp.md": "examples/test_ddp_page.py",
-    "training/zoo.md": "zoo/test_zoo_page.py",
+    "training/zoo.md": "training/zoo/test_zoo_page.py",
 }
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pages import DOCS, run_blocks
-from shardwright import package
+from shardwright.common import package
 
 ROOT = DOCS.parent
 PAGE = (DOCS / "extending.md").read_text()

@@ -15,11 +15,11 @@ def steps_on_gpus(name):
 
     import shardwright as sw
     from gpu_like import LIKE_A_GPU, step_on_gpu
-    from shardwright.graph.step import captured_step
-    from shardwright.mesh.mesh import Mesh
-    from shardwright.plan.make import make_plan
-    from shardwright.plan.request import PlanRequest
-    from shardwright.verification.plain import PlainModel
+    from shardwright.compiler.capture.step import captured_step
+    from shardwright.compiler.mesh.mesh import Mesh
+    from shardwright.compiler.plan.make import make_plan
+    from shardwright.compiler.plan.request import PlanRequest
+    from shardwright.runtime.verification.plain import PlainModel
 
     torch.set_default_dtype(torch.float64)
     sw.set_seed(0)

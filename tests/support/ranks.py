@@ -19,13 +19,13 @@ from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 from shardwright.errors import UsageError
-from shardwright.hosts.port import lease_port
+from shardwright.launch.hosts.port import lease_port
 
 # With what a capture and a group import on their first use, a second for each rank 0.
 PRELOAD = [
     "torch", "torch.distributed", "numpy", "torch.distributed.tensor", "torch.export", "torch._dynamo",
-    "torch._export.passes", "torch._functorch.aot_autograd", "torch.export._trace", "shardwright.run.parallel",
-    "shardwright.checkpoint", "shardwright.backends.shm_meeting",
+    "torch._export.passes", "torch._functorch.aot_autograd", "torch.export._trace", "shardwright.runtime.parallel",
+    "shardwright.checkpoint", "shardwright.distributed.backends.shm_meeting",
 ]  # fmt: skip
 
 _context = multiprocessing.get_context("forkserver")

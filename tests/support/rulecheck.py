@@ -12,18 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.graph import operators
-from shardwright.graph.ir import Node, Value
-from shardwright.lower.local import localise
-from shardwright.lower.operators import draws, kernels
-from shardwright.lower.operators.guard import Guard
-from shardwright.lower.site import Axes, Call, Literal, RandomKey, Site
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.simulate import simulate
-from shardwright.rules import work
-from shardwright.rules.notation import Operand, OpRule, Strategy
-from shardwright.rules.table import internal_collectives, row_of, rule_of
+from shardwright.compiler.capture import operators
+from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.lower.local import localise
+from shardwright.compiler.lower.operators import draws, kernels
+from shardwright.compiler.lower.operators.guard import Guard
+from shardwright.compiler.lower.site import Axes, Call, Literal, RandomKey, Site
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.simulate import simulate
+from shardwright.compiler.rules import work
+from shardwright.compiler.rules.notation import Operand, OpRule, Strategy
+from shardwright.compiler.rules.table import internal_collectives, row_of, rule_of
 
 KEY = 0x5EED
 TOLERANCE = 1e-10

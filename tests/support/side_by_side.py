@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 import shardwright as sw
+from shardwright.compiler.mesh.dtensor import gathered
 from shardwright.errors import ShardwrightError
-from shardwright.mesh.dtensor import gathered
-from shardwright.run.model import ParallelModel
-from shardwright.verification.plain import PlainModel
+from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.verification.plain import PlainModel
 from whole import PLANS
 
 Parallelize = Callable[..., ParallelModel]

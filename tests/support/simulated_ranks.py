@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from shardwright.distributed.ranks import Lost, Purpose, Ranks
 from shardwright.errors import CheckpointError
-from shardwright.world.ranks import Lost, Purpose, Ranks
 
 
 class SimulatedRanks:

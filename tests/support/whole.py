@@ -19,24 +19,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from device import DEVICE, placed
-from shardwright.graph.capture import flatten_batch
-from shardwright.graph.ir import Capture
-from shardwright.graph.step import captured_step
-from shardwright.lower.lower import lower
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.simulate import simulate
-from shardwright.plan.decided.prices import gathered_again, repeated_costs
-from shardwright.plan.make import make_plan
-from shardwright.plan.plan import Plan
-from shardwright.plan.pricing.cost import Objective
-from shardwright.plan.pricing.hardware import Hardware, for_device
-from shardwright.plan.pricing.links import Curve, Segment
-from shardwright.plan.request import PlanRequest
-from shardwright.run.compiled.compiler import Compiler
-from shardwright.run.programs.buckets import GradientReduction
-from shardwright.run.programs.execute import Execution, Outputs, StepArguments
-from shardwright.torch_private import MemoryOf
+from shardwright.common.torch_private import MemoryOf
+from shardwright.compiler.capture.capture import flatten_batch
+from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.simulate import simulate
+from shardwright.compiler.plan.decided.prices import gathered_again, repeated_costs
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.cost import Objective
+from shardwright.compiler.plan.pricing.hardware import Hardware, for_device
+from shardwright.compiler.plan.pricing.links import Curve, Segment
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.runtime.compiled.compiler import Compiler
+from shardwright.runtime.programs.buckets import GradientReduction
+from shardwright.runtime.programs.execute import Execution, Outputs, StepArguments
 
 
 def plan_of(

@@ -10,7 +10,7 @@ import shardwright as sw
 from ranks import run_ranks
 from shardwright.errors import UsageError
 from shardwright.training.alike import refuse_unlike_settings
-from shardwright.zoo.config import load_config
+from shardwright.training.zoo.config import load_config
 
 
 def loss_fn(model, batch):

@@ -17,7 +17,7 @@ import shardwright as sw
 from models import NETWORKS
 from ranks import RankFailed, run_ranks
 from shardwright.checkpoint.loading.source import open_source
-from shardwright.launch.kept.job import FAILED_VARIABLE
+from shardwright.launch.joblog.job import FAILED_VARIABLE
 
 BIN = Path(sys.executable).parent
 

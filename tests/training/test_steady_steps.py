@@ -7,7 +7,7 @@ from torch.utils.data import TensorDataset
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
-from shardwright.world.on_its_way import OnItsWay
+from shardwright.distributed.on_its_way import OnItsWay
 from steady import waits_in_a_step
 
 ROWS = 6  # of a batch: of two ranks in parts of equal size, of four not
@@ -51,7 +51,7 @@ def steady(name, options, trainer_options, scheduled):
     return watch.waits, [where.partition(":")[0] for where in waits]
 
 
-STEADY = [], ["__float__ at run/evaluation.py"]  # once, for the mean loss
+STEADY = [], ["__float__ at runtime/evaluation.py"]  # once, for the mean loss
 
 
 DATA = {"mode": "data"}
@@ -82,7 +82,7 @@ def test_no_steady_step_of_any_network_waits(name, options, ranks):
 
 def test_what_waits_is_found():
     """The mode itself, on functions of the package that ask for values."""
-    from shardwright.lower.operators.draws import randint_below
+    from shardwright.compiler.lower.operators.draws import randint_below
     from shardwright.training.nonfinite import _is_bad
 
     with waits_in_a_step() as waits:
@@ -92,8 +92,8 @@ def test_what_waits_is_found():
         OnItsWay(torch.ones(())).value()
     assert [where.partition(":")[0] for where in waits] == [
         "__bool__ at training/nonfinite.py",
-        "__int__ at lower/operators/draws.py",
-        "__int__ at lower/operators/draws.py",
+        "__int__ at compiler/lower/operators/draws.py",
+        "__int__ at compiler/lower/operators/draws.py",
     ]
 
 

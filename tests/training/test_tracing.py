@@ -9,8 +9,8 @@ from torch import nn
 
 import shardwright as sw
 from ranks import run_ranks
+from shardwright.compiler.report.traces import merged
 from shardwright.errors import UsageError
-from shardwright.report.traces import merged
 from shardwright.training import tracing
 
 

@@ -19,12 +19,12 @@ from torch import nn
 import shardwright as sw
 from models import NETWORKS
 from ranks import run_ranks
-from shardwright.backends.table import GLOO, NCCL, SHM
-from shardwright.hosts.network import Device, read_devices
-from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.processes import ProcessCommunicator
-from shardwright.mesh.redistribute import Collective
-from shardwright.run.parallel import EagerFallback
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.processes import ProcessCommunicator
+from shardwright.compiler.mesh.redistribute import Collective
+from shardwright.distributed.backends.table import GLOO, NCCL, SHM
+from shardwright.launch.hosts.network import Device, read_devices
+from shardwright.runtime.parallel import EagerFallback
 from shardwright.training.network.nccl_network import chosen_network, over_sockets
 from shardwright.training.network.prediction import flows_between
 from shardwright.training.network.traffic import HostTraffic, TrafficWatch, measure, traffic_lines

@@ -40,7 +40,7 @@ def refusal(backend, what, mode):
         return str(error), trainer.steps
 
 
-@pytest.mark.filterwarnings("ignore::shardwright.run.parallel.EagerFallback")
+@pytest.mark.filterwarnings("ignore::shardwright.runtime.parallel.EagerFallback")
 @pytest.mark.parametrize("backend", ["gloo", "shm"])
 @pytest.mark.parametrize(("what", "mode"), [
     ("training", "data"), ("training", "fallback"), ("accumulating", "data"), ("evaluating", "auto"),

@@ -35,11 +35,11 @@ from shardwright.checkpoint.whole_run.run_state import (
     steady,
     whole_state,
 )
+from shardwright.compiler.mesh.changed import refuse_lost_changes
+from shardwright.distributed.agreement import from_rank_zero, refuse_unlike, together
+from shardwright.distributed.ranks import ranks_by_messages
 from shardwright.errors import UsageError
-from shardwright.mesh.changed import refuse_lost_changes
-from shardwright.waiting import waiting_for
-from shardwright.world.agreement import from_rank_zero, refuse_unlike, together
-from shardwright.world.ranks import ranks_by_messages
+from shardwright.launch.progress_notes import waiting_for
 
 CheckpointPath = str | os.PathLike[str]
 Best = tuple[str, int, Literal["min", "max"]]

@@ -19,8 +19,8 @@ from shardwright.cli import (  # noqa: F401
     training,
 )
 from shardwright.cli.group import cli
+from shardwright.common.system_errors import in_words, is_explained
 from shardwright.errors import ShardwrightError
-from shardwright.system_errors import in_words, is_explained
 
 __all__ = ["cli", "main"]
 

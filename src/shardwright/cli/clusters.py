@@ -114,9 +114,9 @@ def check(
     """
     import os
 
-    from shardwright.launch.asked.host_options import HostRequest
-    from shardwright.launch.asked.request import LaunchRequest
     from shardwright.launch.check import check as lines_of
+    from shardwright.launch.options.host_options import HostRequest
+    from shardwright.launch.options.request import LaunchRequest
 
     request = LaunchRequest(
         arguments=command or ("true",), kind="script" if command else "program", ranks=ranks, port=port, log_dir=".",

@@ -19,7 +19,7 @@ def logs(job: str | None, follow: bool, ranks: str, log_dir: str) -> None:
     """Show what a job's ranks wrote; without JOB that of the job started last."""
     from pathlib import Path
 
-    from shardwright.launch.kept.follow import show_logs
+    from shardwright.launch.joblog.follow import show_logs
 
     sys.exit(show_logs(Path(log_dir), job, ranks, follow))
 
@@ -45,7 +45,7 @@ def watch(
     """
     from pathlib import Path
 
-    from shardwright.launch.asked.host_options import HostRequest, PerHost
+    from shardwright.launch.options.host_options import HostRequest, PerHost
 
     named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
     from shardwright.cluster.watch import command
@@ -68,7 +68,7 @@ def report(job: str | None, html: str | None, log_dir: str) -> None:
 
     from shardwright.cluster.watch.command import folder_of
     from shardwright.cluster.watch.report import report as write
-    from shardwright.launch.kept.job import find_job
+    from shardwright.launch.joblog.job import find_job
 
     folder = find_job(Path(log_dir), None).path if job is None else folder_of(job, Path(log_dir))
     write(folder, None if html is None else Path(html))
@@ -84,11 +84,11 @@ def ps(hosts: str | None, hostfile: str | None, python: tuple[str, ...], connect
 
     With -H those that run on these hosts, wherever they were launched, also where their launcher is gone.
     """
-    from shardwright.launch.asked.host_options import HostRequest, PerHost
+    from shardwright.launch.options.host_options import HostRequest, PerHost
 
     named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
     if named is None:
-        from shardwright.launch.kept.jobs import show_jobs
+        from shardwright.launch.joblog.jobs import show_jobs
 
         click.echo(show_jobs())
         return
@@ -112,7 +112,7 @@ def stop(
     Its ranks are told to end (TERM) and have the grace with which it was launched; a second call kills them. With -H a
     job that runs on these hosts, wherever it was launched, also where its launcher is gone.
     """
-    from shardwright.launch.asked.host_options import HostRequest, PerHost
+    from shardwright.launch.options.host_options import HostRequest, PerHost
 
     named, _ = HostRequest(hosts=hosts, hostfile=hostfile).named(None)
     if named is None:

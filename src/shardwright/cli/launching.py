@@ -12,7 +12,7 @@ import click
 
 from shardwright.cli.group import RowOf, cli, file_names
 from shardwright.cli.host_options import HOST_SLOTS, HOSTFILE, PYTHON, TIMEOUT, WDIR
-from shardwright.launch.asked.other_options import OTHER_OPTIONS
+from shardwright.launch.options.other_options import OTHER_OPTIONS
 
 _WORDS = "shardwright.launch.words"
 _OTHER = "other_option_{}"
@@ -92,7 +92,7 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
 )
 @click.option(
     "--via",
-    type=RowOf("shardwright.launch.asked.carrier_facts", "CARRIERS"),
+    type=RowOf("shardwright.launch.options.carrier_facts", "CARRIERS"),
     help="Who starts the ranks; torchrun prints its command for each host.  "
     "[default: ssh where there are other hosts, else local]",
 )
@@ -100,7 +100,7 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
 @click.option(
     "--print",
     "to",
-    type=RowOf("shardwright.launch.printed.table", "PRINTED"),
+    type=RowOf("shardwright.launch.manifests.table", "PRINTED"),
     help="Write what runs this job elsewhere, and end: a PyTorchJob, a script for sbatch, or commands.",
 )
 @click.option("--print-sbatch", is_flag=True, help="The same as --print slurm.")
@@ -134,7 +134,9 @@ def _unknown(error: click.NoSuchOption, typed: Sequence[str]) -> click.NoSuchOpt
 )
 @TIMEOUT
 @click.option(
-    "--backend", type=RowOf("shardwright.backends.table", "BACKENDS"), help="For sw.init() where it is given none."
+    "--backend",
+    type=RowOf("shardwright.distributed.backends.table", "BACKENDS"),
+    help="For sw.init() where it is given none.",
 )
 @click.option("--mca", "-mca", "mca", multiple=True, nargs=2, metavar="NAME VALUE", help="A setting for mpirun.")
 @click.option(
@@ -185,12 +187,12 @@ def launch(run: bool, to: str | None, print_sbatch: bool, image: str | None, **w
     The first rank that fails ends the job, and its exit code is the command's. Ctrl-C, TERM, HUP and QUIT are passed on
     and end the job after the grace; a second Ctrl-C kills it at once. USR1 and USR2 are passed on and end nothing.
     """
-    from shardwright.launch.asked.host_options import HostRequest
-    from shardwright.launch.asked.options import read_options
-    from shardwright.launch.asked.other_words import in_our_words, split_typed, to_be_said
-    from shardwright.launch.asked.request import LaunchRequest
-    from shardwright.launch.asked.restart_options import RestartOptions
-    from shardwright.launch.printed.table import ToPrint, printed
+    from shardwright.launch.manifests.table import ToPrint, printed
+    from shardwright.launch.options.host_options import HostRequest
+    from shardwright.launch.options.launch_options import read_options
+    from shardwright.launch.options.other_words import in_our_words, split_typed, to_be_said
+    from shardwright.launch.options.request import LaunchRequest
+    from shardwright.launch.options.restart_options import RestartOptions
     from shardwright.launch.start import STARTS
     from shardwright.launch.start import launch as launch_job
 

@@ -11,8 +11,8 @@ import click
 from shardwright.cli.group import RowOf, cli, file_names
 from shardwright.errors import UsageError
 
-_MODES = RowOf("shardwright.plan.searches", "MODES")
-_SEARCHES = RowOf("shardwright.plan.searches", "SEARCHES")
+_MODES = RowOf("shardwright.compiler.plan.searches", "MODES")
+_SEARCHES = RowOf("shardwright.compiler.plan.searches", "SEARCHES")
 
 
 class _PlanCommand(click.Command):
@@ -83,11 +83,11 @@ def plan(
         )
     if beside is not None and html is None and (as_json or explain is not None):
         raise UsageError("--beside adds to a page: leave out --json and --explain, or add --html plan.html")
-    from shardwright.waiting import waiting_for
+    from shardwright.launch.progress_notes import waiting_for
 
     with waiting_for(f"reading {target}") as work:
-        from shardwright.report.plans.html import save_html
-        from shardwright.verification.plan_file import plan_file
+        from shardwright.compiler.report.plans.html import save_html
+        from shardwright.runtime.verification.plan_file import plan_file
 
         planned = plan_file(target, progress=work.stage, **options)
         if save is not None:
@@ -124,6 +124,6 @@ def verify(target: str, ranks: str | None, dtypes: tuple[str, ...], **options: A
     build is a function without arguments that returns (model, loss_fn, batch), or a list of global batches, and pins
     as a fourth where wanted. The exit code is 0 within the tolerances, 1 beyond them, and 2 where nothing was compared.
     """
-    from shardwright.verification.from_file import verify_file
+    from shardwright.runtime.verification.from_file import verify_file
 
     sys.exit(verify_file(target, ranks, options | {"dtypes": dtypes or None}))

@@ -26,7 +26,7 @@ _FORCE = click.option("--force", is_flag=True, help="Replace another file that i
 
 def _write_table(table: Any, notes: list[str], out: str | None, force: bool) -> None:
     from shardwright.cluster.table_making import write
-    from shardwright.hosts.table_check import file_name
+    from shardwright.launch.hosts.table_check import file_name
 
     for note in notes:
         click.echo(f"shardwright: {note}", err=True)
@@ -92,7 +92,7 @@ def check_table(table: str, product: str | None) -> None:
     """Say everything that is wrong with a table. The exit code is 0 where nothing is, 1 where something is."""
     from pathlib import Path
 
-    from shardwright.hosts.table_check import check_rank_table
+    from shardwright.launch.hosts.table_check import check_rank_table
 
     checked = check_rank_table(Path(table), product)
     for problem in checked.problems:
@@ -128,7 +128,7 @@ def table_to_hostfile(table: str, out: str | None, force: bool) -> None:
     from pathlib import Path
 
     from shardwright.cluster.table_making import write
-    from shardwright.hosts.table_check import read_rank_table
+    from shardwright.launch.hosts.table_check import read_rank_table
 
     text = read_rank_table(Path(table)).hosts().to_hostfile()
     click.echo(text if out is None else f"{write(text, out, 'hostfile', force)}\n", nl=False)

@@ -70,12 +70,12 @@ def train(config: str, overrides: tuple[str, ...], ranks: str | None) -> None:
     shardwright launch -n 8 train --config FILE.yaml                    the same; also torchrun and mpirun
     """
 
-    from shardwright.hosts.environment import read_environment
+    from shardwright.launch.hosts.environment import read_environment
 
     try:
         from shardwright.ocr import training as texts
         from shardwright.ocr.settings import is_text_configuration
-        from shardwright.zoo import train as zoo
+        from shardwright.training.zoo import train as zoo
 
         of_texts = is_text_configuration(config)
         if ranks is None:

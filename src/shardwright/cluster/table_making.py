@@ -1,6 +1,6 @@
-"""Making, merging and converting rank tables, which `shardwright.hosts.rank_table` reads and writes.
+"""Making, merging and converting rank tables, which `shardwright.launch.hosts.rank_table` reads and writes.
 
-What a product allows is told by `shardwright.hosts.table_check`.
+What a product allows is told by `shardwright.launch.hosts.table_check`.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from shardwright.common.whole_file import write_whole
 from shardwright.errors import UsageError
-from shardwright.hosts.hosts import Hosts, is_host_name, read_text
-from shardwright.hosts.rank_table import RankTable, Server, SuperPod, TableDevice, is_address
-from shardwright.hosts.table_check import PRODUCTS, product_of, read_rank_table
-from shardwright.whole_file import write_whole
+from shardwright.launch.hosts.hosts import Hosts, is_host_name, read_text
+from shardwright.launch.hosts.rank_table import RankTable, Server, SuperPod, TableDevice, is_address
+from shardwright.launch.hosts.table_check import PRODUCTS, product_of, read_rank_table
 
 ADDRESS_FILE = Path("/etc/hccn.conf")
 _TOOL_TIMEOUT_S = 30.0

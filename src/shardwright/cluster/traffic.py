@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from shardwright.compiler.report.text import size_text
 from shardwright.errors import UsageError
-from shardwright.hosts.network import SYSFS, Device, Moved, NetworkReading, moved, read_devices
-from shardwright.report.text import size_text
+from shardwright.launch.hosts.network import SYSFS, Device, Moved, NetworkReading, moved, read_devices
 
 _LONGEST_S = 24 * 3600.0
 

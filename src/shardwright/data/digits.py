@@ -11,13 +11,13 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.common.system_errors import in_words
+from shardwright.common.whole_file import made_folder
 from shardwright.data import cifar, mnist
 from shardwright.data.idx import Bytes, idx_bytes
 from shardwright.data.order import permutation
 from shardwright.errors import DataError, UsageError
-from shardwright.system_errors import in_words
-from shardwright.waiting import waiting_for
-from shardwright.whole_file import made_folder
+from shardwright.launch.progress_notes import waiting_for
 
 TEST_SIZE = 360
 SPLIT_SEED = 0

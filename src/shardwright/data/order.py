@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from shardwright.mesh.layout import chunk
+from shardwright.compiler.mesh.layout import chunk
 
 KEY_LIMIT = 2**64  # the seed and the epoch are one 64-bit word each of Philox's key
 
@@ -50,7 +50,7 @@ def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
 def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finaliser of SplitMix64: neighbours become unlike. Arrays of whole numbers wrap around.
 
-    What samples draw follows from it, so that it never changes; `shardwright.run.changed_buffers` mixes on devices.
+    What samples draw follows from it, so that it never changes; `shardwright.runtime.changed_buffers` mixes on devices.
     """
     numbers = (numbers ^ numbers >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
     numbers = (numbers ^ numbers >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)

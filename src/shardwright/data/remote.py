@@ -20,7 +20,7 @@ from typing import Any
 
 from shardwright.checkpoint.storage.folders import file_system
 from shardwright.errors import DataError
-from shardwright.waiting import waiting_for
+from shardwright.launch.progress_notes import waiting_for
 
 _STAMPS = ("etag", "ETag", "md5Hash", "checksum", "mtime", "LastModified", "last_modified", "updated", "created")
 

@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.console import Console
-from shardwright.launch.kept.job import FAILED, JobFolder, JobState
-from shardwright.launch.kept.judge import Judge, Outcome
-from shardwright.launch.kept.run_report import EndedAttempt, RunReport
+from shardwright.launch.joblog.job import FAILED, JobFolder, JobState
+from shardwright.launch.joblog.judge import Judge, Outcome
+from shardwright.launch.joblog.run_report import EndedAttempt, RunReport
+from shardwright.launch.options.launch_options import LaunchOptions
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ import contextlib
 from collections.abc import Iterator
 
 from shardwright.errors import UsageError
-from shardwright.launch.asked.options import read_options
-from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.carriers.ssh import SshCarrier
+from shardwright.launch.options.launch_options import read_options
+from shardwright.launch.options.request import LaunchRequest
 from shardwright.launch.remote import prepare_first
 from shardwright.launch.start import STARTS
 

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 
-from shardwright.words import drawn
+from shardwright.common.words import drawn
 
 _QUEUE_BYTES = 64 << 20
 _PIECE_BYTES = 100  # what a queued piece costs beyond its length

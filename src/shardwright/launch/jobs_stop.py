@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from shardwright.launch.host.processes import kill_all, marked, send_signal
 from shardwright.launch.host.signals import KILL_NOW
-from shardwright.launch.kept.jobs import JobRecord, find_job
+from shardwright.launch.joblog.jobs import JobRecord, find_job
 
 _POLL_S = 0.05
 _BEYOND_S = 40.0  # after the grace: the kernel may need long to end a large process

@@ -24,6 +24,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+from shardwright.common.system_errors import in_words
 from shardwright.errors import LaunchError
 from shardwright.launch.attempt import Attempt, AttemptEnd
 from shardwright.launch.carriers.connection import Carrier, Connection, Connections
@@ -57,14 +58,13 @@ from shardwright.launch.host.protocol import (
     Told,
 )
 from shardwright.launch.host.signals import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, woken_by
-from shardwright.launch.kept.failure import RankEnd, describe_ranks, signal_name, torchrun_end
-from shardwright.launch.kept.judge import Judge, rank_end
-from shardwright.launch.kept.live import LiveFiles
-from shardwright.launch.kept.logs import RankLogs
-from shardwright.launch.kept.run_report import RunReport
+from shardwright.launch.joblog.failure import RankEnd, describe_ranks, signal_name, torchrun_end
+from shardwright.launch.joblog.judge import Judge, rank_end
+from shardwright.launch.joblog.live import LiveFiles
+from shardwright.launch.joblog.logs import RankLogs
+from shardwright.launch.joblog.run_report import RunReport
+from shardwright.launch.progress.lines import doing_of
 from shardwright.launch.supervisor.progress import decode_observations
-from shardwright.launch.told.lines import doing_of
-from shardwright.system_errors import in_words
 
 
 class Launcher:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from shardwright.errors import LaunchError
-from shardwright.hosts.hosts import Host, Hosts
-from shardwright.launch.asked.host_options import RemoteOptions
-from shardwright.launch.asked.options import LaunchOptions, read_tee
-from shardwright.launch.asked.restart_options import RestartOptions
 from shardwright.launch.carriers.connection import Carrier
 from shardwright.launch.carriers.ssh import SshCarrier
-from shardwright.launch.kept.job import JobFolder
+from shardwright.launch.hosts.hosts import Host, Hosts
+from shardwright.launch.joblog.job import JobFolder
+from shardwright.launch.options.host_options import RemoteOptions
+from shardwright.launch.options.launch_options import LaunchOptions, read_tee
+from shardwright.launch.options.restart_options import RestartOptions
 from shardwright.launch.restarts import Say, run_job
 
 MakeCarrier = Callable[[LaunchOptions, RemoteOptions], SshCarrier]

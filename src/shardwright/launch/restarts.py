@@ -20,17 +20,17 @@ from dataclasses import replace
 from types import FrameType
 
 from shardwright.errors import LaunchError, UsageError
-from shardwright.launch.asked.options import LaunchOptions
-from shardwright.launch.asked.restart_options import RestartOptions
 from shardwright.launch.attempt import Attempt, AttemptEnd
 from shardwright.launch.carriers.connection import Carrier
 from shardwright.launch.console import Console
 from shardwright.launch.host.signals import ENDING_SIGNALS, KILL_NOW, PASSED_SIGNALS, woken_by
-from shardwright.launch.kept.failure import signal_name
-from shardwright.launch.kept.job import FAILED, INTERRUPTED, JobFolder
-from shardwright.launch.kept.jobs import RESTARTING, RUNNING, JobRecord, known_jobs
-from shardwright.launch.kept.run_report import EndedAttempt
+from shardwright.launch.joblog.failure import signal_name
+from shardwright.launch.joblog.job import FAILED, INTERRUPTED, JobFolder
+from shardwright.launch.joblog.jobs import RESTARTING, RUNNING, JobRecord, known_jobs
+from shardwright.launch.joblog.run_report import EndedAttempt
 from shardwright.launch.launcher import Launcher
+from shardwright.launch.options.launch_options import LaunchOptions
+from shardwright.launch.options.restart_options import RestartOptions
 
 PAUSE_S = 1.0
 LONGEST_PAUSE_S = 8.0

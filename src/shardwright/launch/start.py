@@ -1,6 +1,6 @@
 """The beginning of every job: its folder, and the function that makes its carrier.
 
-`STARTS` has, for each carrier, the functions that belong to its row in `shardwright.launch.asked.carrier_facts`.
+`STARTS` has, for each carrier, the functions that belong to its row in `shardwright.launch.options.carrier_facts`.
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
-from shardwright.hosts.port import PortLease, lease_port
-from shardwright.launch.asked.options import LaunchOptions
-from shardwright.launch.asked.restart_options import RestartOptions
 from shardwright.launch.carriers.connection import Carrier
 from shardwright.launch.carriers.local import LocalCarrier
 from shardwright.launch.carriers.srun import SrunCarrier
 from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.carriers.torchrun import command_lines, one_per_host
-from shardwright.launch.kept.detach import detach
-from shardwright.launch.kept.job import create_job_folder
+from shardwright.launch.hosts.port import PortLease, lease_port
+from shardwright.launch.joblog.detach import detach
+from shardwright.launch.joblog.job import create_job_folder
+from shardwright.launch.options.launch_options import LaunchOptions
+from shardwright.launch.options.restart_options import RestartOptions
 from shardwright.launch.remote import MakeCarrier, run_on_hosts
 from shardwright.launch.restarts import Say, run_job
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.ocr.asked.options import Optimizer
+from shardwright.ocr.options.sections import Optimizer
 
 Groups = Sequence[dict[str, Any]]
 NORMS_AND_BIASES = ("beta", "gamma", "bias")

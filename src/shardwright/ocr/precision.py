@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from shardwright.ocr.asked.options import Settings
-from shardwright.world.precision import Precision
+from shardwright.distributed.precision import Precision
+from shardwright.ocr.options.sections import Settings
 
 
 def precision_of(settings: Settings) -> Precision:

@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.checkpoint.api import load
+from shardwright.distributed.precision import autocast
+from shardwright.distributed.world import World, init
 from shardwright.errors import DataError, UsageError
-from shardwright.ocr.asked.options import Settings
 from shardwright.ocr.libraries.extra import library
 from shardwright.ocr.libraries.geometry import rectangle_around
+from shardwright.ocr.options.sections import Settings
 from shardwright.ocr.precision import inference_precision_of
 from shardwright.ocr.results import BEST
 from shardwright.ocr.samples.images import decode, encoded
@@ -26,8 +28,6 @@ from shardwright.ocr.scoring.boxes import Detection, detect
 from shardwright.ocr.settings import load_settings
 from shardwright.ocr.tasks import TASKS, dictionary_of, text_images
 from shardwright.ocr.validation import Validator
-from shardwright.world.precision import autocast
-from shardwright.world.world import World, init
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.common.whole_file import write_whole
+from shardwright.distributed.agreement import from_rank_zero
+from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.ocr.libraries.extra import library
-from shardwright.run.evaluation import Evaluation
+from shardwright.runtime.evaluation import Evaluation
 from shardwright.training.hooks import Callback, RunView
-from shardwright.whole_file import write_whole
-from shardwright.world.agreement import from_rank_zero
-from shardwright.world.ranks import ranks_by_collectives
 
 BEST = "best.pth"
 TABLE = "result.tsv"

@@ -10,13 +10,13 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from shardwright.errors import DataError, UsageError
-from shardwright.ocr.asked.options import Settings
-from shardwright.ocr.asked.parts import BACKBONES, HEADS, LOSSES, METRICS, NECKS, POSTPROCESSES
 from shardwright.ocr.optimizers import kind_of, spared_names
+from shardwright.ocr.options.parts import BACKBONES, HEADS, LOSSES, METRICS, NECKS, POSTPROCESSES
+from shardwright.ocr.options.sections import Settings
 from shardwright.ocr.tasks import DATASETS, TASKS
-from shardwright.zoo.config import sections
-from shardwright.zoo.reading import Problems, UnreadError, read
-from shardwright.zoo.rows import Table
+from shardwright.training.zoo.config import sections
+from shardwright.training.zoo.reading import Problems, UnreadError, read
+from shardwright.training.zoo.rows import Table
 
 Check = Callable[[Any], Problems]
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from shardwright.errors import DataError, ShardwrightError, UsageError
-from shardwright.ocr.asked.options import Dataset, Settings
-from shardwright.ocr.asked.parts import BACKBONES, NECKS
 from shardwright.ocr.networks.crnn import CRNN
 from shardwright.ocr.networks.dbnet import DBNet
 from shardwright.ocr.networks.losses import DetectionLoss, LossFunction, detection_loss, first_steps_loss
+from shardwright.ocr.options.parts import BACKBONES, NECKS
+from shardwright.ocr.options.sections import Dataset, Settings
 from shardwright.ocr.samples.dataset import (
     Limit,
     Sources,
@@ -31,14 +31,8 @@ from shardwright.ocr.samples.pipeline import read_steps
 from shardwright.ocr.samples.recognition import LongestWord
 from shardwright.ocr.samples.sample import Task
 from shardwright.ocr.scoring.boxes import detect
-from shardwright.ocr.scoring.counts import (
-    Counts,
-    DetectionCounts,
-    RecognitionCounts,
-    count_detections,
-    count_word,
-)
-from shardwright.zoo.reading import UnreadError
+from shardwright.ocr.scoring.counts import Counts, DetectionCounts, RecognitionCounts, count_detections, count_word
+from shardwright.training.zoo.reading import UnreadError
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,16 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
+from shardwright.common.whole_file import write_whole
+from shardwright.compiler.plan.searches import Mode
 from shardwright.data.loading.loader import Loader, loader
+from shardwright.distributed.precision import autocast
+from shardwright.distributed.seed import set_seed
+from shardwright.distributed.world import World, init
 from shardwright.errors import DataError, UsageError
-from shardwright.hosts.environment import read_environment
-from shardwright.ocr.asked.options import Loading, Scheduler, Settings
+from shardwright.launch.hosts.environment import read_environment
 from shardwright.ocr.optimizers import kind_of, make_optimizer
+from shardwright.ocr.options.sections import Loading, Scheduler, Settings
 from shardwright.ocr.precision import ApplyingScaler, precision_of
 from shardwright.ocr.results import BestWeights, ResultTable
 from shardwright.ocr.samples.dataset import TextImages, in_words
@@ -24,19 +29,14 @@ from shardwright.ocr.settings import examine, found_by, ineffective, refuse, to_
 from shardwright.ocr.tasks import TASKS, text_images
 from shardwright.ocr.validation import Validator
 from shardwright.ocr.weights import backbone_problems, begin, network_problems
-from shardwright.plan.searches import Mode
-from shardwright.run.model import ParallelModel
-from shardwright.run.parallel import parallelize
+from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.parallel import parallelize
 from shardwright.training.alike import refuse_unlike_settings
 from shardwright.training.callbacks import EMA, LossMonitor, NanGuard
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback
 from shardwright.training.schedules import constant_schedule, cosine_schedule, polynomial_schedule, step_schedule
 from shardwright.training.trainer import Trainer
-from shardwright.whole_file import write_whole
-from shardwright.world.precision import autocast
-from shardwright.world.seed import set_seed
-from shardwright.world.world import World, init
 
 
 @dataclass(frozen=True)

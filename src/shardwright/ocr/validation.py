@@ -10,15 +10,15 @@ from typing import Any, Protocol
 import torch
 
 from shardwright.data.loading.loader import loader
+from shardwright.distributed.agreement import attempt, from_all_ranks
+from shardwright.distributed.precision import Precision, autocast
+from shardwright.distributed.world import World
 from shardwright.errors import TrainingError
-from shardwright.ocr.asked.options import Settings
+from shardwright.ocr.options.sections import Settings
 from shardwright.ocr.samples.dataset import TextImages
 from shardwright.ocr.scoring.counts import Counts
 from shardwright.ocr.tasks import TASKS
-from shardwright.run.evaluation import Evaluation
-from shardwright.world.agreement import attempt, from_all_ranks
-from shardwright.world.precision import Precision, autocast
-from shardwright.world.world import World
+from shardwright.runtime.evaluation import Evaluation
 
 
 class Predicts(Protocol):

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from shardwright.checkpoint.api import load
 from shardwright.errors import CheckpointError
-from shardwright.ocr.asked.options import Model
-from shardwright.ocr.asked.parts import BACKBONES
+from shardwright.launch.progress_notes import waiting_for
 from shardwright.ocr.networks.published import Published
-from shardwright.waiting import waiting_for
+from shardwright.ocr.options.parts import BACKBONES
+from shardwright.ocr.options.sections import Model
 
 _SILENCE_S = 30.0  # a network that answers nothing for so long is none
 

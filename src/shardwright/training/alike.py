@@ -6,10 +6,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
+from shardwright.distributed.agreement import agree, from_all_ranks
 from shardwright.errors import UsageError
 from shardwright.training.checkpointing import named_callbacks
 from shardwright.training.hooks import RunView
-from shardwright.world.agreement import agree, from_all_ranks
 
 _FOLDERS = ("directory", "folder")
 _FOLDER = "what all ranks do together goes into one folder, so that one of each rank's own would stay empty"

@@ -15,14 +15,14 @@ from rich.progress import Progress, TaskID
 from torch import Tensor
 
 from shardwright.checkpoint.saving.asynchronous import wait_copied
+from shardwright.compiler.report.text import loss_line
+from shardwright.distributed.on_its_way import OnItsWay
 from shardwright.errors import TrainingError, UsageError
-from shardwright.report.text import loss_line
-from shardwright.run.evaluation import Evaluation
-from shardwright.run.programs.splitting import local_part
+from shardwright.launch.progress_notes import waiting_for
+from shardwright.runtime.evaluation import Evaluation
+from shardwright.runtime.programs.splitting import local_part
 from shardwright.training.hooks import Callback, RunView
 from shardwright.training.nonfinite import first_non_finite
-from shardwright.waiting import waiting_for
-from shardwright.world.on_its_way import OnItsWay
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,14 @@ from typing import Any
 
 from shardwright.checkpoint.api import Best, CheckpointPath, Checkpoints
 from shardwright.checkpoint.whole_run.run_state import Run
+from shardwright.common.torch_private import job_store
+from shardwright.distributed.agreement import from_rank_zero
+from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.errors import UsageError
-from shardwright.torch_private import job_store
 from shardwright.training.appointment import Appointments, appointments
 from shardwright.training.callbacks import EMA
 from shardwright.training.hooks import Callback, RunView
 from shardwright.training.preemption import EXIT_CODE, Preemption
-from shardwright.world.agreement import from_rank_zero
-from shardwright.world.ranks import ranks_by_collectives
 
 _LEAVE, _TIME_IS_UP = "leave", "time is up"
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from shardwright.run.evaluation import Evaluation
-from shardwright.run.model import ParallelModel
-from shardwright.world.world import World
+from shardwright.distributed.world import World
+from shardwright.runtime.evaluation import Evaluation
+from shardwright.runtime.model import ParallelModel
 
 Validation = Iterable[Any] | Callable[[ParallelModel], Evaluation]
 """Batches to evaluate by the loss function, or a function that evaluates the model in its own way."""

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.graph.ir import Capture
-from shardwright.lower.program import Instruction, LocalProgram
-from shardwright.run.model import Replay
-from shardwright.world.agreement import from_all_ranks
+from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.lower.program import Instruction, LocalProgram
+from shardwright.distributed.agreement import from_all_ranks
+from shardwright.runtime.model import Replay
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import signal
 import threading
 from functools import cache
 
-from shardwright.launch.kept.job import is_marked_as_failed
+from shardwright.launch.joblog.job import is_marked_as_failed
 
 EXIT_CODE = 128 + signal.SIGTERM
 """With which ranks leave after a save that TERM has asked for, as if TERM had ended them: 143."""

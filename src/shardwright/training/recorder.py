@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.errors import UsageError
-from shardwright.run.evaluation import Evaluation
+from shardwright.runtime.evaluation import Evaluation
 from shardwright.training.callbacks import LateLosses, LateStep
 from shardwright.training.hooks import RunView
 from shardwright.training.records.kinds import RECORDS, record_problems

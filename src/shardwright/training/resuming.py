@@ -15,12 +15,12 @@ from shardwright.checkpoint.loading.match import Rename
 from shardwright.checkpoint.loading.source import TO_LOAD, checkpoints
 from shardwright.checkpoint.storage.folders import last_part, open_folder
 from shardwright.data.loading.stream_loader import StreamLoader
+from shardwright.distributed.agreement import from_rank_zero
+from shardwright.distributed.ranks import ranks_by_messages
+from shardwright.distributed.seed import RandomNumbers
 from shardwright.errors import CheckpointError, DamageError, UsageError
 from shardwright.training.checkpointing import ModelCheckpoint, averaging, named_callbacks, run_of
 from shardwright.training.hooks import RunView
-from shardwright.world.agreement import from_rank_zero
-from shardwright.world.ranks import ranks_by_messages
-from shardwright.world.seed import RandomNumbers
 
 
 @dataclass(frozen=True)

@@ -11,12 +11,12 @@ from typing import Any
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from shardwright.common.pulse import own_pulse
+from shardwright.common.whole_file import write_whole
+from shardwright.compiler.report.traces import merged
+from shardwright.distributed.agreement import attempt, from_all_ranks
 from shardwright.errors import UsageError
-from shardwright.pulse import own_pulse
-from shardwright.report.traces import merged
 from shardwright.training.hooks import Callback, RunView
-from shardwright.whole_file import write_whole
-from shardwright.world.agreement import attempt, from_all_ranks
 
 
 class Tracer(Callback):

@@ -20,20 +20,20 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from shardwright.checkpoint.loading.match import Rename
+from shardwright.common.pulse import own_pulse
+from shardwright.compiler.report.text import start_line, validation_line
+from shardwright.distributed.on_its_way import OnItsWay
+from shardwright.distributed.precision import Precision, autocast, check_precision, gradient_scaler
+from shardwright.distributed.world import current_world
 from shardwright.errors import UsageError
-from shardwright.pulse import own_pulse
-from shardwright.report.text import start_line, validation_line
-from shardwright.run.evaluation import Evaluation, Sums
-from shardwright.run.like_module import evaluating
-from shardwright.run.model import ParallelModel
+from shardwright.runtime.evaluation import Evaluation, Sums
+from shardwright.runtime.like_module import evaluating
+from shardwright.runtime.model import ParallelModel
 from shardwright.training.alike import refuse_unlike_run
 from shardwright.training.checkpointing import ModelCheckpoint
 from shardwright.training.hooks import Callback, RunView, Validation
 from shardwright.training.network.traffic import TrafficWatch
 from shardwright.training.resuming import Begun, Continuation, resume
-from shardwright.world.on_its_way import OnItsWay
-from shardwright.world.precision import Precision, autocast, check_precision, gradient_scaler
-from shardwright.world.world import current_world
 
 
 class Trainer:

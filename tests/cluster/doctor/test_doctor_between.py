@@ -10,7 +10,7 @@ from shardwright.cluster.doctor.checks.between import check_between
 from shardwright.cluster.doctor.finding import Severity
 from shardwright.cluster.doctor.reach import MOST_PAIRED, Cluster, Try, Way, _ways, others_of, with_way_out
 from shardwright.cluster.doctor.reading import Ran
-from shardwright.hosts.hosts import Hosts
+from shardwright.launch.hosts.hosts import Hosts
 
 OK, NOTE, UNKNOWN, WARNING, PROBLEM = Severity
 ADDRESS = {name: f"10.0.0.{number}" for number, name in enumerate("abc", 1)}

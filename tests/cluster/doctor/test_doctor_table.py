@@ -14,7 +14,7 @@ from shardwright.cluster.doctor import probe
 from shardwright.cluster.doctor.command import find
 from shardwright.cluster.doctor.reach import Cluster
 from shardwright.cluster.doctor.table import fix_script, show, to_json
-from shardwright.hosts.hosts import Hosts
+from shardwright.launch.hosts.hosts import Hosts
 
 OLD = {GPUS: "0, NVIDIA A100-SXM4-80GB, 470.57.02, Disabled, 0\n"}
 

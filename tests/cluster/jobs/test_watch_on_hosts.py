@@ -11,7 +11,7 @@ from many_hosts import BOTH, PYTHON
 pytestmark = pytest.mark.slow
 TRAIN = """
     import os, time  # until there is a file "enough"
-    from shardwright.pulse import own_pulse
+    from shardwright.common.pulse import own_pulse
     pulse = own_pulse()
     while not os.path.exists("enough"):
         pulse.begin_step()

@@ -5,7 +5,7 @@ import pytest
 from shardwright.cluster.trust.on_host import Folder
 from shardwright.cluster.trust.plan import Look, authorized_line, plan
 from shardwright.errors import LaunchError
-from shardwright.hosts.hosts import Hosts
+from shardwright.launch.hosts.hosts import Hosts
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIPstRQYgVBLuTVZlvTFDvQVoD8gcZLpQnp8pIwGcLmKs"
 OTHER = KEY.replace("LmKs", "LmKt")

@@ -7,12 +7,12 @@ import pytest
 import torch
 
 import shardwright as sw
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.simulate import simulate
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import UsageError
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.simulate import simulate
-from shardwright.run.programs.inputs import cuts_of, local_inputs, rows_of
+from shardwright.runtime.programs.inputs import cuts_of, local_inputs, rows_of
 
 MESH = Mesh.of(a=2, b=2)
 BY_PAIRS = Layout.split(2, {0: ["a"]})  # ranks 0 and 1 have the same rows, as where a tensor is split over b

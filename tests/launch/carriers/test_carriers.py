@@ -9,12 +9,12 @@ import pytest
 
 from shardwright.cli import cli
 from shardwright.errors import UsageError
-from shardwright.hosts.hosts import Hosts
-from shardwright.hosts.rank_table import RankTable
-from shardwright.launch.asked.carrier_facts import CARRIERS, UNSAID, carrier_facts, carrier_of_backend
-from shardwright.launch.asked.options import LaunchOptions, read_options
-from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.host.program import Program
+from shardwright.launch.hosts.hosts import Hosts
+from shardwright.launch.hosts.rank_table import RankTable
+from shardwright.launch.options.carrier_facts import CARRIERS, UNSAID, carrier_facts, carrier_of_backend
+from shardwright.launch.options.launch_options import LaunchOptions, read_options
+from shardwright.launch.options.request import LaunchRequest
 from shardwright.launch.start import STARTS
 
 
@@ -63,9 +63,9 @@ def test_torchruns_that_are_only_printed_look_for_no_hangs(launching):
 
 ADDED = """
     import sys
-    from shardwright.launch.asked import carrier_facts
-    from shardwright.launch.asked.options import read_options
-    from shardwright.launch.asked.request import LaunchRequest
+    from shardwright.launch.options import carrier_facts
+    from shardwright.launch.options.launch_options import read_options
+    from shardwright.launch.options.request import LaunchRequest
     from shardwright.launch.carriers.local import LocalCarrier
     from shardwright.launch.start import STARTS, CarrierStart, launch
 

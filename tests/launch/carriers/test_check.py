@@ -3,9 +3,9 @@
 import pytest
 
 from shardwright.errors import UsageError
-from shardwright.launch.asked.host_options import HostRequest
-from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.check import check
+from shardwright.launch.options.host_options import HostRequest
+from shardwright.launch.options.request import LaunchRequest
 
 
 def test_a_job_on_this_host_is_for_doctor():

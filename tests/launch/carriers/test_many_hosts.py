@@ -138,13 +138,13 @@ def test_a_job_in_the_background(job):
 AGAIN = """
     import os
     from dataclasses import replace
-    from shardwright.launch.asked.host_options import HostRequest
-    from shardwright.launch.kept.job import create_job_folder
+    from shardwright.launch.options.host_options import HostRequest
+    from shardwright.launch.joblog.job import create_job_folder
     from shardwright.launch.attempt import Attempt
     from shardwright.launch.console import Console
     from shardwright.launch.launcher import Launcher
-    from shardwright.launch.asked.options import read_options
-    from shardwright.launch.asked.request import LaunchRequest
+    from shardwright.launch.options.launch_options import read_options
+    from shardwright.launch.options.request import LaunchRequest
     from shardwright.launch.carriers.ssh import SshCarrier
     os.makedirs("log_output")
     options = read_options(LaunchRequest(

@@ -13,9 +13,9 @@ from click.testing import CliRunner
 from ranks import given_port
 from shardwright.cli import cli
 from shardwright.errors import ShardwrightError, UsageError, WorldError
-from shardwright.hosts.environment import read_environment
-from shardwright.launch.asked.request import LaunchRequest
-from shardwright.launch.kept.job import create_job_folder
+from shardwright.launch.hosts.environment import read_environment
+from shardwright.launch.joblog.job import create_job_folder
+from shardwright.launch.options.request import LaunchRequest
 
 SCHEMA = json.loads((Path(__file__).with_name("pytorchjob.schema.json")).read_text())
 TYPES = {"object": dict, "array": list, "string": str, "integer": int}

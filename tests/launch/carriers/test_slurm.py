@@ -13,11 +13,11 @@ import pytest
 from hosts import host_network
 from launching import COMMAND, wait_until
 from many_hosts import ManyHosts
-from shardwright.hosts.hosts import Hosts
-from shardwright.launch.asked.host_options import PerHost, RemoteOptions
-from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.carriers.srun import SrunCarrier
 from shardwright.launch.host.program import Program
+from shardwright.launch.hosts.hosts import Hosts
+from shardwright.launch.options.host_options import PerHost, RemoteOptions
+from shardwright.launch.options.launch_options import LaunchOptions
 from slurm import slurm
 
 SUM = """
@@ -99,7 +99,7 @@ def test_an_agents_step_has_all_of_its_node_and_ranks_have_what_slurm_says_there
 
 READ = """
     import os
-    from shardwright.hosts.environment import read_environment
+    from shardwright.launch.hosts.environment import read_environment
     told = read_environment(os.environ)
     print(told.launcher, told.rank, told.size, told.local_rank, told.local_size, told.host, told.meeting.address)
 """

@@ -9,10 +9,10 @@ import pytest
 
 from launching import wait_until
 from many_hosts import jobs_on_hosts
-from shardwright.launch.asked.options import LaunchOptions
+from shardwright.common.step_lines import STEPS_VARIABLE, TELLS_VARIABLE, told_to_us
 from shardwright.launch.carriers.torchrun import one_per_host
 from shardwright.launch.host.program import Program
-from shardwright.steps import STEPS_VARIABLE, TELLS_VARIABLE, told_to_us
+from shardwright.launch.options.launch_options import LaunchOptions
 
 SUM = """
     import os, sys
@@ -121,7 +121,7 @@ def test_what_is_printed_for_two_hosts_is_run_there_by_hand_or_by_us(tmp_path):
 
 HANG = """
     import os, time
-    from shardwright.pulse import own_pulse
+    from shardwright.common.pulse import own_pulse
     pulse = own_pulse()
     def stands_still():
         time.sleep(100)

@@ -10,17 +10,17 @@ import time
 
 import pytest
 
+from shardwright.common.pulse import PulseFile, Reading, open_pulse
 from shardwright.errors import UsageError
-from shardwright.launch.asked.options import read_options
-from shardwright.launch.asked.request import LaunchRequest
-from shardwright.launch.asked.variables import read_variables
 from shardwright.launch.hangs.places import place_of
 from shardwright.launch.hangs.stacks import Frame, Observation, read_faulthandler, read_py_spy
 from shardwright.launch.hangs.stall import StallWatch
 from shardwright.launch.hangs.stall_report import group_lines, headline, report_text, write_report
 from shardwright.launch.hangs.stall_verdict import Hang
+from shardwright.launch.options.launch_options import read_options
+from shardwright.launch.options.request import LaunchRequest
+from shardwright.launch.options.variables import read_variables
 from shardwright.launch.supervisor.progress import Progress, decode_observations, encode_observations
-from shardwright.pulse import PulseFile, Reading, open_pulse
 
 TORCH = "/env/lib/python3.11/site-packages/torch"
 C10D = TORCH + "/distributed/distributed_c10d.py"
@@ -196,7 +196,7 @@ def test_the_report_groups_the_ranks_and_has_every_stack(tmp_path):
 
 RANK = """
 import os, signal, sys
-from shardwright.pulse import open_pulse, site
+from shardwright.common.pulse import open_pulse, site
 pulse = open_pulse(sys.argv[1])
 pulse.begin_step(41)
 pulse.at(site("the gradients of " + "é" * 200, 5))

@@ -93,7 +93,7 @@ def test_who_writes_or_takes_steps_now_and_then_is_left_alone(launching):
         "t.py",
         """
     import os, sys, time
-    from shardwright.pulse import own_pulse
+    from shardwright.common.pulse import own_pulse
     print("up", flush=True)
     for i in range(90):  # for longer than the limit by either sign of life alone
         time.sleep(0.2)
@@ -198,7 +198,7 @@ def test_ranks_of_mpirun_are_watched(launching):
         "t.py",
         """
     import os, time
-    from shardwright.pulse import own_pulse
+    from shardwright.common.pulse import own_pulse
     for _ in range(6):
         own_pulse().begin_step()
         time.sleep(0.3)

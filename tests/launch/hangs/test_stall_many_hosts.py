@@ -51,7 +51,7 @@ def test_a_slow_line_is_no_hang(job, network):
         "t.py",
         """
     import os, time
-    from shardwright.pulse import own_pulse
+    from shardwright.common.pulse import own_pulse
     print("up", flush=True)
     for _ in range(60):
         time.sleep(0.2)

@@ -15,7 +15,7 @@ SAVES = """
     from shardwright.checkpoint.saving.save import TO_SAVE, save
     from shardwright.checkpoint.storage.files import LocalFiles
     from shardwright.checkpoint.storage.store import Store
-    from shardwright.world.ranks import ProcessRanks
+    from shardwright.distributed.ranks import ProcessRanks
 
     class Held(LocalFiles):
         def held(self, *arguments):

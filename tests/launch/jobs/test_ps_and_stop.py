@@ -12,12 +12,12 @@ from dataclasses import replace
 import pytest
 
 from launching import COMMAND, PATIENT, wait_until
-from shardwright import private_folder
+from shardwright.common import private_folder
+from shardwright.common.private_folder import make_private
 from shardwright.errors import UsageError
 from shardwright.launch.host.processes import start_ticks
-from shardwright.launch.kept import jobs
-from shardwright.launch.kept.jobs import JobRecord, find_job, known_jobs, show_jobs
-from shardwright.private_folder import make_private
+from shardwright.launch.joblog import jobs
+from shardwright.launch.joblog.jobs import JobRecord, find_job, known_jobs, show_jobs
 
 PYTHON = ["--", sys.executable]
 SLEEP = """

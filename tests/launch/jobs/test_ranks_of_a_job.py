@@ -12,7 +12,7 @@ import pytest
 from launching import COMMAND
 from ranks import given_port
 from shardwright.launch.host.program import Program
-from shardwright.launch.kept.failure import read_error_file
+from shardwright.launch.joblog.failure import read_error_file
 from shardwright.launch.supervisor import zygote
 
 REPORT = """
@@ -181,9 +181,9 @@ def test_what_training_imports_is_there_when_ranks_begin(launching):
         "train.py",
         """
     import sys
-    there = [name in sys.modules for name in ("torch._dynamo", "shardwright.run.parallel")]
+    there = [name in sys.modules for name in ("torch._dynamo", "shardwright.runtime.parallel")]
     import shardwright as sw
-    from shardwright.pulse import open_pulse
+    from shardwright.common.pulse import open_pulse
     print(there, open_pulse.cache_info().currsize)
     """,
     )

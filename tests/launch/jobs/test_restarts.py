@@ -14,17 +14,17 @@ import pytest
 from launching import PATIENT
 from ranks import given_port
 from shardwright.errors import LaunchError, UsageError
-from shardwright.hosts.hosts import Hosts
-from shardwright.hosts.placement import Placement
 from shardwright.launch import restarts
-from shardwright.launch.asked.carrier_facts import TORCHRUN
-from shardwright.launch.asked.host_options import PerHost, RemoteOptions
-from shardwright.launch.asked.options import LaunchOptions
-from shardwright.launch.asked.restart_options import RestartOptions
 from shardwright.launch.carriers.agent_connection import AgentConnection
 from shardwright.launch.carriers.srun import SrunCarrier
 from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.host.program import Program
+from shardwright.launch.hosts.hosts import Hosts
+from shardwright.launch.hosts.placement import Placement
+from shardwright.launch.options.carrier_facts import TORCHRUN
+from shardwright.launch.options.host_options import PerHost, RemoteOptions
+from shardwright.launch.options.launch_options import LaunchOptions
+from shardwright.launch.options.restart_options import RestartOptions
 from shardwright.launch.remote import RemoteAttempts
 
 PYTHON = ["--", sys.executable]

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore, PrefixStore, TCPStore
 
+from shardwright.distributed.meeting import SealedStore, job_store, open_part
 from shardwright.errors import UsageError, WorldError
-from shardwright.hosts.environment import SECRET_VARIABLE, read_environment
-from shardwright.hosts.seal import Seal
-from shardwright.launch.asked.variables import RANK_VARIABLES, read_variables
-from shardwright.world.meeting import SealedStore, job_store, open_part
+from shardwright.launch.hosts.environment import SECRET_VARIABLE, read_environment
+from shardwright.launch.hosts.seal import Seal
+from shardwright.launch.options.variables import RANK_VARIABLES, read_variables
 
 WORDS = ("card", "first", "verdict", "group", "shardwright", "127.0.0.1", os.uname().nodename, "gloo", "cpu")
 

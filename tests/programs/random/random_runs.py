@@ -12,12 +12,12 @@ import torch
 from random_programs import Draft, Program, built, surroundings
 from torch import Tensor
 
+from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import CaptureError, UsageError
-from shardwright.graph.ir import Capture
-from shardwright.graph.step import captured_step
-from shardwright.mesh.mesh import Mesh
-from shardwright.plan.make import make_plan
-from shardwright.plan.request import PlanRequest
 from whole import run, splitting_hardware
 
 Found = Mapping[str, Tensor | None]

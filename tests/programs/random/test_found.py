@@ -6,11 +6,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import CaptureError
-from shardwright.graph.step import captured_step
-from shardwright.mesh.mesh import Mesh
-from shardwright.plan.make import make_plan
-from shardwright.plan.request import PlanRequest
 from whole import plain, run, same, splitting_hardware
 
 pytestmark = [

@@ -10,7 +10,7 @@ import torch
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, MANIFEST, Manifest, TensorEntry, checksum
 from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.store import Store
-from shardwright.world.ranks import OneRank
+from shardwright.distributed.ranks import OneRank
 
 
 def state_of(step: int, numel: int = 8) -> dict[tuple[str, ...], Any]:

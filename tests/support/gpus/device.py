@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.torch_private import tree_map
+from shardwright.common.torch_private import tree_map
 
 VARIABLE = "SHARDWRIGHT_TEST_DEVICE"
 
@@ -41,7 +41,7 @@ def on_device(environ: Mapping[str, str] = os.environ) -> None:
     """
     if not environ.get(VARIABLE):
         return
-    import shardwright.world.world as room
+    import shardwright.distributed.world as room
 
     plain = room.init
 

@@ -17,17 +17,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from shardwright.backends.table import NCCL
+from shardwright.common.torch_private import empty_like_on, fake_mode
+from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.lower.operators.guard import Guard
+from shardwright.compiler.mesh.carried import summed_as
+from shardwright.compiler.mesh.collectives import Axes, gather_joined, reduce_scatter_joined
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.plan import Plan
+from shardwright.distributed.backends.table import NCCL
 from shardwright.errors import LoweringError
-from shardwright.lower.lower import lower
-from shardwright.lower.operators.guard import Guard
-from shardwright.mesh.carried import summed_as
-from shardwright.mesh.collectives import Axes, gather_joined, reduce_scatter_joined
-from shardwright.mesh.mesh import Mesh
-from shardwright.plan.plan import Plan
-from shardwright.run.programs.buckets import GradientReduction
-from shardwright.run.programs.execute import Execution, StepArguments
-from shardwright.torch_private import empty_like_on, fake_mode
+from shardwright.runtime.programs.buckets import GradientReduction
+from shardwright.runtime.programs.execute import Execution, StepArguments
 from steady import Waits, waits_in_a_step
 
 GPU = torch.device("cuda", 0)
@@ -156,8 +156,8 @@ def step_on_gpu(plan: Plan, rank: int) -> tuple[dict[str, Any], Waits]:
         ]  # fmt: skip
 
     with pytest.MonkeyPatch.context() as patch, mode, torch.autograd.set_multithreading_enabled(False):
-        patch.setattr("shardwright.lower.operators.guard.OnItsWay", _NeverThere)
-        patch.setattr("shardwright.run.programs.execute.Guard", lambda on: Guard(on=True))
+        patch.setattr("shardwright.compiler.lower.operators.guard.OnItsWay", _NeverThere)
+        patch.setattr("shardwright.runtime.programs.execute.Guard", lambda on: Guard(on=True))
         arguments = StepArguments(*(made(kind) for kind in ("parameter", "buffer", "input", "constant")), 0, 0)
         execution = Execution(lower(plan, rank), captured, OnGpus(mesh, rank), LIKE_A_GPU, GradientReduction())
         with waits_in_a_step() as waits:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from shardwright.package import FOLDER
+from shardwright.common.package import FOLDER
 
 Waits = list[str]
 
@@ -20,7 +20,8 @@ _ASKS |= {"is_nonzero", "equal", "allclose", "masked_select", "unique", "synchro
 _MAKES = {"tensor", "as_tensor", "new_tensor"}  # from numbers in Python, which are copied from pageable memory
 # Where a number is asked for when it has come, and where on a CPU alone.
 _ALLOWED = {
-    ("world/on_its_way.py", "value"), ("lower/operators/kernels.py", "cross_entropy"), ("world/seed.py", "drawn"),
+    ("distributed/on_its_way.py", "value"), ("distributed/seed.py", "drawn"),
+    ("compiler/lower/operators/kernels.py", "cross_entropy"),
 }  # fmt: skip
 
 

@@ -28,10 +28,10 @@ from shardwright.checkpoint.saving.save import TO_SAVE, save
 from shardwright.checkpoint.storage.folders import file_system
 from shardwright.checkpoint.storage.objects import open_store
 from shardwright.checkpoint.whole_run.state import model_state, module_of, put_model_state
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
-from shardwright.waiting import waiting_for
+from shardwright.launch.progress_notes import waiting_for
 
 # Under which keys training scripts keep the model beside other things.
 NESTED = ("model", "state_dict", "model_state_dict")

@@ -26,9 +26,9 @@ from shardwright.checkpoint.format.pieces import cut
 from shardwright.checkpoint.loading.load import read_box, read_whole
 from shardwright.checkpoint.loading.source import Source, open_source
 from shardwright.checkpoint.storage.files import LocalFiles
+from shardwright.common.torch_private import tree_flatten
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.torch_private import tree_flatten
-from shardwright.waiting import counted
+from shardwright.launch.progress_notes import counted
 
 WHAT = ("model", "ema", "all")
 

@@ -25,12 +25,12 @@ from shardwright.checkpoint.format.containers import memory_of
 from shardwright.checkpoint.format.pieces import State
 from shardwright.checkpoint.saving.save import ONE_FOLDER, TO_SAVE, Prepared, prepare
 from shardwright.checkpoint.whole_run.state import broadcast_buffers, model_state, module_of
+from shardwright.common.whole_file import write_whole
+from shardwright.compiler.plan.request import read_memory
+from shardwright.distributed.agreement import from_rank_zero, refuse_unlike, together
+from shardwright.distributed.ranks import ranks_by_messages
 from shardwright.errors import CheckpointError, UsageError
-from shardwright.plan.request import read_memory
-from shardwright.waiting import waiting_for
-from shardwright.whole_file import write_whole
-from shardwright.world.agreement import from_rank_zero, refuse_unlike, together
-from shardwright.world.ranks import ranks_by_messages
+from shardwright.launch.progress_notes import waiting_for
 
 _NAME = "model{}.safetensors"
 _INDEX = "model.safetensors.index.json"

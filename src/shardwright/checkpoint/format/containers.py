@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, Place, between, checksum
+from shardwright.common.pulse import own_pulse
 from shardwright.errors import CheckpointError
-from shardwright.pulse import own_pulse
 
 _RECORD = b"archive/data/0"  # the elements' record in the zip archive
 _crc = threading.Lock()

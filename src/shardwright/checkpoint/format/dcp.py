@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from shardwright.checkpoint.format.manifest import Manifest, Place, TensorEntry
-from shardwright.torch_private import dcp_storage_info
+from shardwright.common.torch_private import dcp_storage_info
 
 METADATA = ".metadata"
 

@@ -21,8 +21,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from shardwright.common.schema import SchemaError, checked, from_json
 from shardwright.errors import CheckpointError
-from shardwright.schema import SchemaError, checked, from_json
 
 MANIFEST = "checkpoint.json"
 LATEST = "latest"

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from shardwright.checkpoint.format.manifest import Box
-from shardwright.mesh.dtensor import layout_of
-from shardwright.mesh.layout import Layout
-from shardwright.mesh.mesh import Mesh
+from shardwright.compiler.mesh.dtensor import layout_of
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
 
 LARGEST_CHUNK_BYTES = 64 << 20
 """Larger boxes are written as several chunks, which spread over the ranks that hold them."""

@@ -26,7 +26,7 @@ from shardwright.checkpoint.loading.source import (
 from shardwright.checkpoint.storage.folders import Folder, open_folder
 from shardwright.checkpoint.storage.objects import MARK
 from shardwright.errors import CheckpointError
-from shardwright.waiting import waiting_for
+from shardwright.launch.progress_notes import waiting_for
 
 _NAMED = 5  # entries that are named where a file lost many
 _DCP = {

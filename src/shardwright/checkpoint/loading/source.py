@@ -28,9 +28,9 @@ from shardwright.checkpoint.format.manifest import (
     checksums,
 )
 from shardwright.checkpoint.storage.folders import File, Folder, LocalFolder, last_part, open_folder
+from shardwright.common.pulse import own_pulse
+from shardwright.distributed.ranks import Purpose
 from shardwright.errors import CheckpointError, DamageError
-from shardwright.pulse import own_pulse
-from shardwright.world.ranks import Purpose
 
 TO_LOAD = Purpose("loading a checkpoint", CheckpointError)
 _ASIDE_BYTES = BLOCK_BYTES // 16  # where no more of a block is unwanted, it is read without a copy, and that forgotten

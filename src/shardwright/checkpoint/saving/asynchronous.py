@@ -25,10 +25,10 @@ from shardwright.checkpoint.format.pieces import Piece, Share, State, shares
 from shardwright.checkpoint.saving.image import Copy, Image
 from shardwright.checkpoint.saving.save import TO_SAVE, prepare, write
 from shardwright.checkpoint.storage.store import Store
+from shardwright.distributed.agreement import attempt
+from shardwright.distributed.control import group_for_messages
+from shardwright.distributed.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone
 from shardwright.errors import CheckpointError
-from shardwright.world.agreement import attempt
-from shardwright.world.control import group_for_messages
-from shardwright.world.ranks import TIMEOUT_S, OneRank, ProcessRanks, Ranks, alone
 
 NICENESS = 10
 """The thread that writes gives way to those that compute, where the system knows priorities of threads (Linux)."""

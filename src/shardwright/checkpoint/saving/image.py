@@ -22,9 +22,9 @@ from shardwright.checkpoint.saving.room import room_of
 from shardwright.checkpoint.saving.save import NO_BOX, Part, Prepared, Written
 from shardwright.checkpoint.storage.files import written
 from shardwright.checkpoint.storage.store import Store, WritingPlace
+from shardwright.common.pulse import own_pulse
+from shardwright.common.torch_private import version
 from shardwright.errors import CheckpointError
-from shardwright.pulse import own_pulse
-from shardwright.torch_private import version
 
 WRITE_BYTES = 64 << 20
 ROOM_BYTES = 1 << 20

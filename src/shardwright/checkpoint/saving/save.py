@@ -37,9 +37,9 @@ from shardwright.checkpoint.format.manifest import (
 from shardwright.checkpoint.format.pieces import Piece, Share, State, shares
 from shardwright.checkpoint.storage.files import written
 from shardwright.checkpoint.storage.store import Save, Store, WritingPlace
+from shardwright.distributed.agreement import attempt
+from shardwright.distributed.ranks import Lost, Purpose, Ranks
 from shardwright.errors import CheckpointError
-from shardwright.world.agreement import attempt
-from shardwright.world.ranks import Lost, Purpose, Ranks
 
 TO_SAVE = Purpose("saving a checkpoint", CheckpointError)
 ONE_FOLDER = "all ranks write their parts into one folder and read them from there: give every rank the same"

@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO, Protocol
 
 from shardwright.checkpoint.storage.direct import LEAST_BYTES, DirectFile
+from shardwright.common.system_errors import in_words
 from shardwright.errors import CheckpointError
-from shardwright.system_errors import in_words
 
 _BUFFER_BYTES = 1 << 16  # less than a block of checksums, which then is not copied
 

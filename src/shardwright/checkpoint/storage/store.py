@@ -32,8 +32,8 @@ from typing import Any
 from shardwright.checkpoint.format.manifest import LATEST, MANIFEST, Manifest
 from shardwright.checkpoint.storage.files import Files, LocalFiles, Locked, written
 from shardwright.checkpoint.storage.retention import KEEP_ALL, Retention
+from shardwright.common.system_errors import in_words
 from shardwright.errors import CheckpointError
-from shardwright.system_errors import in_words
 
 LOCK = ".lock"
 SAVING = ".saving-"

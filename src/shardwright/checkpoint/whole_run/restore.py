@@ -23,8 +23,8 @@ from shardwright.checkpoint.whole_run.state import (
     put_model_state,
     put_optimizer_state,
 )
+from shardwright.distributed.ranks import Ranks
 from shardwright.errors import CheckpointError
-from shardwright.world.ranks import Ranks
 
 
 @dataclass(frozen=True)

@@ -34,9 +34,9 @@ from shardwright.checkpoint.whole_run.state import (
     put_random_state,
     random_state,
 )
+from shardwright.compiler.plan.plan import Plan
+from shardwright.distributed.ranks import Ranks
 from shardwright.errors import UsageError
-from shardwright.plan.plan import Plan
-from shardwright.world.ranks import Ranks
 
 
 class Stateful(Protocol):

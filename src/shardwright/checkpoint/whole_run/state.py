@@ -25,11 +25,11 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardwright import torch_private
 from shardwright.checkpoint.format.manifest import Entry, TensorEntry
+from shardwright.common import torch_private
+from shardwright.compiler.plan.plan import Plan
+from shardwright.distributed.control import group_moving
 from shardwright.errors import CheckpointError
-from shardwright.plan.plan import Plan
-from shardwright.world.control import group_moving
 
 Path = tuple[str, ...]
 

@@ -34,8 +34,8 @@ from shardwright.cluster.bench.output import (
 )
 from shardwright.cluster.bench.roofline import between, copy_s, fastest_link, processor, within
 from shardwright.cluster.bench.stopwatch import synchronize, took_s
-from shardwright.world.agreement import agree, from_all_ranks
-from shardwright.world.world import World
+from shardwright.distributed.agreement import agree, from_all_ranks
+from shardwright.distributed.world import World
 
 
 def run_bench(world: World, options: BenchOptions, show: Callable[[str], None]) -> tuple[Test, ...]:

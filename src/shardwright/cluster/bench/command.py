@@ -15,7 +15,7 @@ from typing import Any
 
 from shardwright.cluster.bench.options import BenchOptions, ranks_and_iters, read_bench_options
 from shardwright.errors import ShardwrightError, UsageError
-from shardwright.hosts.environment import read_environment
+from shardwright.launch.hosts.environment import read_environment
 
 
 def bench(
@@ -56,9 +56,9 @@ def _check_target(path: Path) -> None:
 
 
 def _launch(options: BenchOptions, ranks: str | None) -> int:
-    from shardwright.launch.asked.carrier_facts import carrier_of_backend
-    from shardwright.launch.asked.options import read_options
-    from shardwright.launch.asked.request import LaunchRequest
+    from shardwright.launch.options.carrier_facts import carrier_of_backend
+    from shardwright.launch.options.launch_options import read_options
+    from shardwright.launch.options.request import LaunchRequest
     from shardwright.launch.start import launch
 
     folder = Path(tempfile.mkdtemp(prefix="shardwright-bench-"))
@@ -85,9 +85,9 @@ def _launch(options: BenchOptions, ranks: str | None) -> int:
 
 def _launch_on(options: BenchOptions, ranks: str | None, hosts: str | None, hostfile: str | None) -> int:
     """Measure on hosts, whose ranks say by their exit code how it went: a file of theirs need not be here."""
-    from shardwright.launch.asked.host_options import HostRequest
-    from shardwright.launch.asked.options import read_options
-    from shardwright.launch.asked.request import LaunchRequest
+    from shardwright.launch.options.host_options import HostRequest
+    from shardwright.launch.options.launch_options import read_options
+    from shardwright.launch.options.request import LaunchRequest
     from shardwright.launch.start import launch
 
     module = ["shardwright.cluster.bench.rank", "", json.dumps(asdict(options))]

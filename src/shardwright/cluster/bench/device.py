@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from shardwright.cluster.bench.stopwatch import beyond_caches, cache_bytes, synchronize, took_s
-from shardwright.plan.pricing.cost import BACKWARD
-from shardwright.world.agreement import from_all_ranks
+from shardwright.compiler.plan.pricing.cost import BACKWARD
+from shardwright.distributed.agreement import from_all_ranks
 
 _TIMES = 1 + BACKWARD
 _CALLS = 7
@@ -27,7 +27,7 @@ _FLOAT = 4
 
 @dataclass(frozen=True)
 class DeviceSpeeds:
-    """What `shardwright.plan.pricing.hardware.Hardware` says of a device, by the same names."""
+    """What `shardwright.compiler.plan.pricing.hardware.Hardware` says of a device, by the same names."""
 
     flops: tuple[tuple[str, float], ...]
     memory_bandwidth: float

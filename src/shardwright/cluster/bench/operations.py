@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.cluster.bench.data import count_wrong, fill, pattern, reduced
-from shardwright.mesh.processes import all_gather_single, reduce_scatter_single
+from shardwright.compiler.mesh.processes import all_gather_single, reduce_scatter_single
 
 _REDUCTIONS = {
     "sum": dist.ReduceOp.SUM, "prod": dist.ReduceOp.PRODUCT, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN,

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from shardwright.backends.table import BACKENDS
+from shardwright.distributed.backends.table import BACKENDS
 from shardwright.errors import UsageError
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "sendrecv")

@@ -27,21 +27,21 @@ from datetime import date
 import torch
 from torch import Tensor
 
-from shardwright.cluster.bench.amid import Work, gradients_hidden
-from shardwright.cluster.bench.around import measure_around
 from shardwright.cluster.bench.device import measure_device, timed_s
+from shardwright.cluster.bench.overheads import measure_around
 from shardwright.cluster.bench.profile_fit import fit
 from shardwright.cluster.bench.roofline import processor
 from shardwright.cluster.bench.stopwatch import refill
+from shardwright.cluster.bench.under_load import Work, gradients_hidden
+from shardwright.compiler.mesh.collectives import Axes, Communicator, all_gather, all_reduce, all_to_all
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.processes import communicator_over
+from shardwright.compiler.mesh.redistribute import CollectiveKind
+from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.plan.pricing.links import LinkCost, LinkKind
+from shardwright.distributed.agreement import from_all_ranks
+from shardwright.distributed.world import World
 from shardwright.errors import UsageError
-from shardwright.mesh.collectives import Axes, Communicator, all_gather, all_reduce, all_to_all
-from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.processes import communicator_over
-from shardwright.mesh.redistribute import CollectiveKind
-from shardwright.plan.pricing.hardware import Hardware
-from shardwright.plan.pricing.links import LinkCost, LinkKind
-from shardwright.world.agreement import from_all_ranks
-from shardwright.world.world import World
 
 KINDS: tuple[CollectiveKind, ...] = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 # 64 bytes, then two sizes between each power of two and the next, from 645 bytes to 85 MB: whoever compares at powers

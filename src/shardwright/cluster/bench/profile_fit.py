@@ -14,8 +14,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.errors import UsageError
-from shardwright.plan.pricing.links import Curve, Segment
 
 Array = npt.NDArray[np.float64]
 _FASTEST = 1e15  # bytes per second of a segment in which the bytes cost nothing

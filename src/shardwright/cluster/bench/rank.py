@@ -10,9 +10,9 @@ from typing import Any
 
 from shardwright.cluster.bench.bench import passed, run_bench
 from shardwright.cluster.bench.options import BenchOptions
+from shardwright.distributed.world import init
 from shardwright.errors import ShardwrightError
-from shardwright.hosts.environment import read_environment
-from shardwright.world.world import init
+from shardwright.launch.hosts.environment import read_environment
 
 
 def measure(options: BenchOptions) -> bool:

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from shardwright.backends.table import backends_by_device
 from shardwright.cluster.bench.output import Roofline
 from shardwright.cluster.bench.stopwatch import synchronize, took_s
+from shardwright.distributed.backends.table import backends_by_device
 
 
 def copy_s(size_bytes: int, device: torch.device, warmup: int, iters: int, barrier: Callable[[], None]) -> float:

@@ -16,8 +16,8 @@ from shardwright.cluster.doctor.reach import Cluster, ask_all
 from shardwright.cluster.doctor.reading import Reading
 from shardwright.cluster.doctor.table import fix_script, merge, show, to_json
 from shardwright.errors import UsageError
-from shardwright.hosts.hosts import Host, Hosts
-from shardwright.launch.asked.host_options import HostRequest, PerHost
+from shardwright.launch.hosts.hosts import Host, Hosts
+from shardwright.launch.options.host_options import HostRequest, PerHost
 
 
 def doctor(

@@ -33,7 +33,7 @@ from typing import Any
 from shardwright.cluster.doctor import wanted
 from shardwright.cluster.programs.answering import answer_orders
 from shardwright.cluster.programs.logins import login_try
-from shardwright.hosts import interfaces
+from shardwright.launch.hosts import interfaces
 
 COMMAND_S = 4.0
 _TORCH_S = 10.0  # importing it takes seconds

@@ -20,8 +20,8 @@ from typing import Any
 from shardwright.cluster.doctor import probe
 from shardwright.cluster.doctor.reading import Ran, Reading, Unreadable
 from shardwright.cluster.programs.connection import Probe, Silent
-from shardwright.hosts.hosts import Host, Hosts
-from shardwright.launch.asked.host_options import PerHost
+from shardwright.launch.hosts.hosts import Host, Hosts
+from shardwright.launch.options.host_options import PerHost
 
 _LOOKS_AT_CLOCK = 3
 MOST_PAIRED = 12

@@ -14,8 +14,8 @@ from shardwright.cluster.jobs import on_host
 from shardwright.cluster.jobs.found import FoundJob, find, lines_of, put_together
 from shardwright.cluster.programs.connection import Probe, Silent, open_all
 from shardwright.errors import LaunchError
-from shardwright.hosts.hosts import Hosts
-from shardwright.launch.asked.host_options import PerHost
+from shardwright.launch.hosts.hosts import Hosts
+from shardwright.launch.options.host_options import PerHost
 
 _GRACE_S = 10.0  # of processes that nobody watches
 _LAUNCHER_S = 40.0  # beyond the grace of a job: the kernel may need long to end a large process
@@ -28,7 +28,7 @@ Probes = Mapping[str, Probe]
 
 def ps(hosts: Hosts, python: PerHost, timeout_s: float) -> int:
     """Print the jobs on the hosts; the exit code is 1 where a host is silent."""
-    with open_all(hosts, on_host.__name__, python, timeout_s, beside=on_host.IMPORTS) as (probes, silent):
+    with open_all(hosts, on_host.__name__, python, timeout_s) as (probes, silent):
         jobs = _look(probes)
     click.echo("\n".join(lines_of(jobs)) if jobs else "no job of this user runs on these hosts")
     return _tell_silent(silent)
@@ -36,7 +36,7 @@ def ps(hosts: Hosts, python: PerHost, timeout_s: float) -> int:
 
 def stop(word: str, hosts: Hosts, python: PerHost, timeout_s: float, now: bool) -> int:
     """End a job on the hosts; the exit code is 0 where nothing of it is left on any of them."""
-    with open_all(hosts, on_host.__name__, python, timeout_s, beside=on_host.IMPORTS) as (probes, silent):
+    with open_all(hosts, on_host.__name__, python, timeout_s) as (probes, silent):
         job = find(_look(probes), word)
         ended = _stop(job, probes, now)
     return max(_tell_silent(silent), 0 if ended else 1)

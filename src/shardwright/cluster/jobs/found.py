@@ -11,7 +11,7 @@ from typing import Any
 
 from shardwright.cluster.doctor.reading import plain
 from shardwright.errors import UsageError
-from shardwright.launch.kept.jobs import moment, table_lines
+from shardwright.launch.joblog.jobs import moment, table_lines
 
 ELSEWHERE, LEFT = "elsewhere", "left"
 _EXPLAINED = {

@@ -23,14 +23,9 @@ from shardwright.cluster.programs.answering import answer_orders
 from shardwright.launch.carriers.packed import BOOT
 from shardwright.launch.host.processes import job_marks, kill_all, parent, send_signal, start_ticks, variable
 from shardwright.launch.host.signals import ASK_LAUNCHER, KILL_NOW
+from shardwright.launch.joblog.jobs import known_jobs
 from shardwright.launch.jobs_stop import tell_launcher
-from shardwright.launch.kept.jobs import known_jobs
 
-IMPORTS = (
-    "steps", "pulse", "launch/__init__", "launch/jobs_stop", "launch/host", "launch/kept", "launch/carriers/__init__",
-    "launch/carriers/packed",
-)  # fmt: skip
-"""The rooms, and the files of rooms, that are sent to a host with this program."""
 _MARK = re.compile(r"(.+-[0-9a-f]{16})(?:/\d+)?")
 _KILL_S = 8.0
 

@@ -17,19 +17,15 @@ from functools import cache
 from typing import Any
 
 from shardwright.errors import LaunchError
-from shardwright.hosts.hosts import Host, Hosts, is_this_host
-from shardwright.launch.asked.host_options import PerHost
 from shardwright.launch.carriers.packed import BOOT, pack, sources
 from shardwright.launch.carriers.ssh import login_command
 from shardwright.launch.carriers.ssh_errors import why_no_answer
 from shardwright.launch.host.agent_protocol import Answer, TooOld
-from shardwright.waiting import waiting_for
+from shardwright.launch.hosts.hosts import Host, Hosts, is_this_host
+from shardwright.launch.options.host_options import PerHost
+from shardwright.launch.progress_notes import waiting_for
 
 _ANSWER_S = 15.0
-_SENT = (
-    "errors", "whole_file", "schema", "package", "private_folder", "words", "system_errors", "hosts",
-    "cluster/__init__", "cluster/programs/__init__", "cluster/programs/answering", "cluster/programs/logins",
-)  # fmt: skip
 _MOST_BYTES = 1 << 24  # of an answer: more is no answer of ours
 
 
@@ -38,32 +34,27 @@ class Silent(Exception):
 
 
 @cache
-def _packed(module: str, beside: tuple[str, ...]) -> tuple[bytes, bytes]:
-    """What is sent: the room of the module, and what that imports.
+def _packed(module: str) -> tuple[bytes, bytes]:
+    """Return what is sent: the folder of the module, and what programs on hosts import.
 
     Cached by the names of modules, whose sources do not change while a process runs them.
     """
-    room = "/".join(module.split(".")[1:-1])
-    return pack(sources(*_SENT, *beside, room), module)
+    return pack(sources("cluster/__init__", "cluster/programs", "/".join(module.split(".")[1:-1])), module)
 
 
 class Probe:
     """The program ``module`` on a host. Without ``batch`` ssh may ask the person at the terminal for a password.
 
-    ``beside`` are rooms that the module imports, other than its own. Raises `LaunchError` where ssh cannot be started
-    here.
+    Raises `LaunchError` where ssh cannot be started here.
     """
 
-    def __init__(
-        self, host: Host, module: str, python: str, connect_timeout_s: float, batch: bool = True,
-        beside: tuple[str, ...] = (),
-    ) -> None:  # fmt: skip
+    def __init__(self, host: Host, module: str, python: str, connect_timeout_s: float, batch: bool = True) -> None:
         self.host, self.python, self.timeout_s = host, python, connect_timeout_s + _ANSWER_S
         here = is_this_host(host.name) and host.user is None
         command = [python, "-c", BOOT] if here else login_command(host, python, connect_timeout_s, batch)
         self._said = tempfile.TemporaryFile()  # noqa: SIM115  # closed by `close`
         self._batch, self._buffer, self._noise = batch, b"", b""
-        sent, mark = _packed(module, beside)
+        sent, mark = _packed(module)
         self._mark: bytes | None = mark
         try:
             said = self._said if batch else None
@@ -155,7 +146,7 @@ def _send(descriptor: int, data: bytes) -> None:
 
 @contextlib.contextmanager
 def open_all(
-    hosts: Hosts, module: str, python: PerHost, timeout_s: float, batch: bool = True, beside: tuple[str, ...] = ()
+    hosts: Hosts, module: str, python: PerHost, timeout_s: float, batch: bool = True
 ) -> Iterator[tuple[dict[str, Probe], dict[str, str]]]:
     """The program on each host by the host's name, and why others are silent. Without ``batch`` one host is asked after
     the other, since ssh may ask the person.
@@ -165,7 +156,7 @@ def open_all(
 
     def connect(host: Host) -> None:
         path = python.on(host.name) or sys.executable
-        one = opened[host.name] = Probe(host, module, path, timeout_s, batch, beside)
+        one = opened[host.name] = Probe(host, module, path, timeout_s, batch)
         try:
             one.ask({"order": "hello"})
         except Silent as error:

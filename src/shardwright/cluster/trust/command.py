@@ -16,8 +16,8 @@ from shardwright.cluster.trust import on_host
 from shardwright.cluster.trust.host_keys import known_lines
 from shardwright.cluster.trust.plan import Lacking, Look, authorized_line, plan
 from shardwright.errors import LaunchError, UsageError
-from shardwright.hosts.hosts import Host, Hosts
-from shardwright.launch.asked.host_options import HostRequest, PerHost
+from shardwright.launch.hosts.hosts import Host, Hosts
+from shardwright.launch.options.host_options import HostRequest, PerHost
 
 Opened = Mapping[str, Probe]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from shardwright.errors import LaunchError
-from shardwright.hosts.hosts import Host, is_this_host
+from shardwright.launch.hosts.hosts import Host, is_this_host
 
 _KEY = re.compile(r"((?:sk-)?(?:ssh|ecdsa)-[a-z0-9@.-]{3,40}) ([A-Za-z0-9+/]{40,16000}={0,3})(?: .*)?")
 _LIMIT_S = 10.0

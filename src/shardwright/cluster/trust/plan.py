@@ -9,7 +9,7 @@ from typing import Any
 from shardwright.cluster.doctor.reading import plain
 from shardwright.cluster.trust.host_keys import key_of
 from shardwright.errors import LaunchError
-from shardwright.hosts.hosts import Host
+from shardwright.launch.hosts.hosts import Host
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,13 @@ from shardwright.cluster.doctor.reading import plain
 from shardwright.cluster.programs.connection import Probe, Silent, open_all
 from shardwright.cluster.watch import on_host
 from shardwright.cluster.watch.view import events, progress, screen
+from shardwright.common.words import on_a_clock
 from shardwright.errors import LaunchError, UsageError
-from shardwright.hosts.hosts import Hosts
-from shardwright.launch.asked.host_options import PerHost
-from shardwright.launch.kept.job import find_job as find_in_folder
-from shardwright.launch.kept.jobs import LOST, known_jobs, show_jobs
-from shardwright.launch.told.snapshot import Snapshot, Watched
-from shardwright.words import on_a_clock
+from shardwright.launch.hosts.hosts import Hosts
+from shardwright.launch.joblog.job import find_job as find_in_folder
+from shardwright.launch.joblog.jobs import LOST, known_jobs, show_jobs
+from shardwright.launch.options.host_options import PerHost
+from shardwright.launch.progress.snapshot import Snapshot, Watched
 
 Look = Callable[[], Snapshot]
 _LOOK_S = 1.0
@@ -39,7 +39,7 @@ def watch(word: str | None, log_dir: Path) -> int:
 
 def watch_on(word: str | None, hosts: Hosts, python: PerHost, timeout_s: float) -> int:
     """The same for a job that was launched on one of ``hosts``."""
-    with open_all(hosts, on_host.__name__, python, timeout_s, beside=on_host.IMPORTS) as (probes, silent):
+    with open_all(hosts, on_host.__name__, python, timeout_s) as (probes, silent):
         for name, why in silent.items():
             click.echo(f"shardwright: {name}: {plain(why)}", err=True)
         probe, folder = _launched(word, probes)

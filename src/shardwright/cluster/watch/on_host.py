@@ -1,7 +1,7 @@
 """What runs on a host for `shardwright watch -H`: it reads the folder of a job that was launched there. The orders:
 
 {"order": "jobs"}                     the jobs that were launched here
-{"order": "watch", "folder": PATH}    the job with this folder, now (`launch.told.snapshot`)
+{"order": "watch", "folder": PATH}    the job with this folder, now (`launch.progress.snapshot`)
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shardwright.cluster.programs.answering import answer_orders
-from shardwright.launch.kept.jobs import known_jobs
-from shardwright.launch.told.snapshot import Watched
-
-IMPORTS = ("steps", "pulse", "launch/__init__", "launch/host", "launch/kept", "launch/told")
-"""The rooms that are sent to a host with this program."""
+from shardwright.launch.joblog.jobs import known_jobs
+from shardwright.launch.progress.snapshot import Watched
 
 
 @cache

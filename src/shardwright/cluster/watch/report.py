@@ -10,10 +10,10 @@ import click
 from rich.console import Console
 
 from shardwright.cluster.watch.view import screen
-from shardwright.launch.kept.job import JobFolder
-from shardwright.launch.told.snapshot import Watched
-from shardwright.report.runs.document import document_of, history, whole_run
-from shardwright.report.runs.html import save_html
+from shardwright.compiler.report.runs.document import document_of, history, whole_run
+from shardwright.compiler.report.runs.html import save_html
+from shardwright.launch.joblog.job import JobFolder
+from shardwright.launch.progress.snapshot import Watched
 
 _WIDTH = 120  # where the output is no terminal
 _MOST_RANKS = 64

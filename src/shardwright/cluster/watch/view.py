@@ -10,10 +10,10 @@ from rich.table import Table
 from rich.text import Text
 
 from shardwright.cluster.doctor.reading import plain
-from shardwright.launch.told.lines import StepLine
-from shardwright.launch.told.ranks import RUNNING, RankSeen
-from shardwright.launch.told.snapshot import Snapshot
-from shardwright.words import in_bytes, in_time, on_a_clock
+from shardwright.common.words import in_bytes, in_time, on_a_clock
+from shardwright.launch.progress.lines import StepLine
+from shardwright.launch.progress.ranks import RUNNING, RankSeen
+from shardwright.launch.progress.snapshot import Snapshot
 
 _WIDE, _HOSTS = 100, 76  # columns of a terminal, from which on names are whole, and hosts and reasons are shown
 _LOG_LINES, _FEWEST_RANKS = 8, 3

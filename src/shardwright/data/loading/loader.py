@@ -26,9 +26,9 @@ from shardwright.data.loading.position import Loader as Loader
 from shardwright.data.loading.same_data import check_same_data
 from shardwright.data.loading.stream_loader import StreamLoader
 from shardwright.data.order import KEY_LIMIT, permutation, sample_seeds, worker_seed
+from shardwright.distributed.seed import RandomNumbers
 from shardwright.errors import UsageError
-from shardwright.hosts.environment import read_environment
-from shardwright.world.seed import RandomNumbers
+from shardwright.launch.hosts.environment import read_environment
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from shardwright.common.step_lines import own_steps
 from shardwright.data.loading.batch import Batch
 from shardwright.data.order import chunk_range
 from shardwright.errors import UsageError
-from shardwright.steps import own_steps
 
 Range = tuple[int, int]
 

@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from shardwright.distributed.agreement import from_all_ranks
+from shardwright.distributed.seed import random_numbers_kept
 from shardwright.errors import DataError
-from shardwright.world.agreement import from_all_ranks
-from shardwright.world.seed import random_numbers_kept
 
 SAMPLED = 16
 

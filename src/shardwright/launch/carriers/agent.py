@@ -26,8 +26,7 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
-from shardwright.hosts import interfaces
-from shardwright.hosts.port import PortLease
+from shardwright.common.pulse import JOB_VARIABLE
 from shardwright.launch.carriers.packed import SUPERVISOR_BOOT
 from shardwright.launch.host.agent_protocol import (
     AGENT_ORDERS,
@@ -65,9 +64,10 @@ from shardwright.launch.host.signals import ASK_LAUNCHER, KILL_NOW, woken_by
 from shardwright.launch.host.stage import StagedFiles
 from shardwright.launch.host.stream import Decoder, encode, take_stdio
 from shardwright.launch.host.writer import Writer
-from shardwright.launch.kept.kept_logs import KeptLogs
+from shardwright.launch.hosts import interfaces
+from shardwright.launch.hosts.port import PortLease
+from shardwright.launch.joblog.log_retention import KeptLogs
 from shardwright.launch.supervisor import preflight
-from shardwright.pulse import JOB_VARIABLE
 
 _CHUNK_BYTES = 1 << 18
 _BACKLOG_BYTES = 1 << 21

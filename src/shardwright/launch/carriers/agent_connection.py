@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TypeVar
 
-from shardwright.hosts.hosts import Host
 from shardwright.launch.carriers.connection import Connection
 from shardwright.launch.host.agent_protocol import (
     AGENT_EVENTS,
@@ -35,7 +34,8 @@ from shardwright.launch.host.agent_protocol import (
 from shardwright.launch.host.processes import die_with_parent
 from shardwright.launch.host.protocol import Beat, Event, SupervisorGone
 from shardwright.launch.host.stream import Decoder
-from shardwright.launch.kept.failure import signal_name
+from shardwright.launch.hosts.hosts import Host
+from shardwright.launch.joblog.failure import signal_name
 
 _CLOSE_S = 5.0
 _SAID_BYTES = 1 << 14

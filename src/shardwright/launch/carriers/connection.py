@@ -20,7 +20,7 @@ from typing import Any
 from shardwright.launch.host.protocol import End, Event, Kill, Order
 from shardwright.launch.host.stream import Message, encode
 from shardwright.launch.host.writer import Writer
-from shardwright.launch.kept.job import JobFolder
+from shardwright.launch.joblog.job import JobFolder
 
 _CHUNK_BYTES = 1 << 20
 

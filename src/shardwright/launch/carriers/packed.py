@@ -13,14 +13,9 @@ import secrets
 import zipfile
 from collections.abc import Mapping
 
-from shardwright import package
+from shardwright.common import package
 
 LOWEST_PYTHON = (3, 11)
-# What an agent imports; all of it is standard library.
-_SENT = (
-    "errors", "whole_file", "schema", "package", "private_folder", "words", "system_errors", "steps", "pulse", "hosts",
-    "launch",
-)  # fmt: skip
 # Without line ends or exclamation marks, which some shells take apart even inside quotes. Reads no byte too many.
 BOOT = "import io;f=io.BufferedReader(io.FileIO(0,closefd=False),1);exec(f.read(int(f.readline())))"
 
@@ -50,12 +45,12 @@ main()
 """
 
 
-def sources(*rooms: str) -> dict[str, bytes]:
-    """What runs on other hosts, by its name in the zip file: these rooms, or those of an agent.
+def sources(*places: str) -> dict[str, bytes]:
+    """Return what runs on other hosts, by its name in the zip file: what needs no packages, and these places.
 
     The package itself is empty there: what users get by importing it stays with those who do.
     """
-    files = {"__init__.py": b"", **package.sources(*(rooms or _SENT))}
+    files = {"__init__.py": b"", **package.sources(*package.STANDARD_LIBRARY_ONLY, *places)}
     return {f"{package.FOLDER.name}/{name}": data for name, data in files.items()}
 
 

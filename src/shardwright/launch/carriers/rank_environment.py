@@ -6,10 +6,10 @@ import hashlib
 import os
 from collections.abc import Mapping
 
-from shardwright.hosts.environment import SECRET_VARIABLE
-from shardwright.launch.asked.restart_options import ONCE, RestartOptions
-from shardwright.launch.asked.variables import RANK_VARIABLES
-from shardwright.launch.kept.job import FAILED_VARIABLE
+from shardwright.launch.hosts.environment import SECRET_VARIABLE
+from shardwright.launch.joblog.job import FAILED_VARIABLE
+from shardwright.launch.options.restart_options import ONCE, RestartOptions
+from shardwright.launch.options.variables import RANK_VARIABLES
 
 
 def rank_variables(

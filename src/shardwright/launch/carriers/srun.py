@@ -17,16 +17,16 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardwright.errors import UsageError
-from shardwright.hosts.hosts import Host, Hosts
-from shardwright.hosts.table_check import read_rank_table
-from shardwright.launch.asked.carrier_facts import SRUN
-from shardwright.launch.asked.host_options import read_count
-from shardwright.launch.asked.options import check_numbers
-from shardwright.launch.asked.request import LaunchRequest
 from shardwright.launch.carriers.agent_connection import AgentConnection
 from shardwright.launch.carriers.packed import BOOT
 from shardwright.launch.carriers.ssh import SshCarrier
 from shardwright.launch.host.agent_protocol import TooOld
+from shardwright.launch.hosts.hosts import Host, Hosts
+from shardwright.launch.hosts.table_check import read_rank_table
+from shardwright.launch.options.carrier_facts import SRUN
+from shardwright.launch.options.host_options import read_count
+from shardwright.launch.options.launch_options import check_numbers
+from shardwright.launch.options.request import LaunchRequest
 
 # Without a terminal srun would hold back what does not end with a line's end: -u has it pass everything on at once.
 _SRUN = (

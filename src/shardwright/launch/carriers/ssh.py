@@ -27,12 +27,9 @@ from functools import cached_property, partial
 from itertools import chain
 from typing import Any
 
+from shardwright.common.pulse import JOB_VARIABLE
+from shardwright.common.words import in_bytes
 from shardwright.errors import LaunchError
-from shardwright.hosts import interfaces
-from shardwright.hosts.hosts import Host, Hosts, is_this_host
-from shardwright.hosts.placement import Placement
-from shardwright.launch.asked.host_options import RemoteOptions
-from shardwright.launch.asked.options import LaunchOptions
 from shardwright.launch.carriers.agent_connection import AgentConnection
 from shardwright.launch.carriers.connection import Carrier, Connection
 from shardwright.launch.carriers.packed import BOOT, pack, sources
@@ -41,10 +38,13 @@ from shardwright.launch.carriers.ssh_errors import compare, why_no_answer
 from shardwright.launch.host.agent_protocol import Answer, Check, Checked, Hello, Reach, Reached
 from shardwright.launch.host.protocol import KeptAt, Start
 from shardwright.launch.host.stream import encode
-from shardwright.launch.kept.job import JobFolder
-from shardwright.pulse import JOB_VARIABLE
-from shardwright.waiting import Work, waiting_for
-from shardwright.words import in_bytes
+from shardwright.launch.hosts import interfaces
+from shardwright.launch.hosts.hosts import Host, Hosts, is_this_host
+from shardwright.launch.hosts.placement import Placement
+from shardwright.launch.joblog.job import JobFolder
+from shardwright.launch.options.host_options import RemoteOptions
+from shardwright.launch.options.launch_options import LaunchOptions
+from shardwright.launch.progress_notes import Work, waiting_for
 
 _ANSWER_S = 15.0  # beyond the time to connect: a Python may be on a slow file system
 _SSH = (

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shardwright.hosts.hosts import Host
 from shardwright.launch.carriers.packed import LOWEST_PYTHON
 from shardwright.launch.host.agent_protocol import Answer, Hello, TooOld
+from shardwright.launch.hosts.hosts import Host
 
 WHEELS = "https://download.pytorch.org/whl"
 """Where torch is built for each CUDA, and for none."""

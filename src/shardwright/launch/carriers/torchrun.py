@@ -11,11 +11,11 @@ import shlex
 import sys
 from dataclasses import replace
 
-from shardwright.hosts.hosts import Hosts
-from shardwright.hosts.placement import Placement
-from shardwright.launch.asked.options import LaunchOptions
+from shardwright.common.step_lines import TELLS_VARIABLE
 from shardwright.launch.host.program import Program
-from shardwright.steps import TELLS_VARIABLE
+from shardwright.launch.hosts.hosts import Hosts
+from shardwright.launch.hosts.placement import Placement
+from shardwright.launch.options.launch_options import LaunchOptions
 
 PORT = 29500  # torchrun's own habit
 MODULE = "torch.distributed.run"

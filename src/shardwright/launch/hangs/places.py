@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Literal
 
-from shardwright import package
+from shardwright.common import package
 from shardwright.launch.hangs.stacks import Frame, Observation, Stack
-from shardwright.launch.kept.failure import signal_name
+from shardwright.launch.joblog.failure import signal_name
 
 # A rank that is "waiting" is in something that others must come to; "known" is any other place that has a name.
 PlaceKind = Literal["waiting", "known", "stopped", "kernel", "unknown"]
 
 _BUSY = 0.5  # of a processor
 _LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3\.\d+/|^<frozen |^<string>$")
-_OURS = re.compile(rf"/shardwright/(?:{'|'.join(package.ROOMS)}|__main__)(?:/\w+)*\.py$")
+_OURS = re.compile(rf"/shardwright/(?:{'|'.join(package.WINGS)}|__main__)(?:/\w+)*\.py$")
 _PROGRAM = "<program of rank "  # the file name of a local program (`run.execute`)
 _WRAPPERS = frozenset({"wrapper", "_wrapper", "inner", "_call_impl", "_wrapped_call_impl", "__call__"})
 

@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from shardwright.common.pulse import STACK_SIGNAL, PulseFile, Reading
 from shardwright.launch.host.processes import descendants, send_signal, state_and_cpu_s
-from shardwright.pulse import STACK_SIGNAL, PulseFile, Reading
 
 _PY_SPY_S = 4.0  # for all ranks of a host together
 _ANSWER_S = 3.0  # for a rank's own faulthandler, which needs none of Python's locks but a processor

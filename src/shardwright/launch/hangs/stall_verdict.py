@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from shardwright.common.pulse import Reading
 from shardwright.launch.hangs.places import Place, place_of
 from shardwright.launch.hangs.stacks import Observation
-from shardwright.launch.kept.failure import describe_ranks
-from shardwright.pulse import Reading
+from shardwright.launch.joblog.failure import describe_ranks
 
 Ranks = tuple[int, ...]
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 
-from shardwright.pulse import JOB_VARIABLE
+from shardwright.common.pulse import JOB_VARIABLE
 
 _PF_EXITING = 4
 _PR_SET_PDEATHSIG = 1

@@ -158,7 +158,7 @@ class LogLost(NamedTuple):
 
 
 class Told(NamedTuple):
-    """A rank has told of its steps: ``data`` are lines of JSON (`shardwright.steps`)."""
+    """A rank has told of its steps: ``data`` are lines of JSON (`shardwright.common.step_lines`)."""
 
     rank: int
     data: bytes = b""

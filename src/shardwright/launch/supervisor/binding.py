@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwright.hosts.gpu_cores import cores_near
+from shardwright.launch.hosts.gpu_cores import cores_near
 
 _TOPOLOGY = Path("/sys/devices/system/cpu")
 

@@ -25,7 +25,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from shardwright import package
+from shardwright.common import package
+from shardwright.common.pulse import PulseFile
 from shardwright.launch.host.processes import die_with_parent
 from shardwright.launch.host.protocol import STREAMS, CarrierSaid, Continued, Exited, Order, Start, Started, Stopped
 from shardwright.launch.host.stream import Decoder, encode
@@ -39,7 +40,6 @@ from shardwright.launch.supervisor.rank_start import (
     open_steps,
 )
 from shardwright.launch.supervisor.supervisor import Ending, Supervisor
-from shardwright.pulse import PulseFile
 
 NEVER_STARTED = 0  # the pid of a rank that mpirun gave up, since another had failed
 _CARRIER_END_S = 10.0  # after its last rank, in which mpirun ends by itself

@@ -8,11 +8,12 @@ import signal
 import sys
 import traceback
 
-from shardwright.hosts.gpus import count_gpus
+from shardwright.common.pulse import PULSE_VARIABLE, answer_with_stacks
 from shardwright.launch.host.folders import make_temporary, remove_folder
 from shardwright.launch.host.processes import become_subreaper, die_with_parent
 from shardwright.launch.host.protocol import ORDERS, Order, Start
 from shardwright.launch.host.stream import Decoder, take_stdio
+from shardwright.launch.hosts.gpus import count_gpus
 from shardwright.launch.supervisor import zygote
 from shardwright.launch.supervisor.binding import bind
 from shardwright.launch.supervisor.rank_start import (
@@ -30,7 +31,6 @@ from shardwright.launch.supervisor.rank_start import (
     why_no_torch,
 )
 from shardwright.launch.supervisor.supervisor import Supervisor
-from shardwright.pulse import PULSE_VARIABLE, answer_with_stacks
 
 _CHUNK_BYTES = 1 << 16
 

@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from shardwright.errors import LaunchError, UsageError
-from shardwright.hosts import interfaces
-from shardwright.hosts.gpus import count_gpus
-from shardwright.hosts.hosts import own_slots
-from shardwright.hosts.port import PortLease, lease_port
-from shardwright.launch.asked.variables import wrong_on_this_host
 from shardwright.launch.host.agent_protocol import Check, Checked, Hello
 from shardwright.launch.host.program import Program
+from shardwright.launch.hosts import interfaces
+from shardwright.launch.hosts.gpus import count_gpus
+from shardwright.launch.hosts.hosts import own_slots
+from shardwright.launch.hosts.port import PortLease, lease_port
+from shardwright.launch.options.variables import wrong_on_this_host
 from shardwright.launch.supervisor.zygote import can_preload
 
 _SCRATCH_BYTES = 1 << 20

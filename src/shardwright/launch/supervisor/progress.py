@@ -12,8 +12,8 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from shardwright.common.pulse import PulseFile
 from shardwright.launch.hangs.stacks import Observation, Target, observe
-from shardwright.pulse import PulseFile
 
 _LARGEST_ANSWER_BYTES = 1 << 22
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from shardwright.common.pulse import PULSE_VARIABLE, PulseFile
+from shardwright.common.step_lines import STEPS_VARIABLE
 from shardwright.launch.host.processes import descendants, die_with_parent, kill_all
 from shardwright.launch.host.protocol import STREAMS, NotStarted, Start
 from shardwright.launch.host.stream import encode
-from shardwright.pulse import PULSE_VARIABLE, PulseFile
-from shardwright.steps import STEPS_VARIABLE
 
 UNKILLABLE_S = 30.0  # the kernel may need long to take back hundreds of gigabytes
 _SPARE_FILES = 16  # beside the pipes of each rank

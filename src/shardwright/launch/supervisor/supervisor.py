@@ -43,7 +43,7 @@ from shardwright.launch.host.protocol import (
 )
 from shardwright.launch.host.stream import Decoder, encode
 from shardwright.launch.host.writer import Writer
-from shardwright.launch.kept.failure import read_error_file
+from shardwright.launch.joblog.failure import read_error_file
 from shardwright.launch.supervisor.progress import Progress
 from shardwright.launch.supervisor.rank_start import STEPS, UNKILLABLE_S, RankProcess
 

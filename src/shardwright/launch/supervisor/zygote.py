@@ -21,9 +21,9 @@ from importlib.machinery import SourceFileLoader
 from types import CodeType, TracebackType
 from typing import Any
 
-from shardwright.hosts.gpus import count_gpus
 from shardwright.launch.host.folders import use_temporary
 from shardwright.launch.host.program import Program
+from shardwright.launch.hosts.gpus import count_gpus
 
 _TRAINS = re.compile(rb"\bimport shardwright\b(?!\.)|\bfrom shardwright import\b|\bDistributedDataParallel\b|\boptim\b")
 # What the compiler's modules read at their import, which a script may set before its own.

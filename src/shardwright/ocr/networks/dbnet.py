@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from shardwright.ocr.networks.layers import Pyramid
 from shardwright.ocr.networks.necks import LevelPyramid, Necks
-from shardwright.zoo.models.resnet import BasicBlock, ResNet, resnet18, resnet50
+from shardwright.training.zoo.models.resnet import BasicBlock, ResNet, resnet18, resnet50
 
 STRIDE = 32
 """Sides of images are multiples of this."""

@@ -17,7 +17,10 @@ from typing import Any
 
 import numpy as np
 
+from shardwright.common.system_errors import in_words
+from shardwright.common.whole_file import made_folder
 from shardwright.errors import DataError, UsageError
+from shardwright.launch.progress_notes import counted
 from shardwright.ocr.libraries import geometry
 from shardwright.ocr.libraries.extra import library
 from shardwright.ocr.samples.dictionary import LETTERS
@@ -25,9 +28,6 @@ from shardwright.ocr.samples.images import encoded
 from shardwright.ocr.samples.labels import detection_line, icdar_line
 from shardwright.ocr.samples.sample import IGNORED, Array, TextBox, generator
 from shardwright.ocr.samples.words import write_words
-from shardwright.system_errors import in_words
-from shardwright.waiting import counted
-from shardwright.whole_file import made_folder
 
 FONTS = ("/usr/share/fonts", "/usr/local/share/fonts", "~/.local/share/fonts", "~/.fonts")
 TEST_SHARE = 5  # one image of so many is for testing

@@ -9,7 +9,7 @@ from typing import Any
 from shardwright.errors import DataError, UsageError
 from shardwright.ocr.samples import detection, images, recognition, targets
 from shardwright.ocr.samples.sample import Step, Task
-from shardwright.zoo.reading import Problems, near, read
+from shardwright.training.zoo.reading import Problems, near, read
 
 
 @dataclass(frozen=True)

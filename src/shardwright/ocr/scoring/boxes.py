@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from shardwright.ocr.asked.parts import DetectionPostprocess
 from shardwright.ocr.libraries import geometry
 from shardwright.ocr.libraries.extra import library
 from shardwright.ocr.libraries.geometry import Points
+from shardwright.ocr.options.parts import DetectionPostprocess
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from shardwright.hosts.network import Device
+from shardwright.launch.hosts.network import Device
 
 # Below this nothing can be told from what else the devices carry.
 _ENOUGH_BYTES = 1_000_000

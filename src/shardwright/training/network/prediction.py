@@ -6,12 +6,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import permutations
 
-from shardwright.backends.between.grid import Grid, sums_parts
-from shardwright.backends.table import GLOO, Backend
-from shardwright.lower.program import Instruction, LocalProgram
-from shardwright.mesh.mesh import Mesh
-from shardwright.mesh.redistribute import Collective
-from shardwright.run.programs.execute import Pass
+from shardwright.compiler.lower.program import Instruction, LocalProgram
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import Collective
+from shardwright.distributed.backends.between.grid import Grid, sums_parts
+from shardwright.distributed.backends.table import GLOO, Backend
+from shardwright.runtime.programs.execute import Pass
 
 Flows = Mapping[tuple[str, str], float]
 """(from host, to host) -> bytes; from a host to itself are the bytes between its own ranks."""
@@ -53,7 +53,7 @@ def _together(joined: Sequence[Collective], instruction: Instruction, mesh: Mesh
 def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequence[str], backend: Backend) -> Flows:
     """The bytes from host to host, for ranks on ``hosts`` (rank 0's first), the backend's own headers included.
 
-    >>> from shardwright.backends.table import NCCL
+    >>> from shardwright.distributed.backends.table import NCCL
     >>> reduced = {Collective("all_reduce", ("dp",), 1000): 3}
     >>> flows = flows_between(reduced, Mesh.of(dp=4), ["a", "a", "b", "b"], NCCL)
     >>> flows["a", "b"], flows["a", "a"]
@@ -110,7 +110,7 @@ def _flows_of(
 
 
 def _host_sends(collective: Collective, ranks: Mapping[str, int]) -> float:
-    """What each host sends to each other one, where all have as many ranks: see `shardwright.backends.between`."""
+    """What each host sends to each other one, where all have as many ranks: see `distributed.backends.between`."""
     hosts, inside = len(ranks), next(iter(ranks.values()))
     if collective.kind == "all_to_all":
         return collective.bytes * inside / hosts

@@ -15,16 +15,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from shardwright.backends.table import Backend, backend_moving
-from shardwright.hosts.network import SYSFS, Device, Moved, NetworkReading, counted_once, moved, read_devices
-from shardwright.report.text import size_text
-from shardwright.run.model import ParallelModel
-from shardwright.run.programs.execute import Execution, Pass
+from shardwright.compiler.report.text import size_text
+from shardwright.distributed.agreement import from_all_ranks
+from shardwright.distributed.backends.table import Backend, backend_moving
+from shardwright.distributed.ranks import told_bytes
+from shardwright.distributed.world import World
+from shardwright.launch.hosts.network import SYSFS, Device, Moved, NetworkReading, counted_once, moved, read_devices
+from shardwright.runtime.model import ParallelModel
+from shardwright.runtime.programs.execute import Execution, Pass
 from shardwright.training.network.nccl_network import chosen_network, over_sockets
 from shardwright.training.network.prediction import Flows, collectives_of, flows_between, flows_from_rank_zero
-from shardwright.world.agreement import from_all_ranks
-from shardwright.world.ranks import told_bytes
-from shardwright.world.world import World
 
 # Ethernet 14 (which the loopback does not count), IPv4 20, TCP with time stamps 32. IPv6 would be 20 more.
 _PACKET_HEADER_BYTES = {"ethernet": 66, "other": 66, "ip over infiniband": 56, "loopback": 52}

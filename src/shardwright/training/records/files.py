@@ -9,10 +9,10 @@ import re
 from pathlib import Path
 from typing import Any, TypedDict
 
+from shardwright.common.schema import SchemaError, from_json
+from shardwright.common.whole_file import write_whole
 from shardwright.errors import TrainingError
-from shardwright.schema import SchemaError, from_json
 from shardwright.training.records.record import Record, Target
-from shardwright.whole_file import write_whole
 
 
 class JsonLines:

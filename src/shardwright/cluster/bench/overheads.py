@@ -1,0 +1,131 @@
+"""What a step takes beside its operators and collectives: optimizers, parameters stored in parts, and the call itself.
+
+All are measured as steps have them: by the optimizers of torch, by DTensors as models hold them, and by a model of one
+small layer that `sw.parallelize` runs, while all ranks do the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+
+from shardwright.cluster.bench.device import DeviceSpeeds, slowest_s
+from shardwright.cluster.bench.stopwatch import beyond_caches, cache_bytes
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.decided.prices import Prices
+from shardwright.compiler.plan.pricing.hardware import Hardware, Updating
+from shardwright.compiler.plan.pricing.optimizers import updated_times
+from shardwright.distributed.world import World
+from shardwright.runtime.freed_memory import keep_freed_memory
+from shardwright.runtime.parallel import parallelize
+from shardwright.runtime.programs.splitting import Splitting, local_part
+from shardwright.runtime.updates.optimizers import note_trained
+
+_SMALL, _LARGE = 64, 4  # parameters
+_LARGE_BYTES = 4 * 2**20
+_STEPS = 20
+_AXIS = "ranks"
+Make = Callable[[Sequence[nn.Parameter]], Optimizer]
+# By the states that they keep of each entry.
+_OPTIMIZERS: dict[int, Make] = {
+    0: lambda parameters: SGD(parameters, 1e-3),
+    1: lambda parameters: SGD(parameters, 1e-3, momentum=0.9),
+    2: lambda parameters: AdamW(parameters, 1e-3),
+}
+
+
+@dataclass(frozen=True)
+class Around:
+    """What `shardwright.compiler.plan.pricing.hardware.Hardware` says of a step beside operators, by the same names."""
+
+    updates: tuple[Updating, ...]
+    split_s: float
+    around_s: float
+
+
+def measure_around(world: World, speeds: DeviceSpeeds) -> Around:
+    """The figures of the slowest rank. All ranks call this together.
+
+    Args:
+        speeds: what the device was found to take for operators, those of the step that is measured among them.
+    """
+    if world.device.type == "cpu":
+        keep_freed_memory()  # as in training
+    updates = tuple(_updating(per_entry, make, world.device) for per_entry, make in _OPTIMIZERS.items())
+    return Around(updates, _split_s(world), _around_s(world, speeds))
+
+
+def _updating(per_entry: int, make: Make, device: torch.device) -> Updating:
+    small = [nn.Parameter(torch.zeros(4, device=device)) for _ in range(_SMALL)]
+    parameter_s = slowest_s(_steps(make, small), device) / _SMALL
+    entries = beyond_caches(_LARGE_BYTES, cache_bytes(device)) // 4
+    large = [nn.Parameter(torch.randn(entries, device=device)) for _ in range(_LARGE)]
+    took_s = slowest_s(_steps(make, large), device)
+    moved_bytes = sum(parameter.nbytes for parameter in large) * updated_times(per_entry)
+    return Updating(per_entry, moved_bytes / max(took_s - _LARGE * parameter_s, took_s / 2), parameter_s)
+
+
+def _steps(make: Make, parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """A step of the optimizer, which then lets the gradients go."""
+    note_trained(parameters)
+    optimizer, gradients = make(parameters), [torch.ones_like(parameter) for parameter in parameters]
+
+    def step() -> None:
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _split_s(world: World) -> float:
+    """What a parameter takes more in a step, forward, backward and AdamW, where it is stored in parts."""
+    mesh, device = Mesh.of(**{_AXIS: world.size}), world.device
+    splitting = Splitting({"": Layout.split(1, {0: [_AXIS]})}, mesh, device, splits=True)
+    wholes = [nn.Parameter(torch.zeros(4 * world.size, device=device)) for _ in range(_SMALL)]
+    parts = [splitting.part("", whole, whole) for whole in wholes]
+    parts_s, plain_s = (slowest_s(_training(parameters), device) for parameters in (parts, [*map(_plain, parts)]))
+    return max(0.0, parts_s - plain_s) / _SMALL
+
+
+def _plain(part: nn.Parameter) -> nn.Parameter:
+    return nn.Parameter(local_part(part).detach().clone())
+
+
+def _training(parameters: Sequence[nn.Parameter]) -> Callable[[], None]:
+    """What a step does with parameters beside its operators."""
+    note_trained(parameters)
+    optimizer = AdamW(parameters, 1e-3)
+    gradients = [torch.ones_like(local_part(parameter)) for parameter in parameters]
+
+    def step() -> None:
+        torch.autograd.backward([local_part(parameter) for parameter in parameters], gradients)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def _around_s(world: World, speeds: DeviceSpeeds) -> float:
+    """What a forward and a backward take that are no operators: those of a small layer, without what these take."""
+    given = torch.ones(4, 4, device=world.device)
+
+    def loss_fn(model: nn.Module, batch: Tensor) -> Tensor:
+        return torch.as_tensor(model(batch)).sum()
+
+    with parallelize(nn.Linear(4, 4, bias=False), loss_fn, given, "single", batch="global") as parallel:
+
+        def steps() -> None:
+            for _ in range(_STEPS):
+                parallel(given).backward()
+
+        took_s = slowest_s(steps, world.device) / _STEPS
+        assert parallel.plan is not None
+        hardware = Hardware("", "", speeds.flops, speeds.memory_bandwidth, speeds.launch_s, (), at_once=speeds.at_once)
+        return max(0.0, took_s - Prices(parallel.plan, hardware).computing_s)

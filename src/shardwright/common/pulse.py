@@ -1,0 +1,333 @@
+"""A few bytes that a rank writes and the supervisor of its host reads: how far the rank is, and in what.
+
+They are memory that the two share, so that they can be read without the rank's help when it is stopped or dead-locked,
+and written in a fraction of a microsecond. The memory is a file without a name that the supervisor has open; a rank,
+also one that was started as a program of its own, finds it as ``/proc/<supervisor>/fd/<number>``, by `PULSE_VARIABLE`.
+Behind these bytes the same file takes the stacks of the rank's threads, which faulthandler writes there at
+`STACK_SIGNAL` whatever the rank is busy with.
+
+Where collectives run beside the program, as on GPUs, to call one is to put it at the end of a queue. A thread of the
+rank then asks the device how far it has come (`shardwright.distributed.following`), and what is written is the
+collective at the front of the queue. Asked by its supervisor, it also leaves here what torch has recorded of its
+collectives.
+
+Without ``--stall-timeout`` nobody reads, and a rank writes into memory of its own. What a rank tells of its steps for
+people, loss and seconds, goes another way (`steps`).
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import mmap
+import os
+import signal
+import struct
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import cache
+from typing import Protocol
+
+from shardwright.common.step_lines import Steps, own_steps, told_to_us
+
+# In the environment of every process of a job: it survives setsid, double forks and the death of all ancestors.
+JOB_VARIABLE = "SHARDWRIGHT_JOB"
+PULSE_VARIABLE = "SHARDWRIGHT_PULSE"
+# Ignored unless somebody handles it, and hardly anybody does: it tells of out-of-band data on sockets.
+STACK_SIGNAL = signal.SIGURG
+
+_LAYOUT = 2
+_OPERATION_BYTES = 32
+_SITE_BYTES = 256
+_LISTENER = struct.Struct("<II")  # the layout, and the pid that writes its stacks at the signal
+_COUNTS = struct.Struct("<QQQ")  # signs of life, steps begun, collectives begun
+_STATE = struct.Struct(f"<QQQ{_OPERATION_BYTES}s")
+_COUNTS_AT = _LISTENER.size
+_OPERATION_AT = _COUNTS_AT + _COUNTS.size
+_SITE = struct.Struct(f"<Q{_SITE_BYTES}s")  # how far in the step, and the words
+_SITE_AT = _OPERATION_AT + _OPERATION_BYTES
+# One more than the collectives that the device has not ended, 0 where nobody asks it; whether it has come to the first
+# of them; the step of that one.
+_DEVICE = struct.Struct("<QQQ")
+_DEVICE_AT = _SITE_AT + _SITE.size
+_ASKED = struct.Struct("<Q")  # how often the supervisor has asked for what was recorded
+_ASKED_AT = _DEVICE_AT + _DEVICE.size
+_ANSWER = struct.Struct("<QI")  # the last of these questions that was answered, and the length of the answer
+_ANSWER_AT = _ASKED_AT + _ASKED.size
+_USED_BYTES = _ANSWER_AT + _ANSWER.size
+_RECORDED_AT = 4096
+_STACKS_AT = 1 << 16
+
+
+class Mark(Protocol):
+    """A place in what a device has to do."""
+
+    def query(self) -> bool:
+        """Whether the device has come there."""
+
+
+class _Queued:
+    """A collective that the device has been asked for: it begins after ``begin`` and ends before ``end``."""
+
+    __slots__ = ("begin", "end", "operation", "site", "step")
+
+    def __init__(self, operation: bytes, site: bytes, step: int, begin: Mark) -> None:
+        self.operation, self.site, self.step, self.begin = operation, site, step, begin
+        self.end: Mark | None = None  # as long as the program is still asking
+
+
+class Pulse:
+    """Written by one rank, seldom enough for a lock to be left out. ``with pulse("all_reduce"):`` surrounds a
+    collective; `at` says for what the next ones are.
+    """
+
+    __slots__ = (
+        "_beats", "_collectives", "_entered_s", "_inside", "_mark", "_memory", "_numbered", "_queue", "_site", "_steps",
+        "around", "steps", "watched",
+    )  # fmt: skip
+
+    def __init__(self, memory: bytearray | mmap.mmap, watched: bool, steps: Steps) -> None:
+        self.watched, self.steps = watched, steps
+        self._entered_s = 0.0  # when the collective was begun or waited for that the program is in
+        self.around: Callable[[str], AbstractContextManager[object]] | None = None
+        """What surrounds each collective, by its name and what it is for: a traced step."""
+        self._inside: AbstractContextManager[object] | None = None
+        self._memory = memory
+        self._numbered = False
+        self._beats, self._steps, self._collectives = _COUNTS.unpack_from(memory, _COUNTS_AT)
+        self._mark: Callable[[], Mark] | None = None
+        self._queue: deque[_Queued] = deque()
+        self._site = NOWHERE
+
+    def beat(self) -> None:
+        """A sign of life."""
+        self._beats += 1
+        _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
+
+    def begin_step(self, number: int | None = None) -> None:
+        """Without a number the next one, unless somebody else has given steps their numbers."""
+        if number is not None:
+            self._numbered, self._steps = True, number
+            self.steps.begin(number)
+        elif not self._numbered:
+            self._steps += 1
+            self.steps.begin(self._steps)
+        self.beat()
+
+    def set_steps(self, steps: int) -> None:
+        """How many were begun before, in a run that goes on."""
+        self._steps = steps
+        self.beat()
+
+    def at(self, site: bytes) -> None:
+        """For what the next collectives are; as `site` makes it."""
+        self._site = site
+        if self._mark is None:
+            self._memory[_SITE_AT:_DEVICE_AT] = site
+
+    def __call__(self, operation: bytes) -> Pulse:
+        self._collectives += 1
+        return self.again(operation)
+
+    def again(self, operation: bytes) -> Pulse:
+        """The same around the wait for a collective that has begun before."""
+        self._beats += 1
+        self._entered_s = time.perf_counter()
+        if self.around is not None:
+            self._inside = self.around(self._named(operation))
+            self._inside.__enter__()
+        if self._mark is not None:
+            self._queue.append(_Queued(operation, self._site, self._steps, self._mark()))
+            _COUNTS.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives)
+            return self
+        _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, operation)
+        return self
+
+    def __enter__(self) -> None:
+        pass
+
+    def _named(self, operation: bytes) -> str:
+        words = _text(_SITE.unpack(self._site)[1])
+        return f"{operation.decode()} for {words}" if words else operation.decode()
+
+    def __exit__(self, *_: object) -> None:
+        self._beats += 1
+        if self._inside is not None:
+            self._inside.__exit__(None, None, None)
+            self._inside = None
+        if self.steps.communicating_s is not None:
+            self.steps.communicating_s += time.perf_counter() - self._entered_s
+        if self._mark is not None:
+            self._queue[-1].end = self._mark()
+            return
+        _STATE.pack_into(self._memory, _COUNTS_AT, self._beats, self._steps, self._collectives, b"")
+
+    @property
+    def follows(self) -> bool:
+        """Whether collectives run on a device, which somebody asks."""
+        return self._mark is not None
+
+    def follow(self, mark: Callable[[], Mark]) -> None:
+        """From now on collectives run on a device. ``mark`` gives the place after all that it was asked for so far;
+        somebody calls `look` now and then.
+        """
+        self._mark = mark
+        self.look()
+
+    def look(self) -> None:
+        """Ask the device how far it has come, and write that."""
+        queue, moved = self._queue, False
+        while queue and (end := queue[0].end) is not None and end.query():
+            queue.popleft()
+            moved = True
+        first = queue[0] if queue else None
+        self._memory[_OPERATION_AT:_SITE_AT] = (first.operation if first else b"").ljust(_OPERATION_BYTES, b"\0")
+        if first is not None:
+            self._memory[_SITE_AT:_DEVICE_AT] = first.site
+        reached, step = (first.begin.query(), first.step) if first else (True, self._steps)
+        _DEVICE.pack_into(self._memory, _DEVICE_AT, len(queue) + 1, reached, step)
+        if moved:
+            self.beat()
+
+    def is_asked(self) -> bool:
+        """Whether the supervisor waits for what was recorded."""
+        [asked] = _ASKED.unpack_from(self._memory, _ASKED_AT)
+        answered, _ = _ANSWER.unpack_from(self._memory, _ANSWER_AT)
+        return bool(asked != answered)
+
+    def answer(self, text: str) -> None:
+        """Leave what was recorded for the supervisor, as much of it as there is room for."""
+        [asked] = _ASKED.unpack_from(self._memory, _ASKED_AT)
+        data = text.encode()[: _STACKS_AT - _RECORDED_AT]
+        self._memory[_RECORDED_AT : _RECORDED_AT + len(data)] = data
+        _ANSWER.pack_into(self._memory, _ANSWER_AT, asked, len(data))
+
+
+def site(text: str, position: int) -> bytes:
+    """For `Pulse.at`: the words, and a number that grows in the course of a step."""
+    data = text.encode()
+    if len(data) > _SITE_BYTES:
+        data = data[: _SITE_BYTES - 3].decode(errors="ignore").encode() + b"..."
+    return _SITE.pack(position, data)
+
+
+NOWHERE = site("", 0)
+
+
+def own_pulse() -> Pulse:
+    """Of this process; from now on it answers `STACK_SIGNAL` with its stacks."""
+    return open_pulse(told_to_us(PULSE_VARIABLE))
+
+
+@cache
+def open_pulse(path: str | None) -> Pulse:
+    """By the value of `PULSE_VARIABLE`, opened once.
+
+    Where there is no such file, as in a container of its own, what is written is read by nobody.
+
+    Cached by the path for the life of the process: a supervisor makes one file for each start of a rank.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
+    except OSError:
+        fd = -1
+    if path is None or fd < 0:
+        return Pulse(bytearray(_USED_BYTES), watched=False, steps=own_steps())
+    try:
+        memory = mmap.mmap(fd, _STACKS_AT)
+    finally:
+        os.close(fd)
+    layout, listener = _LISTENER.unpack_from(memory)
+    if layout != _LAYOUT:  # another version's supervisor
+        return Pulse(bytearray(_USED_BYTES), watched=False, steps=own_steps())
+    if listener != os.getpid():
+        answer_with_stacks(path)
+    return Pulse(memory, watched=True, steps=own_steps())
+
+
+def answer_with_stacks(path: str) -> None:
+    """Have faulthandler write the stacks of all threads of this process at `STACK_SIGNAL`.
+
+    Where the file cannot be opened, as with too many open files, the process goes on and will have no stacks.
+    """
+    try:
+        fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)  # open for as long as the process lives
+        with open(path, "r+b", buffering=0) as file:
+            file.write(_LISTENER.pack(_LAYOUT, os.getpid()))
+    except OSError:
+        return
+    faulthandler.register(STACK_SIGNAL, file=fd, all_threads=True)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a rank has written. ``listener`` is the pid that answers with its stacks, 0 for nobody; ``operation`` is the
+    collective that it is in, empty outside of any; ``site`` says for what its last one was, and ``position`` how far
+    in its step that is. Of collectives on a device ``queued`` have been begun and not ended, where somebody asks it
+    (else -1); ``operation`` is the first of them, of step ``queued_step``; the device has come to it if ``reached``.
+    """
+
+    listener: int
+    beats: int
+    steps: int
+    collectives: int
+    operation: str
+    site: str
+    position: int = 0
+    queued: int = -1
+    reached: bool = True
+    queued_step: int = 0
+
+    @property
+    def step(self) -> int:
+        """The step of the collective, and else the last one that the program has begun."""
+        return self.queued_step if self.queued > 0 else self.steps
+
+
+class PulseFile:
+    """The supervisor's end for one rank. Raises `OSError` where no file can be opened."""
+
+    def __init__(self) -> None:
+        self.fd = os.memfd_create("pulse", os.MFD_CLOEXEC)
+        os.ftruncate(self.fd, _STACKS_AT)
+        os.pwrite(self.fd, _LISTENER.pack(_LAYOUT, 0), 0)
+
+    @property
+    def path(self) -> str:
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def read(self) -> Reading:
+        data = os.pread(self.fd, _USED_BYTES, 0)
+        _, listener = _LISTENER.unpack_from(data)
+        beats, steps, collectives, operation = _STATE.unpack_from(data, _COUNTS_AT)
+        position, words = _SITE.unpack_from(data, _SITE_AT)
+        queued, reached, step = _DEVICE.unpack_from(data, _DEVICE_AT)
+        said = _text(operation), _text(words), position
+        there = bool(reached) or not queued  # where nobody asks a device, a collective that was begun is what runs
+        return Reading(listener, beats, steps, collectives, *said, queued - 1, there, step)
+
+    def ask(self) -> None:
+        """Ask the rank for what it has recorded."""
+        [asked] = _ASKED.unpack(os.pread(self.fd, _ASKED.size, _ASKED_AT))
+        os.pwrite(self.fd, _ASKED.pack(asked + 1), _ASKED_AT)
+
+    def recorded(self) -> str | None:
+        """The answer; None as long as there is none."""
+        [asked] = _ASKED.unpack(os.pread(self.fd, _ASKED.size, _ASKED_AT))
+        answered, length = _ANSWER.unpack(os.pread(self.fd, _ANSWER.size, _ANSWER_AT))
+        return os.pread(self.fd, length, _RECORDED_AT).decode(errors="replace") if asked == answered else None
+
+    def stacks_bytes(self) -> int:
+        return os.fstat(self.fd).st_size - _STACKS_AT
+
+    def take_stacks(self, limit_bytes: int) -> str:
+        """What was written since the last time."""
+        text = os.pread(self.fd, limit_bytes, _STACKS_AT).decode(errors="replace")
+        os.ftruncate(self.fd, _STACKS_AT)
+        return text
+
+
+def _text(data: bytes) -> str:
+    return data.partition(b"\0")[0].decode(errors="replace")

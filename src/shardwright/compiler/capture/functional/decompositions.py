@@ -1,0 +1,144 @@
+"""An exported program -> one whose operators return new tensors and change nothing in place.
+
+Torch does this: `ExportedProgram.run_decompositions` traces the program a second time. Composite operators that have a
+row in the table of rules stay whole, all others are decomposed as torch itself computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.export import ExportedProgram
+from torch.fx.node import map_arg
+
+from shardwright.common import torch_private
+from shardwright.compiler.rules.table import key_of
+
+aten = torch.ops.aten
+
+
+def functional(program: ExportedProgram, is_without_gradient: Callable[[fx.Node], bool]) -> ExportedProgram:
+    """Return ``program`` without changes in place, its composite operators decomposed where they have no rule.
+
+    Args:
+        is_without_gradient: whether gradients are off where an operator is called.
+    """
+    _match_copies(program.graph)
+    _separate_buffers(program)
+    if torch.is_grad_enabled():
+        _detach_views(program.graph, is_without_gradient)
+    _forget_disabled(program.graph)
+    return torch_private.run_decompositions(program, _preserved())
+
+
+def join_names(program: ExportedProgram) -> None:
+    """Let a buffer that is registered under several names, as that of a module in two places, be read by the first."""
+    placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
+    first: dict[Any, fx.Node] = {}
+    for name in program.graph_signature.inputs_to_buffers:
+        node = placeholders[name]
+        val = node.meta["val"]
+        known = first.setdefault((torch_private.storage_key(val), val.shape, val.stride(), val.storage_offset()), node)
+        if known is not node:
+            node.replace_all_uses_with(known)
+
+
+def is_decomposed(operator: Any) -> bool:
+    """Return whether `functional` puts other operators in the place of ``operator``."""
+    return torch_private.is_composite(operator) and not (
+        torch_private.may_stay_whole(operator) and _is_preserved(operator)
+    )
+
+
+def decomposed(call: fx.Node) -> fx.Graph:
+    """Return the operators that torch computes the composite operator of ``call`` by.
+
+    The placeholders of the graph are the tensors of the call, each once, in order; it returns what the operator does.
+    Its operators may be composite themselves, and may change tensors in place.
+    """
+    mode = torch_private.fake_mode()
+    inputs = call.all_input_nodes
+    decomposition = torch_private.parts_of(call.target)
+
+    def run(*tensors: Any) -> Any:
+        given = dict(zip(inputs, tensors, strict=True))
+        args, kwargs = map_arg((call.args, call.kwargs), lambda node: given[node])
+        return decomposition(*args, **kwargs)
+
+    def empty(tensor: torch.Tensor) -> torch.Tensor:
+        return torch_private.empty_like_on(tensor, tensor.device, mode)
+
+    graph = torch_private.trace_above_autograd(run, *(empty(node.meta["val"]) for node in inputs)).graph
+    for part in graph.nodes:
+        if torch_private.is_operator(part.target):
+            part.args = torch_private.without_defaults(part.target, part.args)
+    return graph
+
+
+def _is_preserved(operator: Any) -> bool:
+    return key_of(str(operator)) is not None or torch_private.checks_itself(operator)
+
+
+def _preserved() -> tuple[Any, ...]:
+    """Return the composite operators that stay whole."""
+    return tuple(filter(_is_preserved, torch_private.preservable_operators()))
+
+
+def _separate_buffers(program: ExportedProgram) -> None:
+    """Give each buffer memory of its own: torch traces no change of an input that shares memory with another one.
+
+    Where the change of one would be seen in the other, the step is refused: by `refuse_hidden_changes` before, or by
+    `refuse_shared_memory` behind this.
+    """
+    seen = {torch_private.storage_key(tensor) for tensor in program.parameters()}
+    for name in program.graph_signature.inputs_to_buffers.values():
+        tensors = program.state_dict if name in program.state_dict else program.constants
+        tensor = tensors[name]
+        if torch_private.storage_key(tensor) in seen:
+            tensors[name] = torch_private.empty_like_on(tensor, tensor.device, torch_private.mode_of(tensor))
+        seen.add(torch_private.storage_key(tensor))
+
+
+def _forget_disabled(graph: fx.Graph) -> None:
+    """Remove what dynamo, which has no part here, notes on inputs: a tensor of constants that is made inside activation
+    checkpointing has other notes in the second trace, and torch asserts that they are equal."""
+    for node in graph.find_nodes(op="placeholder"):
+        noted = node.meta.get("custom") or {}
+        node.meta["custom"] = {key: value for key, value in noted.items() if not key.startswith("_torchdynamo_disable")}
+
+
+def _detach_views(graph: fx.Graph, is_without_gradient: Callable[[fx.Node], bool]) -> None:
+    """Detach what is viewed where gradients are off: where a tensor was changed, the second trace makes its views anew
+    at each of their uses, which gradients reach."""
+    for node in list(graph.nodes):
+        if torch_private.is_operator(node.target) and is_without_gradient(node):
+            for at in torch_private.shared_operands(node.target):
+                operand = node.args[at] if at < len(node.args) else None
+                if isinstance(operand, fx.Node) and not torch_private.changes_operands(node.target):
+                    with graph.inserting_before(node):
+                        node.replace_input_with(operand, _added(graph, node, aten.detach.default, (operand,), {}))
+
+
+def _match_copies(graph: fx.Graph) -> None:
+    """Give what is copied into a tensor the shape and dtype of that tensor: the second trace takes the one for the
+    other, and would compute with a smaller tensor."""
+    for node in graph.find_nodes(op="call_function", target=aten.copy_.default):
+        into, source = node.args[0], node.args[1]
+        with graph.inserting_before(node):
+            if source.meta["val"].dtype != into.meta["val"].dtype:
+                cast = {"dtype": into.meta["val"].dtype}
+                source = _added(graph, node, aten._to_copy.default, (source,), cast)
+            if source.meta["val"].shape != into.meta["val"].shape:
+                source = _added(graph, node, aten.expand_as.default, (source, into), {})
+        node.args = (into, source, *node.args[2:])
+
+
+def _added(graph: fx.Graph, copy: fx.Node, operator: Any, args: tuple[fx.Node, ...], kwargs: dict[str, Any]) -> fx.Node:
+    """Insert an operator in front of ``copy``, with the annotations of that."""
+    made = graph.call_function(operator, args, kwargs)
+    with torch.no_grad():
+        made.meta = {**copy.meta, "val": operator(*(arg.meta["val"] for arg in args), **kwargs)}
+    return made

@@ -1,0 +1,175 @@
+"""Tensors that lie in the same memory though no schema says so: what is changed by one name and read by another.
+
+A composite operator that has a rule stays whole in a graph, and may give its operand itself or a view of it, as
+``einsum("ij->ji", x)`` does. Graphs take its result for a new tensor, so that a change in place of one of the two would
+be lost for the other.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations
+from typing import Any
+
+from torch import Tensor, fx
+
+from shardwright.common import torch_private
+from shardwright.compiler.capture.functional.decompositions import is_decomposed
+from shardwright.compiler.rules.table import Column, column, row_of
+from shardwright.errors import CaptureError
+
+# The operands that operators change which say so by an argument, and where that stands.
+_CHANGED_IF: Column[tuple[int, tuple[int, ...]]] = column(("batch_norm", (5, (3, 4))))
+
+
+def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) -> None:
+    """Raises `CaptureError` where a tensor is changed in place and then read by a name of which that is not known.
+
+    Args:
+        source_of: where the user calls an operator.
+    """
+    nodes = list(graph.nodes)
+    changes = [(at, changed) for at, node in enumerate(nodes) for changed in changed_by(node)]
+    if not changes:
+        return
+    _refuse_one_memory(nodes, changes, source_of)
+    groups, storages = _known_groups(nodes), _by_storage(nodes)
+    places = {node: at for at, node in enumerate(nodes)}
+    last_reads = {operand: at for at, node in enumerate(nodes) for operand in node.all_input_nodes}
+    for at, changed in changes:
+        for other in storages.get(_storage(changed), ()):
+            lives_on = (other.op == "placeholder" and other.users) or last_reads.get(other, -1) > at
+            was_there = places[other] < at  # what is made later is made of the new values
+            if groups[other] is not groups[changed] and was_there and lives_on:
+                hiding = max(_made_by(changed, groups), _made_by(other, groups), key=nodes.index)
+                raise _error(nodes[at], hiding, source_of)
+
+
+def _refuse_one_memory(
+    nodes: Sequence[fx.Node], changes: Sequence[tuple[int, fx.Node]], source_of: Callable[[fx.Node], str]
+) -> None:
+    """Refuse an operator that changes several tensors where one sees the change of another.
+
+    A graph has a result for each of them, made of what they all were before.
+    """
+    counts = Counter(nodes[at] for at, _ in changes)
+    for node, count in counts.items():
+        if count > 1 and _sees_changes(node):
+            raise CaptureError(
+                f"{node.target} changes {count} tensors, and one of them is changed or read as another one is, at "
+                f"{source_of(node)}\nChange them one after the other."
+            )
+
+
+def _sees_changes(node: fx.Node) -> bool:
+    """Whether an operator changes or reads in one place of its lists what it changes in another."""
+    lying: defaultdict[object, list[tuple[int, Tensor, bool]]] = defaultdict(list)
+    operands = [(place, of, True) for place, of in enumerate(changed_by(node))]
+    for place, of, changes in [*operands, *((place, of, False) for place, of in _read_by(node))]:
+        if (key := _storage(of)) is not None:
+            lying[key].append((place, of.meta["val"], changes))
+    pairs = (pair for together in lying.values() for pair in combinations(together, 2))
+    return any(  # where a tensor lies is asked of these alone: sizes that are open are decided by that
+        (changes or other_changes) and place != other_place and meet(span(one), span(other))
+        for (place, one, changes), (other_place, other, other_changes) in pairs
+    )
+
+
+def changed_by(node: fx.Node) -> Iterator[fx.Node]:
+    """The tensors whose values an operator changes in place."""
+    for at, name in _changed_at(node):
+        yield from _nodes(node.args[at] if at < len(node.args) else node.kwargs.get(name))
+
+
+def _read_by(node: fx.Node) -> Iterator[tuple[int, fx.Node]]:
+    """The other tensors that an operator takes, with their places in lists; -1 is of no list, and read for all."""
+    positions, names = {at for at, _ in _changed_at(node)}, {name for _, name in _changed_at(node)}
+    given = [arg for at, arg in enumerate(node.args) if at not in positions]
+    for arg in [*given, *(arg for name, arg in node.kwargs.items() if name not in names)]:
+        in_list = isinstance(arg, (list, tuple))
+        yield from ((place if in_list else -1, of) for place, of in enumerate(_nodes(arg)))
+
+
+def _changed_at(node: fx.Node) -> Sequence[tuple[int, str]]:
+    """Position and name of each operand that an operator changes in place."""
+    if node.op != "call_function" or not torch_private.is_operator(node.target):
+        return ()
+    hidden = _CHANGED_IF.of(str(node.target))
+    if hidden is not None:
+        flag, positions = hidden
+        return [(at, "") for at in positions] if node.args[flag] else ()
+    return torch_private.written_operands(node.target) if row_of(str(node.target)).identity != "always" else ()
+
+
+def _made_by(node: fx.Node, groups: Mapping[fx.Node, set[fx.Node]]) -> fx.Node:
+    """The node that made the tensor of which ``node`` is a view, as far as that is known."""
+    known = [operand for operand in node.all_input_nodes if operand in groups[node]]
+    return _made_by(known[0], groups) if known else node
+
+
+def _error(node: fx.Node, hiding: fx.Node, source_of: Callable[[fx.Node], str]) -> CaptureError:
+    why = (
+        f"{hiding.target} gave its operand itself or a view of it, at {source_of(hiding)}; write .clone() behind that, "
+        "or compute a new tensor in place of the change."
+    )
+    if hiding.op == "placeholder":
+        why = "It, or the module that has it, is registered twice in the model; keep it under one name alone."
+    return CaptureError(f"{node.target} changes a tensor in place that has another name, at {source_of(node)}\n{why}")
+
+
+def _by_storage(nodes: Sequence[fx.Node]) -> Mapping[object, Sequence[fx.Node]]:
+    found = defaultdict(list)
+    for node in nodes:
+        if (key := _storage(node)) is not None:
+            found[key].append(node)
+    return found
+
+
+def _storage(node: fx.Node) -> object:
+    """The memory of the tensor that a node gives; None of what is none, and of tensors inside of vmap."""
+    value = node.meta.get("val")
+    try:
+        return torch_private.storage_key(value) if isinstance(value, Tensor) else None
+    except NotImplementedError:
+        return None
+
+
+def _nodes(args: Any) -> list[fx.Node]:
+    given = args if isinstance(args, (list, tuple)) else [args]
+    return [arg for arg in given if isinstance(arg, fx.Node)]
+
+
+def _known_groups(nodes: Sequence[fx.Node]) -> Mapping[fx.Node, set[fx.Node]]:
+    """The nodes whose tensors are known to share memory, of each node those with itself."""
+    groups: dict[fx.Node, set[fx.Node]] = {}
+    for node in nodes:
+        groups[node] = {node}
+        for other in _known_to_share(node) if node.op == "call_function" else []:
+            together = groups[node] | groups[other]
+            groups.update(dict.fromkeys(together, together))
+    return groups
+
+
+def _known_to_share(node: fx.Node) -> list[fx.Node]:
+    """The operands in whose memory results of a node may lie, by what schemas say and decompositions show."""
+    if node.target is operator.getitem or not torch_private.is_operator(node.target):
+        return list(node.all_input_nodes)
+    if is_decomposed(node.target):
+        return list(node.all_input_nodes)
+    shared = torch_private.shared_operands(node.target)
+    named = list(node.kwargs.values()) if shared else []  # as out=
+    return _nodes(named) + [of for at in shared if at < len(node.args) for of in _nodes(node.args[at])]
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Return the first byte of a tensor, counted from the beginning of its storage, and the first byte behind it."""
+    begin = int(tensor.storage_offset())
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin * tensor.itemsize, (begin + int(last) + 1 if tensor.numel() else begin) * tensor.itemsize
+
+
+def meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
+    """Return whether two spans of one storage have a byte in common."""
+    return one[0] < other[1] and other[0] < one[1]

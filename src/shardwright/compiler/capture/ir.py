@@ -1,0 +1,162 @@
+"""The captured graph: operators at their semantic level, in order of execution, as one frozen value."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from shardwright.compiler.capture.tracing.outside.places import Place
+from shardwright.compiler.capture.tracing.values.checks import Check
+from shardwright.compiler.rules.notation import Operand
+
+ValueKind = Literal["parameter", "buffer", "input", "constant", "result"]
+Slices = tuple[int, ...]
+
+
+# What the program of a rank is written with beside its values, none of which has such a name.
+NAMES_OF_PROGRAMS = frozenset({
+    "torch", "aten", "ops", "kernels", "draws",
+    "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
+    "all_reduce_together", "all_gather_together",
+    "step", "parameters", "buffers", "inputs", "constants", "comm", "key", "device", "reduce_gradients", "again",
+    "later", "guard", "recomputed", "float", "complex", "slice",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Value:
+    """A tensor of the graph.
+
+    ``label`` is what a person calls it: the name of the parameter or buffer, the path of an input within the batch
+    (``0``, ``image``, ``1.mask``), or the name of the node that made it. ``needs_gradient`` says that the backward of
+    the loss comes to it (`shardwright.compiler.capture.reached`).
+    """
+
+    name: str
+    kind: ValueKind
+    label: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    needs_gradient: bool
+
+    @property
+    def bytes(self) -> int:
+        """The size of the whole tensor."""
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Pin:
+    """What the user demands of a node: slices per dim for operands and results; None where nothing is demanded."""
+
+    operands: tuple[Slices | None, ...]
+    results: tuple[Slices | None, ...]
+    source: str
+
+    def __str__(self) -> str:
+        return f"pinned at {self.source}"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One operator. ``args`` and ``kwargs`` hold `Operand` where the tensors of ``operands`` go."""
+
+    name: str
+    op: str  # "aten.linear.default": torch.ops.aten.linear.default
+    args: tuple[Any, ...]
+    kwargs: tuple[tuple[str, Any], ...]
+    operands: tuple[str, ...]  # names of values, in the order in which they appear in the arguments
+    results: tuple[str, ...]
+    scope: str  # module path, "layers.0.mlp"
+    source: str  # innermost frame outside torch, "model.py:41 in forward: x = self.up(x)"
+    pin: Pin | None = None
+
+    @cached_property
+    def call(self) -> str:
+        """Return the operator with its arguments as text, ``aten.sum.dim_IntList (%0, [1]) ()``: the same for nodes
+        that make the same of their operands alone.
+
+        The arguments themselves would not do as a key: 1, 1.0 and True are equal, and make others of a tensor.
+        """
+        return f"{self.op} {self.args} {self.kwargs}"
+
+
+@dataclass(frozen=True)
+class Capture:
+    """A model's training step as a graph: forward and loss.
+
+    ``constants`` are tensors that the model closes over. ``mutations`` maps a buffer's value to the value that it must
+    hold after the step. ``outputs`` are the loss, then the tensors of the auxiliary output in the order of
+    ``aux_spec`` (a pytree spec; None where the loss function returns the loss alone). ``frozen`` says where the plain
+    Python values stand that the step has read, ``outside`` where those constants stand that are no buffers, by name.
+    ``aux_with_gradient`` are those of ``aux`` of which plain PyTorch would know a gradient.
+    With ``checks`` the last of ``aux``, which ``aux_spec`` does not know, has a count for each that is 0 if it passes.
+    """
+
+    values: Mapping[str, Value]
+    nodes: tuple[Node, ...]
+    loss: str
+    aux: tuple[str, ...]
+    aux_spec: Any
+    mutations: Mapping[str, str]
+    constants: Mapping[str, torch.Tensor] = field(repr=False)
+    tied: Mapping[str, str]  # second name of a tied parameter or buffer -> its first name
+    key: str  # what the capture depends on beside the graph: training mode, autocast
+    frozen: tuple[Place, ...] = ()
+    outside: Mapping[str, Place] = field(default_factory=dict)
+    aux_with_gradient: frozenset[str] = frozenset()
+    checks: tuple[Check, ...] = ()
+
+    @property
+    def returned(self) -> tuple[str, ...]:
+        """Return the auxiliary outputs of the loss function, which are all but the counts of checks."""
+        return self.aux[:-1] if self.checks else self.aux
+
+    def of_kind(self, kind: ValueKind) -> tuple[Value, ...]:
+        """The values of one kind, in order."""
+        return self._by_kind.get(kind, ())
+
+    @cached_property
+    def _by_kind(self) -> Mapping[str, tuple[Value, ...]]:
+        kinds = dict.fromkeys(value.kind for value in self.values.values())
+        return {kind: tuple(value for value in self.values.values() if value.kind == kind) for kind in kinds}
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of the content of the graph, equal on every machine."""
+        text = hashlib.sha256()
+        for value in self.values.values():
+            text.update(f"{value}\n".encode())
+        for node in self.nodes:
+            pin = node.pin and (node.pin.operands, node.pin.results)  # its line may move
+            read = node.operands, node.results
+            text.update(f"{node.call} {node.name} {read} {node.scope!r} {pin}\n".encode())
+        text.update(f"{self.loss} {self.aux} {sorted(self.mutations.items())} {self.key} {self.checks}".encode())
+        return text.hexdigest()[:32]
+
+    def __str__(self) -> str:
+        leaves = [value for value in self.values.values() if value.kind != "result"]
+        lines = [f"{value.kind} %{value.name}: {value.label} {_fact(value)}" for value in leaves]
+        for node in self.nodes:
+            results = ", ".join(f"%{name} {_fact(self.values[name])}" for name in node.results)
+            args = ", ".join([_text(a, node) for a in node.args] + [f"{k}={_text(a, node)}" for k, a in node.kwargs])
+            lines.append(f"{results} = {node.op}({args})  # {node.scope} | {node.source}")
+        lines.append(f"loss %{self.loss}, aux {', '.join('%' + name for name in self.aux) or 'none'}")
+        return "\n".join(lines)
+
+
+def _fact(value: Value) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)}"
+
+
+def _text(arg: Any, node: Node) -> str:
+    if isinstance(arg, Operand):
+        return f"%{node.operands[arg.index]}"
+    if isinstance(arg, (tuple, list)):
+        return f"[{', '.join(_text(a, node) for a in arg)}]"
+    return str(arg)

@@ -1,0 +1,35 @@
+"""What every local program must fulfil, checked after each pass."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from shardwright.compiler.lower.program import LocalProgram
+from shardwright.compiler.plan.plan import Plan
+from shardwright.errors import LoweringError
+
+
+def check(program: LocalProgram, plan: Plan) -> None:
+    """Every variable is written once, before it is read; the collectives are the plan's.
+
+    Raises:
+        LoweringError: naming the variable, or the collectives that differ.
+    """
+    written = {*program.parameters, *program.buffers, *program.inputs, *program.constants}
+    for instruction in program.instructions:
+        for name in instruction.reads:
+            if name not in written:
+                raise LoweringError(f"{name} is read before it is written, in {instruction.text}")
+        for name in instruction.outputs:
+            if name in written:
+                raise LoweringError(f"{name} is written twice, the second time by {instruction.text}")
+            written.add(name)
+    missing = [value for value in plan.outputs if program.outputs.get(value) not in written]
+    if missing:
+        raise LoweringError(f"the outputs {missing} are never written")
+    ours = Counter(program.collectives())
+    planned = Counter((p.cause, p.direction, p.collective) for p in plan.collectives())
+    if ours != planned:
+        raise LoweringError(
+            f"collectives differ; only planned: {planned - ours}; only in the program: {ours - planned}"
+        )

@@ -1,0 +1,303 @@
+"""Passes over a local program."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Hashable, Sequence
+from typing import TypeVar
+
+from shardwright.compiler.lower.program import Instruction, LocalProgram, renamed
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.buckets import (
+    Entering,
+    Gathered,
+    in_buckets,
+    in_gathers,
+    in_repeated_gathers,
+    repeated_gather,
+    small_gather,
+)
+from shardwright.compiler.plan.pricing.memory import local_bytes
+from shardwright.distributed.gradients import BUCKET_BYTES
+
+T = TypeVar("T")
+_SMALL_BYTES = 1024  # of a sum that may be joined with others, and of what may be gathered with a question
+
+
+def join_buckets(
+    program: LocalProgram, limit_bytes: int = BUCKET_BYTES, first_bytes: int = BUCKET_BYTES
+) -> LocalProgram:
+    """Join the gradient reductions of replicated parameters into buckets.
+
+    Such a reduction is an ``enter`` step on a parameter: identity forward, all-reduce backward. Those over the same
+    axes and of one dtype, in the order in which the backward comes to them, share one function with one flat
+    all-reduce; large ones travel alone, since to join them costs a copy. A bucket stands where its first parameter is
+    needed; its backward begins its reduction as soon as all its gradients are there, while the rest of the backward
+    goes on to earlier layers. It is waited for in the backward of ``later``, with which the program begins: what is
+    made first is what autograd comes to last. The bucket that the backward fills first has ``first_bytes`` at most.
+
+    A single bucket behind which nothing is left of the backward is waited for at once, without ``later``.
+    """
+    parameters = set(program.parameters)
+    entering = [
+        instruction
+        for instruction in program.instructions
+        if instruction.step is not None and instruction.step.kind == "enter" and instruction.reads[0] in parameters
+    ]
+    if not entering:
+        return program
+    groups = in_buckets([_entering(instruction, program.mesh) for instruction in entering], limit_bytes, first_bytes)
+    ends = len(groups) == 1 and not _trained_before(entering[0], program)
+    buckets = {id(entering[members[0]]): _bucket([entering[i] for i in members], ends) for members in groups}
+    joined = {id(instruction) for instruction in entering}
+    instructions = [
+        buckets.get(id(instruction), instruction)
+        for instruction in program.instructions
+        if id(instruction) in buckets or id(instruction) not in joined
+    ]
+    later = [] if ends else [_later([instruction for instruction in instructions if instruction.kind == "bucket"])]
+    return dataclasses.replace(program, instructions=(*later, *_before_blocks(instructions)))
+
+
+def _trained_before(first: Instruction, program: LocalProgram) -> bool:
+    """Whether something of which the backward makes gradients comes before an instruction."""
+    before = program.instructions[: program.instructions.index(first)]
+    return any(name in program.parameters for instruction in before for name in instruction.reads)
+
+
+def _entering(instruction: Instruction, mesh: Mesh) -> Entering:
+    [(value, step)] = instruction.steps()
+    return Entering(instruction.reads[0], local_bytes(value, step.after, mesh), (step.axes, value.dtype))
+
+
+def _before_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
+    """Buckets, which read nothing but parameters, go before the blocks within which they stand: these run twice."""
+    found: list[Instruction] = []
+    inside: list[Instruction] = []  # the instructions of the block so far
+    for instruction in instructions:
+        if inside and instruction.block != inside[-1].block and instruction.kind != "bucket":
+            found += inside
+            inside = []
+        (inside if instruction.block else found).append(instruction)
+    return [*found, *inside]
+
+
+def _bucket(members: Sequence[Instruction], ends: bool) -> Instruction:
+    """The joined reductions; of parameters as ``later`` gives them unless the backward ``ends`` with this bucket."""
+    pairs = tuple(pair for member in members for pair in member.steps())
+    axes = pairs[0][1].axes
+    reads = tuple(member.reads[0] if ends else f"{member.outputs[0]}_late" for member in members)
+    named = ", ".join(f"{member.reads[0]}={name}" for member, name in zip(members, reads, strict=True))
+    outputs = tuple(member.outputs[0] for member in members)
+    return Instruction("bucket", outputs, reads, f"reduce_gradients(comm, {axes!r}, {named})", bucket=pairs)
+
+
+def _later(buckets: Sequence[Instruction]) -> Instruction:
+    """The parameters of all buckets, with which the program begins."""
+    reads = [tuple(value.name for value, _ in bucket.bucket) for bucket in buckets]
+    texts = (f"({', '.join(names)}{',' if len(names) == 1 else ''})" for names in reads)
+    outputs = tuple(name for bucket in buckets for name in bucket.reads)
+    return Instruction("later", outputs, tuple(name for names in reads for name in names), f"later({', '.join(texts)})")
+
+
+def ask_first(program: LocalProgram) -> LocalProgram:
+    """Gather small inputs, as labels, before all else.
+
+    Before the first collective of a step ranks ask each other what they were given, and what is small is gathered with
+    that question.
+    """
+    instructions = sorted(program.instructions, key=lambda instruction: not _is_small_input(instruction, program))
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+def _is_small_input(instruction: Instruction, program: LocalProgram) -> bool:
+    value, step, mesh = instruction.value, instruction.step, program.mesh
+    if value is None or step is None or step.kind != "all_gather" or instruction.again or instruction.block:
+        return False
+    of_all = mesh.extent(step.axes) == mesh.size > 1
+    return of_all and instruction.reads[0] in program.inputs and local_bytes(value, step.before, mesh) <= _SMALL_BYTES
+
+
+def sum_first(program: LocalProgram, plan: Plan) -> LocalProgram:
+    """Sum what a linear operator takes in place of what it gives, where the program returns that alone.
+
+    A sum over ranks that is divided by a count then need not wait for the count.
+    """
+    instructions = list(program.instructions)
+    outputs = dict(program.outputs)
+    for instruction in program.instructions:
+        if not _is_small_sum(instruction, program.mesh):
+            continue
+        (total,), (part,) = instruction.outputs, instruction.reads
+        maker = next((i for i in instructions if i.kind == "operator" and i.outputs == (part,)), None)
+        operand = None if maker is None else _passed_through(maker, instruction, plan)
+        readers = [i for i in instructions if {total, part} & {*i.reads} and i is not instruction]
+        if maker is None or operand is None or readers or part in outputs.values():
+            continue
+        instructions.remove(instruction)
+        at = instructions.index(maker)
+        earlier = dataclasses.replace(instruction, reads=(operand,), text=renamed(instruction.text, part, operand))
+        reads = tuple(total if name == operand else name for name in maker.reads)
+        after = dataclasses.replace(maker, reads=reads, text=renamed(maker.text, operand, total))
+        instructions[at : at + 1] = [earlier, after]
+        outputs = {value: part if variable == total else variable for value, variable in outputs.items()}
+    return dataclasses.replace(program, instructions=tuple(instructions), outputs=outputs)
+
+
+def _passed_through(maker: Instruction, instruction: Instruction, plan: Plan) -> str | None:
+    """The variable whose partial sums those of the result were, where it is as small and nothing else is trained."""
+    node, [(value, step)] = maker.node, instruction.steps()
+    if node is None:
+        return None
+    rule, values = plan.graph.rules[node.name], plan.capture.values
+    if len(rule.linear_operands) != 1 or {*plan.strategies[node.name].partial} != {*step.axes}:
+        return None
+    [index] = rule.linear_operands
+    taken, *others = [values[node.operands[index]], *(values[n] for i, n in enumerate(node.operands) if i != index)]
+    alike = (taken.shape, taken.dtype) == (value.shape, value.dtype) and maker.reads.count(maker.reads[index]) == 1
+    return maker.reads[index] if alike and not any(other.needs_gradient for other in others) else None
+
+
+def join_sums(program: LocalProgram) -> LocalProgram:
+    """Join small all-reduces over the same axes that are known when the first of them is needed.
+
+    The mean of a loss is a sum and a count, each of which would be waited for.
+    """
+    written = {name: at for at, instruction in enumerate(program.instructions) for name in instruction.outputs}
+    small = [at for at, instruction in enumerate(program.instructions) if _is_small_sum(instruction, program.mesh)]
+    joined: dict[int, list[Instruction]] = {}
+    taken: set[int] = set()
+    for at in small:
+        first = program.instructions[at]
+        members = [
+            other
+            for other in small
+            if other >= at
+            and other not in taken
+            and program.instructions[other].steps()[0][1].axes == first.steps()[0][1].axes
+            and written.get(program.instructions[other].reads[0], -1) < at
+        ]
+        if at not in taken and len(members) > 1:
+            joined[at] = [program.instructions[member] for member in members]
+            taken |= {*members}
+    instructions = [
+        _sum_of(joined[at]) if at in joined else instruction
+        for at, instruction in enumerate(program.instructions)
+        if at in joined or at not in taken
+    ]
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+def _is_small_sum(instruction: Instruction, mesh: Mesh) -> bool:
+    value, step = instruction.value, instruction.step
+    if value is None or step is None or step.kind != "all_reduce" or instruction.again:
+        return False
+    return mesh.extent(step.axes) > 1 and local_bytes(value, step.after, mesh) <= _SMALL_BYTES
+
+
+def _sum_of(members: Sequence[Instruction]) -> Instruction:
+    pairs = tuple(pair for member in members for pair in member.steps())
+    outputs, reads = (tuple(getattr(member, name)[0] for member in members) for name in ("outputs", "reads"))
+    text = f"all_reduce_together(comm, {pairs[0][1].axes!r}, {', '.join(reads)})"
+    return Instruction("joined", outputs, reads, text, bucket=pairs)
+
+
+_OF_REPLICA = re.compile(
+    r"kernels\.batch_norm_per_replica\((?P<given>.*), comm, (?P<axes>\(.*?\)), (?P<counts>\[.*\])\)"
+)
+
+
+def join_running_statistics(program: LocalProgram) -> LocalProgram:
+    """Sum the running statistics of batch norms at the end of the program, by one collective, where only those are
+    shared: nothing in the step waits for them, and so no rank for another."""
+    read = {name for instruction in program.instructions for name in instruction.reads}
+    instructions = list(program.instructions)
+    shares: dict[str, list[str]] = {}
+    for at, instruction in enumerate(instructions):
+        found = _OF_REPLICA.fullmatch(instruction.text)
+        running = instruction.outputs[3:]
+        if found is None or not instruction.internal[0] or instruction.block or read.intersection(running):
+            continue
+        text = f"kernels.batch_norm_of_replica({found['given']}, {found['counts']})"
+        instructions[at] = dataclasses.replace(instruction, text=text)
+        shares.setdefault(found["axes"], []).extend(running)
+    for axes, names in shares.items():
+        text = f"kernels.sum_in_place(comm, {axes}, {', '.join(names)})"
+        instructions.append(Instruction("in place", (), tuple(names), text))
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+def join_gathers(program: LocalProgram) -> LocalProgram:
+    """Join all-gathers of parameters that are stored split.
+
+    All parts are there before the program begins. Small parameters that are kept until the backward are gathered where
+    the first one is needed, all that are over the same axes, of one dtype and one adjoint; their gradients are added up
+    and scattered together when the backward has them all. Of parameters that the backward gathers again neighbours are,
+    as many as take no more memory than the largest collective does.
+    """
+    small = _found(program, _small_gather)
+    repeated = _found(program, _repeated_gather)
+    largest = max((collective.bytes for _, _, collective in program.collectives()), default=0)
+    between = _gathers_before(program, {id(instruction) for instruction, _ in (*small, *repeated)})
+    kinds = [((kind, between[id(instruction)]), instruction.steps()[0]) for instruction, kind in repeated]
+    groups = [[small[i][0] for i in members] for members in in_gathers([gathered for _, gathered in small])]
+    groups += [[repeated[i][0] for i in members] for members in in_repeated_gathers(kinds, program.mesh, largest)]
+    joined = [members for members in groups if len(members) > 1]
+    first = {id(members[0]): _gather_of(members) for members in joined}
+    others = {id(member) for members in joined for member in members[1:]}
+    instructions = [first.get(id(i), i) for i in program.instructions if id(i) not in others]
+    return dataclasses.replace(program, instructions=tuple(instructions))
+
+
+def _found(
+    program: LocalProgram, kind_of: Callable[[Instruction, LocalProgram], T | None]
+) -> list[tuple[Instruction, T]]:
+    """The gathers of parameters which may be joined with others, and of what kind they are."""
+    found = (
+        (instruction, kind_of(instruction, program)) for instruction in program.instructions if not instruction.block
+    )
+    return [(instruction, kind) for instruction, kind in found if kind is not None]
+
+
+def _gathers_before(program: LocalProgram, joining: Collection[int]) -> dict[int, int]:
+    """Before each of these, by identity, how many gathers of parameters there are that cannot be joined."""
+    found, count = {}, 0
+    for instruction in program.instructions:
+        if id(instruction) in joining:
+            found[id(instruction)] = count
+        elif any(step.kind == "all_gather" and value.kind == "parameter" for value, step in instruction.steps()):
+            count += 1
+    return found
+
+
+def _small_gather(instruction: Instruction, program: LocalProgram) -> Gathered | None:
+    value, step = instruction.value, instruction.step
+    if value is None or step is None or instruction.again or instruction.reads[0] not in program.parameters:
+        return None
+    return small_gather(value, step, program.mesh)
+
+
+def _repeated_gather(instruction: Instruction, program: LocalProgram) -> Hashable | None:
+    value, step = instruction.value, instruction.step
+    if value is None or step is None or not instruction.again or instruction.reads[0] not in program.parameters:
+        return None
+    if not instruction.notes_gathered:
+        return None
+    return repeated_gather(value, step, program.mesh)
+
+
+def _gather_of(members: Sequence[Instruction]) -> Instruction:
+    pairs = tuple(pair for member in members for pair in member.steps())
+    texts = []
+    for member, (value, step) in zip(members, pairs, strict=True):
+        how = {name: given for name, given in step.arguments(value.shape).items() if name not in ("axes", "adjoint")}
+        texts.append(f"({member.reads[0]}, {how!r})")
+    outputs, reads = (tuple(getattr(member, name)[0] for member in members) for name in ("outputs", "reads"))
+    axes, adjoint = pairs[0][1].axes, pairs[0][1].adjoint
+    text = f"all_gather_together(comm, {axes!r}, {adjoint!r}, {', '.join(texts)})"
+    if members[0].again:
+        names = tuple(value.label for value, _ in pairs)
+        text = f"again.together({text}, {names!r}, comm, {axes!r}, {', '.join(texts)})"
+    return Instruction("joined", outputs, reads, text, bucket=pairs, again=members[0].again)

@@ -1,0 +1,271 @@
+"""The local program: what one rank runs, as instructions and as the Python source that they print to.
+
+The source is not a picture of the program but the program: it is compiled and called. Each instruction is one
+assignment; its right-hand side calls a torch operator, a kernel, or a redistribution over some axes of the mesh.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Literal
+
+from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import Collective, Step
+
+INDENT = "    "
+_KEY = re.compile(r"\bkey\(\d")  # as `shardwright.compiler.lower.site.RandomKey` is written
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One line of the program, ``outputs = text``.
+
+    ``reads`` are the variables that ``text`` mentions. An operator has its ``node``; a redistribution its ``value``
+    and ``step``; a bucket joins the gradient reductions of several replicated parameters over the same axes:
+    ``bucket`` has the value and the step of each, as it has for small sums that are "joined". The program
+    begins with "later", in whose backward the gradients of all buckets are waited for. What is done "in place" has no
+    outputs: it ends what operators before it began, which say what it communicates. A "stretch" is a function of
+    several operators (`shardwright.runtime.compiled.stretches`).
+    """
+
+    kind: Literal["operator", "redistribution", "bucket", "later", "joined", "in place", "stretch"]
+    outputs: tuple[str, ...]
+    reads: tuple[str, ...]
+    text: str
+    node: Node | None = None
+    value: Value | None = None
+    step: Step | None = None
+    bucket: tuple[tuple[Value, Step], ...] = ()
+    internal: tuple[tuple[Collective, ...], tuple[Collective, ...]] = ((), ())  # forward and backward, of an operator
+    again: int = 0  # how often the backward repeats a redistribution, in place of keeping what it gathers
+    block: str = ""  # the module with which the backward computes it again
+    repeated: bool = False  # whether it then communicates again what it does forward
+    keeps: tuple[str, ...] = ()  # variables, of those that are gathered again, that its backward needs
+
+    @property
+    def notes_gathered(self) -> bool:
+        """Whether the outputs are what is gathered again: of several steps the last does all of them again."""
+        return bool(self.again) and self.text.startswith(("again(", "again.together("))
+
+    @property
+    def communicates(self) -> bool:
+        """Whether it may communicate, forward or backward; all ranks have it at the same place of their programs."""
+        return self.kind not in ("operator", "stretch") or self.internal != ((), ())
+
+    @property
+    def passes_on(self) -> bool:
+        """Whether the outputs are what is read, one by one."""
+        return self.kind in ("bucket", "later")
+
+    @property
+    def line(self) -> str:
+        """The assignment as Python; a variable is written once, so that no other of a program is the same."""
+        if not self.outputs:
+            return self.text
+        comma = "," if self.passes_on and len(self.outputs) == 1 else ""
+        return f"{', '.join(self.outputs)}{comma} = {self.text}"
+
+    def steps(self) -> tuple[tuple[Value, Step], ...]:
+        """The redistributions that this instruction performs, with the value that each moves."""
+        return ((self.value, self.step),) if self.value is not None and self.step is not None else self.bucket
+
+    def collectives(self, mesh: Mesh) -> list[tuple[str, str, Collective]]:
+        """What this instruction communicates, as (cause, direction, collective); a bucket's members singly."""
+        found = []
+        for value, step in self.steps():
+            forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
+            found += [(value.label, "forward", forward)] if forward else []
+            found += [(value.label, "backward", forward)] * (self.again + self.repeated) if forward else []
+            found += [(value.label, "backward", backward)] if backward and value.needs_gradient else []
+        if self.node is not None:
+            for direction, collectives in zip(("forward", "backward"), self.internal, strict=True):
+                found += [(self.node.name, direction, collective) for collective in collectives]
+            found += [(self.node.name, "backward", c) for c in self.internal[0] if self.repeated]
+        return found
+
+
+@dataclass(frozen=True)
+class ProgramBlock:
+    """Instructions that the backward runs again: a function beside the step, of what they read and do not make.
+
+    ``run`` is the variable that stands for one run of it.
+    """
+
+    function: str
+    run: str
+    module: str
+    instructions: tuple[Instruction, ...]
+    changed: frozenset[str]  # buffers, of which a copy is kept as they were
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """The variables that the block reads and does not make."""
+        return given_to(self.instructions)
+
+    @property
+    def call(self) -> str:
+        """The line under which the step has the block."""
+        given = ", ".join(f"{name}.clone()" if name in self.changed else name for name in self.given)
+        return f"with recomputed({self.function}, comm, key, device, [{given}]) as {self.run}:"
+
+    @property
+    def source(self) -> str:
+        """The function. What follows the last collective is computed as far as the backward needs it."""
+        arguments = ("comm", "key", "device", "enough", *self.given)
+        communicating = [at for at, i in enumerate(self.instructions, start=1) if i.repeated and i.communicates]
+        instructions = list(self.instructions)
+        instructions.insert(max(communicating, default=0), Instruction("in place", (), (), "enough()"))
+        return function_of(self.function, arguments, instructions, says=f"{self.module}, once more in the backward")
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """The program of one rank. Argument tuples hold value names in the order in which the program takes them."""
+
+    rank: int
+    mesh: Mesh
+    instructions: tuple[Instruction, ...]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    inputs: tuple[str, ...]
+    constants: tuple[str, ...]
+    outputs: Mapping[str, str]  # value name -> variable in which it leaves the program
+    loss: str
+    aux: tuple[str, ...]
+    mutations: Mapping[str, str]
+
+    def collectives(self) -> list[tuple[str, str, Collective]]:
+        """Every collective as (cause, direction, collective), those inside buckets singly, in order of the program."""
+        return [found for instruction in self.instructions for found in instruction.collectives(self.mesh)]
+
+    @cached_property
+    def blocks(self) -> dict[str, ProgramBlock]:
+        """What the backward runs again, by the path of the module."""
+        of: dict[str, list[Instruction]] = {}
+        taken = {name for instruction in self.instructions for name in (*instruction.outputs, *instruction.reads)}
+        for instruction in self.instructions:
+            if instruction.block:
+                of.setdefault(instruction.block, []).append(instruction)
+        found = {}
+        for number, (module, inside) in enumerate(of.items(), start=1):
+            function, run = unused(f"block_{number}", taken), unused(f"block_{number}_run", taken)
+            found[module] = ProgramBlock(function, run, module, tuple(inside), frozenset(self.mutations))
+        return found
+
+    @cached_property
+    def draws(self) -> bool:
+        """Whether the program draws random numbers: another run of it is then to draw others."""
+        return any(_KEY.search(instruction.text) for instruction in self.instructions)
+
+    @cached_property
+    def source(self) -> str:
+        """The program as Python."""
+        lines = [f'"""The step of rank {self.rank} of {self.mesh.size} on the mesh {self.mesh}."""', ""]
+        lines.append("def step(parameters, buffers, inputs, constants, comm, key, device, reduce_gradients):")
+        body = [_unpack(names, kind) for kind, names in self._arguments() if names]
+        last_reads, scope = self.last_reads(), None
+        gathered = [name for one in self.instructions if one.notes_gathered for name in one.outputs]
+        at = 0
+        for section in sections(self.instructions):
+            end = at + len(section)
+            block = self.blocks.get(section[0].block)
+            needed = sorted({gathered.index(name) for one in section for name in one.keeps})
+            body += [f"again.expect({needed})"] if needed else []
+            for number, instruction in enumerate(section, start=at):
+                here = instruction.node.scope if instruction.node is not None else scope
+                if here != scope:
+                    scope = here
+                    body.append(f"# {scope or 'loss function'}")
+                body += [block.call] if block and number == at else []
+                indent = INDENT if block else ""
+                body += [indent + line for line in _assignment(instruction, number, last_reads)]
+            left = ", ".join(name for one in section for name in one.outputs if last_reads[name] >= end)
+            body += [f"[{left}] = {block.run}.before([{left}])"] if block and left else []
+            body += [f"[{left}] = again.before({needed}, [{left}])"] if needed and left else []
+            at = end
+        loss = self.outputs[self.loss] if self.loss else None
+        body.append(f"return {loss}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}")
+        functions = "".join(f"\n\n{block.source}" for block in self.blocks.values())
+        return "\n".join(lines) + "\n" + textwrap.indent("\n".join(body), INDENT) + "\n" + functions
+
+    def _arguments(self) -> list[tuple[str, tuple[str, ...]]]:
+        return [
+            ("parameters", self.parameters),
+            ("buffers", self.buffers),
+            ("inputs", self.inputs),
+            ("constants", self.constants),
+        ]
+
+    def _outputs(self, values: Iterable[str]) -> str:
+        return "[" + ", ".join(self.outputs[value] for value in values) + "]"
+
+    def last_reads(self) -> dict[str, int]:
+        """Variable -> the instruction after which nothing reads it; outputs are read at the end."""
+        last = _last_reads(self.instructions)
+        last.update(dict.fromkeys(self.outputs.values(), len(self.instructions)))
+        return last
+
+
+def sections(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
+    """Return the instructions in sections: each block, what stands between blocks and collectives, and these singly."""
+    keys = ((one.block, at if one.communicates and not one.block else -1) for at, one in enumerate(instructions))
+    grouped = groupby(zip(keys, instructions, strict=True), key=lambda pair: pair[0])
+    return [[instruction for _, instruction in pairs] for _, pairs in grouped]
+
+
+def given_to(instructions: Sequence[Instruction]) -> tuple[str, ...]:
+    """The variables that instructions read and do not make."""
+    made = {name for instruction in instructions for name in instruction.outputs}
+    reads = dict.fromkeys(name for instruction in instructions for name in instruction.reads)
+    return tuple(name for name in reads if name not in made)
+
+
+def function_of(
+    name: str,
+    arguments: Sequence[str],
+    instructions: Sequence[Instruction],
+    results: Sequence[str] = (),
+    says: str = "",
+) -> str:
+    """Instructions as a function in Python, which returns some of their variables."""
+    last = _last_reads(instructions) | dict.fromkeys(results, len(instructions))
+    body = [line for at, instruction in enumerate(instructions) for line in _assignment(instruction, at, last)]
+    body += [f"return {', '.join(results)}"] if results else []
+    head = f"def {name}({', '.join(arguments)}):" + (f"  # {says}" if says else "")
+    return head + "\n" + textwrap.indent("\n".join(body), INDENT) + "\n"
+
+
+def unused(name: str, taken: Collection[str]) -> str:
+    """That name, or one like it that is not taken."""
+    while name in taken:
+        name = f"_{name}"
+    return name
+
+
+def renamed(text: str, old: str, new: str) -> str:
+    """A call with another variable in the place of one."""
+    function, bracket, arguments = text.partition("(")
+    return function + bracket + re.sub(rf"(?<![\w.']){re.escape(old)}(?![\w='])", new, arguments)
+
+
+def _unpack(names: tuple[str, ...], kind: str) -> str:
+    return f"{', '.join(names)}{',' if len(names) == 1 else ''} = {kind}"
+
+
+def _last_reads(instructions: Sequence[Instruction]) -> dict[str, int]:
+    return {
+        name: at for at, instruction in enumerate(instructions) for name in (*instruction.outputs, *instruction.reads)
+    }
+
+
+def _assignment(instruction: Instruction, at: int, last_reads: Mapping[str, int]) -> list[str]:
+    """An instruction as Python, and what then nothing reads any more."""
+    lines = [instruction.line]
+    dead = [name for name in dict.fromkeys([*instruction.reads, *instruction.outputs]) if last_reads[name] == at]
+    return [*lines, f"del {', '.join(dead)}"] if dead else lines

@@ -1,0 +1,379 @@
+"""The steps of a redistribution as differentiable functions, and what they communicate through.
+
+The functions read as a local program prints them:
+
+    x1 = all_gather(x, comm, dim=0, axes=("tp",), size=64, adjoint="reduce_scatter")
+
+``dim`` of global ``size`` is cut over ``within`` (major) and then over ``axes`` (minor), between multiples of
+``unit``. Uneven parts are padded inside the collective and nowhere else. Tensors of integers and bools pass through
+the same functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import lru_cache
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwright.compiler.mesh.layout import Split
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import FUNCTION_NAMES, Shape, Step
+from shardwright.errors import LoweringError
+
+Axes = tuple[str, ...]
+
+
+class Communicator(Protocol):
+    """What a rank talks to the others through.
+
+    A collective is among the ranks that differ on ``axes`` only. Rows and lists hold one tensor for each of them, in
+    rank order, all of one shape; tensors are contiguous. `compiler.mesh.processes` makes those of real ranks.
+    """
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def rank(self) -> int: ...
+
+    def prepare(self, axes_sets: Iterable[Axes]) -> None:
+        """Make ready to communicate over these sets of axes. All ranks call it together, with the same sets."""
+
+    def close(self) -> None:
+        """Give back what `prepare` took. All ranks call it, after the last collective."""
+
+    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
+        """A flat tensor, of the dtype and on the device of ``like``, where it is summed over the members quickest."""
+
+    def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
+        """The sum over the members, in place; returns its argument."""
+
+    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """The sums of small tensors, which may differ in dtype, as new tensors; the members wait once for all."""
+
+    def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
+        """Begin to sum over the members, in place; what is returned waits for the end.
+
+        Until then nobody reads or writes ``tensor``. All ranks begin what they begin in one order.
+        """
+
+    def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
+        """Every member's tensor, as the rows of a new one."""
+
+    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """What `all_gather` gives of each of several tensors of one dtype; the members wait once for all."""
+
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
+        """The sum over the members of the row that each of them has for this rank."""
+
+    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """What `reduce_scatter` gives of each of several tensors of one dtype; the members wait once for all."""
+
+    def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
+        """What every member has for this rank."""
+
+
+def gather_joined(comm: Communicator, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+    """`Communicator.all_gather_together` by way of a copy that has all, one behind the other."""
+    rows = comm.all_gather(torch.cat([x.reshape(-1) for x in tensors]), axes)
+    pieces = torch.split(rows, [x.numel() for x in tensors], 1)
+    return [piece.reshape(len(rows), *x.shape) for piece, x in zip(pieces, tensors, strict=True)]
+
+
+def reduce_scatter_joined(comm: Communicator, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+    """`Communicator.reduce_scatter_together` by way of a copy that has all, one behind the other."""
+    mine = comm.reduce_scatter(torch.cat([x.flatten(1) for x in tensors], 1), axes)
+    pieces = torch.split(mine, [x[0].numel() for x in tensors])
+    return [piece.view(x.shape[1:]) for piece, x in zip(pieces, tensors, strict=True)]
+
+
+class Cut(NamedTuple):
+    """A dim of global ``size`` that is cut over ``within`` and then over ``axes``, between multiples of ``unit``."""
+
+    dim: int
+    axes: Axes
+    size: int
+    within: Axes
+    unit: int
+
+    def parts(self, comm: Communicator) -> Parts:
+        return _parts(self, comm.mesh, comm.rank)
+
+
+class Parts(NamedTuple):
+    """The rows [start, stop) of every member, in rank order, counted from the first row that the group holds.
+
+    They are ``even`` where all members hold as many, one after the other in rank order.
+    """
+
+    ranges: tuple[tuple[int, int], ...]
+    mine: tuple[int, int]
+    widest: int
+    total: int
+    even: bool
+
+
+@lru_cache(maxsize=1 << 14)
+def _parts(cut: Cut, mesh: Mesh, rank: int) -> Parts:
+    """Return what each member holds of a dim.
+
+    Cached by frozen values of whole numbers and names, of which it is a function.
+    """
+    whole, split = Split(cut.within, cut.unit), Split(cut.within + cut.axes, cut.unit)
+    first, last = whole.bounds(cut.size, mesh, mesh.coordinates(rank))
+    ranges = {}
+    for member in mesh.group(rank, cut.axes):
+        start, stop = split.bounds(cut.size, mesh, mesh.coordinates(member))
+        ranges[member] = (start - first, stop - first)
+    widest = max(stop - start for start, stop in ranges.values())
+    even = [(i * widest, (i + 1) * widest) for i in range(len(ranges))] == list(ranges.values())
+    return Parts(tuple(ranges.values()), ranges[rank], widest, last - first, even)
+
+
+def narrow(x: Tensor, dim: int, rows: tuple[int, int]) -> Tensor:
+    return x.narrow(dim, rows[0], rows[1] - rows[0])
+
+
+def padded(x: Tensor, dim: int, rows: int) -> Tensor:
+    """A contiguous tensor with ``rows`` rows, the added ones zero."""
+    missing = rows - x.shape[dim]
+    if not missing:
+        return x.contiguous()
+    return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+
+
+def cut_up(x: Tensor, dim: int, parts: Parts) -> Tensor:
+    """What each member is to have of ``x``, padded, as the rows of a contiguous tensor: ``x`` itself, if need be."""
+    if parts.even:
+        apart = x.reshape(*x.shape[:dim], len(parts.ranges), parts.widest, *x.shape[dim + 1 :])
+        return apart.movedim(dim, 0).contiguous()
+    return torch.stack([padded(narrow(x, dim, rows), dim, parts.widest) for rows in parts.ranges])
+
+
+def put_together(everyone: Tensor, dim: int, parts: Parts) -> Tensor:
+    """What `_joined` makes of the rows of a tensor; even parts of dim 0 lie there as they shall.
+
+    Autograd is not to take it for a view, which a program could not write to.
+    """
+    if parts.even:
+        return everyone.movedim(0, dim).flatten(dim, dim + 1).contiguous().detach()
+    return _joined(everyone.unbind(), dim, parts)
+
+
+def _joined(pieces: Sequence[Tensor], dim: int, parts: Parts) -> Tensor:
+    """The members' padded pieces in the order of their rows, which is not rank order where a dim's axes are not."""
+    order = sorted(range(len(pieces)), key=lambda member: parts.ranges[member])
+    return torch.cat([narrow(pieces[m], dim, (0, parts.ranges[m][1] - parts.ranges[m][0])) for m in order], dim)
+
+
+def check_rows(x: Tensor, cut: Cut, rows: int, comm: Communicator) -> None:
+    if x.shape[cut.dim] != rows:
+        raise LoweringError(
+            f"rank {comm.rank} holds {x.shape[cut.dim]} rows of dim {cut.dim} where {rows} were expected: "
+            f"tensor of shape {tuple(x.shape)}, {cut} on the mesh {comm.mesh}"
+        )
+
+
+# The four exchanges, without autograd. None of them changes its argument.
+
+
+def _gather(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    parts = cut.parts(comm)
+    check_rows(x, cut, parts.mine[1] - parts.mine[0], comm)
+    return put_together(comm.all_gather(padded(x, cut.dim, parts.widest), cut.axes), cut.dim, parts)
+
+
+def take(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    """A copy: a view would keep the whole alive for as long as its part is needed."""
+    parts = cut.parts(comm)
+    check_rows(x, cut, parts.total, comm)
+    return narrow(x, cut.dim, parts.mine).clone(memory_format=torch.contiguous_format)
+
+
+def _scatter_sum(x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+    parts = cut.parts(comm)
+    check_rows(x, cut, parts.total, comm)
+    check_summable(x)
+    mine = comm.reduce_scatter(cut_up(x, cut.dim, parts), cut.axes)
+    return narrow(mine, cut.dim, (0, parts.mine[1] - parts.mine[0])).contiguous()
+
+
+def _exchange(x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor:
+    """Gather ``source`` and cut ``target`` at once."""
+    held, wanted = source.parts(comm), target.parts(comm)
+    check_rows(x, source, held.mine[1] - held.mine[0], comm)
+    check_rows(x, target, wanted.total, comm)
+    x = padded(x, source.dim, held.widest)
+    pieces = [padded(narrow(x, target.dim, rows), target.dim, wanted.widest) for rows in wanted.ranges]
+    whole = _joined(comm.all_to_all(pieces, source.axes), source.dim, held)
+    return narrow(whole, target.dim, (0, wanted.mine[1] - wanted.mine[0])).contiguous()
+
+
+def _summed(x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
+    """In a copy: others may read ``x`` too, and a gradient can be expanded or shared between branches."""
+    check_summable(x)
+    copy = comm.empty(x.numel(), x, axes).view(x.shape).detach()  # which autograd does not take for a view
+    return comm.all_reduce(copy.copy_(x), axes)
+
+
+def check_summable(x: Tensor) -> None:
+    if x.dtype == torch.bool:
+        raise LoweringError("a tensor of bools cannot be a partial sum; convert it to an integer type first")
+
+
+# Each of them as an autograd function. Nothing is saved for the backward but the numbers of the cut.
+
+
+class AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut, adjoint: str) -> Tensor:
+        ctx.comm, ctx.cut, ctx.adjoint = comm, cut, adjoint
+        return _gather(x, comm, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        adjoint = _scatter_sum if ctx.adjoint == "reduce_scatter" else take
+        return adjoint(gradient, ctx.comm, ctx.cut), None, None, None
+
+
+class Slice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+        ctx.comm, ctx.cut = comm, cut
+        return take(x, comm, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(gradient, ctx.comm, ctx.cut), None, None
+
+
+class ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, cut: Cut) -> Tensor:
+        ctx.comm, ctx.cut = comm, cut
+        return _scatter_sum(x, comm, cut)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _gather(gradient, ctx.comm, ctx.cut), None, None
+
+
+class AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, source: Cut, target: Cut) -> Tensor:
+        ctx.comm, ctx.source, ctx.target = comm, source, target
+        return _exchange(x, comm, source, target)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _exchange(gradient, ctx.comm, ctx.target, ctx.source), None, None, None
+
+
+class AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
+        return _summed(x, comm, axes)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return gradient, None, None
+
+
+class Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator, axes: Axes) -> Tensor:
+        ctx.comm, ctx.axes = comm, axes
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _summed(gradient, ctx.comm, ctx.axes), None, None
+
+
+# The functions that a local program calls.
+
+
+def _apply(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    result: Tensor = function.apply(*args)  # type: ignore[no-untyped-call]
+    return result
+
+
+def all_gather(
+    x: Tensor,
+    comm: Communicator,
+    *,
+    dim: int,
+    axes: Axes,
+    size: int,
+    within: Axes = (),
+    unit: int = 1,
+    adjoint: Literal["slice", "reduce_scatter"],
+) -> Tensor:
+    """Join the parts of ``dim`` along ``axes``. Backward: the slice of a whole gradient, or the sum of partial ones."""
+    return _apply(AllGather, x, comm, Cut(dim, axes, size, within, unit), adjoint)
+
+
+def local_slice(
+    x: Tensor, comm: Communicator, *, dim: int, axes: Axes, size: int, within: Axes = (), unit: int = 1
+) -> Tensor:
+    """This rank's part of ``dim``, as a copy. Backward: all-gather."""
+    return _apply(Slice, x, comm, Cut(dim, axes, size, within, unit))
+
+
+def reduce_scatter(
+    x: Tensor, comm: Communicator, *, dim: int, axes: Axes, size: int, within: Axes = (), unit: int = 1
+) -> Tensor:
+    """This rank's part of ``dim`` of the sum over ``axes``. Backward: all-gather."""
+    return _apply(ReduceScatter, x, comm, Cut(dim, axes, size, within, unit))
+
+
+def all_to_all(
+    x: Tensor,
+    comm: Communicator,
+    *,
+    dim: int,
+    to_dim: int,
+    axes: Axes,
+    size: int,
+    to_size: int,
+    within: Axes = (),
+    to_within: Axes = (),
+    unit: int = 1,
+    to_unit: int = 1,
+) -> Tensor:
+    """Join the parts of ``dim`` and cut ``to_dim`` instead. Backward: the same, the other way."""
+    source, target = Cut(dim, axes, size, within, unit), Cut(to_dim, axes, to_size, to_within, to_unit)
+    return _apply(AllToAll, x, comm, source, target)
+
+
+def all_reduce(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
+    """The sum over ``axes``, in a new tensor. Backward: nothing."""
+    return _apply(AllReduce, x, comm, axes)
+
+
+def enter(x: Tensor, comm: Communicator, *, axes: Axes) -> Tensor:
+    """A replicated value enters work that is split over ``axes``: unchanged. Backward: all-reduce."""
+    return _apply(Enter, x, comm, axes)
+
+
+_FUNCTIONS: dict[str, Callable[..., Tensor]] = {
+    function.__name__: function for function in (all_gather, local_slice, reduce_scatter, all_to_all, all_reduce, enter)
+}
+
+
+def apply_step(x: Tensor, step: Step, shape: Shape, comm: Communicator) -> Tensor:
+    """Perform one step of a redistribution on this rank's part of a tensor of global ``shape``.
+
+    Raises:
+        LoweringError: where the part has another shape than ``step.before`` says, or bools would be summed.
+    """
+    return _FUNCTIONS[FUNCTION_NAMES.get(step.kind, step.kind)](x, comm, **step.arguments(shape))

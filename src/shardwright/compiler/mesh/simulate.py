@@ -1,0 +1,298 @@
+"""Run every rank of a mesh in one process, deterministically.
+
+Each rank is a thread, and one thread runs at a time: rank 0 until its first collective, then rank 1, and so on. A
+collective is computed by the last of its members to come to it. Every run of a function is thus the same run, sums have
+one order, a deadlock is seen at once instead of after a timeout, and each rank has its own stream of the default
+random generator, which starts where the caller's stands, as in processes that are seeded alike.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import reduce
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from shardwright.compiler.mesh.collectives import Axes, gather_joined, reduce_scatter_joined
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import Collective, CollectiveKind
+from shardwright.errors import WorldError
+
+T = TypeVar("T")
+
+
+class _Abandoned(BaseException):
+    """Ends the thread of a rank because another rank failed; no ``except Exception`` of a rank stops it."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A rank's part in a collective: one tensor, or one for each member."""
+
+    kind: CollectiveKind
+    axes: Axes
+    group: tuple[int, ...]
+    tensors: list[Tensor]
+
+    @property
+    def signature(self) -> tuple[object, ...]:
+        """What the members of the group have to agree about."""
+        return self.kind, *((tensor.dtype, tensor.shape) for tensor in self.tensors)
+
+    def __str__(self) -> str:
+        tensors = " ".join(f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}" for t in self.tensors)
+        return f"{self.kind} over {', '.join(self.axes)} among ranks {list(self.group)} of {tensors}"
+
+
+class SimulatedCommunicator:
+    """The `Communicator` of one simulated rank. ``collectives`` are those that it took part in, in order."""
+
+    def __init__(self, mesh: Mesh, rank: int, wait: Callable[[int, _Call], list[Tensor]]) -> None:
+        self.mesh = mesh
+        self.rank = rank
+        self.collectives: list[Collective] = []
+        self._wait = wait
+
+    def prepare(self, axes_sets: Iterable[Axes]) -> None:
+        """Do nothing: simulated ranks are ready for all sets of axes."""
+
+    def close(self) -> None:
+        """Do nothing: simulated ranks hold nothing."""
+
+    def empty(self, numel: int, like: Tensor, axes: Axes) -> Tensor:
+        return like.new_empty(numel)
+
+    def all_reduce(self, tensor: Tensor, axes: Axes) -> Tensor:
+        return tensor.copy_(self._call("all_reduce", [tensor], axes)[0])
+
+    def all_reduce_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        """One after the other, as plans count them."""
+        return [self.all_reduce(tensor.clone(), axes) for tensor in tensors]
+
+    def start_all_reduce(self, tensor: Tensor, axes: Axes) -> Callable[[], None]:
+        """Until it is waited for, the tensor holds no numbers, so that whoever reads them is found out."""
+        summed = self.all_reduce(tensor, axes).clone()
+        if tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(torch.nan)
+
+        def finish() -> None:
+            with torch.no_grad():
+                tensor.copy_(summed)
+
+        return finish
+
+    def all_gather(self, tensor: Tensor, axes: Axes) -> Tensor:
+        return torch.stack(self._call("all_gather", [tensor], axes))
+
+    def all_gather_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        return gather_joined(self, tensors, axes)
+
+    def reduce_scatter(self, rows: Tensor, axes: Axes) -> Tensor:
+        return self._call("reduce_scatter", list(rows.unbind()), axes)[0]
+
+    def reduce_scatter_together(self, tensors: Sequence[Tensor], axes: Axes) -> list[Tensor]:
+        return reduce_scatter_joined(self, tensors, axes)
+
+    def all_to_all(self, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
+        return self._call("all_to_all", tensors, axes)
+
+    def _call(self, kind: CollectiveKind, tensors: list[Tensor], axes: Axes) -> list[Tensor]:
+        group = self.mesh.group(self.rank, axes)
+        if len(group) == 1:
+            return tensors
+        parts = len(group) if kind == "all_gather" else 1
+        self.collectives.append(Collective(kind, axes, parts * sum(tensor.nbytes for tensor in tensors)))
+        return self._wait(self.rank, _Call(kind, axes, group, [tensor.detach() for tensor in tensors]))
+
+
+def _taken() -> threading.Lock:
+    """A lock that one thread waits for and another releases: half the time of a semaphore."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
+@dataclass
+class _Rank:
+    """One rank: its thread, what it waits in, and what came of it."""
+
+    thread: threading.Thread
+    random_state: Tensor
+    go: threading.Lock = field(default_factory=_taken)
+    call: _Call | None = None  # the collective that it waits in
+    answer: list[Tensor] = field(default_factory=list)  # what the collective gave it
+    finished: bool = False
+    result: Any = None
+
+
+def simulate(mesh: Mesh, fn: Callable[[SimulatedCommunicator], T], *, timeout_s: float = 60) -> list[T]:
+    """Call ``fn(comm)`` for every rank of ``mesh`` and return the results in rank order.
+
+    The ranks run in the grad mode of the caller, whose random generator is left as it was. A backward that
+    communicates has to run inside ``fn``.
+
+    Raises:
+        WorldError: where ranks wait for each other for ever or call different collectives (the message says who
+            waits where), or where a rank neither ends nor comes to a collective within ``timeout_s`` seconds.
+        BaseException: whatever ``fn`` raised first, with a note that names the rank.
+    """
+    return _Simulation(mesh, fn, timeout_s).run()
+
+
+class _Simulation:
+    """Passes one turn from rank to rank. Only the thread that has the turn touches what is here.
+
+    The last rank to come to a collective computes it and goes on; the others become ready and follow in order.
+    """
+
+    def __init__(self, mesh: Mesh, fn: Callable[[SimulatedCommunicator], Any], timeout_s: float) -> None:
+        self.mesh = mesh
+        self.fn = fn
+        self.timeout_s = timeout_s
+        self.grad_enabled = torch.is_grad_enabled()
+        self.ranks = [
+            # Daemons: a rank that never comes back must not keep the process alive.
+            _Rank(threading.Thread(target=self._rank_main, args=(index,), daemon=True), torch.get_rng_state())
+            for index in range(mesh.size)
+        ]
+        self.ready = deque(range(mesh.size))
+        self.ended = _taken()  # released when a rank failed or no rank can go on
+        self.running = 0
+        self.turns = 0
+        self.error: BaseException | None = None
+        self.over = False
+
+    def run(self) -> list[Any]:
+        before = torch.get_rng_state()
+        try:
+            self._pass_turn()
+            self._wait_for_end()
+        finally:
+            self.over = True
+            for index, rank in enumerate(self.ranks):
+                stuck = index == self.running and rank.call is None and not rank.finished
+                if rank.thread.ident is not None and not stuck:
+                    rank.go.release()
+                    rank.thread.join()
+            torch.set_rng_state(before)
+        return [rank.result for rank in self.ranks]
+
+    def _wait_for_end(self) -> None:
+        turns = -1
+        while not self.ended.acquire(timeout=self.timeout_s):
+            if turns == self.turns:
+                raise WorldError(
+                    f"rank {self.running} neither ended nor came to a collective within {self.timeout_s} s:"
+                    f"{self._whereabouts()}"
+                )
+            turns = self.turns
+        if self.error is not None:
+            raise self.error
+        if not all(rank.finished for rank in self.ranks):
+            raise WorldError(f"the ranks wait for each other for ever:{self._whereabouts()}")
+
+    def _rank_main(self, index: int) -> None:
+        rank = self.ranks[index]
+        try:
+            with torch.set_grad_enabled(self.grad_enabled):
+                rank.result = self.fn(SimulatedCommunicator(self.mesh, index, self._call))
+        except _Abandoned:
+            return
+        except BaseException as error:
+            error.add_note(f"raised on simulated rank {index} of the mesh {self.mesh}")
+            self.error = error
+            self.ready.clear()
+        rank.finished = True
+        self._pass_turn()
+
+    def _pass_turn(self) -> None:
+        """Let the next rank go on that can. The caller touches nothing afterwards until it has the turn again."""
+        if self.over:
+            return
+        if not self.ready:
+            self.ended.release()
+            return
+        self.turns += 1
+        self.running = self.ready.popleft()
+        rank = self.ranks[self.running]
+        torch.set_rng_state(rank.random_state)
+        if rank.thread.ident is None:
+            rank.thread.start()
+        else:
+            rank.go.release()
+
+    def _call(self, index: int, call: _Call) -> list[Tensor]:
+        """In the thread of a rank: take part in a collective, and wait until it is done."""
+        rank = self.ranks[index]
+        if self.over or threading.current_thread() is not rank.thread:
+            raise WorldError(f"the communicator of simulated rank {index} works only inside the function that got it")
+        rank.call = call
+        if not self._complete(call):
+            rank.random_state = torch.get_rng_state()
+            self._pass_turn()
+            rank.go.acquire()
+            if self.over:
+                raise _Abandoned
+        return rank.answer
+
+    def _complete(self, call: _Call) -> bool:
+        """Compute the collective if all its members have come to it."""
+        calls = [
+            waiting for member in call.group if (waiting := self.ranks[member].call) and waiting.group == call.group
+        ]
+        if len(calls) < len(call.group):
+            return False
+        if len({waiting.signature for waiting in calls}) > 1:
+            raise WorldError(f"the ranks of one group call different collectives:{self._whereabouts()}")
+        with torch.no_grad():
+            answers = _ANSWERS[call.kind]([waiting.tensors for waiting in calls])
+        for member, answer in zip(call.group, answers, strict=True):
+            self.ranks[member].call, self.ranks[member].answer = None, answer
+        self.ready.extend(member for member in call.group if member != self.running)
+        return True
+
+    def _whereabouts(self) -> str:
+        def of(index: int, rank: _Rank) -> str:
+            if rank.finished:
+                return "has ended"
+            if rank.call is not None:
+                return f"waits in {rank.call}"
+            return "is running" if index == self.running else "is ready to go on"
+
+        return "".join(f"\n  rank {index} {of(index, rank)}" for index, rank in enumerate(self.ranks))
+
+
+# What each collective gives to its members, from what each brought. Nobody gets a tensor that another one holds and
+# may write to.
+
+Brought = list[list[Tensor]]
+
+
+def _all_reduced(brought: Brought) -> list[list[Tensor]]:
+    total = reduce(torch.add, [tensor for (tensor,) in brought])
+    return [[total] for _ in brought]  # every member copies it into its own tensor
+
+
+def _all_gathered(brought: Brought) -> list[list[Tensor]]:
+    return [[tensor.clone() for (tensor,) in brought] for _ in brought]
+
+
+def _reduce_scattered(brought: Brought) -> list[list[Tensor]]:
+    return [[reduce(torch.add, tensors)] for tensors in zip(*brought, strict=True)]
+
+
+def _exchanged(brought: Brought) -> list[list[Tensor]]:
+    return [[tensor.clone() for tensor in tensors] for tensors in zip(*brought, strict=True)]
+
+
+_ANSWERS: dict[CollectiveKind, Callable[[Brought], list[list[Tensor]]]] = {
+    "all_reduce": _all_reduced,
+    "all_gather": _all_gathered,
+    "reduce_scatter": _reduce_scattered,
+    "all_to_all": _exchanged,
+}

@@ -1,0 +1,185 @@
+"""The tensors of a model that is split: DTensors that plain tensors go together with, and that know every operator.
+
+A script's mask, its initial numbers or its average are plain tensors, which all ranks hold alike. Torch's DTensor takes
+none of them. Here each counts as replicated, as `torch.distributed.tensor.experimental.implicit_replication` has it,
+for the tensors of our models alone: parameters, their gradients, what optimizers keep for them, and what is made of
+these. Whether plain tensors that are written into one are alike on all ranks is compared when the model is next used.
+What torch knows no way to do on parts, such as a view that does not fit them, is done on the whole by every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial
+
+from shardwright.common import torch_private
+from shardwright.compiler.mesh.changed import keep_part, note_copy, note_plain
+from shardwright.compiler.mesh.dtensor import gathered, part_like, replicated
+from shardwright.errors import UsageError
+
+_GRADIENT: Any = Tensor.grad
+
+
+class SplitTensor(DTensor):
+    """A DTensor of a model that is split. `split_tensor` makes one."""
+
+    __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        call = _Call(func, args, dict(kwargs or {}))
+        if torch_private.writes_out(func) and not call.changes_partial:  # torch would give it another layout
+            return call.on_wholes()
+        try:
+            return call.on_parts()
+        except _NotOnPartsError:
+            pass
+        except (NotImplementedError, RuntimeError) as error:
+            if not torch_private.knows_no_split(error) or call.changes_partial:
+                raise
+        return call.on_wholes()
+
+    @property
+    def grad(self) -> Any:
+        """The gradient, a split tensor."""
+        return _GRADIENT.__get__(self)
+
+    @grad.setter
+    def grad(self, gradient: Any) -> None:
+        if isinstance(gradient, Tensor) and not isinstance(gradient, DTensor) and gradient.shape == self.shape:
+            note_plain("grad =", [gradient])
+            gradient = laid_out(gradient, self)
+        _GRADIENT.__set__(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        _GRADIENT.__delete__(self)
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refuse what torch refuses, in words that say what serves."""
+        raise UsageError(
+            f"a split tensor of shape {list(self.shape)} is no array of NumPy, as each rank holds a part; call "
+            "tensor.full_tensor().numpy() on every rank"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Files have a DTensor, which torch can load by itself."""
+        return torch_private.dtensor_of(self).__reduce_ex__(protocol)
+
+
+def split_tensor(tensor: DTensor) -> SplitTensor:
+    """Return a DTensor of this rank's part, without autograd, as one that goes together with plain tensors."""
+    found: SplitTensor = torch_private.dtensor_of(tensor, SplitTensor)
+    return found
+
+
+def laid_out(value: Tensor, own: DTensor) -> SplitTensor:
+    """Return ``value``, whole or a DTensor, laid out as ``own``, which has its shape. All ranks call it together."""
+    part = part_like(value, own)
+    return split_tensor(DTensor.from_local(part, own.device_mesh, own.placements, shape=own.shape, stride=own.stride()))
+
+
+class _NotOnPartsError(Exception):
+    """Torch has not done on parts what was asked."""
+
+
+class _Call:
+    """One operator that is called with tensors of a model that is split."""
+
+    def __init__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._operator, self._args, self._kwargs = operator, args, kwargs
+        tensors = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        self._mesh: DeviceMesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
+        self._plain = [t for t in tensors if not isinstance(t, DTensor) and t.ndim]
+        self._stand_ins: dict[int, tuple[Tensor, DTensor]] = {}  # by the id of what was given
+        self._changes = torch_private.changes_operands(operator)
+
+    @property
+    def changes_partial(self) -> bool:
+        """Return whether the operator changes an operand of which each rank holds an addend."""
+        leaves = torch_private.tree_leaves((self._args, self._kwargs)) if self._changes else []
+        placements = [placed for leaf in leaves if isinstance(leaf, DTensor) for placed in leaf.placements]
+        return any(isinstance(placed, Partial) for placed in placements)
+
+    def on_parts(self) -> Any:
+        """Return what torch's DTensors give."""
+        args, kwargs = torch_private.tree_map(self._stand_in, (self._args, self._kwargs))
+        result = self._operator(*args, **kwargs)
+        given = {id(stand_in): tensor for tensor, stand_in in self._stand_ins.values()}
+        if self._changes:
+            self._keep_layouts()
+        self._note_plain()
+        return torch_private.tree_map(lambda leaf: given.get(id(leaf)) if id(leaf) in given else _own(leaf), result)
+
+    def _keep_layouts(self) -> None:
+        """Let operands be laid out as those that stood for them are now, as by ``x.t_()``.
+
+        Raises:
+            _NotOnPartsError: where torch has worked on a copy in another layout, and gives that layout to the tensor.
+        """
+        split = [(tensor, made) for tensor, made in self._stand_ins.values() if isinstance(tensor, SplitTensor)]
+        if torch_private.changes_view(self._operator):
+            for tensor, made in split:
+                torch_private.keep_layout(tensor, made)
+        elif any(tensor.placements != made.placements for tensor, made in split):
+            if torch_private.takes_lists(self._operator):
+                raise UsageError(
+                    f"{self._operator} cannot change these tensors on the parts that ranks hold; change them one by one"
+                )
+            raise _NotOnPartsError
+
+    def _stand_in(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor) or (not isinstance(leaf, SplitTensor) and leaf.ndim == 0):
+            return leaf
+        if isinstance(leaf, DTensor) and not isinstance(leaf, SplitTensor):
+            return leaf
+        if id(leaf) not in self._stand_ins:
+            made = torch_private.dtensor_of(leaf) if isinstance(leaf, SplitTensor) else replicated(leaf, self._mesh)
+            torch_private.note_stands_for(made, leaf)
+            self._stand_ins[id(leaf)] = leaf, made
+        return self._stand_ins[id(leaf)][1]
+
+    def on_wholes(self) -> Any:
+        """Return what the operator gives on whole tensors, of which those that it changes keep their parts."""
+        wholes: dict[int, tuple[DTensor, Tensor]] = {}
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, DTensor):
+                return leaf
+            if id(leaf) not in wholes:
+                wholes[id(leaf)] = leaf, gathered(leaf)
+            return wholes[id(leaf)][1]
+
+        args, kwargs = torch_private.tree_map(whole, (self._args, self._kwargs))
+        result = self._operator(*args, **kwargs)
+        if self._changes:
+            for of, changed in wholes.values():
+                keep_part(torch_private.part_of(of), changed, of)
+            self._note_plain()
+        given = {id(changed): of for of, changed in wholes.values()}
+        plain = {id(tensor) for tensor in self._plain}
+        if torch_private.is_view(self._operator):
+            note_copy(self._args[0], self._operator, result)
+
+        def own(leaf: Any) -> Any:
+            if id(leaf) in given:
+                return given[id(leaf)]
+            if not isinstance(leaf, Tensor) or id(leaf) in plain:
+                return leaf
+            return split_tensor(replicated(leaf, self._mesh))
+
+        return torch_private.tree_map(own, result)
+
+    def _note_plain(self) -> None:
+        if self._changes and self._plain:
+            note_plain(f"{self._operator.overloadpacket.__name__}()", self._plain)
+
+
+def _own(leaf: Any) -> Any:
+    return split_tensor(leaf) if type(leaf) is DTensor else leaf

@@ -1,0 +1,105 @@
+"""Steps that several small tensors take at once: one collective, where each of them would be waited for.
+
+They read as a local program prints them:
+
+    b1, c1 = all_gather_together(comm, ("dp",), "slice", (b, {"dim": 0, "size": 8}), (c, {"dim": 0, "size": 6}))
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from shardwright.compiler.mesh.collectives import (
+    Axes,
+    Communicator,
+    Cut,
+    check_rows,
+    check_summable,
+    cut_up,
+    narrow,
+    padded,
+    put_together,
+    take,
+)
+
+
+class AllReduceTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, axes: Axes, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        for x in tensors:
+            check_summable(x)
+        return tuple(comm.all_reduce_together([x.contiguous() for x in tensors], axes))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        return None, None, *gradients
+
+
+class AllGatherTogether(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, comm: Communicator, cuts: Sequence[Cut], adjoint: str, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.cuts, ctx.adjoint = comm, cuts, adjoint
+        ctx.set_materialize_grads(False)
+        whole = _gather(tensors, comm, cuts)
+        ctx.shapes, ctx.like = [x.shape for x in whole], tensors[0]
+        return tuple(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        """One of which what was differentiated does not depend, on all ranks alike, has a place there, and no sum."""
+        adjoint = _scatter_sums if ctx.adjoint == "reduce_scatter" else _take
+        found = [ctx.like.new_zeros(shape) if x is None else x for x, shape in zip(gradients, ctx.shapes, strict=True)]
+        parts = adjoint(found, ctx.comm, ctx.cuts)
+        return None, None, None, *(part if x is not None else None for part, x in zip(parts, gradients, strict=True))
+
+
+def _gather(tensors: Sequence[Tensor], comm: Communicator, cuts: Sequence[Cut]) -> list[Tensor]:
+    parts = [cut.parts(comm) for cut in cuts]
+    for x, cut, of in zip(tensors, cuts, parts, strict=True):
+        check_rows(x, cut, of.mine[1] - of.mine[0], comm)
+    alike = [padded(x, cut.dim, of.widest) for x, cut, of in zip(tensors, cuts, parts, strict=True)]
+    everyones = comm.all_gather_together(alike, cuts[0].axes)
+    return [put_together(rows, cut.dim, of) for rows, cut, of in zip(everyones, cuts, parts, strict=True)]
+
+
+def _scatter_sums(gradients: Sequence[Tensor], comm: Communicator, cuts: Sequence[Cut]) -> list[Tensor]:
+    parts = [cut.parts(comm) for cut in cuts]
+    everyones = [cut_up(x, cut.dim, of) for x, cut, of in zip(gradients, cuts, parts, strict=True)]
+    mine = comm.reduce_scatter_together(everyones, cuts[0].axes)
+    return [
+        narrow(x, cut.dim, (0, of.mine[1] - of.mine[0])).contiguous()
+        for x, cut, of in zip(mine, cuts, parts, strict=True)
+    ]
+
+
+def _take(gradients: Sequence[Tensor], comm: Communicator, cuts: Sequence[Cut]) -> list[Tensor]:
+    return [take(x, comm, cut) for x, cut in zip(gradients, cuts, strict=True)]
+
+
+def all_reduce_together(comm: Communicator, axes: Axes, *tensors: Tensor) -> tuple[Tensor, ...]:
+    """The sum of each of some small tensors over ``axes``, in new tensors. Backward: nothing."""
+    sums: tuple[Tensor, ...] = AllReduceTogether.apply(comm, axes, *tensors)  # type: ignore[no-untyped-call]
+    return sums
+
+
+def all_gather_together(
+    comm: Communicator, axes: Axes, adjoint: Literal["slice", "reduce_scatter"], *tensors: tuple[Tensor, dict[str, Any]]
+) -> tuple[Tensor, ...]:
+    """`all_gather` of some small tensors of one dtype over ``axes``, each with the other arguments of its own."""
+    cuts = [_cut_of(axes, **how) for _, how in tensors]
+    parts = (tensor for tensor, _ in tensors)
+    found: tuple[Tensor, ...] = AllGatherTogether.apply(comm, cuts, adjoint, *parts)  # type: ignore[no-untyped-call]
+    return found
+
+
+def _cut_of(axes: Axes, dim: int, size: int, within: Axes = (), unit: int = 1) -> Cut:
+    return Cut(dim, axes, size, within, unit)

@@ -1,0 +1,264 @@
+"""The plan: a layout for every value and a strategy for every operator, as one frozen value.
+
+A plan is its decisions (`decided/decisions.py`) as people and jobs meet them: printed as tables (`explain.py`), written
+to a file and read back for the same graph, taken over for that graph at other sizes.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from shardwright.common.schema import SchemaError, checked, from_json
+from shardwright.common.system_errors import in_words
+from shardwright.common.whole_file import write_whole
+from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.mesh.layout import Layout, Split
+from shardwright.compiler.mesh.mesh import Axis, Link, Mesh
+from shardwright.compiler.plan.decided.decisions import Decisions
+from shardwright.compiler.plan.decided.difference import difference
+from shardwright.compiler.plan.decided.holding import Held, Memory
+from shardwright.compiler.plan.explain import explain
+from shardwright.compiler.plan.possible import refuse_impossible
+from shardwright.compiler.plan.pricing.hardware import Hardware, read_hardware
+from shardwright.compiler.plan.pricing.optimizers import ADAMW, OptimizerStates
+from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.why import Why
+from shardwright.compiler.rules.notation import Strategy
+from shardwright.errors import PlanError, UsageError
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Plan(Decisions):
+    """Who computes what; prints itself, goes to a file as JSON, and fits other sizes."""
+
+    def __str__(self) -> str:
+        return explain(self)
+
+    @cached_property
+    def held(self) -> Held:
+        """The bytes that each device holds, by kind."""
+        return self.holding.held(self, self.optimizer)
+
+    @cached_property
+    def holding(self) -> Memory:
+        """What each device holds under these decisions, whichever modules are computed again."""
+        return Memory(self)
+
+    _of_any_recomputed = (*Decisions._of_any_recomputed, "holding")
+
+    def explain(self, name: str, hardware: Hardware | str | None = None) -> str:
+        """What the plan does with a module, an operator or a parameter, what that costs, and why it is so.
+
+        Args:
+            name: as ``model.named_modules()`` and ``model.named_parameters()`` have it, or of an operator, as
+                ``print(plan)`` shows it.
+            hardware: whose seconds; by default those of what the plan was priced with, which tell the truth about why.
+
+        Raises:
+            UsageError: where nothing has that name, with the names that are near.
+        """
+        return Why(self, read_hardware(hardware or self.hardware or "cpu")).answer(name)
+
+    def diff(self, other: Plan) -> str:
+        """What another plan of the same graph does otherwise, equal layers once.
+
+        Raises:
+            PlanError: where it is a plan of another graph.
+        """
+        _refuse_other_graph(_fingerprint(other.capture), _fingerprint(self.capture))
+        return difference(self, other)
+
+    def for_capture(self, capture: Capture) -> Plan:
+        """The same decisions for the same graph with other sizes or dtypes, such as a last batch that is smaller.
+
+        Raises:
+            PlanError: where the graph has other operators, or a strategy of this plan is impossible at those sizes.
+        """
+        graph = RuledGraph.of(capture)
+        theirs, ours = (_fingerprint(of)["operators"] for of in (self.capture, capture))
+        _refuse_other_graph({"operators": theirs}, {"operators": ours})
+        for node in capture.nodes:
+            before, after = self.graph.rules[node.name], graph.rules[node.name]
+            allowed = {after.factors[i].name for i in after.splittable}
+            used = {f.name for f, axes in zip(before.factors, self.strategies[node.name].axes, strict=True) if axes}
+            if [f.name for f in before.factors] != [f.name for f in after.factors] or not used <= allowed:
+                raise PlanError(f"the strategy of {node.name} is impossible at the sizes {after}")
+        return replace(self, graph=graph, cost=None, bound=None)
+
+    def to_json(self) -> str:
+        """The plan as JSON text; `Plan.from_json` reads it back for the same graph."""
+        document = {
+            "format": FORMAT,
+            "mode": self.mode,
+            "search": self.search,
+            "cost": self.cost,
+            "bound": self.bound,
+            "optimizer": asdict(self.optimizer),
+            "memory": self.memory,
+            "again": sorted(self.again),
+            "recomputed": sorted(self.recomputed),
+            "considered": list(self.considered),
+            "hardware": self.hardware and json.loads(self.hardware.to_json()),
+            "named_mesh": _mesh_to_json(self.named),
+            "mesh": _mesh_to_json(self.mesh),
+            "graph": _fingerprint(self.capture),
+            "strategies": {
+                name: {"axes": [list(a) for a in strategy.axes], "partial": list(strategy.partial)}
+                for name, strategy in self.strategies.items()
+            },
+            "leaves": {name: _layout_to_json(layout) for name, layout in self.leaves.items()},
+            "outputs": {name: _layout_to_json(layout) for name, layout in self.outputs.items()},
+        }
+        return json.dumps(document, indent=1)
+
+    @staticmethod
+    def from_json(text: str | bytes, graph: RuledGraph) -> Plan:
+        """Read a plan for this graph.
+
+        Raises:
+            PlanError: where the text is no plan, or was made for another graph; says what differs.
+        """
+        document = _read(text)
+        _refuse_other_graph(asdict(document.graph), _fingerprint(graph.capture))
+        try:
+            plan = Plan(
+                graph,
+                _mesh_from_json(document.mesh),
+                _mesh_from_json(document.named_mesh),
+                document.mode,
+                document.search,
+                document.strategies,
+                {name: _layout_from_json(layout) for name, layout in document.leaves.items()},
+                {name: _layout_from_json(layout) for name, layout in document.outputs.items()},
+                document.cost,
+                document.bound,
+                document.optimizer,
+                document.memory,
+                document.again,
+                document.considered,
+                _hardware_from_json(document.hardware),
+                document.recomputed,
+            )
+        except UsageError as error:
+            raise PlanError(f"this is not a plan as Plan.to_json writes it: {error}") from None
+        refuse_impossible(plan)
+        return plan
+
+    def save(self, path: str | Path) -> None:
+        """Write the plan to a file, whole or not at all.
+
+        Raises:
+            PlanError: where it cannot be written.
+        """
+        try:
+            write_whole(Path(path), lambda draft: draft.write_text(self.to_json() + "\n"))
+        except OSError as error:
+            raise PlanError(f"cannot write the plan {in_words(error, path)}") from error
+
+    @staticmethod
+    def load(path: str | Path, graph: RuledGraph) -> Plan:
+        """Read a plan from a file; raises as `from_json` does."""
+        try:
+            return Plan.from_json(Path(path).read_bytes(), graph)
+        except OSError as error:
+            raise PlanError(f"cannot read the plan {path}: {error.strerror}") from error
+        except PlanError as error:
+            raise PlanError(f"{path}: {error}") from error
+
+
+_Axis = tuple[str, int] | tuple[str, int, float, float]
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """A layout in a file: of every dim the axes and the unit."""
+
+    dims: tuple[tuple[tuple[str, ...], int], ...]
+    partial: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class _Graph:
+    """What a plan was made for; see `_fingerprint`."""
+
+    values: list[str]
+    operators: list[str]
+
+
+@dataclass(frozen=True)
+class _Document:
+    """What `Plan.to_json` writes; plans of earlier releases lack what has a default."""
+
+    format: int
+    mode: str
+    search: str
+    mesh: tuple[_Axis, ...]
+    named_mesh: tuple[_Axis, ...]
+    graph: _Graph
+    strategies: dict[str, Strategy]
+    leaves: dict[str, _Layout]
+    outputs: dict[str, _Layout]
+    cost: float | None = None
+    bound: float | None = None
+    optimizer: OptimizerStates = ADAMW
+    memory: int | None = None
+    again: frozenset[str] = frozenset()
+    considered: tuple[str, ...] = ()
+    hardware: dict[str, Any] | None = None
+    recomputed: frozenset[str] = frozenset()
+
+
+def _read(text: str | bytes) -> _Document:
+    try:
+        found = from_json(text, dict[str, Any])
+        if isinstance(number := found.get("format"), int) and number != FORMAT:
+            raise PlanError(f"the plan has format {number}, this release reads {FORMAT}; plan again")
+        return checked(found, _Document)
+    except SchemaError as error:
+        raise PlanError(f"this is not a plan as Plan.to_json writes it: {error}; plan again") from None
+
+
+def _fingerprint(capture: Capture) -> dict[str, list[str]]:
+    """What a plan depends on, in words that can be compared line by line."""
+    values = capture.values
+    return {
+        "values": [f"{v.kind} {v.name} {v.label} {list(v.shape)} {v.dtype}" for v in values.values()],
+        "operators": [f"{n.op}({', '.join(n.operands)}) -> {', '.join(n.results)}" for n in capture.nodes],
+    }
+
+
+def _refuse_other_graph(theirs: dict[str, list[str]], ours: dict[str, list[str]]) -> None:
+    for kind, mine in ours.items():
+        if len(theirs[kind]) != len(mine):
+            raise PlanError(f"the plan was made for {len(theirs[kind])} {kind}, the model has {len(mine)}; plan again")
+        for planned, actual in zip(theirs[kind], mine, strict=True):
+            if planned != actual:
+                raise PlanError(f"the plan was made for another model: it has {planned!r}, the model {actual!r}")
+
+
+def _mesh_to_json(mesh: Mesh) -> list[list[Any]]:
+    """Every axis as name, size and, where its link is known, latency and bandwidth."""
+    return [[a.name, a.size, *([a.link.latency_s, a.link.bandwidth] if a.link else [])] for a in mesh.axes]
+
+
+def _mesh_from_json(axes: tuple[_Axis, ...]) -> Mesh:
+    return Mesh(tuple(Axis(name, size, Link(*link) if link else None) for name, size, *link in axes))
+
+
+def _layout_to_json(layout: Layout) -> dict[str, Any]:
+    return {"dims": [[list(dim.axes), dim.unit] for dim in layout.dims], "partial": list(layout.partial)}
+
+
+def _layout_from_json(layout: _Layout) -> Layout:
+    return Layout(tuple(Split(axes, unit) for axes, unit in layout.dims), layout.partial)
+
+
+def _hardware_from_json(document: dict[str, Any] | None) -> Hardware | None:
+    """Return what the plan was priced with; plans of earlier releases do not say."""
+    return None if document is None else Hardware.from_json(json.dumps(document), "the hardware of the plan")

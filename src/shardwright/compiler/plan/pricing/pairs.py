@@ -1,0 +1,283 @@
+"""What it costs to bring a value from each of many layouts to each of many targets, all pairs at once.
+
+On three axes an operator has a hundred strategies, and a value ten thousand ways to one that reads it. Each pair is a
+number, made of which axes cut each dim that changes: numpy finds the different ones, `way_of` says what each of these
+communicates, and a collective is priced once for all ways that have one of as many bytes. Dims that stay as they are
+divide the bytes of all that moves.
+
+A pair with uneven parts, or whose axes stand in another order than the mesh's, is priced by its steps instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from shardwright.compiler.capture.ir import Value
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import (
+    Collective,
+    CollectiveKind,
+    Step,
+    copies,
+    enters,
+    moves_alone,
+    possible,
+    redistribute,
+)
+from shardwright.compiler.mesh.ways import Axes, Change, Part, Way, way_of
+from shardwright.compiler.plan.pricing.cost import Objective, largest_buffer, transfer_collectives
+from shardwright.compiler.plan.pricing.targets import Target
+from shardwright.distributed.gradients import BUCKET_BYTES
+
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+Costs = npt.NDArray[np.float64]
+
+# In the place of the number of a way: no steps lead from the layout to the target; the steps of this pair are asked.
+IMPOSSIBLE, BY_STEPS = -1, -2
+# A way is told by so many bits: on more axes, each pair is asked.
+MOST_AXES, BITS = 6, 62
+# As many parts of a way are priced together; the first of all is none.
+PARTS = 16
+
+
+@dataclass(frozen=True)
+class Moves:
+    """For each layout and target: whether it is possible, leaves a copy, sums nothing, and whether it sums a gradient
+    and does nothing else."""
+
+    possible: Flags
+    copies: Flags
+    alone: Flags
+    enters: Flags
+
+
+class Pairs:
+    """The ways on one mesh, at the prices of one objective."""
+
+    def __init__(self, objective: Objective, mesh: Mesh) -> None:
+        self._objective, self._mesh = objective, mesh
+        self._count = len(mesh.axes)
+        fast = self._count <= MOST_AXES and all(axis.size > 1 for axis in mesh.axes)
+        among = range(1 << self._count) if fast else range(0)
+        self._of_mask = [tuple(i for i in range(self._count) if mask >> i & 1) for mask in among]
+        self._named = [tuple(mesh.names[i] for i in axes) for axes in self._of_mask]
+        self._masks = {names: mask for mask, names in enumerate(self._named)}
+        self._extents = [mesh.extent(names) for names in self._named]
+        self._sizes = [axis.size for axis in mesh.axes]
+        self._numbers: dict[int, int] = {IMPOSSIBLE: IMPOSSIBLE, BY_STEPS: BY_STEPS}
+        self._parts: dict[tuple[CollectiveKind, int, int], int] = {}
+        self._kinds: list[tuple[CollectiveKind, int, int]] = [("all_reduce", 0, 1)]  # of no axes
+        # By the number of the way: its parts, forward and backward, and what a `Way` says.
+        self._forward = np.zeros((1024, PARTS), dtype=np.int32)
+        self._backward = np.zeros((1024, PARTS), dtype=np.int32)
+        self._flags = np.zeros((1024, 3), dtype=bool)
+        # Cached by all that `Objective.collective` and `Objective.transfer` are given; the mesh and the objective are
+        # those of this object.
+        self._prices: dict[Hashable, float] = {}
+        self._singly: dict[Hashable, float] = {}
+
+    def costs(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
+        """What each way costs; infinite where there is none."""
+        numbers, staying = self._look_up(value.shape, layouts, targets)
+        costs = np.full(numbers.shape, math.inf)
+        asked = numbers >= 0
+        different, which = _different(numbers[asked] << self._count | staying[asked])
+        costs[asked] = self._priced(different >> self._count, different & (1 << self._count) - 1, value)[which]
+        for i, j in np.argwhere(numbers == BY_STEPS).tolist():
+            costs[i, j] = self._alone(value, layouts[i], targets[j])
+        return costs
+
+    def buffers(self, value: Value, layouts: Sequence[Layout], targets: Sequence[Target]) -> Costs:
+        """The bytes of the largest buffer of a collective on each way; 0 where there is none."""
+        numbers, staying = self._look_up(value.shape, layouts, targets)
+        found = np.zeros(numbers.shape)
+        asked = numbers >= 0
+        sizes = np.array([value.bytes // extent for extent in self._extents], dtype=np.int64)
+        found[asked] = self._largest(numbers[asked], value, sizes[staying[asked]])
+        for i, j in np.argwhere(numbers == BY_STEPS).tolist():
+            steps = self._steps(value.shape, layouts[i], targets[j])
+            found[i, j] = largest_buffer(value, steps, transfer_collectives(value, steps, self._mesh))
+        return found
+
+    def _largest(self, ways: Numbers, value: Value, sizes: Numbers) -> Costs:
+        divisors = np.array([divisor if axes else math.inf for _, axes, divisor in self._kinds])
+        divided = divisors[self._forward[ways]].min(axis=1)
+        if value.needs_gradient:
+            divided = np.minimum(divided, divisors[self._backward[ways]].min(axis=1))
+        found = sizes // divided
+        if value.kind == "parameter":
+            enters = self._flags[ways, 2]
+            found[enters] = np.minimum(found[enters], BUCKET_BYTES)
+        return np.asarray(found)
+
+    def moves(self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]) -> Moves:
+        """What each way does to a value of this shape."""
+        numbers, _ = self._look_up(shape, layouts, targets)
+        flags = self._flags[np.maximum(numbers, 0)]
+        for i, j in np.argwhere(numbers == BY_STEPS).tolist():
+            steps = self._steps(shape, layouts[i], targets[j])
+            flags[i, j] = copies(steps), moves_alone(steps), enters(steps)
+        return Moves(numbers != IMPOSSIBLE, flags[:, :, 0], flags[:, :, 1], flags[:, :, 2])
+
+    # The numbers of ways
+
+    def _look_up(
+        self, shape: tuple[int, ...], layouts: Sequence[Layout], targets: Sequence[Target]
+    ) -> tuple[Numbers, Numbers]:
+        """The number of each way, and the axes of the dims that stay as they are."""
+        bits = 2 * self._count
+        source, even_source = self._encoded(shape, layouts)
+        to, even_to = self._encoded(shape, [target.layout for target in targets])
+        of_gradients = [self._masks.get(target.gradient_partial) for target in targets]
+        even_to &= np.array([mask is not None for mask in of_gradients], dtype=bool)
+        gradient = np.array([mask or 0 for mask in of_gradients], dtype=np.int64)
+        code = np.zeros((len(layouts), len(targets)), dtype=np.int64)
+        staying = np.zeros_like(code)
+        for dim in range(len(shape)):
+            a, b = source[:, dim, None], to[None, :, dim]
+            changed = a != b
+            code = np.where(changed, (code << bits) | (a << self._count) | b, code)
+            staying |= np.where(changed, 0, a)
+        partial, left = source[:, -1, None], to[None, :, -1]
+        code = (code << self._count | partial) << bits | left << self._count | gradient
+        code[(left & ~partial) != 0] = IMPOSSIBLE
+        self._ask_singly(code, layouts, targets, even_source[:, None] & even_to[None, :])
+        found, which = _different(code)
+        codes = found.tolist()
+        for code in codes:
+            if code not in self._numbers:
+                self._add(code)
+        numbers = np.array([self._numbers[code] for code in codes], dtype=np.int64)
+        return numbers[which], staying
+
+    def _ask_singly(self, code: Numbers, layouts: Sequence[Layout], targets: Sequence[Target], even: Flags) -> None:
+        """Mark the pairs whose codes say nothing."""
+        for i, j in np.argwhere(~even).tolist():
+            code[i, j] = BY_STEPS if possible(layouts[i], targets[j].layout) else IMPOSSIBLE
+
+    def _encoded(self, shape: tuple[int, ...], layouts: Sequence[Layout]) -> tuple[Numbers, Flags]:
+        """The axes that cut each dim and those of partial sums, and of which layouts they say everything."""
+        fits = self._masks and 2 * self._count * min(len(shape), 2 * self._count) + 3 * self._count <= BITS
+        rows = [self._row(shape, layout) if fits else None for layout in layouts]
+        nothing = [0] * (len(shape) + 1)
+        codes = np.array([nothing if row is None else row for row in rows], dtype=np.int64)
+        return codes.reshape(len(layouts), len(shape) + 1), np.array([row is not None for row in rows], dtype=bool)
+
+    def _row(self, shape: tuple[int, ...], layout: Layout) -> list[int] | None:
+        found = []
+        for size, dim in zip(shape, layout.dims, strict=True):
+            mask = self._masks.get(dim.axes)
+            if mask is None or dim.unit > 1 or not size or size % self._extents[mask]:
+                return None
+            found.append(mask)
+        partial = self._masks.get(layout.partial)
+        return None if partial is None else [*found, partial]
+
+    def _decoded(self, code: int) -> tuple[Way, list[int]]:
+        """The way of a code, and the axes of the mesh by their numbers in it."""
+        mask = (1 << self._count) - 1
+        sums = [code >> 2 * self._count & mask, code >> self._count & mask, code & mask]
+        code >>= 3 * self._count
+        dims = []
+        while code:
+            dims.append((code >> self._count & mask, code & mask))
+            code >>= 2 * self._count
+        number: dict[int, int] = {}
+
+        def renamed(of: int) -> Axes:
+            return tuple(number.setdefault(axis, len(number)) for axis in self._of_mask[of])
+
+        changed = tuple((renamed(before), renamed(after)) for before, after in reversed(dims))
+        change = Change(changed, *(tuple(sorted(renamed(of))) for of in sums))
+        return way_of(change, tuple(self._sizes[axis] for axis in number)), list(number)
+
+    def _add(self, code: int) -> None:
+        """Give the way of a code the next number."""
+        self._numbers[code] = number = len(self._numbers) - 2
+        way, axes = self._decoded(code)
+        if number == len(self._flags):
+            self._forward = np.concatenate([self._forward, np.zeros_like(self._forward)])
+            self._backward = np.concatenate([self._backward, np.zeros_like(self._backward)])
+            self._flags = np.concatenate([self._flags, np.zeros_like(self._flags)])
+        for rows, parts in ((self._forward, way.forward), (self._backward, way.backward)):
+            rows[number, : len(parts)] = [self._part(part, axes) for part in parts]
+        self._flags[number] = way.copies, way.alone, way.enters
+
+    def _part(self, part: Part, axes: Sequence[int]) -> int:
+        kind, along, divisor = part
+        key = kind, sum(1 << axes[i] for i in along), divisor
+        if key not in self._parts:
+            self._parts[key] = len(self._kinds)
+            self._kinds.append(key)
+        return self._parts[key]
+
+    # Prices
+
+    def _priced(self, ways: Numbers, staying: Numbers, value: Value) -> Costs:
+        """What ways cost for a value of which each leaves the dims over these axes as they are."""
+        costs = self._sums(self._forward[ways], staying, value.bytes)
+        if value.needs_gradient:
+            costs += self._sums(self._backward[ways], staying, value.bytes)
+            enters = self._flags[ways, 2] & (value.kind == "parameter")
+            if enters.any():  # such gradients share a few collectives
+                costs[enters] = self._sums(self._backward[ways[enters]], staying[enters], value.bytes, shared=True)
+        return costs
+
+    def _sums(self, parts: npt.NDArray[np.int32], staying: Numbers, size: int, *, shared: bool = False) -> Costs:
+        """What the parts of each way cost together, by the axes of the dims that stay as they are."""
+        kinds = len(self._kinds)
+        priced = staying[:, None] * kinds + parts
+        prices = np.zeros(len(self._extents) * kinds)
+        for at in _present(priced):
+            mask, part = divmod(at, kinds)
+            prices[at] = self._price(part, size // self._extents[mask], shared) if part else 0.0
+        return np.asarray(prices[priced].sum(axis=1))
+
+    def _price(self, part: int, size: int, shared: bool) -> float:
+        kind, mask, divisor = self._kinds[part]
+        key = kind, mask, size // divisor, shared
+        if key not in self._prices:
+            collective = Collective(kind, self._named[mask], size // divisor)
+            self._prices[key] = self._objective.collective(collective, self._mesh, shared=shared)
+        return self._prices[key]
+
+    def _alone(self, value: Value, layout: Layout, target: Target) -> float:
+        key = value.shape, value.dtype, value.needs_gradient, value.kind == "parameter", layout, target
+        if key not in self._singly:
+            steps = self._steps(value.shape, layout, target)
+            self._singly[key] = self._objective.transfer(value, steps, self._mesh)
+        return self._singly[key]
+
+    def _steps(self, shape: tuple[int, ...], layout: Layout, target: Target) -> tuple[Step, ...]:
+        return redistribute(layout, target.layout, target.gradient_partial, shape, self._mesh)
+
+
+def _present(numbers: npt.NDArray[np.signedinteger[Any]]) -> list[int]:
+    """Which numbers from 0 on there are, few of which are possible."""
+    found: list[int] = np.flatnonzero(np.bincount(numbers.ravel())).tolist()
+    return found
+
+
+def _different(numbers: Numbers) -> tuple[Numbers, Numbers]:
+    """The different ones of all numbers, and which of them each is: what `numpy.unique` takes longer for."""
+    ordered = np.sort(numbers, axis=None)
+    found = ordered[np.concatenate([[True], ordered[1:] != ordered[:-1]])[: len(ordered)]]
+    return found, np.searchsorted(found, numbers)
+
+
+@lru_cache(maxsize=8)
+def pairs_on(objective: Objective, mesh: Mesh) -> Pairs:
+    """The ways on a mesh at the prices of an objective, which searches share.
+
+    Cached by frozen values, all of which it is made of: equal objectives have equal prices.
+    """
+    return Pairs(objective, mesh)

@@ -1,0 +1,24 @@
+"""What a plan lets expect of a step, for those who watch the run and compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from shardwright.compiler.plan.decided.prices import Prices
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.hardware import Hardware
+
+
+def expected(plan: Plan, hardware: Hardware) -> dict[str, Any]:
+    """Seconds and bytes of a step on each device, under the names by which runs tell theirs."""
+    prices = Prices(plan, hardware)
+    return {
+        "mode": plan.mode,
+        "mesh": str(plan.named),
+        "hardware": hardware.name,
+        "seconds": prices.step_s,
+        "computing_s": prices.computing_s + prices.updating_s + hardware.around_s,
+        "communicating_s": prices.communicating_s - prices.hidden_s,
+        "sent_bytes": plan.moved_bytes(),
+        "held_bytes": plan.held.total,
+    }

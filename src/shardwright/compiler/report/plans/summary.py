@@ -1,0 +1,241 @@
+"""A plan in numbers, equal layers once: what the page prints, and what programs read as JSON.
+
+The keys of the JSON are the names of the fields here; docs/planning.md lists them. Seconds are of one step, forward and
+backward, and bytes are of one device.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.lower.liveness import peak_of
+from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.plan.decided.decisions import Decisions
+from shardwright.compiler.plan.decided.prices import Moved, Prices
+from shardwright.compiler.plan.decided.shown import joined, template
+from shardwright.compiler.plan.explain import search_of
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.cost import BACKWARD
+from shardwright.compiler.plan.pricing.hardware import Hardware
+
+Slices = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """How far the plan is above what no plan is below, in the unit of its search: "s" or "B"."""
+
+    unit: str
+    cost: float
+    bound: float
+    gap: float
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """Modules that differ in nothing but their numbers, and the operator that takes longest there."""
+
+    module: str
+    count: int
+    operator: str | None
+    operands: Slices
+    results: Slices
+    computing_s: float
+    communicating_s: float
+    sent_bytes: float
+    held_bytes: int
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """Equal operators of equal modules, on one line of the user's program. ``parts``: devices that share the work."""
+
+    operator: str
+    module: str
+    line: str
+    count: int
+    parts: int
+    computing_s: float
+    replicated_s: float  # what is lost where fewer devices than there are share the work
+    has_rule: bool
+
+
+@dataclass(frozen=True)
+class CollectiveRow:
+    """Equal communication of equal modules: of one value, or inside one operator."""
+
+    kinds: str
+    axes: str
+    cause: str
+    count: int
+    sent_bytes: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class PlanSummary:
+    """What a person asks first of a plan. Rows of modules stand in the order of the model, the others dearest first."""
+
+    mode: str
+    search: str
+    devices: int
+    mesh: dict[str, int]
+    hardware: str
+    step_s: float
+    computing_s: float
+    communicating_s: float
+    updating_s: float
+    hidden_s: float  # of communicating, behind computing
+    around_s: float  # beside all these
+    sent_bytes: float
+    held_bytes: dict[str, int]
+    peak_bytes: int  # alive at once at most, and where
+    peak_at: str
+    memory: int | None
+    optimizer: str
+    replicated_s: float
+    certificate: Certificate | None
+    recomputed: tuple[str, ...]  # the modules of whose inside nothing is kept
+    considered: tuple[str, ...]  # what was found on each mesh, where several were searched
+    modules: tuple[ModuleRow, ...] = field(repr=False)
+    operators: tuple[OperatorRow, ...] = field(repr=False)
+    collectives: tuple[CollectiveRow, ...] = field(repr=False)
+
+
+def plan_summary(plan: Plan, hardware: Hardware) -> PlanSummary:
+    """The numbers of a plan on ``hardware``."""
+    prices = Prices(plan, hardware)
+    operators = _operators(plan, prices)
+    peak = peak_of(plan, lower(plan, 0))
+    return PlanSummary(
+        plan.mode,
+        plan.search,
+        plan.mesh.size,
+        dict(plan.named.sizes),
+        hardware.name,
+        prices.step_s,
+        prices.computing_s,
+        prices.communicating_s,
+        prices.updating_s,
+        prices.hidden_s,
+        hardware.around_s,
+        plan.moved_bytes(),
+        {**dict(plan.held.kinds()), "total": plan.held.total},
+        peak.bytes,
+        f"{peak.direction} of {peak.at}",
+        plan.memory,
+        plan.optimizer.name,
+        sum(row.replicated_s for row in operators),
+        _certificate(plan),
+        tuple(sorted(plan.recomputed)),
+        tuple(plan.considered),
+        tuple(_modules(plan, prices)),
+        operators,
+        _collectives(plan, prices),
+    )
+
+
+def _certificate(plan: Decisions) -> Certificate | None:
+    if plan.cost is None or plan.bound is None or plan.gap is None:
+        return None
+    row = search_of(plan)
+    return Certificate(row.unit if row else "s", plan.cost, plan.bound, plan.gap)
+
+
+@dataclass
+class _Module:
+    nodes: list[Node] = field(default_factory=list)
+    moved: list[Moved] = field(default_factory=list)
+    computing_s: float = 0.0
+    held_bytes: int = 0
+
+
+def _modules(plan: Decisions, prices: Prices) -> Iterable[ModuleRow]:
+    """A row for modules that are alike in what their operators do and in what is communicated."""
+    modules: dict[str, _Module] = defaultdict(_Module)
+    for node in plan.capture.nodes:
+        modules[node.scope].nodes.append(node)
+        modules[node.scope].computing_s += prices.computes_s[node.name]
+    for moved in prices.moved:
+        modules[moved.module].moved.append(moved)
+    for value in plan.capture.of_kind("parameter"):
+        modules[value.label.rpartition(".")[0]].held_bytes += plan.bytes_of(value)
+    alike: dict[object, list[str]] = defaultdict(list)
+    for name, module in modules.items():
+        decided = tuple((node.op, plan.in_strategy(node), plan.out_strategy(node)) for node in module.nodes)
+        moves = tuple((moved.kinds, moved.axes, round(moved.bytes)) for moved in module.moved)
+        alike[template(name), decided, moves].append(name)
+    for names in alike.values():
+        yield _module_row(plan, prices, names, [modules[name] for name in names])
+
+
+def _module_row(plan: Decisions, prices: Prices, names: Sequence[str], modules: Sequence[_Module]) -> ModuleRow:
+    main = max(modules[0].nodes, key=lambda node: prices.computes_s[node.name], default=None)
+    moved = [each for module in modules for each in module.moved]
+    return ModuleRow(
+        joined(names),
+        len(names),
+        main.op if main else None,
+        plan.in_strategy(main) if main else (),
+        plan.out_strategy(main) if main else (),
+        sum(module.computing_s for module in modules),
+        sum(each.seconds for each in moved),
+        sum(each.bytes for each in moved),
+        sum(module.held_bytes for module in modules),
+    )
+
+
+def _operators(plan: Decisions, prices: Prices) -> tuple[OperatorRow, ...]:
+    alike: dict[tuple[str, str, str, int], list[Node]] = defaultdict(list)
+    for node in plan.capture.nodes:
+        parts = plan.mesh.extent(plan.strategies[node.name].used)
+        alike[node.op, template(node.scope), node.source.partition(" in ")[0], parts].append(node)
+    rows = [
+        OperatorRow(
+            op,
+            joined(list(dict.fromkeys(node.scope for node in nodes))),
+            line,
+            len(nodes),
+            parts,
+            sum(prices.computes_s[node.name] for node in nodes),
+            sum(_replicated_s(plan, prices, node, parts) for node in nodes),
+            plan.graph.rules[nodes[0].name].listed,
+        )
+        for (op, _, line, parts), nodes in alike.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.computing_s))
+
+
+def _replicated_s(plan: Decisions, prices: Prices, node: Node, parts: int) -> float:
+    """What an operator would take less, were its work shared by all devices."""
+    spent = prices.computes_s[node.name]
+    floor = prices.hardware.launch_s * (1 + BACKWARD * plan.graph.needs_gradient(node))
+    return spent - max(spent * parts / plan.mesh.size, min(floor, spent))
+
+
+def _collectives(plan: Decisions, prices: Prices) -> tuple[CollectiveRow, ...]:
+    operators = {node.name: node.op for node in plan.capture.nodes}
+    alike: dict[tuple[str, str, str], list[tuple[str, Moved]]] = defaultdict(list)
+    for moved in prices.moved:
+        of = operators[moved.cause] if moved.value is None else _cause(plan.capture.values[moved.value], moved)
+        alike[", ".join(moved.kinds), "·".join(moved.axes), template(of)].append((of, moved))
+    rows = [
+        CollectiveRow(
+            kinds,
+            axes,
+            joined(list(dict.fromkeys(of for of, _ in found))),
+            len(found),
+            sum(moved.bytes for _, moved in found),
+            sum(moved.seconds for _, moved in found),
+        )
+        for (kinds, axes, _), found in alike.items()
+    ]
+    return tuple(sorted(rows, key=lambda row: -row.seconds))
+
+
+def _cause(value: Value, moved: Moved) -> str:
+    """For what a value is communicated: a parameter by its name, any other by the module that makes it."""
+    return value.label if value.kind == "parameter" else moved.module

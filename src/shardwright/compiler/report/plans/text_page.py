@@ -1,0 +1,130 @@
+"""A plan on one page: what a step takes and each device holds, equal layers once, and what is dearest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from shardwright.common.words import in_bytes, in_time
+from shardwright.compiler.plan.decided.shown import in_tuples, short, table
+from shardwright.compiler.plan.explain import certificate, computed_again, holds
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.plan.pricing.hardware import Hardware
+from shardwright.compiler.report.plans.summary import ModuleRow, OperatorRow, PlanSummary, plan_summary
+
+MOST_LINES = 57  # what follows the page, such as the seconds of planning, takes three more
+FEWEST_MODULES, MOST_OPERATORS, MOST_COLLECTIVES, MOST_REPLICATED = 8, 6, 8, 4
+
+
+def plan_page(plan: Plan, hardware: Hardware) -> str:
+    """The page, whose seconds are those of ``hardware``; `explain` shows every operator and collective."""
+    summary = plan_summary(plan, hardware)
+    alive = f"at most {in_bytes(summary.peak_bytes)} are alive at once, in the {summary.peak_at}"
+    head = "\n".join(
+        [
+            *_head(summary),
+            f"each device holds {holds(plan, plan.held)}",
+            alive,
+            *computed_again(plan),
+            *certificate(plan),
+        ]
+    )
+    below = [_operators(summary), _collectives(summary), *_replicated(summary)]
+    taken = sum(len(part.splitlines()) + 1 for part in [head, *below])
+    most_modules = max(FEWEST_MODULES, MOST_LINES - taken - 3)  # beside the head of the table and what is left out
+    return "\n\n".join([head, _modules(summary, most_modules), *below])
+
+
+def _head(summary: PlanSummary) -> Iterator[str]:
+    hidden = f"; {in_time(summary.hidden_s)} of that at once" if summary.hidden_s else ""
+    around = f", {in_time(summary.around_s)} around these" if summary.around_s else ""
+    mesh = " ".join(f"{name}={size}" for name, size in summary.mesh.items())
+    yield f"plan: mode {summary.mode}, search {summary.search}, mesh {mesh}, {summary.devices} devices"
+    yield (
+        f"a step on {summary.hardware} takes {in_time(summary.step_s)}: {in_time(summary.computing_s)} computing, "
+        f"{in_time(summary.communicating_s)} communicating, {in_time(summary.updating_s)} updating parameters"
+        f"{around}{hidden}"
+    )
+    yield f"each device sends {in_bytes(summary.sent_bytes)} per step"
+
+
+def _modules(summary: PlanSummary, most: int) -> str:
+    """The dearest rows, in the order of the model."""
+    rows = summary.modules
+    spent = sorted((_spent(row) for row in rows), reverse=True)[:most]
+    shown = [row for row in rows if spent and _spent(row) >= spent[-1]][:most]
+    cells = [
+        (row.module, _strategy(row), *map(in_time, _times(row)), *map(in_bytes, (row.sent_bytes, row.held_bytes)))
+        for row in shown
+    ]
+    head = ("module", "what takes longest there: operands -> results", "computes", "communicates", "sends", "holds")
+    return table([head, *cells]) + _more(len(rows) - len(shown), "rows")
+
+
+def _times(row: ModuleRow) -> tuple[float, float]:
+    return row.computing_s, row.communicating_s
+
+
+def _spent(row: ModuleRow) -> float:
+    return sum(_times(row))
+
+
+def _strategy(row: ModuleRow) -> str:
+    return f"{short(row.operator)} {in_tuples(row.operands)} -> {in_tuples(row.results)}" if row.operator else "-"
+
+
+def _operators(summary: PlanSummary) -> str:
+    rows = summary.operators[:MOST_OPERATORS]
+    cells = [
+        (
+            short(row.operator),
+            row.module,
+            row.line or "-",
+            str(row.count),
+            _shared(row, summary),
+            in_time(row.computing_s),
+        )
+        for row in rows
+    ]
+    head = ("the dearest operators", "module", "line", "times", "shared by", "computes")
+    return table([head, *cells]) + _more(len(summary.operators) - len(rows), "kinds")
+
+
+def _shared(row: OperatorRow, summary: PlanSummary) -> str:
+    return f"{row.parts} of {summary.devices}"
+
+
+def _collectives(summary: PlanSummary) -> str:
+    found = summary.collectives[:MOST_COLLECTIVES]
+    rows = [
+        (row.kinds, row.axes, row.cause, str(row.count), in_bytes(row.sent_bytes), in_time(row.seconds))
+        for row in found
+    ]
+    head = ("the dearest collectives", "axes", "of", "times", "sent", "takes")
+    more = _more(len(summary.collectives) - len(rows), "kinds")
+    return table([head, *rows]) + more if rows else "no collectives"
+
+
+def _replicated(summary: PlanSummary) -> Iterator[str]:
+    """What several devices compute alike, and what that costs; and the operators that nobody knows how to split."""
+    rows = [row for row in sorted(summary.operators, key=lambda row: -row.replicated_s) if row.replicated_s > 0]
+    if rows:
+        part = summary.replicated_s / summary.step_s
+        lines = [
+            f"computed alike on several devices, which costs {in_time(summary.replicated_s)} ({part:.1%} of a step):"
+        ]
+        for row in rows[:MOST_REPLICATED]:
+            where = f"{short(row.operator)} in {row.module} ({row.line or 'no line'})"
+            lines.append(f"  {where}, shared by {_shared(row, summary)} devices: {in_time(row.replicated_s)}")
+        yield "\n".join(lines) + _more(len(rows) - MOST_REPLICATED, "kinds")
+    spent: dict[str, tuple[int, float]] = {}
+    for row in summary.operators:
+        if not row.has_rule:
+            times, seconds = spent.get(row.operator, (0, 0.0))
+            spent[row.operator] = times + row.count, seconds + row.computing_s
+    if spent:
+        each = (f"{op} ({times} times, {in_time(seconds)})" for op, (times, seconds) in spent.items())
+        yield f"without a rule, run whole on every device: {', '.join(each)}"
+
+
+def _more(number: int, what: str) -> str:
+    return f"\nand {number} {what} that take less" if number > 0 else ""

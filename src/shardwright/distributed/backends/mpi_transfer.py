@@ -1,0 +1,303 @@
+"""Collectives on CPU tensors by MPI, in place of the tensors' own memory: no copy is made of a contiguous tensor.
+
+Everything here is blocking: what is to be stepped through has ended already. Tensors are moved by the size of their
+elements, so that every dtype travels; they are reduced as what they are. MPI knows no bfloat16 and no float16: those
+are summed in float32, block by block, and rounded once at the end, so that the result is the nearest number to a sum in
+float32, on every rank the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from mpi4py import MPI
+from torch import Tensor
+
+from shardwright.distributed.backends.work import Steps
+from shardwright.errors import UsageError
+
+ReduceKind = dist.ReduceOp
+
+LARGEST_COUNT = 2**31 - 1  # MPI counts in C ints
+# Reductions go block by block. MPI holds a copy of what it reduces; one of 4 MiB stays in the cache and in the heap,
+# while one of 64 MiB is taken from the kernel anew at each call (the times stand in benchmarks/RESULTS.md).
+_BLOCK_BYTES = 4 << 20
+_WIDENED = (torch.float16, torch.bfloat16)
+
+_MOVED = {1: MPI.UINT8_T, 2: MPI.UINT16_T, 4: MPI.UINT32_T, 8: MPI.UINT64_T, 16: MPI.C_DOUBLE_COMPLEX}
+_INTEGERS = {
+    torch.int8: MPI.INT8_T, torch.int16: MPI.INT16_T, torch.int32: MPI.INT32_T, torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T, torch.uint16: MPI.UINT16_T, torch.uint32: MPI.UINT32_T, torch.uint64: MPI.UINT64_T,
+}  # fmt: skip
+_FLOATS = {torch.float32: MPI.FLOAT, torch.float64: MPI.DOUBLE}
+_COMPLEX = {torch.complex64: MPI.C_FLOAT_COMPLEX, torch.complex128: MPI.C_DOUBLE_COMPLEX}
+
+_SUMS = {ReduceKind.SUM: MPI.SUM, ReduceKind.AVG: MPI.SUM, ReduceKind.PRODUCT: MPI.PROD}
+_ARITHMETIC = _SUMS | {ReduceKind.MAX: MPI.MAX, ReduceKind.MIN: MPI.MIN}
+_BITWISE = {ReduceKind.BAND: MPI.BAND, ReduceKind.BOR: MPI.BOR, ReduceKind.BXOR: MPI.BXOR}
+# Of two truths the sum and the larger are "or", the product and the smaller are "and", as for NCCL.
+_LOGICAL = {
+    ReduceKind.SUM: MPI.LOR, ReduceKind.MAX: MPI.LOR, ReduceKind.BOR: MPI.LOR, ReduceKind.BXOR: MPI.LXOR,
+    ReduceKind.PRODUCT: MPI.LAND, ReduceKind.MIN: MPI.LAND, ReduceKind.BAND: MPI.LAND,
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """``kind`` on numbers of ``dtype`` among ``size`` ranks, in MPI's words. ``widened``: by way of float32."""
+
+    kind: Any
+    datatype: MPI.Datatype
+    op: MPI.Op
+    size: int
+    widened: bool
+
+    @classmethod
+    def of(cls, reduce_op: Any, dtype: torch.dtype, size: int) -> Reduction:
+        """Raises `UsageError` for a pair of operation and dtype that MPI and this backend have no meaning for."""
+        kind = getattr(reduce_op, "op", reduce_op)
+        widened = dtype in _WIDENED
+        if widened:
+            datatype, ops = MPI.FLOAT, _ARITHMETIC
+        elif dtype in _FLOATS:
+            datatype, ops = _FLOATS[dtype], _ARITHMETIC
+        elif dtype in _INTEGERS:
+            datatype, ops = (
+                _INTEGERS[dtype],
+                {k: op for k, op in (_ARITHMETIC | _BITWISE).items() if k != ReduceKind.AVG},
+            )
+        elif dtype == torch.bool:
+            datatype, ops = MPI.C_BOOL, _LOGICAL
+        elif dtype in _COMPLEX:
+            datatype, ops = _COMPLEX[dtype], _SUMS
+        else:
+            ops = {}
+        if kind not in ops:
+            known = f"for {dtype} it knows {', '.join(k.name for k in ops)}" if ops else f"it cannot reduce {dtype}"
+            raise UsageError(f"the mpi backend cannot reduce by {kind.name} on {dtype}; {known}")
+        return cls(kind, datatype, ops[kind], size, widened)
+
+    def block(self) -> int:
+        """Elements of `_BLOCK_BYTES`."""
+        return _BLOCK_BYTES // self.datatype.Get_size()
+
+    def finish(self, summed: Tensor) -> None:
+        if self.kind == ReduceKind.AVG:
+            summed.div_(self.size)
+
+
+class Transfer:
+    """The collectives of one communicator. ``largest_count`` is the most elements that one call of MPI may count."""
+
+    def __init__(self, comm: MPI.Comm, largest_count: int = LARGEST_COUNT) -> None:
+        self.comm, self.largest_count = comm, largest_count
+        self.rank: int = comm.Get_rank()
+        self.size: int = comm.Get_size()
+
+    def reduction(self, reduce_op: Any, tensor: Tensor) -> Reduction:
+        return Reduction.of(reduce_op, tensor.dtype, self.size)
+
+    def barrier(self) -> Steps:
+        self.comm.Barrier()
+        return ()
+
+    def all_reduce(self, tensor: Tensor, reduction: Reduction) -> Steps:
+        with _Whole(tensor, write=True) as flat:
+            for block in self._blocks(flat, reduction):
+                with _Wide(block, reduction.widened, read=True, write=True) as wide:
+                    self.comm.Allreduce(MPI.IN_PLACE, _numbers(wide, reduction), reduction.op)
+                    reduction.finish(wide)
+        return ()
+
+    def reduce(self, tensor: Tensor, root: int, reduction: Reduction) -> Steps:
+        """Into ``tensor`` of the root; that of another rank keeps its values."""
+        here = self.rank == root
+        with _Whole(tensor, write=here) as flat:
+            for block in self._blocks(flat, reduction):
+                with _Wide(block, reduction.widened, read=True, write=here) as wide:
+                    buffer = _numbers(wide, reduction)
+                    if not here:
+                        self.comm.Reduce(buffer, None, reduction.op, root)
+                        continue
+                    self.comm.Reduce(MPI.IN_PLACE, buffer, reduction.op, root)
+                    reduction.finish(wide)
+        return ()
+
+    def broadcast(self, tensor: Tensor, root: int) -> Steps:
+        with _Whole(tensor, write=self.rank != root) as flat:
+            for block in _cut(flat, self.largest_count):
+                self.comm.Bcast(_elements(block), root)
+        return ()
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> Steps:
+        """``output`` has the elements of ``tensor`` from every rank, in the order of the ranks."""
+        with _Whole(output, write=True) as flat, _Whole(tensor) as part:
+            rows = flat.view(self.size, part.numel())
+            if flat.numel() <= self.largest_count:
+                self.comm.Allgather(_elements(part), _elements(rows))
+                return ()
+            for columns in self._columns(part.numel()):
+                gathered = rows.new_empty(self.size, columns.stop - columns.start)
+                self.comm.Allgather(_elements(part[columns]), _elements(gathered))
+                rows[:, columns] = gathered
+        return ()
+
+    def all_gather_list(self, outputs: Sequence[Tensor], tensor: Tensor) -> Steps:
+        """The tensors of all ranks, which may differ in size."""
+        if len({output.numel() for output in outputs}) > 1:
+            for root, output in enumerate(outputs):
+                if root == self.rank:
+                    output.copy_(tensor)
+                self.broadcast(output, root)
+            return ()
+        with _Joined(outputs, write=True) as joined:
+            return self.all_gather(joined, tensor)
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduction: Reduction) -> Steps:
+        """``tensor`` has one part for every rank; this rank's, reduced over the ranks, goes to ``output``."""
+        with _Whole(output, write=True) as part, _Whole(tensor) as flat:
+            rows = flat.view(self.size, part.numel())
+            if flat.numel() <= self.largest_count and not reduction.widened:
+                self._reduce_scatter(part, rows, reduction)
+                return ()
+            for columns in self._columns(part.numel(), reduction.block() if reduction.widened else None):
+                with _Wide(part[columns], reduction.widened, write=True) as wide:
+                    self._reduce_scatter(wide, rows[:, columns].to(wide.dtype).contiguous(), reduction)
+        return ()
+
+    def _reduce_scatter(self, part: Tensor, rows: Tensor, reduction: Reduction) -> None:
+        self.comm.Reduce_scatter_block(_numbers(rows, reduction), _numbers(part, reduction), reduction.op)
+        reduction.finish(part)
+
+    def reduce_scatter_list(self, output: Tensor, tensors: Sequence[Tensor], reduction: Reduction) -> Steps:
+        """One tensor for every rank; they may differ in size."""
+        if len({tensor.numel() for tensor in tensors}) > 1:
+            for root, tensor in enumerate(tensors):
+                reduced = tensor.clone(memory_format=torch.contiguous_format)
+                self.reduce(reduced, root, reduction)
+                if root == self.rank:
+                    output.copy_(reduced.view_as(output))
+            return ()
+        with _Joined(tensors) as joined:
+            return self.reduce_scatter(output, joined, reduction)
+
+    def exchange(self, kind: str, outputs: Mapping[int, Tensor], inputs: Mapping[int, Tensor], root: int = 0) -> Steps:
+        """Send ``inputs[r]`` to rank r and receive ``outputs[r]`` from it: all-to-all, gather and scatter.
+
+        Every rank decides for itself what it sends, so that all must send one message for each that is awaited.
+        """
+        if self.rank in outputs:
+            outputs[self.rank].copy_(inputs[self.rank].view_as(outputs[self.rank]))
+        peers = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        received = {peer: outputs[peer].contiguous() for peer in peers if peer in outputs}
+        sent = {peer: inputs[peer].contiguous() for peer in peers if peer in inputs}
+        requests = [r for peer, tensor in received.items() for r in self.receive(tensor, peer, 0)]
+        requests += [r for peer, tensor in sent.items() for r in self.send(tensor, peer, 0)]
+        MPI.Request.Waitall(requests)
+        for peer, tensor in received.items():
+            if tensor is not outputs[peer]:
+                outputs[peer].copy_(tensor)
+        return ()
+
+    def send(self, tensor: Tensor, peer: int, tag: int) -> list[MPI.Request]:
+        """Of a contiguous tensor, which must live until the requests are done."""
+        return [self.comm.Isend(_elements(block), peer, tag) for block in self._messages(tensor)]
+
+    def receive(self, tensor: Tensor, peer: int, tag: int) -> list[MPI.Request]:
+        """Into a contiguous tensor."""
+        return [self.comm.Irecv(_elements(block), peer, tag) for block in self._messages(tensor)]
+
+    def _messages(self, tensor: Tensor) -> Iterator[Tensor]:
+        """An empty tensor is a message, too: somebody waits for it."""
+        return iter(_cut(tensor.view(-1), self.largest_count) or (tensor,))
+
+    def _blocks(self, flat: Tensor, reduction: Reduction) -> tuple[Tensor, ...]:
+        return _cut(flat, min(self.largest_count, reduction.block()))
+
+    def _columns(self, columns: int, most: int | None = None) -> Iterator[slice]:
+        width = max(1, min(self.largest_count // self.size, most or columns))
+        return (slice(start, min(start + width, columns)) for start in range(0, columns, width))
+
+
+def _cut(flat: Tensor, most: int) -> tuple[Tensor, ...]:
+    """In parts of at most ``most`` elements, none of them empty."""
+    return tuple(flat[start : start + most] for start in range(0, flat.numel(), most))
+
+
+def _numbers(tensor: Tensor, reduction: Reduction) -> list[Any]:
+    return [_memory(tensor), reduction.datatype]
+
+
+def _elements(tensor: Tensor) -> list[Any]:
+    return [_memory(tensor), _MOVED[tensor.element_size()]]
+
+
+def _memory(tensor: Tensor) -> MPI.buffer:
+    return MPI.buffer.fromaddress(tensor.data_ptr(), tensor.numel() * tensor.element_size())
+
+
+class _Whole:
+    """The elements of a tensor in order as one flat tensor: its own memory, or a copy that is written back."""
+
+    def __init__(self, tensor: Tensor, write: bool = False) -> None:
+        self.tensor, self.write = tensor, write
+
+    def __enter__(self) -> Tensor:
+        self.flat = self.tensor.contiguous().view(-1)
+        return self.flat
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.write and kind is None and not self.tensor.is_contiguous():
+            self.tensor.copy_(self.flat.view_as(self.tensor))
+
+
+class _Wide:
+    """A block in float32 if ``widened``, else the block itself. What is written to it comes back rounded."""
+
+    def __init__(self, block: Tensor, widened: bool, read: bool = False, write: bool = False) -> None:
+        self.block, self.widened, self.read, self.write = block, widened, read, write
+
+    def __enter__(self) -> Tensor:
+        self.wide = self.block
+        if self.widened:
+            self.wide = self.block.float() if self.read else torch.empty_like(self.block, dtype=torch.float32)
+        return self.wide
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.widened and self.write and kind is None:
+            self.block.copy_(self.wide)
+
+
+class _Joined:
+    """Tensors of one size as one tensor: the memory that they share if they lie there in order, else a copy."""
+
+    def __init__(self, tensors: Sequence[Tensor], write: bool = False) -> None:
+        self.tensors, self.write = tensors, write
+
+    def __enter__(self) -> Tensor:
+        first, size = self.tensors[0], self.tensors[0].numel()
+        step_bytes = size * first.element_size()
+        self.shared = all(
+            tensor.is_contiguous() and tensor.data_ptr() == first.data_ptr() + i * step_bytes
+            for i, tensor in enumerate(self.tensors)
+        ) and _same_storage(self.tensors)
+        if self.shared:
+            self.joined = first.as_strided((len(self.tensors) * size,), (1,))
+        elif self.write:
+            self.joined = first.new_empty(len(self.tensors) * size)
+        else:
+            self.joined = torch.cat([tensor.reshape(-1) for tensor in self.tensors])
+        return self.joined
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        if self.write and not self.shared and kind is None:
+            for tensor, part in zip(self.tensors, self.joined.chunk(len(self.tensors)), strict=True):
+                tensor.copy_(part.view_as(tensor))
+
+
+def _same_storage(tensors: Sequence[Tensor]) -> bool:
+    return len({tensor.untyped_storage().data_ptr() for tensor in tensors}) == 1

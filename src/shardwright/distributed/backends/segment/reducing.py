@@ -1,0 +1,258 @@
+"""All-reduces, all-gathers and reduce-scatters by native code: one call each, unless others are waited for."""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from shardwright.distributed.backends.segment.arena import Arenas
+from shardwright.distributed.backends.segment.collectives import Collectives
+from shardwright.distributed.backends.segment.flats import is_plain
+from shardwright.distributed.backends.segment.memory import DATA_BYTES, SLOTS_BYTES, SMALL_BYTES
+from shardwright.distributed.backends.segment.native import (
+    GATHERED,
+    OPERATIONS,
+    TYPES,
+    Group,
+    Native,
+    Piece,
+    Told,
+    reduces,
+)
+from shardwright.distributed.backends.segment.notes import Note
+
+_WAITING, _DONE, _DIFFER = 0, 1, 2  # what native code answers
+_NUMBER = struct.Struct("<I")  # with which a head begins
+_OPERATIONS = {kind: kind.name for kind in dist.ReduceOp.RedOpType.__members__.values()}
+_SUM = dist.ReduceOp.RedOpType.__members__["SUM"]
+_MOST_KINDS = 1024  # that are remembered: batches of ever new sizes may have any number of them
+
+
+class _Kind(NamedTuple):
+    """What calls on tensors of one dtype and size have in common."""
+
+    head: bytes  # behind the number, and what follows it on which all must agree
+    elements: int
+    type_code: int
+    operation_code: int
+    one_stage: bool
+    in_rows: bool = False  # whether tensors are gathered or scattered
+    scatters: bool = False
+
+
+class NativeCollectives:
+    """Those of one group. Ranks that call something else meanwhile meet them at their first stage.
+
+    ``arenas``, of which ``group`` has the addresses, live as long as these may be under way.
+    """
+
+    def __init__(self, collectives: Collectives, native: Native, group: Group, arenas: Arenas | None) -> None:
+        self.collectives, self.native, self.group, self.arenas = collectives, native, group, arenas
+        self.told = Told()  # of the one that is under way: there is one at a time
+        # Cached by what it is made of beside this group.
+        self._repeated: dict[tuple[torch.dtype, int, bool], RepeatedCollective | None] = {}
+
+    def all_reduce(self, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
+        """The next one; None for what native code does not reduce."""
+        kind = _reducing(tensor.dtype, tensor.numel(), reduce_op.op, self.collectives.size)
+        if kind is None:
+            return None
+        # Steps in Python would not meet the native code of ranks whose tensors are plain.
+        flat = _plain_of(tensor)
+        return NativeCollective(self, kind, [flat], [flat], [tensor])
+
+    def repeated(self, dtype: torch.dtype, numel: int, *, gathers: bool = False) -> RepeatedCollective | None:
+        """The sum, or the gather, of tensors of that dtype and size; None for gathers of more than one stage, and for
+        what native code does not sum."""
+        key = dtype, numel, gathers
+        if key not in self._repeated:
+            kind = _gathering(dtype, numel) if gathers else _reducing(dtype, numel, _SUM, self.collectives.size)
+            if len(self._repeated) == _MOST_KINDS:
+                self._repeated.clear()
+            if kind is not None and gathers and not kind.one_stage:
+                kind = None
+            self._repeated[key] = None if kind is None else RepeatedCollective(self, kind)
+        return self._repeated[key]
+
+    def all_gather(self, output: Tensor, tensor: Tensor) -> NativeCollective | None:
+        """The next one; None for what is large, or does not lie as it is to be read: steps in Python meet it."""
+        if tensor.nbytes > SLOTS_BYTES or not (is_plain(output) and is_plain(tensor)):
+            return None
+        return NativeCollective(self, _gathering(tensor.dtype, tensor.numel()), [tensor], [output], [output])
+
+    def reduce_scatter(self, output: Tensor, tensor: Tensor, reduce_op: Any) -> NativeCollective | None:
+        """The next one; None as for `all_gather`, and for what native code does not reduce."""
+        if output.nbytes > SLOTS_BYTES or not (is_plain(output) and is_plain(tensor)):
+            return None
+        kind = _scattering(output.dtype, output.numel(), reduce_op.op, self.collectives.size)
+        return None if kind is None else NativeCollective(self, kind, [tensor], [output], [output])
+
+    def all_gather_together(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> NativeCollective:
+        """The next one, of several tensors of one dtype: as of one that has all of them, one behind the other."""
+        kind = _gathering(tensors[0].dtype, sum(tensor.numel() for tensor in tensors))
+        return NativeCollective(self, kind, _all_plain(tensors), _all_plain(outputs), outputs)
+
+    def reduce_scatter_together(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor]) -> NativeCollective:
+        """The next one, of sums of several tensors, of a dtype that native code reduces: of each rank the parts of all
+        of them, one behind the other."""
+        numel = sum(output.numel() for output in outputs)
+        kind = _scattering(outputs[0].dtype, numel, _SUM, self.collectives.size)
+        assert kind is not None
+        return NativeCollective(self, kind, _all_plain(tensors), _all_plain(outputs), outputs)
+
+
+def _all_plain(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [_plain_of(tensor) for tensor in tensors]
+
+
+def _plain_of(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy whose numbers lie in their order."""
+    return tensor if is_plain(tensor) else torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor.data)
+
+
+@lru_cache(_MOST_KINDS)
+def _reducing(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
+    """Return what sums of such tensors have in common; None where native code does not sum them.
+
+    Cached by all that it is made of: a dtype, whole numbers, and a kind of operation that carries no factor.
+    """
+    name = _OPERATIONS[operation]
+    if not reduces(dtype, name):
+        return None
+    head = Note(0, "all_reduce", dtype, numel, name).head()[_NUMBER.size :]
+    return _Kind(head, numel, TYPES[dtype], OPERATIONS[name], numel * dtype.itemsize * size <= SMALL_BYTES)
+
+
+@lru_cache(_MOST_KINDS)
+def _scattering(dtype: torch.dtype, numel: int, operation: Any, size: int) -> _Kind | None:
+    """Return what reduce-scatters of such tensors have in common; None where native code does not sum them.
+
+    Cached by all that it is made of, as `_reducing`.
+    """
+    name = _OPERATIONS[operation]
+    if not reduces(dtype, name):
+        return None
+    note = Note(0, "reduce_scatter", dtype, 0, name).head()[_NUMBER.size :] + struct.pack(f"={size}q", *[numel] * size)
+    one_stage = numel * dtype.itemsize * size <= SMALL_BYTES
+    return _Kind(note, numel, TYPES[dtype], OPERATIONS[name], one_stage, True, scatters=True)
+
+
+@lru_cache(_MOST_KINDS)
+def _gathering(dtype: torch.dtype, numel: int) -> _Kind:
+    """Return what gathers of such tensors have in common.
+
+    Cached by all that it is made of, a dtype and a whole number.
+    """
+    operation, code = GATHERED
+    nbytes = numel * dtype.itemsize
+    return _Kind(
+        Note(0, "all_gather", dtype, numel).head()[_NUMBER.size :], nbytes, code, operation, nbytes <= DATA_BYTES, True
+    )
+
+
+class NativeCollective:
+    """One of them, under way: what this rank gives, where the results go, and the ``outputs`` that are to have them."""
+
+    __slots__ = ("_all", "_begun", "_head", "_into", "_kind", "_outputs", "_own", "_pieces")
+
+    def __init__(
+        self,
+        native: NativeCollectives,
+        kind: _Kind,
+        own: Sequence[Tensor],
+        into: Sequence[Tensor],
+        outputs: Sequence[Tensor],
+    ) -> None:
+        self._all, self._kind, self._own, self._into, self._outputs = native, kind, own, into, outputs
+        self._begun = False
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether the others can end it, once this rank has come to it."""
+        return self._kind.one_stage
+
+    def advance(self, timeout_s: float) -> bool:
+        native, told, rendezvous = self._all.native, self._all.told, self._all.collectives.rendezvous
+        if not self._begun:
+            self._begin(told, rendezvous.stage)
+        answer = native.collective(self._all.group, told, int(timeout_s * 1e9))
+        rendezvous.stage = told.stage
+        if answer == _WAITING:
+            return False
+        if answer == _DIFFER:
+            self._all.collectives.compare(self._head)
+        for into, output in zip(self._into, self._outputs, strict=True):
+            if into is not output:
+                output.data.copy_(into)
+        self._own = self._into = self._outputs = ()  # what was read lives no longer than it has to
+        return True
+
+    wait = advance  # as it is awaited where it is one step of several
+
+    def _begin(self, told: Told, stage: int) -> None:
+        kind, collectives = self._kind, self._all.collectives
+        collectives.number += 1
+        self._head = _NUMBER.pack(collectives.number % (1 << 32)) + kind.head
+        told.head, told.note_bytes = self._head, len(self._head)
+        told.count = kind.elements
+        told.type, told.operation, told.scatters = kind.type_code, kind.operation_code, kind.scatters
+        if kind.in_rows:
+            self._pieces = self._pieces_of(self._into if kind.scatters else self._own)
+            told.pieces, told.piece_count = self._pieces, len(self._pieces)
+        else:
+            [own], [into] = self._own, self._into
+            told.own, told.data = own.data_ptr(), into.data_ptr()
+        told.step, told.waits, told.stage = 0, 0, stage
+        self._begun = True
+
+    def _pieces_of(self, parts: Sequence[Tensor]) -> ctypes.Array[Piece]:
+        pairs = zip(self._own, self._into, parts, strict=True)
+        return (Piece * len(parts))(*[Piece(own.data_ptr(), into.data_ptr(), part.nbytes) for own, into, part in pairs])
+
+
+class RepeatedCollective:
+    """One of one tensor of a dtype and a size, which is begun again and again.
+
+    Where others come soon it takes a call of native code and little else: behind operators that fill the caches of a
+    core what Python goes through for a collective takes longer than that of a few MiB, and several times as long as a
+    small one.
+    """
+
+    def __init__(self, native: NativeCollectives, kind: _Kind) -> None:
+        self.one_stage = kind.one_stage
+        self._collectives, self._again = native.collectives, native.native.again
+        self._go_on, self._group = native.native.collective, ctypes.byref(native.group)
+        self._head = ctypes.create_string_buffer(_NUMBER.pack(0) + kind.head, _NUMBER.size + len(kind.head))
+        self._piece = Piece(bytes=kind.elements)
+        self._told = Told(
+            head=ctypes.cast(self._head, ctypes.c_char_p), note_bytes=len(self._head), count=kind.elements,
+            type=kind.type_code, operation=kind.operation_code, pieces=ctypes.pointer(self._piece),
+            piece_count=int(kind.in_rows),
+        )  # fmt: skip
+        self._by_reference = ctypes.byref(self._told)
+        self._answer = _WAITING
+
+    def begin(self, own: int, into: int, timeout_ns: int) -> bool:
+        """Whether it has ended well by then, of a tensor at ``own`` whose result goes to ``into``. Else `advance`."""
+        collectives, rendezvous = self._collectives, self._collectives.rendezvous
+        collectives.number = number = collectives.number + 1
+        self._answer = self._again(
+            self._group, self._by_reference, number & 0xFFFFFFFF, own, into, rendezvous.stage, timeout_ns
+        )
+        rendezvous.stage = self._told.stage
+        return self._answer == _DONE
+
+    def advance(self, timeout_s: float) -> bool:
+        if self._answer == _WAITING:
+            self._answer = self._go_on(self._group, self._by_reference, int(timeout_s * 1e9))
+            self._collectives.rendezvous.stage = self._told.stage
+        if self._answer == _DIFFER:
+            self._collectives.compare(self._head.raw)
+        return bool(self._answer != _WAITING)

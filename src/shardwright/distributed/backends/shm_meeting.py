@@ -1,0 +1,304 @@
+"""How the members of a group come to memory that they share, or to gloo where there is none, all of them alike."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
+
+from shardwright.distributed.backends.between.grid import Grid
+from shardwright.distributed.backends.group import backends_of
+from shardwright.distributed.backends.hosts_group import HostsGroup
+from shardwright.distributed.backends.segment import native
+from shardwright.distributed.backends.segment.arena import Arena, Arenas
+from shardwright.distributed.backends.segment.direct import can_reach
+from shardwright.distributed.backends.segment.memory import TOKEN_BYTES, Layout, Memory, Process, make_file, open_file
+from shardwright.distributed.backends.segment.waiting import make_semaphores
+from shardwright.distributed.backends.shm_group import Members, ShmGroup
+from shardwright.distributed.backends.table import GLOO, SHM
+from shardwright.errors import WorldError
+
+Answer = TypeVar("Answer", bound=Mapping[str, Any])
+_COMPILING = timedelta(seconds=60)  # for which the first rank of a host may be at native code
+_log = logging.getLogger("shardwright.shm")
+_said: set[str] = set()  # what this process has logged
+
+
+class _NoMemory(Exception):
+    """What keeps the members of a group from sharing memory; all of them come to know it."""
+
+    def say(self, ranks: Sequence[int] | None) -> None:
+        """Tell a person of it; ``ranks`` are those of a group of a world that goes on as it is."""
+        text = f"backend='shm' cannot share memory, gloo takes its place: {self}"
+        if ranks is not None:
+            who = f"the group of the ranks {_listed(ranks)}"
+            text = f"{who} shares no memory, gloo takes the place of shm there, and in no other group: {self}"
+        sys.stderr.write(f"shardwright: {text}\n")
+
+
+class _NotHere(_NoMemory):
+    """The members of a group are where gloo is to take the place."""
+
+    def say(self, ranks: Sequence[int] | None) -> None:
+        _log_once(logging.INFO, str(self) if ranks is None else f"of the group of the ranks {_listed(ranks)}: {self}")
+
+
+def create(options: Any) -> dist.ProcessGroup | dist.ProcessGroupGloo:
+    """The group of the ranks that torch's ``options`` name: each of them calls this."""
+    meeting = _Meeting(options)
+    try:
+        cards = meeting.exchange("card", _card)
+        grid = _grid(cards)
+        members = _members(meeting, cards, grid)
+    except _NoMemory as problem:
+        if meeting.rank == 0 and not (_of_a_world() and backends_of() == GLOO.name):
+            problem.say(meeting.names if _of_a_world() else None)
+        return _gloo(meeting)
+    if meeting.rank == 0 and not _of_a_world():
+        _say(members, len(grid.rows))
+    if len(grid.rows) > 1:
+        return HostsGroup(members, grid, meeting.rank, meeting.names, meeting.store, meeting.timeout)
+    return ShmGroup(members, _gloo(meeting), meeting.timeout)
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _of_a_world() -> bool:
+    """Whether the ranks have a world of this backend already, which has said how it goes."""
+    return dist.is_initialized() and dist.get_backend() == SHM.registered
+
+
+def _gloo(meeting: _Meeting) -> dist.ProcessGroupGloo:
+    store = PrefixStore("gloo", meeting.store)
+    return dist.ProcessGroupGloo(store, meeting.rank, len(meeting.names), meeting.timeout)
+
+
+def _members(meeting: _Meeting, cards: Sequence[Mapping[str, Any]], grid: Grid) -> Members:
+    """Those of this host; raises `_NoMemory` on all ranks of the group alike."""
+    row, index = grid.at(meeting.rank)
+    here = grid.rows[row]
+    layout = Layout(len(here))
+    made = meeting.told(f"made/{row}", here[0], partial(_make, layout))
+    names, own_cards = [meeting.names[rank] for rank in here], [cards[rank] for rank in here]
+    part = _Part(names, own_cards, index, made, wide=len(grid.rows) == 1)
+    try:
+        found = meeting.exchange("joined", partial(part.join, layout))
+        answers = meeting.exchange("reaches", partial(part.reach, [found[rank] for rank in here]))
+    except BaseException:
+        part.close_arena()
+        raise
+    finally:
+        if index == 0 and "file" in made:
+            os.close(made["file"])
+    if not all(answer["writes"] for answer in answers):
+        part.close_arena()
+    return part.members(all(answers[rank]["reads"] for rank in here), len(cards))
+
+
+class _Meeting:
+    """The members of one group at its store."""
+
+    def __init__(self, options: Any) -> None:
+        self.rank: int = options.group_rank
+        self.names = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
+        self.timeout: timedelta = options.timeout
+        # torch gives the name of a group that has ended to the next one of the same ranks.
+        number = options.store.add(f"made by {self.rank}", 1)
+        self.store: Store = PrefixStore(str(number), options.store)
+
+    def exchange(self, what: str, make: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """What every member makes, in their order; raises `_NoMemory` on all of them where it fails on one."""
+        self._tell(f"{what}/{self.rank}", make)
+        said = [self._get(f"{what}/{rank}", name) for rank, name in enumerate(self.names)]
+        return [_checked(answer) for answer in said]
+
+    def told(self, key: str, maker: int, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
+        """What one member makes, or what went wrong with it, for those who ask."""
+        if self.rank == maker:
+            self._tell(key, make)
+        return self._get(key, self.names[maker])
+
+    def _tell(self, key: str, make: Callable[[], Mapping[str, Any]]) -> None:
+        """Whatever goes wrong is told, too: the others wait for an answer."""
+        try:
+            mine = make()
+        except _NoMemory as problem:
+            mine = {"problem": str(problem)}
+        except Exception as error:
+            mine = {"problem": f"rank {self.names[self.rank]} failed with {type(error).__name__}: {error}"}
+        self.store.set(key, json.dumps(mine))
+
+    def _get(self, key: str, name: int) -> dict[str, Any]:
+        patience = self.timeout + _COMPILING
+        try:
+            self.store.wait([key], patience)
+            found: dict[str, Any] = json.loads(self.store.get(key))
+        except (DistError, RuntimeError) as error:
+            raise WorldError(
+                f"rank {name} did not come to make the group of the ranks {_listed(self.names)} within "
+                f"{patience.total_seconds():g} s; see its log"
+            ) from error
+        return found
+
+
+def _checked(answer: Answer) -> Answer:
+    if "problem" in answer:
+        raise _NoMemory(answer["problem"])
+    return answer
+
+
+def _card() -> dict[str, Any]:
+    process = Process.this()
+    return {
+        "host": socket.gethostname(),
+        "machine": Path("/proc/sys/kernel/random/boot_id").read_text().strip(),
+        "processes": os.stat("/proc/self/ns/pid").st_ino,
+        "pid": process.pid,
+        "started": process.started,
+        "cores": sorted(os.sched_getaffinity(0)),
+    }
+
+
+def _crowded(cards: Sequence[Mapping[str, Any]], ranks: int) -> bool:
+    """Whether the ranks here are more than the cores of ``cards``, which are those of some of them.
+
+    ``ranks`` has the group, and the world may have more; hosts are taken to have as many of these as of those.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else 0
+    return len({core for card in cards for core in card["cores"]}) < max(world, ranks) * len(cards) // ranks
+
+
+def _grid(cards: Sequence[Mapping[str, Any]]) -> Grid:
+    """Who shares memory; raises `_NoMemory` where that is of no use to all."""
+    grid = Grid.of([(card["machine"], card["processes"]) for card in cards])
+    if grid.is_whole or len(cards) == 1:
+        return grid
+    if len({card["machine"] for card in cards}) == 1:
+        raise _NoMemory("the ranks are in several containers, which do not see each other's processes")
+    counts = ", ".join(f"{cards[row[0]]['host']} has {len(row)}" for row in grid.rows)
+    raise _NotHere(f"shm: gloo moves all between hosts that have not as many ranks each, or one ({counts})")
+
+
+def _make(layout: Layout) -> dict[str, Any]:
+    """By the first member: where the others find the memory, and native code if there is any."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    try:
+        file = make_file(layout.total_bytes, token, layout.wide_at)
+    except OSError as error:
+        mib = layout.wide_at / 2**20
+        raise _NoMemory(
+            f"there are no {mib:.0f} MiB of memory for {layout.size} ranks: {error.strerror or error}"
+        ) from error
+    try:
+        make_semaphores(Memory(file, layout, 0))
+        built = native.built()
+    except BaseException:
+        os.close(file)
+        raise
+    return {"file": file, "token": token.hex(), "native": None if built is None else str(built)}
+
+
+class _Part:
+    """What one member has of what all share."""
+
+    memory: Memory
+    library: native.Native | None = None
+    arena: Arena | None = None
+    arenas: Arenas | None = None
+
+    def __init__(
+        self, names: Sequence[int], cards: Sequence[Mapping[str, Any]], rank: int, made: Mapping[str, Any], wide: bool
+    ) -> None:
+        """``rank`` counts the ranks of this host, whose ``names`` and ``cards`` are given; ``wide``: with an arena."""
+        self._names, self._cards, self._rank, self._made, self._wide = names, cards, rank, made, wide
+        self._pids = [card["pid"] for card in cards]
+
+    def join(self, layout: Layout) -> dict[str, Any]:
+        """Come to the memory, and make what only some hosts allow."""
+        _checked(self._made)
+        self._token = bytes.fromhex(self._made["token"])
+        self.memory = self._opened(layout)
+        with suppress(OSError, AttributeError):  # a folder whose files may not be run
+            self.library = native.Native(Path(self._made["native"])) if self._made["native"] else None
+        if self.library is not None and self._wide:
+            with suppress(OSError, ValueError):  # files, or addresses, are limited: tensors are copied in and out
+                self.arena = Arena(self._token)
+        return {
+            "native": self.library is not None, "address": self.memory.address,
+            "arena": None if self.arena is None else self.arena.file,
+        }  # fmt: skip
+
+    def _opened(self, layout: Layout) -> Memory:
+        try:
+            file = open_file(self._pids[0], self._made["file"], layout.total_bytes, self._token)
+            try:
+                return Memory(file, layout, self._rank)
+            finally:
+                os.close(file)
+        except OSError as error:
+            here, maker = self._names[self._rank], self._names[0]
+            raise _NoMemory(f"rank {here} cannot open the memory that rank {maker} has made: {error}") from error
+
+    def reach(self, found: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Try what all have joined with."""
+        if not all(joined["native"] for joined in found):
+            self.library = None
+        files = [(pid, joined["arena"]) for pid, joined in zip(self._pids, found, strict=True)]
+        if self.arena is not None and all(number is not None for _, number in files):
+            with suppress(OSError, ValueError):
+                self.arenas = Arenas(self.arena, self._rank, files, self._token)
+        addresses = [joined["address"] for joined in found]
+        reads = all(can_reach(pid, address, self._token) for pid, address in zip(self._pids, addresses, strict=True))
+        return {"reads": reads, "writes": self.arenas is not None}
+
+    def members(self, direct: bool, ranks: int) -> Members:
+        """What is found; ``ranks`` has the group."""
+        processes = [Process(card["pid"], card["started"]) for card in self._cards]
+        crowded = _crowded(self._cards, ranks)
+        return Members(self._names, processes, self.memory, self.library, self.arenas, direct, crowded)
+
+    def close_arena(self) -> None:
+        """Where not all members reach those of all."""
+        if self.arena is not None:
+            self.arena.close()
+        self.arena = self.arenas = None
+
+
+def _say(members: Members, hosts: int) -> None:
+    """Once for each process, whether collectives have native code, and whether they need no copies."""
+    level = logging.WARNING
+    if members.library is None:
+        text = (
+            "shm: without native code, since there is no C compiler, or no folder whose files may be written and run; "
+            "small collectives take several times longer (install one, or `pip install ziglang`, or set XDG_CACHE_HOME)"
+        )
+    elif hosts > 1:
+        level, text = logging.INFO, f"shm: in shared memory within each of {hosts} hosts, by gloo between them"
+    elif members.arenas is not None:
+        level, text = logging.INFO, "shm: by native code"
+    else:
+        text = (
+            "shm: by native code; large all-reduces copy in and out of shared memory, since the size of files or of "
+            "addresses is limited here (`ulimit -f`, `ulimit -v`)"
+        )
+    _log_once(level, text)
+
+
+def _log_once(level: int, text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        _log.log(level, text)

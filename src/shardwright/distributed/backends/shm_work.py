@@ -1,0 +1,296 @@
+"""When the collectives of a group in shared memory run, and what becomes of one that cannot end.
+
+They run one after the other, in the order in which they were asked for, on the thread of whoever waits first. One that
+nobody waits for yet is begun at once, so that others need not wait for this rank; one to which it has to come more than
+once, unless its caller is about to wait for it, and one whose future is asked for, runs on a thread of the group.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from shardwright.distributed.backends.between.moving import Awaited
+from shardwright.distributed.backends.segment.collectives import Collectives
+from shardwright.distributed.backends.segment.memory import DATA_BYTES, Process
+from shardwright.distributed.backends.segment.notes import Note
+from shardwright.distributed.backends.segment.reducing import RepeatedCollective
+from shardwright.distributed.backends.work import CollectiveWork, Task, caller
+from shardwright.errors import WorldError
+
+_SOON_NS = 5_000_000  # within which the ranks of a host mostly come to a collective
+_LOOK_S = 0.05  # a launcher that has seen one rank fail ends the others soon after, and tells of those that did before
+_STOP_TIMEOUT_S = 5.0
+
+
+class Course(Protocol):
+    """A collective under way."""
+
+    @property
+    def one_stage(self) -> bool:
+        """Whether the others can end it, once this rank has come to it."""
+
+    def advance(self, timeout_s: float) -> bool:
+        """Whether it has ended; it goes on for at most so long where others do not come."""
+
+
+class ByStep:
+    """A collective as steps, each of which ends with coming to a stage, or gives what is to be awaited from others."""
+
+    one_stage = False
+
+    def __init__(self, task: Task, collectives: Collectives) -> None:
+        self._rendezvous = collectives.rendezvous
+        self._awaited: Awaited | None = None
+        self._steps: Iterator[Any] = iter(())
+        self._task: Task | None = task
+
+    def advance(self, timeout_s: float) -> bool:
+        with torch.no_grad():
+            if self._task is not None:
+                self._steps, self._task = iter(self._task()), None
+            while True:
+                if self._awaited is not None and not self._awaited.wait(timeout_s):
+                    return False
+                self._awaited = None
+                step: Any = next(self._steps, self)
+                if step is self:
+                    return True
+                if step is None:
+                    self._rendezvous.arrive()
+                self._awaited = self._rendezvous if step is None else step
+
+
+class ShmWork(CollectiveWork):
+    """A collective that was asked for."""
+
+    def __init__(self, what: str, outputs: Sequence[Tensor], course: Course, lane: Lane) -> None:
+        super().__init__(outputs)
+        self.what, self.course, self._lane = what, course, lane
+        self.since_s = 0.0
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Raises what the collective raised, or `WorldError` after a timeout, which does not end the collective."""
+        if not self._done and not self._lane.finish(self, timeout.total_seconds() if timeout else None):
+            raise WorldError(f"{self.what} has not ended after {timeout}")
+        return self.ended_well()
+
+    def is_completed(self) -> bool:
+        return self._done or self._lane.finish(self, 0.0)
+
+    def tell(self, future: torch.futures.Future[list[Tensor]]) -> None:
+        """When nobody drives: what is called back may call collectives."""
+        self._lane.told.append((self, future))
+
+    def get_future(self) -> torch.futures.Future[list[Tensor]]:
+        future = super().get_future()
+        if not self._done:
+            self._lane.finish_aside(self)
+        return future
+
+
+class Lane:
+    """The collectives of one group on this rank.
+
+    Attributes:
+        at_once_bytes: up to which a collective that nobody waits for yet is begun by who asks for it, not aside.
+    """
+
+    at_once_bytes = DATA_BYTES
+
+    def __init__(self, collectives: Collectives, processes: Sequence[Process], timeout_s: float) -> None:
+        self.collectives, self._processes, self.timeout_s = collectives, processes, timeout_s
+        self.failed: WorldError | None = None
+        self._asked: deque[ShmWork] = deque()
+        self.told: deque[tuple[ShmWork, torch.futures.Future[list[Tensor]]]] = deque()
+        """What has ended, and has a future that does not know of it yet."""
+        self._driving = threading.Lock()
+        self._queue: queue.SimpleQueue[ShmWork | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def forked(self) -> bool:
+        """Whether this process is a child of that of the rank, which goes on in the memory that both have."""
+        return os.getpid() != self._processes[self.collectives.rank].pid
+
+    def check_process(self) -> None:
+        """Raise `WorldError` in a forked child: it would write where its parent does, or wait without its threads."""
+        if self.forked:
+            raise WorldError(
+                f"process {os.getpid()} was forked from rank {self.name}, whose groups serve that process alone; call "
+                "collectives there, or start this process by the method 'spawn' and let it join a group of its own"
+            )
+
+    def begin(self, what: str, outputs: Sequence[Tensor], course: Course, nbytes: int, asynchronous: bool) -> ShmWork:
+        """Of ``nbytes`` in all; unless ``asynchronous`` it has ended when this returns, or has raised."""
+        self.check_process()
+        work = ShmWork(what, outputs, course, self)
+        self._asked.append(work)
+        if not asynchronous:
+            work.wait()
+        elif nbytes > self.at_once_bytes and not caller.waits:
+            self.finish_aside(work)
+        else:
+            self.finish(work, 0.0)
+            if not (work.ended or course.one_stage or caller.waits):
+                self.finish_aside(work)
+        return work
+
+    def at_once(self, what: str, output: Tensor, course: RepeatedCollective, own: int, into: int) -> ShmWork | bool:
+        """True where it has ended well by now, since all others came soon; what is to be waited for where it has begun;
+        False, and nothing is done, where something else is under way."""
+        if self._asked or self.failed is not None or self.forked or not self._driving.acquire(blocking=False):
+            return False
+        try:
+            if course.begin(own, into, _SOON_NS):
+                return True
+            work = ShmWork(what, [output], course, self)
+            self._asked.append(work)
+            return work
+        finally:
+            self._driving.release()
+
+    def finish(self, work: ShmWork, timeout_s: float | None) -> bool:
+        """Whether it has ended, with all that was asked for before it; within the time, if there is one."""
+        end_s = None if timeout_s is None else time.monotonic() + timeout_s
+        if self._driving.acquire(timeout=-1 if timeout_s is None else timeout_s):
+            try:
+                self._drive(work, end_s)
+            finally:
+                self._driving.release()
+                self._tell()
+        return work.ended
+
+    def _tell(self) -> None:
+        with suppress(IndexError):  # at its end, or where another thread was quicker
+            while self.told:
+                work, future = self.told.popleft()
+                work.complete(future)
+
+    def _drive(self, last: ShmWork, end_s: float | None) -> None:
+        while not last.ended:
+            work = self._asked[0]
+            if not self._advance(work, end_s):
+                return
+            self._asked.popleft()
+
+    def _advance(self, work: ShmWork, end_s: float | None) -> bool:
+        """Whether it has ended; an error of its own ends it, too, and is kept for who waits for it."""
+        work.since_s = work.since_s or time.monotonic()
+        try:
+            if self.failed is not None:
+                raise self.failed
+            while not work.course.advance(_LOOK_S if end_s is None else self._slice(end_s)):
+                if time.monotonic() - work.since_s > _LOOK_S:
+                    self._look(work)
+                if end_s is not None and time.monotonic() >= end_s:
+                    return False
+        except WorldError as error:
+            work.end(self._refused(error))
+        except BaseException as error:
+            given_up = WorldError(f"rank {self.name} failed in {work.what}: {type(error).__name__}: {error}")
+            self._give_up(given_up)
+            work.end(given_up if isinstance(error, OSError) else error)
+        else:
+            work.end()
+        return True
+
+    @staticmethod
+    def _slice(end_s: float) -> float:
+        return max(0.0, min(_LOOK_S, end_s - time.monotonic()))
+
+    @property
+    def name(self) -> int:
+        return self.collectives.names[self.collectives.rank]
+
+    def _refused(self, error: WorldError) -> WorldError:
+        """What to raise where a collective has raised this; all ranks have, and the next collectives may go well."""
+        return error
+
+    def _look(self, work: ShmWork) -> None:
+        """Raise `WorldError` where those who are missing will not come, or have not come for too long."""
+        missing = self._missing()
+        reason = next(filter(None, (self._gone(rank, work) for rank in missing)), "")
+        waited_s = time.monotonic() - work.since_s
+        if not reason and missing and waited_s > self.limit_s():
+            reason = self._late(missing, work, waited_s)
+        if reason and not self.collectives.rendezvous.wait(0.0):
+            error = WorldError(reason)
+            self._give_up(error)
+            raise error
+
+    def limit_s(self) -> float:
+        """How long this rank waits for others of its host."""
+        return self.timeout_s
+
+    def _missing(self) -> list[int]:
+        """Who has not come to the stage of this rank."""
+        memory, stage = self.collectives.memory, self.collectives.rendezvous.stage
+        return [rank for rank in range(memory.size) if (memory.stage(rank) - stage) % (1 << 32) >= 1 << 31]
+
+    def _gone(self, rank: int, work: ShmWork) -> str:
+        """Why a rank will not come; "" where it may."""
+        name, reason = self.collectives.names[rank], self.collectives.memory.reason(rank)
+        if reason:
+            return reason
+        if self._processes[rank].has_ended():
+            pid = self._processes[rank].pid
+            return f"rank {name} (process {pid}) has ended, while rank {self.name} waits for it in {work.what}"
+        return ""
+
+    def _late(self, missing: Sequence[int], work: ShmWork, waited_s: float) -> str:
+        where = "; ".join(f"rank {self.collectives.names[rank]} {self._last(rank)}" for rank in missing)
+        return (
+            f"rank {self.name} has waited {waited_s:.0f} s in {work.what} (number {self.collectives.number} of its "
+            f"group) for others, longer than the {self.timeout_s:g} s of sw.init(timeout=...): {where}"
+        )
+
+    def _last(self, rank: int) -> str:
+        note = Note.read(self.collectives.memory.last_head(rank))
+        return "has come to nothing yet" if note is None else f"last came to number {note.number}, {note}"
+
+    def _give_up(self, error: WorldError) -> None:
+        """Nothing more comes of this group; the others learn why."""
+        self._leave(error)
+
+    def _leave(self, reason: WorldError) -> None:
+        self.failed = reason
+        self.collectives.memory.leave(str(reason))
+
+    def finish_aside(self, work: ShmWork) -> None:
+        """On the thread of the group. Where that itself asks, in what is called back there, at once."""
+        if threading.current_thread() is self._thread:
+            self.finish(work, None)
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name="shm", daemon=True)
+            self._thread.start()
+        self._queue.put(work)
+
+    def _serve(self) -> None:
+        self.collectives.rendezvous.wait_aside()
+        while (work := self._queue.get()) is not None:
+            self.finish(work, None)
+            del work  # nobody else may have its tensors
+
+    def close(self) -> None:
+        """After what has been asked for aside; the others learn that this rank comes to nothing more."""
+        if self._thread is not None:
+            self._queue.put(None)
+            self._thread.join(_STOP_TIMEOUT_S)
+        if self.failed is None:
+            self._leave(WorldError(f"rank {self.name} has left the group of the ranks {self._names}"))
+
+    @property
+    def _names(self) -> str:
+        return ", ".join(map(str, self.collectives.names))

@@ -1,0 +1,431 @@
+"""Whether all ranks come to each call of a model alike: with the same batch, and as often as each other.
+
+A rank that passes another batch than the others would compute a mixture with them, or wait for ever. Talking at every
+call would cost as much as a small step. So a rank is silent while it comes to what it came to before. Where it comes to
+something else, it waits until all others have come to that, too; and a rank that waits for others for longer than
+`PATIENCE_S`, here or in a collective of its step, writes to the job's store what it has come to. The second to write
+for the same call sees what the first has written; where that is something else, both know whom they wait for in vain.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import itertools
+import json
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DistError, PrefixStore, Store  # type: ignore[attr-defined]  # documented, but not listed
+
+from shardwright.common.torch_private import job_store
+from shardwright.distributed.backends.table import backend_moving
+from shardwright.distributed.backends.work import caller
+from shardwright.distributed.control import world_group
+from shardwright.distributed.ranks import TIMEOUT_S, alone
+from shardwright.errors import ShardwrightError, UsageError, WorldError
+
+PATIENCE_S = 0.5  # and 1 ms more for each rank, so that 1,000 that wait for one ask the store 1,300 times a second
+_LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank
+_KNOW_S = 1.5  # for which a rank that has met an error waits for others that do not know of it
+_EXIT_S = 5.0  # for which rank 0, whose store goes with it, waits for others that have not ended, on a busy host too
+
+First = Callable[[Tensor | None, Tensor | None], bool]
+_T = TypeVar("_T")
+
+_END, _REST = "end", "rest"
+_ENDED = "ended"  # counts the ranks that have, whatever call they were in when they were interrupted
+
+_numbers = itertools.count()
+# By world, to whose end they are kept: a model may be gone on one rank when that ends, and not on another.
+_all: WeakKeyDictionary[dist.ProcessGroup, list[Lockstep]] = WeakKeyDictionary()
+
+
+@dataclass(frozen=True)
+class _Card:
+    """What a rank says of itself.
+
+    ``what`` is equal where two fit together. ``words`` continue "rank 1", or tell why it ``failed``.
+    """
+
+    rank: int
+    what: str
+    words: str
+    failed: bool = False
+
+    @property
+    def last(self) -> bool:
+        """Whether the rank comes to nothing more in this call."""
+        return self.failed or self.what in (_END, _REST)
+
+
+class Lockstep:
+    """The calls of one model on this rank, which all ranks make together; without ``store``, those of a rank alone."""
+
+    def __init__(self, store: Store | None = None, rank: int = 0, size: int = 1) -> None:
+        self._store, self._rank, self._size = store, rank, size
+        self._patience = timedelta(seconds=PATIENCE_S + self._size / 1000)
+        self._turns: WeakKeyDictionary[dist.ProcessGroup, dict[str, bool]] = WeakKeyDictionary()  # by device
+        self._begun: set[Callable[[], object]] = set()  # waits for collectives of a backward, that are to come
+        self._first: First | None = None  # what is to be called before the next collective
+        self._number = 0  # of calls
+        self._torn = 0  # the last call before which a backward of this rank ended with an error
+        self._what, self._words = "", ""
+        self._came = False  # whether it is known what this rank comes to in the call that it is in
+        self._posted = 0  # the last call of which this rank was the first to write what it came to
+        self._counted = ""  # the count of those who came, where all came to something else for the last time
+        self._passed = self._together = 0  # the last call of which this rank knows what it came to; and where all came
+        self._ended = threading.Event()
+        self._aside: threading.Thread | None = None
+        self._broken = False  # whether others know already why no further call comes
+        self._told: Callable[[], object] = lambda: None  # what was raised, of which the others know; not its frames
+
+    @staticmethod
+    def of_all_ranks() -> Lockstep:
+        """For the next model of all ranks, which call this together."""
+        if alone():
+            return Lockstep()
+        store = PrefixStore(f"lockstep/{next(_numbers)}", job_store())
+        made = Lockstep(store, dist.get_rank(), dist.get_world_size())
+        if world_group() not in _all:
+            atexit.unregister(_end_all)
+            atexit.register(_end_all)  # after `world.leave` was, so that it runs before
+        _all.setdefault(world_group(), []).append(made)
+        return made
+
+    @property
+    def number(self) -> int:
+        """How many calls this rank has begun."""
+        return self._number
+
+    def call(self) -> AbstractContextManager[None]:
+        """One more call. Where it fails on this rank, those that wait for it learn of that."""
+        return _Call(self)
+
+    def enter(self) -> None:
+        """Begin what `call` stands around."""
+        if self._begun:
+            self._tear()
+        if self._store is not None and self._posted == self._number > 0:
+            with self._reaching_others():
+                self._store.delete_key(f"{self._number}/first")
+        self._number, self._came, self._broken = self._number + 1, False, False
+
+    def leave(self, error: Exception) -> None:
+        """End it with an error."""
+        self._fail(error)
+        self._what = ""
+
+    def same(self, what: str, words: Callable[[], str]) -> None:
+        """Wait for the others where ``what`` this rank has come to is not what it came to before.
+
+        Args:
+            words: what that is, for a person; follows "rank 1".
+
+        Raises:
+            UsageError: where another rank has come to something else, or has ended.
+            WorldError: where another rank has failed.
+        """
+        self._came = True
+        after = " after an error in its last backward" if self._torn == self._number else ""
+        what += after
+        if self._store is not None and what != self._what:
+            self._what, self._words = what, words() + after
+            with self._reaching_others():
+                self._wait_for_all(self._store)
+            self._together = self._number
+        self._passed = self._number
+
+    def rest(self, words: str) -> None:
+        """Wait until all ranks have come to an end of their calls, after which more may come.
+
+        Args:
+            words: why no call comes, for a person; follows "rank 1".
+
+        Raises:
+            UsageError: where another rank makes a call.
+            WorldError: where another rank has failed.
+        """
+        with self.call():
+            self.same(_REST, lambda: words)
+
+    def _wait_for_all(self, store: Store) -> None:
+        if store.add(self._count(), 1) < self._size:
+            self._wait_for_others(store)
+        elif self._counted:
+            store.delete_key(self._counted)
+        self._counted = self._count()
+
+    def _wait_for_others(self, store: Store) -> None:
+        look_s = time.monotonic() + self._patience.total_seconds()
+        for _ in self._pauses(TIMEOUT_S):
+            if store.add(self._count(), 0) == self._size:
+                return
+            if time.monotonic() > look_s:
+                self._look(store)
+                store.set("asked", str(self._number))
+                look_s = time.monotonic() + self._patience.total_seconds()
+        raise WorldError(f"others have not come to call {self._number} of the model within {TIMEOUT_S:g} s")
+
+    def run(
+        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup | None = None
+    ) -> None:
+        """Call a function of torch.distributed, as part of a call, and wait for it.
+
+        Raises:
+            UsageError, WorldError: as `same`.
+        """
+        group = group or world_group()
+        self.come()
+        in_turns = self._waits_in_turns(group, tensors[0])
+        caller.waits = True
+        try:
+            work = collective(*tensors, group=group, async_op=in_turns)
+        finally:
+            caller.waits = False
+        self.finish(work)
+
+    def begin(
+        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
+    ) -> Callable[[], object]:
+        """Begin what `run` calls; what is returned waits for it within the same call, and raises as `run` does."""
+        self.come()
+        in_turns = self._waits_in_turns(group, tensors[0])
+        work = collective(*tensors, group=group, async_op=True)
+        assert work is not None
+        return partial(self.finish, work) if in_turns else work.wait
+
+    def start(
+        self, collective: Callable[..., dist.Work | None], *tensors: Any, group: dist.ProcessGroup
+    ) -> Callable[[], object]:
+        """The same in a backward, of whose end with an error others learn where it is not waited for."""
+        finish = self.begin(collective, *tensors, group=group)
+        self._begun.add(finish)
+
+        def wait() -> None:
+            self._begun.discard(finish)
+            finish()
+
+        return wait
+
+    def after(self, first: First, compute: Callable[[], _T]) -> _T:
+        """What ``compute`` gives, within which ``first`` is called before the first collective, else at its end.
+
+        It may gather what that is to gather from all ranks: it is given that, and where the rows of all are to go, and
+        tells whether it has.
+        """
+        self._first = first
+        try:
+            result = compute()
+            self.come()
+        finally:
+            self._first = None
+        return result
+
+    def come(self, gathering: Tensor | None = None, into: Tensor | None = None) -> bool:
+        """Call what is to be called before the first collective: nothing of that has begun, or was counted, yet.
+
+        Args:
+            gathering: what the collective gathers from all ranks ``into`` rows.
+
+        Returns: whether it was gathered.
+        """
+        first, self._first = self._first, None
+        return first is not None and first(gathering, into)
+
+    def _waits_in_turns(self, group: dist.ProcessGroup, first: Any) -> bool:
+        """Whether a collective on ``first`` can be waited for with a time limit, and then again."""
+        device = (first[0] if isinstance(first, list) else first).device.type
+        turns = self._turns.get(group)
+        if turns is None:
+            turns = self._turns[group] = {}
+        if device not in turns:  # a group may move tensors of CPUs by another backend than those of GPUs
+            turns[device] = backend_moving(device, str(dist.get_backend(group))).waits_in_turns
+            if not turns[device]:
+                self.answer_aside()
+        return turns[device]
+
+    def finish(self, work: dist.Work | None) -> None:
+        """Wait for a collective; None is one that has ended. Raises as `same` does."""
+        while work is not None:
+            try:
+                work.wait(self._patience)
+                return
+            except RuntimeError as error:
+                failed = error if work.is_completed() and not work.is_success() else None
+            if self._store is not None:
+                with self._reaching_others():
+                    self._look(self._store)
+            if failed is not None:
+                raise failed
+
+    def answer_aside(self) -> None:
+        """Let a thread answer others, where this one may be in a collective and cannot: they, at least, learn of it."""
+        if self._aside is None and self._store is not None:
+            self._aside = threading.Thread(target=self._answer, args=(self._store,), daemon=True)
+            self._aside.start()
+
+    def _answer(self, store: Store) -> None:
+        with suppress(DistError):  # the store has gone, and with it the others
+            while not self._ended.wait(self._patience.total_seconds()):
+                asked = int(store.get("asked")) if store.check(["asked"]) else 0
+                if self._together < asked <= self._passed:  # all others came to something else, as this one did not
+                    mine = json.dumps([json.loads(store.get(f"{asked}/first")), asdict(self._card(""))])
+                    store.compare_set(f"{asked}/unlike", "", mine)
+
+    def lost(self, error: Exception) -> None:
+        """Raise what `same` raises, where ``error`` says that the connection to others is lost."""
+        if self._store is not None and "Connection" in str(error) and not isinstance(error, ShardwrightError):
+            with suppress(DistError):  # of a store that has gone, too
+                self._look(self._store)
+
+    def end(self) -> None:
+        """Say that this rank makes no more calls."""
+        if self._store is None or self._ended.is_set():
+            return
+        self._ended.set()
+        if self._aside is not None:
+            self._aside.join()  # the interpreter would end a thread that is in C++ by force
+        if self._begun:
+            self._tear()
+        with suppress(Exception):  # where the store has gone, so have the others
+            if not self._broken:
+                self._say_end(self._store)
+            self._store.add(_ENDED, 1)
+
+    def _say_end(self, store: Store) -> None:
+        with self.call():
+            self._what, self._words, self._came = _END, f"has ended after {self._number - 1} calls", True
+            self._post(store)
+
+    def wait_until_all(self, count: str, timeout_s: float, but: int = 0) -> None:
+        """Wait until all have been counted so, ``but`` for some, or the time is over, or the store has gone."""
+        with suppress(DistError):
+            for _ in self._pauses(timeout_s):
+                if self._store is None or self._store.add(count, 0) >= self._size - but:
+                    return
+
+    def _tear(self) -> None:
+        """Let those know that wait in the last backward that it has ended here, though something begun is not waited
+        for, and see to it that all ranks come to the next call alike.
+        """
+        self._begun.clear()
+        self._torn = self._number + 1
+        if self._store is not None:
+            with suppress(Exception):
+                self._post(self._store, "its backward ended with an error")
+                self._posted = 0  # which stays
+
+    def _count(self) -> str:
+        return f"{self._number}/{hashlib.sha256(self._what.encode()).hexdigest()[:16]}"
+
+    def _look(self, store: Store) -> None:
+        """Write what this rank has come to, and raise where another one has come to something else."""
+        self._post(store)
+        if store.check([f"{self._number}/unlike"]):
+            cards = [_Card(**card) for card in json.loads(store.get(f"{self._number}/unlike"))]
+            error = self._error_of(cards)
+            self._told = ref(error)
+            self._let_others_know(store, sum(card.what == _END for card in cards))
+            raise error
+
+    @contextmanager
+    def _reaching_others(self) -> Iterator[None]:
+        """Say in words of the model that the store has gone."""
+        try:
+            yield
+        except DistError as error:
+            raise WorldError(
+                f"this rank waits in call {self._number} of the model for others that have gone, with the one that "
+                "serves the store of the job (rank 0, if the launcher does not)"
+            ) from error
+
+    def _let_others_know(self, store: Store, ended: int = 0) -> None:
+        """Give the others that have not ended time to read what is wrong: the store may go with this rank."""
+        self._broken = True
+        store.add(f"{self._number}/knows", 1)
+        self.wait_until_all(f"{self._number}/knows", _KNOW_S, ended)
+
+    def _post(self, store: Store, failure: str = "") -> None:
+        """Write what this rank has come to, and where that does not fit the first to write, the cards of both."""
+        card, key = self._card(failure), f"{self._number}/first"
+        known = self._came or card.failed
+        if not known and not store.check([key]):
+            return
+        first = _Card(**json.loads(store.compare_set(key, "", json.dumps(asdict(card))) if known else store.get(key)))
+        if first.rank == card.rank:
+            self._posted = self._number
+        if first.what != card.what and (known or first.last):
+            store.compare_set(f"{self._number}/unlike", "", json.dumps([asdict(first), asdict(card)]))
+
+    def _card(self, failure: str) -> _Card:
+        if failure:
+            return _Card(self._rank, failure, failure, failed=True)
+        return _Card(self._rank, self._what, self._words) if self._came else _Card(self._rank, "", "makes another")
+
+    def _fail(self, error: Exception) -> None:
+        if self._store is not None and error is not self._told():
+            with suppress(Exception):
+                self._post(self._store, f"{type(error).__name__}: {error}")
+                self._posted = 0  # which stays
+                self._let_others_know(self._store)
+
+    def _pauses(self, timeout_s: float) -> Iterator[None]:
+        """Yield until the time is over, sleeping longer and longer in between."""
+        end_s, pause_s = time.monotonic() + timeout_s, 0.0001
+        while time.monotonic() < end_s:
+            yield
+            time.sleep(pause_s)
+            pause_s = min(1.3 * pause_s, _LONGEST_PAUSE_S + self._size / 5000)
+
+    def _error_of(self, cards: Sequence[_Card]) -> ShardwrightError:
+        """The error of all ranks where two have come to what does not fit together."""
+        self._what = ""
+        for card in cards:
+            if card.failed:
+                return WorldError(f"rank {card.rank} failed in call {self._number} of the model: {card.words}")
+        first, second = sorted(cards, key=lambda card: card.rank)
+        return UsageError(
+            f"ranks do not come to call {self._number} of the model alike: rank {first.rank} {first.words}, rank "
+            f"{second.rank} {second.words}; all ranks must make the same calls, as often as each other, and pass the "
+            "same whole batch or parts of one (drop_last=True in loaders of unequal length, or take batches from "
+            "sw.loader)"
+        )
+
+
+class _Call:
+    """What `Lockstep.call` gives: a class, since one of these is made at each step."""
+
+    __slots__ = ("_lockstep",)
+
+    def __init__(self, lockstep: Lockstep) -> None:
+        self._lockstep = lockstep
+
+    def __enter__(self) -> None:
+        self._lockstep.enter()
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if isinstance(error, Exception):
+            self._lockstep.leave(error)
+
+
+def _end_all() -> None:
+    """Tell the others; torch's own groups, by whose end they learn that this rank has gone, end later."""
+    models = [model for made in _all.values() for model in made]
+    for model in models:
+        model.end()
+    deadline_s = time.monotonic() + _EXIT_S
+    if not dist.is_initialized() or dist.get_rank() or getattr(sys, "last_value", None) is not None:
+        return
+    for model in models:
+        model.wait_until_all(_ENDED, deadline_s - time.monotonic())

@@ -1,0 +1,191 @@
+"""The jobs of this user that were launched on this host: a file for each in ``/tmp/shardwright-<uid>/jobs``.
+
+The launcher writes it and removes it at its end; `shardwright ps` lists what is there, `shardwright stop` ends it
+(`jobs_stop`). The folder is the user's alone, and nothing of an environment is in it. The process id of a launcher that
+was killed may by now be another process's: with the moment of its start it names one process for ever. What such a
+launcher left is shown as lost for a while, and then removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+
+from shardwright.common.private_folder import make_private, own_folder
+from shardwright.common.schema import SchemaError, from_json
+from shardwright.errors import UsageError
+from shardwright.launch.host.processes import start_ticks
+
+RUNNING, RESTARTING, STOPPING, LOST = "running", "restarting", "stopping", "lost"
+_SHOWN_LOST_S = 60.0
+
+
+def _own_processes() -> str:
+    """What names the processes that this one may know by their numbers: those of its container, or of the host."""
+    try:
+        return os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return ""
+
+
+@dataclass(frozen=True)
+class JobRecord:
+    """What is known of a job: ``folder`` has the logs; ``marks`` are what processes of the job carry; times in seconds
+    since the epoch.
+
+    ``lease_s`` is None for a job on its launcher's host alone, ``lost_s`` when its launcher was first found gone;
+    ``processes`` are those among which ``pid`` is a number.
+    """
+
+    name: str
+    folder: str
+    host: str
+    pid: int
+    start_ticks: int | None
+    started_s: float
+    state: str
+    hosts: list[str]
+    ranks: int
+    restarts: int
+    grace_s: float
+    lease_s: float | None = None
+    marks: list[str] = field(default_factory=list)
+    lost_s: float | None = None
+    processes: str = field(default_factory=_own_processes)
+
+    @property
+    def path(self) -> Path:
+        return jobs_folder() / f"{self.pid}-{self.start_ticks}.json"
+
+    @property
+    def told_path(self) -> Path:
+        """A file that is there once the job was told to end."""
+        return self.path.with_suffix(".stop")
+
+    @property
+    def lives(self) -> bool:
+        """Whether the job's launcher lives."""
+        return self.start_ticks is not None and start_ticks(self.pid) == self.start_ticks
+
+    @property
+    def may_live_s(self) -> float:
+        """How long ranks on other hosts may outlive the launcher."""
+        return 0.0 if self.lease_s is None else 1.25 * self.lease_s + 0.5
+
+    def write(self) -> None:
+        """Write the record. Raises `OSError`."""
+        make_private(jobs_folder())
+        draft = self.path.with_name(f".{self.path.name}.{os.getpid()}")  # several may find at once that a job is lost
+        try:
+            draft.write_text(json.dumps(asdict(self)))
+            draft.replace(self.path)
+        except OSError:
+            draft.unlink(missing_ok=True)
+            raise
+
+    def remove(self) -> None:
+        for path in (self.path, self.told_path):
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def jobs_folder() -> Path:
+    return own_folder() / "jobs"
+
+
+def known_jobs() -> list[JobRecord]:
+    """The jobs of this host, the oldest first. What was lost long ago is removed.
+
+    Raises `UsageError` where the folder is not this user's alone.
+    """
+    folder = jobs_folder()
+    if not folder.exists():
+        return []
+    try:
+        make_private(folder)
+        records = [record for path in folder.glob("*.json") if (record := _read(path)) is not None]
+        for path in folder.glob("*.stop"):
+            if not path.with_suffix(".json").exists():  # the job ended while it was told to
+                path.unlink(missing_ok=True)
+    except OSError as error:
+        raise UsageError(f"the jobs of this host cannot be listed: {error}") from None
+    # A container may share /tmp, and the host's name as well, but not the processes.
+    own = socket.gethostname(), _own_processes()
+    here = [record for record in records if (record.host, record.processes) == own]
+    return sorted((seen for record in here if (seen := _seen(record))), key=lambda record: record.started_s)
+
+
+def _read(path: Path) -> JobRecord | None:
+    try:
+        record = from_json(path.read_bytes(), JobRecord)
+    except (OSError, SchemaError):
+        return None
+    return record if record.path == path else None
+
+
+def _seen(record: JobRecord) -> JobRecord | None:
+    """The record as the job is now; None for one that was lost long ago, which is removed."""
+    if record.lives:
+        return replace(record, state=STOPPING) if record.told_path.exists() else record
+    now_s = time.time()
+    if record.lost_s is None:
+        if not record.path.exists():  # its launcher has removed it and ended, since it was read
+            return None
+        record = replace(record, state=LOST, lost_s=now_s)
+        with contextlib.suppress(OSError):
+            record.write()
+    assert record.lost_s is not None
+    if now_s > record.lost_s + max(_SHOWN_LOST_S, record.may_live_s):
+        record.remove()
+        return None
+    return record
+
+
+def find_job(word: str) -> JobRecord:
+    """The job of that name, or with its logs in that folder. Raises `UsageError` that lists the jobs there are."""
+    known = known_jobs()
+    matching = [r for r in known if r.name == word or (os.sep in word and os.path.realpath(word) == r.folder)]
+    living = [record for record in matching if record.lives] or matching
+    if len(living) == 1:
+        return living[0]
+    if living:
+        listed = "\n".join(f"  {record.folder}" for record in living)
+        raise UsageError(f"{len(living)} jobs are named {word}; name one by the folder of its logs:\n{listed}")
+    names = ", ".join(record.name for record in known)
+    there = f"those there are: {names}" if known else "there is none"
+    raise UsageError(f"no job {word} of this user was launched on this host and still runs; {there}")
+
+
+def show_jobs() -> str:
+    """A table, or a line where there is nothing to show."""
+    known = known_jobs()
+    if not known:
+        return "no job of this user runs that was launched on this host"
+    rows = [("JOB", "STATE", "HOSTS", "RANKS", "STARTED", "RESTARTS", "LOGS")]
+    for record in known:
+        hosts = ",".join(record.hosts)
+        rows.append((
+            record.name, record.state, hosts, str(record.ranks), moment(record.started_s), str(record.restarts),
+            record.folder,
+        ))  # fmt: skip
+    lines = table_lines(rows)
+    if any(record.state == LOST for record in known):
+        lines.append("lost: its launcher was killed, and its ranks end without it; `shardwright stop JOB` makes sure")
+    return "\n".join(lines)
+
+
+def moment(time_s: float) -> str:
+    """A time since the epoch as this host's clock shows it."""
+    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(time_s))
+
+
+def table_lines(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Rows of words as lines, with each column as wide as its longest word."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(word.ljust(width) for word, width in zip(row, widths, strict=True)).rstrip() for row in rows]

@@ -1,0 +1,214 @@
+"""What a job is: the words of the command line, read and checked before anything starts."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from shardwright.errors import UsageError
+from shardwright.launch.host.program import Program, check_program
+from shardwright.launch.host.stage import Stage
+from shardwright.launch.hosts.gpus import count_gpus
+from shardwright.launch.hosts.rank_table import RankTable
+from shardwright.launch.options.carrier_facts import CARRIERS, LOCAL, CarrierFacts, carrier_facts
+from shardwright.launch.options.host_options import RemoteOptions, ThisHost
+from shardwright.launch.options.mpirun import StartCommand, check_mca
+from shardwright.launch.options.request import LaunchRequest
+from shardwright.launch.options.restart_options import ONCE, RestartOptions
+from shardwright.launch.options.save_graphs import VARIABLE, SaveGraphs
+from shardwright.launch.options.table_options import read_table, table_gpus
+from shardwright.launch.options.variables import (
+    read_backend,
+    read_variables,
+    split_variables,
+    visible_devices,
+    wrong_on_this_host,
+)
+
+_SHORTEST_STALL_S = 0.5
+
+
+@dataclass(frozen=True)
+class LaunchOptions:
+    """A job, on this host or, with ``remote``, on several; there ``ranks`` is 0 until the hosts have been asked.
+
+    ``environment`` is what its ranks have in common beyond the environment of the launcher, ``rank_environments`` what
+    single ranks have beside torchrun's variables. ``start_command`` starts the ranks where the carrier has one.
+    ``bind`` gives each rank cores of its own (`shardwright.launch.supervisor.binding`). A job that hangs for
+    ``stall_timeout_s`` is ended where ``stall_ends``, and shown in any case. ``by_torchrun``: each rank is a torchrun.
+    """
+
+    program: Program
+    ranks: int
+    preload: bool = True
+    shown: frozenset[int] = frozenset({0})
+    job: str | None = None
+    log_dir: Path = Path("log_output")
+    port: int | None = None
+    environment: dict[str, str] = field(default_factory=dict)
+    grace_s: float = 10.0
+    detach: bool = False
+    rank_environments: dict[int, dict[str, str]] = field(default_factory=dict)
+    carrier: CarrierFacts = LOCAL
+    start_command: StartCommand | None = None
+    remote: RemoteOptions | None = None
+    bind: bool = True
+    restarts: RestartOptions = ONCE
+    stall_timeout_s: float | None = None
+    stall_ends: bool = True
+    by_torchrun: bool = False
+
+    @property
+    def logs_stay(self) -> bool:
+        """Whether what ranks write stays on their hosts."""
+        return self.remote is not None and not self.remote.collect_logs
+
+
+def read_options(request: LaunchRequest) -> LaunchOptions:
+    """The job that is asked for. Raises `UsageError` for what cannot be served."""
+    chosen = carrier_facts(request.via)
+    for_all, by_host = split_variables(request.variables)
+    variables = read_variables(for_all, os.environ)
+    own_variables = {host: read_variables(words, os.environ) for host, words in by_host.items()}
+    table = read_table(request, variables)
+    place = _read_place(request, chosen, table, own_variables)
+    remote = place if isinstance(place, RemoteOptions) else None
+    by_rank = _table_variables(request, table)
+    _check_mca(request.mca, chosen, remote is not None)
+    environment = variables | _read_environment(request, chosen, variables, {} if remote is not None else by_rank)
+    whole = os.environ | environment
+    program = _read_program(request, remote, whole)
+    ranks = 0 if isinstance(place, RemoteOptions) else _ranks_here(request, place, table, whole)
+    if remote is None and (wrong := wrong_on_this_host(whole, among_hosts=False)):
+        raise UsageError("\n".join(wrong))
+    request.restarts.check(None if remote is not None else ranks, by_table=table is not None, carrier=chosen)
+    check_numbers(request)
+    start_command = None if chosen.start_command is None else chosen.start_command(ranks, request.mca, whole)
+    return LaunchOptions(
+        program=program, ranks=ranks, preload=request.preload and start_command is None,
+        shown=frozenset() if remote is not None else read_tee(_tee(request), ranks),
+        job=request.job, log_dir=Path(request.log_dir), port=request.port, environment=environment,
+        grace_s=request.grace_s, detach=request.detach, rank_environments=by_rank,
+        carrier=chosen.settled(remote is not None), start_command=start_command, remote=remote,
+        bind=request.bind_to == "core", restarts=request.restarts, stall_timeout_s=request.stall_timeout_s,
+        stall_ends=request.on_stall != "report",
+    )  # fmt: skip
+
+
+def _tee(request: LaunchRequest) -> str:
+    return request.tee or ("none" if request.detach else "0")
+
+
+def _read_place(
+    request: LaunchRequest, carrier: CarrierFacts, table: RankTable | None, variables: Mapping[str, dict[str, str]]
+) -> RemoteOptions | ThisHost:
+    """Where the job is, with what is copied to its hosts. ``variables`` are those of single hosts."""
+    where = request.where
+    place = where.read(request.ranks, table, carrier, _tee(request), variables)
+    if isinstance(place, ThisHost):
+        return place
+    return replace(place, stage=Stage.read(where.stage, where.keep_stage, Path(request.log_dir)))
+
+
+def _table_variables(request: LaunchRequest, table: RankTable | None) -> dict[int, dict[str, str]]:
+    if table is None or request.rank_table is None:
+        return {}
+    return {rank: table.variables(rank, Path(request.rank_table)) for rank in table.placed}
+
+
+def _read_environment(
+    request: LaunchRequest, carrier: CarrierFacts, variables: Mapping[str, str], by_rank: Mapping[int, dict[str, str]]
+) -> dict[str, str]:
+    """What options other than ``-x`` put into the environment. ``by_rank`` is a rank table's, where it is of this host.
+
+    Raises `UsageError` for an option that is not for the carrier.
+    """
+    devices = table_gpus(by_rank, os.environ | variables) if by_rank else request.devices
+    environment = visible_devices(devices, os.environ) | read_backend(request.backend, carrier)
+    if request.save_graphs is not None:
+        environment[VARIABLE] = str(SaveGraphs.parse(request.save_graphs))
+    return environment
+
+
+def _check_mca(words: Sequence[tuple[str, str]], carrier: CarrierFacts, on_hosts: bool) -> None:
+    if words and not carrier.takes_mca:
+        owner = next(row.name for row in CARRIERS.values() if row.takes_mca)
+        remedy = "which starts no ranks here: not needed, leave it out"
+        if not on_hosts:
+            remedy = f"leave it out, or type --via {owner} too"
+        raise UsageError(f"--mca {' '.join(words[0])} is a setting of {owner}{',' if on_hosts else ';'} {remedy}")
+    check_mca(words)
+
+
+def _read_program(request: LaunchRequest, remote: RemoteOptions | None, environment: Mapping[str, str]) -> Program:
+    """The program, checked unless it lies where only the hosts can check it: a script need not be here, too."""
+    if remote is not None and _is_there(request, remote):
+        program = Program(request.kind, tuple(request.arguments))
+    else:
+        program = check_program(request.kind, request.arguments, environment)
+    return replace(program, tells_local_rank=request.local_rank)
+
+
+def _is_there(request: LaunchRequest, remote: RemoteOptions) -> bool:
+    """Whether hosts alone can tell if the program is there."""
+    if not request.arguments:
+        return False
+    name = request.arguments[0]
+    path = request.kind == "script" and (os.sep in name or name.endswith(".py"))
+    return bool(remote.wdir) or remote.stage is not None or (path and not os.path.exists(name))
+
+
+def _ranks_here(
+    request: LaunchRequest, place: ThisHost, table: RankTable | None, environment: Mapping[str, str]
+) -> int:
+    if table is not None:
+        return table.size
+    return place.ranks or read_ranks(request.ranks, environment)
+
+
+def check_numbers(request: LaunchRequest) -> None:
+    """Raise `UsageError` for a port or a time that is none."""
+    port, grace_s, stall_timeout_s = request.port, request.grace_s, request.stall_timeout_s
+    if port is not None and not 0 < port < 65_536:
+        raise UsageError(f"--port {port} is no TCP port; type one from 1 to 65535, or leave it out")
+    if not grace_s >= 0:
+        raise UsageError(f"--grace {grace_s} is no time; type the seconds that ranks get to end by themselves")
+    if request.on_stall is not None and stall_timeout_s is None:
+        raise UsageError(f"--on-stall {request.on_stall} without --stall-timeout: nobody looks for hangs; type both")
+    if stall_timeout_s is not None and not _SHORTEST_STALL_S <= stall_timeout_s < float("inf"):
+        raise UsageError(
+            f"--stall-timeout {stall_timeout_s:g} is no time to wait for a sign of life; type seconds, at least "
+            f"{_SHORTEST_STALL_S:g} and more than a step or a silent phase of the program may take"
+        )
+
+
+def read_ranks(text: str | None, environment: Mapping[str, str]) -> int:
+    """``-n``; without it, or with ``auto``, one rank per visible GPU, and one where there is none."""
+    if text is None or text == "auto":
+        return max(1, count_gpus(environment))
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) == 0:
+        raise UsageError(f"-n {text} is no number of ranks; type a whole number from 1 on, or -n auto for one per GPU")
+    return int(text)
+
+
+def read_tee(text: str, ranks: int) -> frozenset[int]:
+    """``all``, ``none``, or ranks: ``0,3`` or ``0-3,7``.
+
+    >>> sorted(read_tee("0-2,7", 8))
+    [0, 1, 2, 7]
+    """
+    if text in ("all", "none"):
+        return frozenset(range(ranks if text == "all" else 0))
+    shown: set[int] = set()
+    for part in text.split(","):
+        span = re.fullmatch(r"\s*([0-9]+)(?:-([0-9]+))?\s*", part)
+        if span is None:
+            raise UsageError(f"--tee {text} names no ranks; type all, none, or ranks as 0,3 or 0-3")
+        first, last = int(span[1]), int(span[2] or span[1])
+        if first > last or last >= ranks:
+            raise UsageError(f"--tee {text}: the {ranks} ranks of this job are 0 to {ranks - 1}")
+        shown.update(range(first, last + 1))
+    return frozenset(shown)

@@ -1,0 +1,213 @@
+"""The stretches of a program, compiled by torch: forward and backward of each, at its first use.
+
+Before a compiled stretch is used, it has given what its operators give: once, in this process, on the numbers of the
+first batch, with gradients. One that does not, or that cannot be compiled, runs as without, and a warning says why.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardwright.common.pulse import own_pulse
+from shardwright.common.torch_private import code_from_cache, compiled_code_directory
+from shardwright.runtime.compiled.stretches import Stretch
+
+# So that a number of half precision is rounded where the operators round it.
+_OPTIONS: dict[str, Any] = {"emulate_precision_casts": True}
+MANY_PROGRAMS = 8
+"""A program for each of so many shapes and kinds of step is more than the last batches of epochs make."""
+
+Function = Callable[..., Any]
+
+
+class NotCompiled(UserWarning):
+    """A part of a program runs without being compiled, or programs are compiled again and again."""
+
+
+class Compiler:
+    """Compiles programs. ``says`` is whether it tells how long that took, as one rank does for all."""
+
+    def __init__(self, says: bool, backend: str = "inductor") -> None:
+        self._says = says
+        self._options = _OPTIONS if backend == "inductor" else None
+        self._backend = backend
+        self._programs = 0
+
+    def compiled(self, stretches: Sequence[Stretch], operators: int, what: str, scope: dict[str, Any]) -> Compiled:
+        """The stretches of a program for ``what``, which has so many operators; ``scope`` is what these name."""
+        self._programs += 1
+        if self._programs == MANY_PROGRAMS and self._says:
+            warnings.warn(
+                NotCompiled(
+                    f"{MANY_PROGRAMS} programs have been compiled, the last one for {what}: each shape of a batch has "
+                    "its own; pad batches to few shapes, or leave compile=True out"
+                ),
+                stacklevel=2,
+            )
+        return Compiled(stretches, f"{sum(len(s.instructions) for s in stretches)} of {operators}", what, self, scope)
+
+    def compile(self, function: Function) -> Function:
+        """What torch makes of a function of tensors, without the Python around it."""
+        return torch.compile(function, fullgraph=True, dynamic=False, backend=self._backend, options=self._options)
+
+    def say(self, text: str) -> None:
+        if self._says:
+            print(f"shardwright: {text}", file=sys.stderr, flush=True)
+
+
+class Compiled:
+    """The stretches of one program: its ``functions``, and what is to be told of them."""
+
+    def __init__(
+        self, stretches: Sequence[Stretch], operators: str, what: str, compiler: Compiler, scope: dict[str, Any]
+    ) -> None:
+        self._operators, self._what, self._compiler = operators, what, compiler
+        self._took_s, self._reasons = 0.0, list[str]()
+        self._before = code_from_cache()
+        self.functions = {s.function: _Tried(_made(s, scope), compiler, self._note) for s in stretches}
+        self._spans = [s.span for s in stretches]
+
+    @property
+    def left_out(self) -> str:
+        """Which stretches run uncompiled: in the same words on ranks whose programs have others."""
+        ways = [tried.plain_ways for tried in self.functions.values()]
+        if ways and all(each == ways[0] for each in ways):
+            return ", ".join(f"all stretches{how}" for how in ways[0])
+        return ", ".join(f"{span}{how}" for span, each in zip(self._spans, ways, strict=True) for how in each)
+
+    def tell(self) -> None:
+        """Say what was compiled since this was last called, if anything was."""
+        if not self._took_s:
+            return
+        found, made = (now - before for now, before in zip(code_from_cache(), self._before, strict=True))
+        cached = f"; {found} of {found + made} parts were in its cache" if found else ""
+        self._compiler.say(
+            f"compiled {self._operators} operators for {self._what} in {self._took_s:.1f} s{cached}; it is kept in "
+            f"{compiled_code_directory()}"
+        )
+        for reason, count in {reason: self._reasons.count(reason) for reason in self._reasons}.items():
+            text = (
+                f"{count} of {len(self.functions)} stretches of the program for {self._what} run uncompiled: {reason}"
+            )
+            warnings.warn(NotCompiled(text), stacklevel=2)
+        self._took_s, self._reasons, self._before = 0.0, [], code_from_cache()
+
+    def _note(self, took_s: float, problem: str) -> None:
+        self._took_s += took_s
+        self._reasons += [problem] if problem else []
+        own_pulse().beat()
+
+
+class _Tried:
+    """A stretch that is compiled at its first call, with gradients and without, if what is made of it is right."""
+
+    def __init__(self, plain: Function, compiler: Compiler, note: Callable[[float, str], None]) -> None:
+        self._plain, self._compiled, self._note = plain, compiler.compile(plain), note
+        # Cached by whether there are gradients, and inference mode: a program has one dtype and shape of each operand,
+        # and what is compiled has been compared with what is not.
+        self._chosen: dict[tuple[bool, bool], Function] = {}
+
+    def __call__(self, *given: Tensor) -> Any:
+        how = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
+        if how not in self._chosen:
+            self._chosen[how] = self._choose(given)
+        return self._chosen[how](*given)
+
+    @property
+    def plain_ways(self) -> list[str]:
+        """How it was called where it runs uncompiled: " without gradients", or not."""
+        plain = {with_gradients for (with_gradients, _), chosen in self._chosen.items() if chosen is self._plain}
+        return ["" if with_gradients else " without gradients" for with_gradients in sorted(plain)]
+
+    def _choose(self, given: Sequence[Tensor]) -> Function:
+        start_s = time.perf_counter()
+        # What a program keeps for its backward is not to be kept of these.
+        as_they_are = torch.autograd.graph.saved_tensors_hooks(lambda kept: kept, lambda kept: kept)
+        with warnings.catch_warnings(), as_they_are:
+            warnings.simplefilter("ignore")  # of names that the compiler itself uses, and of what may be faster still
+            try:
+                found = _results(self._compiled, given)
+                problem = difference(found, _results(self._plain, given))
+            except Exception as error:  # there are as many as there are ways to fail in a compiler
+                problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        self._note(time.perf_counter() - start_s, problem)
+        return self._plain if problem else self._compiled
+
+
+def _made(stretch: Stretch, scope: dict[str, Any]) -> Function:
+    names = dict(scope)
+    exec(compile(stretch.source, f"<{stretch.function} {id(stretch):x}>", "exec"), names)
+    made: Function = names[stretch.function]
+    return made
+
+
+def _results(function: Function, given: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """What a function gives of the same tensors, and the gradients of these for some gradient of that."""
+    copies = [_like(tensor) for tensor in given]
+    results = function(*copies)
+    results = [results] if isinstance(results, Tensor) else list(results)
+    sources, targets = ([x for x in tensors if x.requires_grad] for tensors in (copies, results))
+    gradients: Sequence[Tensor | None] = ()
+    if sources and targets:
+        gradients = torch.autograd.grad(targets, sources, [_some(x) for x in targets], allow_unused=True)
+    return [x.detach() for x in results], [x for x in gradients if x is not None]
+
+
+def _like(tensor: Tensor) -> Tensor:
+    """The same numbers for torch to compile for: what was a parameter is one, and needs a gradient where that did."""
+    alike = tensor.detach()
+    return (
+        nn.Parameter(alike, tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter)
+        else alike.requires_grad_(tensor.requires_grad)
+    )
+
+
+def _some(like: Tensor) -> Tensor:
+    """Numbers of which no generator knows that a program draws from."""
+    generator = torch.Generator(like.device).manual_seed(like.numel())
+    return torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+
+
+def difference(found: tuple[list[Tensor], ...], expected: tuple[list[Tensor], ...]) -> str:
+    """What is wrong with tensors that are to be others to half of their digits, empty where nothing is.
+
+    The measure is the largest deviation against the largest number of all gradients, or of a result.
+    """
+    for what, ours, theirs in zip(("results", "gradients"), found, expected, strict=True):
+        if [x.shape for x in ours] != [x.shape for x in theirs]:
+            return f"the compiled code gives {what} of other shapes"
+        largest = max((_largest(x) for x in theirs), default=0.0)
+        for one, other in zip(ours, theirs, strict=True):
+            measure = largest if what == "gradients" else _largest(other)
+            deviation = _deviation(one, other)
+            if not deviation <= _tolerance(other.dtype) * measure:
+                return f"the compiled code gives other {what}, which deviate by {deviation:.2g} of {measure:.2g}"
+    return ""
+
+
+def _tolerance(dtype: torch.dtype) -> float:
+    return float(torch.finfo(dtype).eps) ** 0.5 if dtype.is_floating_point or dtype.is_complex else 0.0
+
+
+def _largest(tensor: Tensor) -> float:
+    finite = tensor[tensor.isfinite()]
+    return float(_wide(finite).abs().max()) if finite.numel() else 0.0
+
+
+def _deviation(one: Tensor, other: Tensor) -> float:
+    """The largest difference; numbers that are infinite, or none, are to be so in both."""
+    apart = (_wide(one) - _wide(other)).abs()
+    alike = (one == other) | (one.isnan() & other.isnan())
+    return float(apart.masked_fill(alike, 0).max()) if apart.numel() else 0.0
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -1,0 +1,84 @@
+"""Gradients that `accumulate` keeps unreduced, of which torch's optimizers and hooks know nothing.
+
+A step without them would be another one than that of one device, and so would one with those that a script has dropped
+by ``optimizer.zero_grad()``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterable, Mapping
+from functools import cache
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from shardwright.common import torch_private
+from shardwright.errors import UsageError
+
+
+class Unreduced(ABC):
+    """What keeps unreduced gradients of the parameters of a model; optimizers ask all that there are."""
+
+    def __init__(self) -> None:
+        self._named: Mapping[str, nn.Parameter] = {}
+
+    def ask_for(self, model: nn.Module) -> None:
+        """Be asked by optimizers of the parameters of ``model``, as they are stored now."""
+        _watch_optimizers()
+        self._named = dict(model.named_parameters(remove_duplicate=False))
+        _all.add(self)
+
+    @property
+    @abstractmethod
+    def kept(self) -> Collection[str]:
+        """The names of the parameters whose gradients are kept."""
+
+    @abstractmethod
+    def drop(self, names: Iterable[str]) -> None:
+        """Keep those of these parameters no more."""
+
+    def kept_of(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        """The names of the optimizer's parameters whose gradients are kept."""
+        if not self.kept:
+            return []
+        updated = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        return [name for name in self.kept if name in self._named and id(self._named[name]) in updated]
+
+    def hooked(self, names: Iterable[str]) -> str:
+        """The name of one of these parameters that has a hook on its gradient, empty where none has."""
+        return next((name for name in names if name in self._named and torch_private.has_hook(self._named[name])), "")
+
+
+_all: WeakSet[Unreduced] = WeakSet()
+
+
+@cache
+def _watch_optimizers() -> None:
+    """Be asked before each step of an optimizer. Cached so that it is done once."""
+    register_optimizer_step_pre_hook(_refuse_unreduced)
+    torch_private.tell_of_dropped_gradients(_drop)
+
+
+def _refuse_unreduced(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Asked before each step.
+
+    Raises:
+        UsageError: where it would be made without a part of the gradient, or by this rank's own.
+    """
+    for each in _all:
+        if names := each.kept_of(optimizer):
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            raise UsageError(
+                f"this {type(optimizer).__name__} makes a step while accumulate() keeps gradients of {names[0]}{more} "
+                "that are not reduced between ranks yet; call the model and backward() for the last batch of a step "
+                "outside of accumulate(), or drop what is kept: parallel.zero_grad()"
+            )
+
+
+def _drop(optimizer: torch.optim.Optimizer) -> None:
+    for each in _all:
+        each.drop(each.kept_of(optimizer))

@@ -1,0 +1,230 @@
+"""Tensors that are gathered where they are used, and not kept whole until the backward: above all split parameters.
+
+Autograd would keep the gathered tensor of every layer. While a program runs that gathers some again, what autograd is
+about to keep is compared with them: in their place it keeps this rank's part. The backward gathers the whole once more
+before it comes to the last section of the program that needs it, and lets it go when the first one has had it. Which
+sections need it stands in the program, so that the backwards of all ranks gather in the same order, also where an
+operator on an empty part keeps nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+
+from shardwright.common.torch_private import MemoryOf, backward_number, changes_of
+from shardwright.compiler.lower.order import before_backward
+from shardwright.compiler.mesh.collectives import Axes, Communicator
+from shardwright.compiler.mesh.together import all_gather_together
+from shardwright.errors import UsageError
+
+Step = tuple[Callable[..., Tensor], dict[str, Any]]
+Gather = Callable[[Sequence[Tensor]], Sequence[Tensor]]
+"""What makes whole tensors of this rank's parts."""
+
+
+class _Gathered:
+    """A tensor that is gathered again.
+
+    ``sections`` of the program need it, and so many tensors that autograd has ``kept`` lie in it.
+    """
+
+    def __init__(self, collective: _Collective) -> None:
+        self.collective = collective
+        self.whole: Tensor | None = None
+        self.sections = self.kept = 0
+        self._come = self._taken = 0  # sections that the backward has come to, and kept tensors that were taken
+
+    def begin(self) -> None:
+        """Count anew: a backward begins."""
+        self._come = self._taken = 0
+
+    def come(self) -> None:
+        """Note that the backward comes to a section that needs the tensor."""
+        self._come += 1
+        self._let_go()
+
+    def take(self) -> Tensor:
+        """Return the whole tensor, for a kept one that lies in it."""
+        if self.whole is None:  # it was taken before: somebody looks at what autograd has saved
+            self.collective.run()
+        whole = self.whole
+        assert whole is not None
+        self._taken += 1
+        self._let_go()
+        return whole
+
+    def _let_go(self) -> None:
+        if self._come >= self.sections and self._taken >= self.kept:
+            self.whole = None
+
+
+class _Collective:
+    """How tensors are gathered together of this rank's parts, once in each backward."""
+
+    def __init__(self, names: Sequence[str], parts: Sequence[Tensor], gather: Gather) -> None:
+        self._names, self._parts, self._gather = names, [part.detach() for part in parts], gather
+        self._changes = [changes_of(part) for part in parts]
+        self._backward: int | None = None
+        self._members: list[ref[_Gathered]] = []
+
+    def members(self) -> list[_Gathered]:
+        """What stands for each of the gathered tensors."""
+        made = [_Gathered(self) for _ in self._parts]
+        self._members = [ref(member) for member in made]
+        return made
+
+    def ready(self) -> None:
+        """Gather, where this backward has not done so."""
+        if (backward := backward_number()) == self._backward:
+            return
+        self._backward = backward
+        for found in self._members:
+            if (member := found()) is not None:
+                member.begin()
+        self.run()
+
+    def run(self) -> None:
+        """Give what is gathered to those that are needed."""
+        for name, part, changes in zip(self._names, self._parts, self._changes, strict=True):
+            if changes_of(part) != changes:
+                raise UsageError(
+                    f"{name}, which the backward gathers again, was changed in place since the forward; call "
+                    "backward() before optimizer.step()"
+                )
+        with torch.no_grad():
+            wholes = self._gather(self._parts)
+        for found, whole in zip(self._members, wholes, strict=True):
+            member = found()
+            if member is not None and member.kept:
+                member.whole = whole
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What is kept in place of a tensor that lies in gathered memory."""
+
+    gathered: _Gathered
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> Tensor:
+        return self.gathered.take().as_strided(self.size, self.stride, self.offset)
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Any other tensor. Torch looks for changes itself only where it has kept the tensor itself."""
+
+    kept: Tensor
+    changes: int
+
+    def tensor(self) -> Tensor:
+        if changes_of(self.kept) != self.changes:
+            raise UsageError(
+                f"a tensor of shape {list(self.kept.shape)} that the backward needs was changed in place since the "
+                "forward; call backward() before optimizer.step()"
+            )
+        return self.kept
+
+
+class GatheredAgain:
+    """Local programs call this as ``again(all_gather(w, ...), w, "w", comm, [(all_gather, {...})])``.
+
+    Or, for what one collective gathers, as ``again.together(all_gather_together(...), ("w", "v"), comm, ("dp",), (w,
+    {...}), (v, {...}))``. What is gathered is numbered in the order of these calls. A section of the program that needs
+    some in its backward begins with ``again.expect([0, 2])`` and ends with ``[y] = again.before([0, 2], [y])``.
+    """
+
+    def __init__(self) -> None:
+        # Cached by the memory, which no other tensor takes as long as it stands here, for one run of a program.
+        self._known: dict[MemoryOf, _Gathered] = {}
+        self._numbered: list[_Gathered] = []  # in the order of the program
+        self._expected: list[_Gathered] = []  # what the present section needs
+
+    def __call__(self, whole: Tensor, part: Tensor, name: str, comm: Communicator, steps: Sequence[Step]) -> Tensor:
+        def gather(parts: Sequence[Tensor]) -> Sequence[Tensor]:
+            [gathered] = parts
+            for function, arguments in steps:
+                gathered = function(gathered, comm, **arguments)
+            return [gathered]
+
+        self._note([whole], _Collective([name], [part], gather))
+        return whole
+
+    def together(
+        self,
+        wholes: Sequence[Tensor],
+        names: Sequence[str],
+        comm: Communicator,
+        axes: Axes,
+        *parts: tuple[Tensor, dict[str, Any]],
+    ) -> Sequence[Tensor]:
+        """``wholes``, which were gathered of ``parts``, each with the other arguments of its own."""
+        hows = [how for _, how in parts]
+
+        def gather(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return all_gather_together(comm, axes, "slice", *zip(tensors, hows, strict=True))
+
+        self._note(wholes, _Collective(names, [part for part, _ in parts], gather))
+        return wholes
+
+    def expect(self, numbers: Sequence[int]) -> None:
+        """Keep parts of these alone, until the section ends: of others nobody would gather the whole again."""
+        if torch.is_grad_enabled():
+            self._expected = [self._numbered[number] for number in numbers]
+
+    def before(self, numbers: Sequence[int], outputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Return what a section makes for others, such that a backward first gathers what the section needs."""
+        if not torch.is_grad_enabled():
+            return outputs
+        needed, self._expected = [self._numbered[number] for number in numbers], []
+        for gathered in needed:
+            gathered.sections += 1
+        return before_backward(partial(_gather, needed), outputs)
+
+    def _note(self, wholes: Sequence[Tensor], collective: _Collective) -> None:
+        if torch.is_grad_enabled():
+            members = collective.members()
+            self._known.update(zip(map(MemoryOf, wholes), members, strict=True))
+            self._numbered += members
+
+    @contextmanager
+    def keeping_parts(self) -> Iterator[None]:
+        """Inside, autograd keeps the parts of what is gathered again."""
+        self._forget()
+        try:
+            with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):
+                yield
+        finally:
+            self._forget()  # so that a part lives no longer than what needs it
+
+    def _forget(self) -> None:
+        self._known, self._numbered, self._expected = {}, [], []
+
+    def _pack(self, kept: Tensor) -> _Part | _Whole:
+        found = self._known.get(MemoryOf(kept))
+        if found is None or found not in self._expected:
+            # Detached: a result that its own backward kept with its history would never be freed.
+            return _Whole(kept.detach(), changes_of(kept))
+        found.kept += 1
+        return _Part(found, tuple(kept.size()), tuple(kept.stride()), int(kept.storage_offset()))
+
+
+def _gather(needed: Sequence[_Gathered]) -> None:
+    """Gather what a section needs to which the backward comes."""
+    for gathered in needed:
+        gathered.collective.ready()
+        gathered.come()
+
+
+def _unpack(packed: _Part | _Whole) -> Tensor:
+    return packed.tensor()

@@ -1,0 +1,289 @@
+"""The programs of a model: one for every shape of the global batch and every kind of step, made at its first use."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from shardwright.common.torch_private import tree_flatten
+from shardwright.compiler.capture.capture import StepKind
+from shardwright.compiler.capture.tracing.trace import LossFunction
+from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.lower.operators.batch_norm import natively_on_all
+from shardwright.compiler.mesh.collectives import Communicator
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.report.ir import save_graphs
+from shardwright.distributed.agreement import from_all_ranks
+from shardwright.distributed.backends.table import backend_moving
+from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.world import World
+from shardwright.errors import ShardwrightError
+from shardwright.launch.options.save_graphs import SaveGraphs
+from shardwright.runtime.compiled.compiler import Compiler
+from shardwright.runtime.graphs.batch_key import Keys, look_at
+from shardwright.runtime.graphs.remembered import Remembered
+from shardwright.runtime.programs.aux_outputs import refusing_gradients
+from shardwright.runtime.programs.batches import described, difference
+from shardwright.runtime.programs.buckets import GradientReduction
+from shardwright.runtime.programs.execute import Execution, Outputs, StepArguments
+from shardwright.runtime.programs.failures import with_text
+from shardwright.runtime.programs.inputs import Cut, Rows, cuts_of, global_shapes, local_inputs, rows_of_output, shown
+from shardwright.runtime.programs.planner import Planner
+
+MOST_PROGRAMS = 64
+MOST_VALUES = 16  # of Python for which one program is kept: a counter has a new one at every step
+MANY_VALUES = 3  # of something that a program depends on: a fourth is warned of
+
+
+@dataclass(frozen=True)
+class PreparedProgram:
+    """A program that can run batches of one shape: planned, lowered for this rank, its process groups made.
+
+    ``unlike`` says in what these batches differ from the sample batch, beside their number of rows.
+    """
+
+    plan: Plan
+    execution: Execution
+    function: LossFunction  # what was captured
+    shapes: tuple[tuple[int, ...], ...]
+    input_layouts: tuple[Layout, ...]
+    unlike: str
+    cuts: dict[Hashable, list[Cut]] = field(default_factory=dict, repr=False)
+    """Cached by the rows that ranks were given: shapes and layouts are the program's, whose mesh and rank stay."""
+
+    def run(self, arguments: StepArguments) -> Outputs:
+        """Run the program once."""
+        try:
+            return self.execution(arguments)
+        except Exception as error:
+            if self.unlike:
+                with_text(error, self.unlike)
+            raise
+
+    def inputs(self, tensors: Sequence[Tensor], rows: Rows, communicator: Communicator) -> list[Tensor]:
+        """This rank's part of every input, as the plan lays it out."""
+        seen = rows.mine, rows.total, rows.all_ranks
+        cuts = self.cuts.get(seen)
+        if cuts is None:
+            cuts, talked = cuts_of(self.shapes, self.input_layouts, rows, communicator)
+            if not talked:  # nor do the other ranks
+                self.cuts[seen] = cuts
+        return local_inputs(tensors, cuts, communicator)
+
+    def outputs(
+        self, aux: Sequence[Tensor], rows: Rows, communicator: Communicator, *, whole: bool, loss: Tensor | None = None
+    ) -> Any:
+        """What was returned beside the loss, whole, or of what has rows of the batch those that this rank was given.
+
+        With ``batch="global"``, where all ranks were given all rows, each keeps those that it has computed. What has a
+        gradient in the graph refuses one, but for ``loss``, which may stand there, too.
+        """
+        capture, found = self.plan.capture, list[Tensor]()
+        for name, tensor in zip(capture.returned, aux, strict=True):
+            shape, layout = capture.values[name].shape, self.plan.outputs[name]
+            found.append(rows_of_output(tensor.detach(), shape, layout, rows, communicator, whole=whole))
+        if torch.is_grad_enabled():
+            trained = [i for i, name in enumerate(capture.returned) if name in capture.aux_with_gradient]
+            labels = capture.aux_spec.labels
+            refusing = refusing_gradients([found[i] for i in trained], [labels[i] for i in trained]) if trained else ()
+            for i, tensor in zip(trained, refusing, strict=True):
+                found[i] = loss if loss is not None and capture.aux[i] == capture.loss else tensor
+        return capture.aux_spec.unflatten(found)
+
+
+class Kept(NamedTuple):
+    """A program with values of Python for which it was captured, and the number of both, the same on all ranks."""
+
+    remembered: Remembered
+    prepared: PreparedProgram
+    number: str
+
+
+class Step(NamedTuple):
+    """A step of some kind on a batch; ``key`` says on what its program depends beside the model."""
+
+    kind: StepKind
+    batch: Any
+    rows: Rows
+    key: Hashable
+
+    @staticmethod
+    def of(kind: StepKind, batch: Any, key: str, tensors: Sequence[Tensor], rows: Rows) -> Step:
+        """A step on the global batch of which ``batch`` is this rank's part: equal on every rank without talking.
+
+        Args:
+            key: that of `Programs.keys`.
+        """
+        return Step(kind, batch, rows, (key, global_shapes(tensors, rows)))
+
+
+class Programs:
+    """Makes each program at its first use, on all ranks together, and keeps it.
+
+    Args:
+        first: the plan of the sample batch's shape, which decides how parameters are stored.
+        storage: these layouts, by the names of the parameters; later plans take them as they are.
+    """
+
+    def __init__(
+        self,
+        planner: Planner,
+        first: Plan,
+        storage: Mapping[str, Layout],
+        communicator: Communicator,
+        reduction: GradientReduction,
+        world: World,
+        dumps: SaveGraphs | None,
+        lockstep: Lockstep,
+        compiler: Compiler | None = None,
+    ) -> None:
+        self.keys = Keys(planner.captures)
+        """What the graph of a step depends on beside the model and the sizes of the batch."""
+        self._planner = planner
+        self._first = first
+        self._storage = storage
+        self._communicator = communicator
+        self._reduction = reduction
+        self._world = world
+        self._dumps = dumps
+        self._lockstep = lockstep
+        self._compiler = compiler
+        self._made = 0
+        self._sample: dict[str, str] = {}
+        # Cached by `Step.key`: `Captures.key` and the shapes of the global batch; of several under one key that is used
+        # whose values of Python are what they were (`Remembered`). The model is the planner's.
+        self._by_key: dict[Hashable, list[Kept]] = {}
+
+    def add_first(self, sample_batch: Any, rows: Rows) -> None:
+        """Make the program of the first plan."""
+        self._sample = described(sample_batch)
+        tensors = [leaf for _, leaf in tree_flatten(sample_batch)[0] if isinstance(leaf, Tensor)]
+        key = self.keys.of("training", sample_batch, look_at(sample_batch))
+        self._prepare(Step.of("training", sample_batch, key, tensors, rows), self._first, "")
+
+    def known(self, step: Step) -> Kept | None:
+        """The program of a step, where it is there. To ask does not use it: ranks ask for others, and forget alike."""
+        for kept in self._by_key.get(step.key, ()):
+            if kept.remembered.holds():
+                return kept
+        return None
+
+    def come(self, step: Step, kept: Kept) -> PreparedProgram:
+        """Use a program that is known for a step to which all ranks come; each says so, where it came to another."""
+        left_out, known = kept.prepared.execution.left_out, self._used(step)
+        self._lockstep.same(f"{kept.number}:{left_out}", partial(_said, step, known, left_out))
+        if known[-1] is not kept:
+            known.append(known.pop(known.index(kept)))
+        return kept.prepared
+
+    def of(self, step: Step) -> PreparedProgram:
+        """The program of a step to which all ranks come; each says that it does, where it came to another before."""
+        kept = self.known(step)
+        if kept is not None:
+            return self.come(step, kept)
+        known = self._used(step)
+        self._lockstep.same("another" if step.rows.agreed else str(step.key), partial(_said, step, known))
+        unlike = difference(step.batch, self._sample) if step.kind != "predict" else ""
+        with torch.inference_mode(False):  # whose tensors can be no part of a program
+            plans = [each.prepared.plan for each in known]
+            try:
+                plan = self._planner.later_plan(self._first, self._storage, step.kind, step.batch, step.rows, plans)
+            except ShardwrightError as error:  # on all ranks, since rank 0 has met it for all
+                if unlike:
+                    with_text(error, unlike)
+                raise
+            same = next((each.prepared for each in known if each.prepared.plan is plan), None)
+            return self._prepare(step, plan, unlike) if same is None else self._prepare_again(step, same)
+
+    def executions(self) -> list[Execution]:
+        """The programs that were made so far, each with a count of its runs."""
+        return list({kept.prepared.execution: None for known in self._by_key.values() for kept in known})
+
+    def _used(self, step: Step) -> list[Kept]:
+        """The programs for such batches, put at the end: the first are those that were not used for longest."""
+        known = self._by_key[step.key] = self._by_key.pop(step.key, [])
+        return known
+
+    def _prepare_again(self, step: Step, prepared: PreparedProgram) -> PreparedProgram:
+        """Keep a program for values of Python, too, with which the graph is the same."""
+        remembered, known = self._remember(step, prepared.plan, prepared.function), self._by_key[step.key]
+        of_program = [kept for kept in known if kept.prepared is prepared]
+        if len(of_program) >= MOST_VALUES:
+            known.remove(of_program[0])
+        known.append(Kept(remembered, prepared, str(self._made)))
+        return prepared
+
+    def _remember(self, step: Step, plan: Plan, function: LossFunction) -> Remembered:
+        """What a step reads of Python now, the same on all ranks; with room for another program for it."""
+        self._made += 1
+        remembered = Remembered(plan.capture, self._planner.module, function)
+        remembered.agree()
+        self._make_room()
+        self._warn_of_many(self._by_key.setdefault(step.key, []), remembered)
+        return remembered
+
+    def _prepare(self, step: Step, plan: Plan, unlike: str) -> PreparedProgram:
+        function = self._planner.captures.function(step.kind)
+        remembered = self._remember(step, plan, function)
+        backend = backend_moving(self._world.device.type, self._world.backend)
+        buckets = backend.buckets if len(set(self._world.hosts)) == 1 else backend.buckets_between
+        program = lower(plan, self._world.rank, buckets.bytes, buckets.first_bytes)
+        if self._dumps:
+            save_graphs(self._dumps, plan, program, number=self._made)
+        axes = {collective.axes for _, _, collective in program.collectives()}
+        axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
+        self._communicator.prepare([*axes, plan.mesh.names])
+        if self._world.device.type == "cpu" and any("batch_norm" in node.op for node in plan.capture.nodes):
+            natively_on_all(from_all_ranks)
+        execution = Execution(
+            program, plan.capture, self._communicator, self._world.device, self._reduction, self._compiler
+        )
+        inputs = plan.capture.of_kind("input")
+        shapes, layouts = tuple(v.shape for v in inputs), tuple(plan.leaves[v.name] for v in inputs)
+        prepared = PreparedProgram(plan, execution, function, shapes, layouts, unlike)
+        self._by_key[step.key].append(Kept(remembered, prepared, str(self._made)))
+        return prepared
+
+    def _make_room(self) -> None:
+        """Forget what was not used for longest, where too much is kept: at first values whose program has others."""
+        while sum(map(len, self._by_key.values())) >= MOST_PROGRAMS:
+            every = [(known, kept) for known in self._by_key.values() for kept in known]
+            programs = Counter(id(kept.prepared) for _, kept in every)
+            several = ((known, kept) for known, kept in every if programs[id(kept.prepared)] > 1)
+            known, kept = next(several, every[0])
+            known.remove(kept)
+
+    def _warn_of_many(self, known: list[Kept], new: Remembered) -> None:
+        """Say which value makes programs that differ in nothing else."""
+        if len(known) == MANY_VALUES and self._world.rank == 0:
+            changed = ", ".join(map(str, new.differing(known[-1].remembered))) or "a hook or an object of the model"
+            warnings.warn(
+                f"the model is captured anew for each value of {changed}, {MANY_VALUES + 1} times so far; a value that "
+                "changes often belongs into the batch, as a tensor",
+                stacklevel=2,
+            )
+
+
+_IN_WORDS: Mapping[StepKind, str] = {
+    "training": "",
+    "fine-tuning": " in evaluation mode, with gradients",
+    "evaluation": " in evaluation mode",
+    "predict": " to predict",
+}
+
+
+def _said(step: Step, known: Sequence[Kept], left_out: str = "") -> str:
+    """What a rank passes, for the others; ``known`` are the programs for such batches, of which one is used here."""
+    values = {place: value for kept in known for place, value in kept.remembered.changed().items()}
+    words = f"passes a batch of {shown([leaf for _, leaf in tree_flatten(step.batch)[0] if isinstance(leaf, Tensor)])}"
+    words += _IN_WORDS[step.kind]
+    words += "".join(f" with {place} = {value!r}" for place, value in values.items())
+    return words + (f", which it computes with {left_out} uncompiled" if left_out else "")

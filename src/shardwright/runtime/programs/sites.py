@@ -1,0 +1,150 @@
+"""What each collective of a local program is for, told to the pulse of this rank, so that a hang can be explained.
+
+The functions that a program calls are wrapped: each finds by the place of its call which instruction it is, says so
+before it begins, and leaves a hook on the autograd node of its result that says so before the backward. Nothing is
+wrapped where nobody watches.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+
+from shardwright.common.pulse import NOWHERE, Pulse, site
+from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.lower.program import LocalProgram
+
+_NAMED = 3  # parameters of a bucket, or of a gather
+_NO_LABELS = (NOWHERE, NOWHERE)
+
+
+class Sites:
+    """Tells the pulse what each collective of ``program`` is for; ``code`` is what its ``source`` was made to."""
+
+    def __init__(self, program: LocalProgram, source: str, code: CodeType, pulse: Pulse) -> None:
+        self._program, self._code, self._pulse = program, code, pulse
+        by_line = {line: labels(program, at) for line, at in lines(program, source)}
+        # By the offset of the call within the code, which a frame knows without a search.
+        self._labels = {
+            2 * unit: by_line[line]
+            for unit, (line, *_) in enumerate(code.co_positions())
+            if line is not None and line in by_line
+        }
+
+    def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """``function``, which tells for what it is called. From elsewhere than the program it tells nothing."""
+        pulse, code = self._pulse, self._code
+        hooks = {backward: _hook(pulse, backward) for _, backward in self._labels.values()}
+
+        def watched_function(*args: Any, **kwargs: Any) -> Any:
+            frame = sys._getframe(1)
+            if frame.f_code is not code:
+                return function(*args, **kwargs)
+            forward, backward = self._labels.get(frame.f_lasti, _NO_LABELS)
+            pulse.at(forward)
+            result = function(*args, **kwargs)
+            first = result if isinstance(result, Tensor) else next(iter(result), None)
+            if first is not None and first.grad_fn is not None:
+                first.grad_fn.register_prehook(hooks[backward])
+            return result
+
+        return watched_function
+
+    def watched_later(self, function: Callable[..., list[Tensor]]) -> Callable[..., list[Tensor]]:
+        """``function``, in whose backward each bucket is waited for."""
+        buckets = [at for at, instruction in enumerate(self._program.instructions) if instruction.kind == "bucket"]
+        words = [_words(self._program, at)[1] for at in buckets]
+        hooks = [_hook(self._pulse, site(text, 2 * len(self._program.instructions))) for text in words]
+
+        def watched_function(*parameters: tuple[Tensor, ...]) -> list[Tensor]:
+            result = function(*parameters)
+            at = 0
+            for bucket, hook in zip(parameters, hooks, strict=True):
+                if (node := result[at].grad_fn) is not None:
+                    node.register_prehook(hook)
+                at += len(bucket)
+            return result
+
+        return watched_function
+
+    def watched_members(self, module: ModuleType) -> SimpleNamespace:
+        """The functions of ``module``, watched where they communicate."""
+        members = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+        communicate = [
+            name
+            for name, value in members.items()
+            if inspect.isfunction(value) and "comm" in inspect.signature(value).parameters
+        ]
+        return SimpleNamespace(**members | {name: self.watched(members[name]) for name in communicate})
+
+
+def _hook(pulse: Pulse, label: bytes) -> Callable[[Any], None]:
+    return lambda _: pulse.at(label)
+
+
+def lines(program: LocalProgram, source: str) -> Iterator[tuple[int, int]]:
+    """The first line for each instruction that stands in a source of the program, as (line, index)."""
+    where = {instruction.line: at for at, instruction in enumerate(program.instructions)}
+    for number, line in enumerate(source.splitlines(), start=1):
+        if (at := where.pop(line.strip(), None)) is not None:
+            yield number, at
+
+
+def labels(program: LocalProgram, at: int) -> tuple[bytes, bytes]:
+    """For what instruction ``at`` communicates, in the forward and in the backward, which comes the other way."""
+    forward, backward = _words(program, at)
+    return site(forward, at + 1), site(backward, 2 * len(program.instructions) - at)
+
+
+def _words(program: LocalProgram, at: int) -> tuple[str, str]:
+    instruction = program.instructions[at]
+    if instruction.kind == "later":
+        return "", ""  # `Sites.watched_later` tells of each bucket
+    if instruction.bucket and all(value.kind == "parameter" for value, _ in instruction.bucket):
+        names = [value.label for value, _ in instruction.bucket]
+        more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+        named = f"{', '.join(names[:_NAMED])}{more}"
+        return ("" if instruction.kind == "bucket" else named), f"the gradients of {named}"
+    if instruction.kind == "in place":
+        return "running statistics of batch norms", ""
+    user, value = _user(program, at), instruction.value
+    used = "" if user is None else _name(user)
+    sums = instruction.steps()
+    if sums and user is not None and program.loss in user.results and all(summed.shape == () for summed, _ in sums):
+        used = "the loss"  # which is made of sums
+    if value is not None and value.kind == "parameter":
+        return f"{value.label}{f' in {used}' if used else ''}", f"the gradient of {value.label}"
+    if not used and value is not None:
+        used = _result(program, value)
+    return used, f"the backward of {used}"
+
+
+def _result(program: LocalProgram, value: Value) -> str:
+    """What the program returns: the loss, a buffer that it has changed, or what the loss function gave beside it."""
+    if value.name == program.loss:
+        return "the loss"
+    buffers = [buffer for buffer, new in program.mutations.items() if new == value.name]
+    return f"the buffer {buffers[0]}" if buffers else f"the output {value.label}"
+
+
+def _user(program: LocalProgram, at: int) -> Node | None:
+    """The operator that instruction ``at`` is, or that waits for its result; None where the program returns it."""
+    instructions = program.instructions
+    while instructions[at].node is None:
+        results = set(instructions[at].outputs)
+        readers = (later for later in range(at + 1, len(instructions)) if results & set(instructions[later].reads))
+        at = next(readers, -1)
+        if at < 0:
+            return None
+    return instructions[at].node
+
+
+def _name(node: Node) -> str:
+    """The operator with where it stands, as "linear of layers.3.mlp"."""
+    parts = node.op.split(".")
+    return f"{parts[1] if len(parts) > 1 else node.op} of {node.scope or 'the loss function'}"

@@ -1,0 +1,281 @@
+"""The state of a model that runs by programs: parameters as the plan stores them, buffers, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+from weakref import finalize, ref
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.common import torch_private
+from shardwright.compiler.capture.capture import StepKind
+from shardwright.compiler.capture.ir import Capture
+from shardwright.compiler.capture.tracing.trace import LossFunction
+from shardwright.compiler.mesh.collectives import Communicator, all_gather
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.redistribute import redistribute
+from shardwright.compiler.plan.plan import Plan
+from shardwright.compiler.rules.table import Column, column
+from shardwright.distributed.control import group_moving
+from shardwright.distributed.ranks import alone
+from shardwright.errors import UsageError
+from shardwright.runtime.programs.buckets import GradientReduction
+from shardwright.runtime.programs.execute import StepArguments
+from shardwright.runtime.programs.splitting import local_part, note_whole
+
+_EVALUATIONS = 2**63  # the number of the first one, where no training comes
+
+
+def agree_on_weights(model: nn.Module) -> None:
+    """Give every rank the parameters and buffers of rank 0."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if not isinstance(tensor, DTensor):  # an earlier `parallelize` has agreed on those
+            of_rank_zero(tensor)
+
+
+def of_rank_zero(tensor: Tensor) -> Tensor:
+    """The same tensor, with the values of rank 0."""
+    if not alone():
+        dist.broadcast(tensor.data, 0, group=group_moving(tensor.device))
+    return tensor
+
+
+def refuse_meta(model: nn.Module) -> None:
+    """Raises `UsageError` where a parameter or buffer has no storage, and so no numbers to be verified with."""
+    empty = [name for name, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
+    if empty:
+        raise UsageError(
+            f"{len(empty)} parameters and buffers are on the meta device ({', '.join(empty[:3])}, ...) and have no "
+            "numbers that could be verified; call model.to_empty(device=...) and initialise them first"
+        )
+
+
+def layouts_by_name(plan: Plan) -> dict[str, Layout]:
+    """How the plan stores each parameter that its step uses, by every name that it has in the model."""
+    storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
+    names = {**{name: name for name in storage}, **plan.capture.tied}
+    return {name: storage[first] for name, first in names.items() if first in storage}
+
+
+# Operands of whose values a backward makes nothing, be it the operator's own or one that a compiler writes.
+_FORGOTTEN: Column[tuple[int, ...]] = column(
+    ("_native_batch_norm_legit_functional shardwright.batch_norm_per_replica", (3, 4)),
+    ("copy", (0,)),
+)
+
+
+def read_later(capture: Capture) -> frozenset[str]:
+    """The values of a step that may be read when its forward is over: as what it returns, or by the backward.
+
+    A result may look into an operand whatever the schemas of operators say, and a compiler may keep any operand and
+    compute from it in the backward. So all operands may be read but those that nothing is made of, or their own
+    successors alone, as by ``buffer.add_(1)``.
+    """
+    found = {capture.loss, *capture.aux, *capture.mutations.values()}
+    used = {capture.loss, *capture.aux, *(name for node in capture.nodes for name in node.operands)}
+    for node in capture.nodes:
+        alone = torch_private.is_pointwise(node.op) and not used.intersection(node.results)
+        successor = node.results if alone and not capture.values[node.results[0]].needs_gradient else ()
+        forgotten = _FORGOTTEN.of(node.op) or ()
+        for i, name in enumerate(node.operands):
+            if i not in forgotten and capture.mutations.get(name) not in successor:
+                found.add(name)
+    return frozenset(found)
+
+
+_Place = tuple[dict[str, Tensor | None], nn.Module, str]
+"""Where a buffer is looked up: in the dictionary of its module, or as an attribute of that."""
+
+
+class _Buffers:
+    """Buffers by their places, looked up in each step, dozens at once."""
+
+    def __init__(self, places: Sequence[_Place]) -> None:
+        self._places = places
+        self._held, self._names = [held for held, _, _ in places], [name for _, _, name in places]
+
+    def now(self) -> list[Tensor]:
+        """What stands there."""
+        found = map(dict.get, self._held, self._names)
+        return [x if x is not None else getattr(*place[1:]) for x, place in zip(found, self._places, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Leaves:
+    """The parameters of a graph with their names there, and its buffers.
+
+    ``untrained`` are the numbers of the parameters to which no gradient comes, though they require one. Of the buffers
+    that a step changes, ``copied`` are the numbers of the ones that may be read later, and ``passed`` those of the
+    others; ``mutated`` are those of its mutations, in order.
+    """
+
+    names: Sequence[str]
+    parameters: Sequence[nn.Parameter]
+    untrained: frozenset[int]
+    buffers: _Buffers
+    copied: Sequence[int]
+    passed: Sequence[int]
+    mutated: _Buffers
+
+    @cached_property
+    def split(self) -> bool:
+        """Whether parameters are DTensors."""
+        return any(isinstance(parameter, DTensor) for parameter in self.parameters)
+
+
+class ModelState:
+    """The tensors of ``module``, whose parameters are stored as ``plan`` says, and what random numbers depend on.
+
+    ``seed`` and ``step``, the training steps so far, fix the random numbers of a step, together with positions;
+    ``seed`` and ``evaluations``, the evaluations and predictions so far that drew some, those of an evaluation.
+    """
+
+    def __init__(self, module: nn.Module, plan: Plan, seed: int, device: torch.device) -> None:
+        self.seed, self.step, self.evaluations = seed, 0, 0
+        self.storage = {v.label: plan.leaves[v.name] for v in plan.capture.of_kind("parameter")}
+        """How each parameter is stored, by its name in the model, tied ones by the first of their names."""
+        self._module, self._plan, self._device = module, plan, device
+        # Cached by the constant, which is held, so that no other has its identity: it never changes. Those that may are
+        # looked up by their places.
+        self._moved: dict[int, tuple[Tensor, Tensor]] = {}
+        # Cached by the id of a capture, for as long as that lives.
+        self._leaves: dict[int, _Leaves] = {}
+        note_whole(module, self)
+
+    def number(self, kind: StepKind) -> int:
+        """What the random numbers of the next call depend on beside the seed: other numbers for evaluations."""
+        return self.step if kind in ("training", "fine-tuning") else _EVALUATIONS + self.evaluations
+
+    @cached_property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters by all of their names.
+
+        Cached: `Structure` refuses parameters that were replaced after sw.parallelize.
+        """
+        return dict(self._module.named_parameters(remove_duplicate=False))
+
+    @cached_property
+    def _places(self) -> dict[str, _Place]:
+        """Where each buffer is looked up, by its name in the model.
+
+        Cached: `Structure` refuses modules that were replaced, and what stands at each place is looked up in each step.
+        """
+        return {
+            f"{path}.{name}".lstrip("."): (torch_private.buffers_in(module), module, name)
+            for path, module in self._module.named_modules(remove_duplicate=False)
+            for name in torch_private.buffers_in(module)
+        }
+
+    def _leaves_of(self, capture: Capture) -> _Leaves:
+        """Where the leaves of a graph stand, looked up once: the parameters of a model stay the same objects."""
+        known = self._leaves.get(id(capture))
+        if known is None:
+            buffers, later = capture.of_kind("buffer"), read_later(capture)
+            changed = [number for number, value in enumerate(buffers) if value.name in capture.mutations]
+            values = capture.of_kind("parameter")
+            parameters = [self._parameters[value.label] for value in values]
+            pairs = enumerate(zip(values, parameters, strict=True))
+            known = self._leaves[id(capture)] = _Leaves(
+                [value.name for value in values],
+                parameters,
+                frozenset(i for i, (value, each) in pairs if each.requires_grad and not value.needs_gradient),
+                _Buffers([self._places[value.label] for value in buffers]),
+                [number for number in changed if buffers[number].name in later],
+                [number for number in changed if buffers[number].name not in later],
+                _Buffers([self._places[capture.values[name].label] for name in capture.mutations]),
+            )
+            finalize(capture, _forget_leaves, ref(self), id(capture)).atexit = False
+        return known
+
+    def arguments(
+        self,
+        capture: Capture,
+        function: LossFunction,
+        inputs: Sequence[Tensor],
+        step: int,
+        reduction: GradientReduction,
+    ) -> StepArguments:
+        """What the program of ``capture``, which is that of ``function``, is called with; ``step`` as of `number`."""
+        leaves = self._leaves_of(capture)
+        buffers = leaves.buffers.now()
+        if leaves.copied:  # what `store_buffers` overwrites
+            copies = torch_private.copies_of([buffers[number] for number in leaves.copied])
+            for number, copy in zip(leaves.copied, copies, strict=True):
+                buffers[number] = copy
+        for number in leaves.passed:  # autograd is not to take it for a change of what it needs
+            buffers[number] = buffers[number].data
+        parameters: Sequence[Tensor] = leaves.parameters
+        if leaves.split or reduction.keeps:
+            named = zip(leaves.names, leaves.parameters, strict=True)
+            parameters = [
+                local_part(parameter, differentiable=False)
+                if number in leaves.untrained
+                else reduction.join(name, local_part(parameter))
+                for number, (name, parameter) in enumerate(named)
+            ]
+        elif leaves.untrained and torch.is_grad_enabled():
+            parameters = [p.detach() if i in leaves.untrained else p for i, p in enumerate(leaves.parameters)]
+        constants = [self._constant(capture, function, value.name) for value in capture.of_kind("constant")]
+        return StepArguments(parameters, buffers, inputs, constants, self.seed, step)
+
+    def _constant(self, capture: Capture, function: LossFunction, name: str) -> Tensor:
+        """A tensor that the step reads beside its batch: where it still stands, what it holds now.
+
+        Raises:
+            UsageError: where something else stands there.
+        """
+        captured = capture.constants[name]
+        place = capture.outside.get(name)
+        if place is None:
+            return self._on_device(captured)
+        now = place.now(self._module, function)
+        if not isinstance(now, Tensor) or (now.shape, now.dtype) != (captured.shape, captured.dtype):
+            what = f"{now.dtype} {list(now.shape)}" if isinstance(now, Tensor) else f"{type(now).__name__}"
+            raise UsageError(
+                f"{place} was a tensor {captured.dtype} {list(captured.shape)} when the step was captured and is now "
+                f"{what}; change its values in place, or pass it in the batch"
+            )
+        return now.detach().to(self._device, non_blocking=True)
+
+    def _on_device(self, constant: Tensor) -> Tensor:
+        """A tensor that never changes, brought to the device once: at each step it would be waited for."""
+        if constant.device == self._device:
+            return constant
+        known = self._moved.get(id(constant))
+        if known is None or known[0] is not constant:
+            known = self._moved[id(constant)] = constant, constant.to(self._device)
+        return known[1]
+
+    def store_buffers(self, capture: Capture, new: Sequence[Tensor]) -> None:
+        """Keep the buffers that a step has made."""
+        if new:
+            with torch.no_grad():
+                torch_private.copy_each(self._leaves_of(capture).mutated.now(), new)
+
+    def whole(self, communicator: Communicator) -> dict[str, Any]:
+        """The state of the model, every tensor whole on every rank; all ranks call it together."""
+        return {name: self._gathered(name, tensor, communicator) for name, tensor in self._module.state_dict().items()}
+
+    def _gathered(self, name: str, tensor: Any, communicator: Communicator) -> Any:
+        if not isinstance(tensor, DTensor):
+            return tensor.detach() if isinstance(tensor, Tensor) else tensor  # what a module adds: get_extra_state
+        shape, replicated = tuple(tensor.shape), Layout.replicated(tensor.ndim)
+        layout = self.storage.get(self._plan.capture.tied.get(name, name), replicated)
+        steps = redistribute(layout, replicated, (), shape, self._plan.mesh)
+        communicator.prepare(step.axes for step in steps)
+        with torch.no_grad():
+            whole = tensor.to_local()
+            for step in steps:
+                whole = all_gather(whole, communicator, **step.arguments(shape))
+        return whole
+
+
+def _forget_leaves(state: ref[ModelState], capture: int) -> None:
+    if (found := state()) is not None:
+        found._leaves.pop(capture, None)

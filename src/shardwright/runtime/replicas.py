@@ -1,0 +1,392 @@
+"""Whether ranks still hold alike what several of them hold: parameters, parts of these, and buffers.
+
+All begin with what rank 0 has, and each makes the steps of its optimizer for itself, from gradients that are the same:
+so they stay alike, unless a script does on one rank what it does not do on the others. That no collective of a step
+would show, and the loss would be that of no model. What only one rank holds is compared with nothing: of that ranks
+tell each other which steps they have made.
+
+Ranks compare checksums, in a collective of 8 bytes for each way in which tensors are cut. Ranks on unlike processors
+may round unlike, so where checksums differ they tell of each tensor a few projections: the difference of these is, on
+average, the length of the difference of the tensors. What all decide by has come from all, so that they decide alike.
+
+Refused is what differs by more than the square root of what a rounding makes, for float32 by 3e-4 of its norm, which a
+million roundings at random are below; in the first calls by as many hundredths of that, which is what a single step
+exceeds. A gradient that ranks computed each for itself may be nothing but a rounding, as that of the bias of keys in
+attention, which Adam makes as large as any other. Such parameters are refused where most of their kind differ.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from shardwright.common import torch_private
+from shardwright.compiler.capture.ir import Capture, Node
+from shardwright.compiler.lower.program import LocalProgram
+from shardwright.compiler.mesh.dtensor import layout_of
+from shardwright.compiler.mesh.processes import all_gather_single
+from shardwright.compiler.rules.table import row_of
+from shardwright.compiler.rules.views import cast
+from shardwright.distributed.agreement import from_all_ranks
+from shardwright.distributed.control import control_group
+from shardwright.distributed.lockstep import Lockstep
+from shardwright.distributed.ranks import alone
+from shardwright.runtime.changed_buffers import Place, mixed, places_of
+from shardwright.runtime.programs.batches import EVERY, Turns
+from shardwright.runtime.programs.splitting import is_split
+from shardwright.runtime.updates.optimizer_steps import made_steps, unlike
+
+_PROJECTIONS = 8
+_WIDTH = 2**12  # of the rows that are projected together
+_ROW = 2**10  # words that are summed together for a digest
+_KEPT = 16  # bits of how many numbers of places are kept
+_PIECE = 2**20  # entries that are looked at together, so that no copy of a whole tensor is made
+_NAMED = 8  # ranks that a message names
+
+Summed = Mapping[str, Collection[str]]
+"""The axes over which the gradient of a parameter is summed, by its name; along others each rank has it for itself."""
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """What several ranks hold: ``first`` is, for each rank, the first one of those that hold the same.
+
+    ``along`` names the axes along which a parameter is the same.
+    """
+
+    name: str
+    first: tuple[int, ...]
+    at: nn.Parameter | Place
+    along: frozenset[str] = frozenset()
+
+    @property
+    def now(self) -> Tensor | None:
+        """What this rank holds of it."""
+        found: Tensor | None = self.at.now if isinstance(self.at, Place) else self.at
+        return torch_private.part_of(found) if isinstance(found, DTensor) else found
+
+    @property
+    def is_buffer(self) -> bool:
+        return isinstance(self.at, Place)
+
+
+class Replicas:
+    """Compares what ranks hold alike of a model in the first calls, and then in one of so many.
+
+    Args:
+        buffers: the names of those that are to be the same on all ranks.
+        axes: those along which parameters are the same that are no DTensors.
+        summed: asked where ranks have drifted apart, for the parameters of which gradients are computed.
+        together: whether ranks make the calls of the model together; else nothing is compared.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        buffers: Collection[str],
+        lockstep: Lockstep,
+        device: torch.device,
+        *,
+        axes: Collection[str] = (),
+        summed: Callable[[], Summed] = dict,
+        together: bool = True,
+    ) -> None:
+        self._model, self._buffers, self._axes = model, frozenset(buffers), frozenset(axes)
+        self._lockstep, self._device, self._summed = lockstep, device, summed
+        self._compares = together and not alone()
+        self._turns = Turns()
+        self._made_before = made_steps()
+        self.due = False
+        """Whether `check` is to be called."""
+
+    def begin(self) -> None:
+        """Told of each call of the model. What was refused in the last one is looked at again."""
+        if self._compares and self._turns.next():
+            self.due = True
+
+    def check(self) -> str | None:
+        """Compare; all ranks call it together.
+
+        Returns:
+            on every rank what to say where some hold other numbers than others, which the next call looks at again.
+        """
+        if self._sets or self._has_split:
+            with torch.no_grad():
+                everyone = self._gathered([_digest(held, self._device) for held in self._sets.values()])
+                if refusal := self._other_steps([theirs[len(self._sets) :] for theirs in everyone]):
+                    return refusal
+                others = [
+                    each
+                    for at, (first, held) in enumerate(self._sets.items())
+                    if any(everyone[rank][at] != everyone[of][at] for rank, of in enumerate(first))
+                    for each in held
+                ]
+                refusal = self._measure(others) if others else None
+                if refusal:
+                    return refusal
+        self.due = False
+        return None
+
+    @cached_property
+    def _has_split(self) -> bool:
+        """Return whether parameters are split.
+
+        Cached: `Structure` refuses parameters that were replaced after sw.parallelize.
+        """
+        return is_split(self._model)
+
+    @cached_property
+    def _sets(self) -> dict[tuple[int, ...], list[_Held]]:
+        """What is compared, by the ranks that hold the same: equal on all ranks, and in the same order.
+
+        Cached: of buffers it has the places, and `Structure` refuses parameters that were replaced.
+        """
+        found: dict[tuple[int, ...], list[_Held]] = {}
+        for each in _held(self._model, self._buffers, self._axes):
+            found.setdefault(each.first, []).append(each)
+        return found
+
+    def _gathered(self, digests: Sequence[Tensor]) -> list[list[int]]:
+        """Those of all ranks, rank by rank, and what optimizers have done to split parameters."""
+        alike = torch.stack([*digests]).tolist() if digests else []
+        mine = torch.tensor([*alike, *made_steps().since(self._made_before)], device="cpu")
+        everyone = mine.new_empty(dist.get_world_size() * len(mine))
+        self._lockstep.run(all_gather_single, everyone, mine, group=control_group())
+        found: list[list[int]] = everyone.view(-1, len(mine)).tolist()
+        return found
+
+    def _other_steps(self, everyone: Sequence[Sequence[int]]) -> str | None:
+        if all(theirs == everyone[0] for theirs in everyone):
+            return None
+        return unlike(everyone, from_all_ranks(made_steps().last))
+
+    def _measure(self, held: Sequence[_Held]) -> str | None:
+        """What is to be refused of what differs by more than roundings."""
+        sums = from_all_ranks(torch.stack([_sum_of_words(each.now, self._device) for each in held]).tolist())
+        unlike = {
+            each: ranks
+            for at, each in enumerate(held)
+            if (ranks := [rank for rank, of in enumerate(each.first) if sums[rank][at] != sums[of][at]])
+        }
+        sketches = from_all_ranks([_sketch(each.now) for each in unlike])
+        drifted: dict[_Held, dict[int, str]] = {}
+        allowed = min(1, self._turns.seen / EVERY)
+        for at, (each, ranks) in enumerate(unlike.items()):
+            words = {r: _difference(sketches[r][at], sketches[each.first[r]][at], allowed) for r in ranks}
+            if beyond := {rank: text for rank, text in words.items() if text}:
+                drifted[each] = beyond
+        refused = self._refused(list(drifted))
+        return _refusal(refused, drifted[refused[0]]) if refused else None
+
+    def _refused(self, drifted: Sequence[_Held]) -> list[_Held]:
+        """Those of which no rounding can be the reason, or which are most of their kind."""
+        every, summed = [each for held in self._sets.values() for each in held], self._summed()
+
+        def is_certain(held: _Held) -> bool:
+            return held.along <= frozenset(summed.get(held.name, held.along))
+
+        def kind(held: _Held) -> str:
+            return "buffer" if held.is_buffer else "parameter" if held.name in summed else "frozen parameter"
+
+        all_certain = all(is_certain(held) for held in every)
+        all_of, drifted_of = Counter(map(kind, every)), Counter(map(kind, drifted))
+        return [
+            held
+            for held in drifted
+            if all_certain
+            or (not held.is_buffer and is_certain(held))
+            or 2 * drifted_of[kind(held)] >= all_of[kind(held)]
+        ]
+
+
+def summed_axes(capture: Capture, program: LocalProgram) -> dict[str, set[str]]:
+    """The axes over which the backward of a program sums the gradient of each parameter that has one, by names.
+
+    The sum may come where only casts and views follow the parameter, as under autocast: all ranks make the same of it.
+    """
+    reduced: dict[str, set[str]] = {name: set() for name in capture.values}
+    for value, step in (moved for instruction in program.instructions for moved in instruction.steps()):
+        _, backward = step.collectives(value.shape, value.dtype.itemsize, program.mesh)
+        if backward and value.needs_gradient and backward.kind in ("all_reduce", "reduce_scatter"):
+            reduced[value.name].update(backward.axes)
+    after: dict[str, list[set[str]]] = {name: [] for name in capture.values}  # by each node that takes the value
+    for node in reversed(capture.nodes):
+        if _only_casts_or_views(node):
+            (operand,), results = node.operands, [_with_those_after(name, reduced, after) for name in node.results]
+            after[operand].append(set.intersection(*results))
+        else:
+            for operand in node.operands:
+                after[operand].append(set())
+    return {
+        value.label: _with_those_after(value.name, reduced, after)
+        for value in capture.of_kind("parameter")
+        if value.needs_gradient
+    }
+
+
+def _only_casts_or_views(node: Node) -> bool:
+    row = row_of(node.op)
+    return len(node.operands) == 1 and bool(node.results) and (row.view or row.casts or row.rule is cast)
+
+
+def _with_those_after(name: str, reduced: Mapping[str, set[str]], after: Mapping[str, list[set[str]]]) -> set[str]:
+    """The axes over which the gradient of a value is summed: its own, and those of all that is made of it."""
+    return reduced[name] | (set.intersection(*after[name]) if after[name] else set())
+
+
+def _held(model: nn.Module, buffers: Collection[str], axes: frozenset[str]) -> Iterator[_Held]:
+    """What is the same on several ranks, in the same order on all of these."""
+    everywhere = (0,) * dist.get_world_size()
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, DTensor):
+            yield _Held(name, everywhere, parameter, axes)
+            continue
+        layout, mesh = layout_of(parameter)
+        along = frozenset(axis.name for axis in mesh.axes if axis.size > 1) - layout.split_axes
+        if along:
+            first = {rank: group[0] for group in mesh.groups(along) for rank in group}
+            yield _Held(name, tuple(first[rank] for rank in range(mesh.size)), parameter, along)
+    for place in places_of(model):
+        if place.name in buffers:
+            yield _Held(place.name, everywhere, place)
+
+
+def _digest(held: Sequence[_Held], device: torch.device) -> Tensor:
+    """A whole number that other values would nearly never give, a scalar of int64 on ``device``."""
+    sums = torch.stack([_sum_of_words(each.now, device) for each in held])
+    return mixed(sums + torch.arange(len(held), device=device)).sum()
+
+
+def _sum_of_words(tensor: Tensor | None, device: torch.device) -> Tensor:
+    """All bits of a tensor, as words times numbers that belong to their places, modulo 2**64, in whatever order."""
+    if tensor is None or tensor.layout != torch.strided:
+        return torch.ones((), dtype=torch.int64, device=device)
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    if plain.element_size() > 8:
+        plain = torch.view_as_real(plain)
+    flat, size = _in_memory_order(plain).reshape(-1), plain.element_size()
+    if flat.nbytes % 8 == 0 == flat.storage_offset() * size % 8:
+        return _weighed(flat.view(torch.int64)).to(device)
+    kind = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    # In pieces, since torch copies what it sums in another dtype.
+    pieces = [_weighed(piece) for piece in torch.split(flat.view(kind), _PIECE)]
+    return _times_places(torch.stack(pieces)).to(device)
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor:
+    """The same numbers so that ``reshape(-1)`` copies none of a tensor whose channels come last."""
+    for kind, dims in ((torch.channels_last, 4), (torch.channels_last_3d, 5)):
+        if tensor.ndim == dims and tensor.is_contiguous(memory_format=kind):
+            return tensor.movedim(1, -1)
+    return tensor
+
+
+def _weighed(words: Tensor) -> Tensor:
+    """The sums of rows and of columns of words, which are read twice and not copied, and what is no whole row."""
+    count = len(words) // _ROW * _ROW
+    if not count:
+        return _times_places(words)
+    rows = words[:count].view(-1, _ROW)
+    return _times_places(torch.cat([rows.sum(0), rows.sum(1), words[count:].to(torch.int64)]))
+
+
+def _times_places(words: Tensor) -> Tensor:
+    count = len(words)
+    kept = _numbers_of_places(min(count.bit_length(), _KEPT), words.device)
+    numbers = kept[:count] if count <= len(kept) else mixed(torch.arange(1, count + 1, device=words.device)) | 1
+    return (words * numbers).sum()
+
+
+@functools.cache
+def _numbers_of_places(bits: int, device: torch.device) -> Tensor:
+    """Odd ones, for the first 2**bits places.
+
+    Cached by all that they follow from; callers read them alone.
+    """
+    return mixed(torch.arange(1, 2**bits + 1, device=device)) | 1
+
+
+class _Sketch(NamedTuple):
+    """What a rank tells of a tensor; NaN and infinite entries are counted, and are 0 in all else."""
+
+    what: str
+    rounds: float  # how much a rounding may change a number by, relative to it; 0 for whole numbers
+    not_finite: int
+    norm: float
+    projections: tuple[float, ...]
+
+
+def _sketch(tensor: Tensor | None) -> _Sketch:
+    if tensor is None or tensor.layout != torch.strided:
+        return _Sketch("no such tensor", 0, 0, 0, ())
+    what = f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+    plain = tensor.detach().resolve_conj().resolve_neg()
+    flat = (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
+    signs = _signs(0, _WIDTH, flat.device)
+    total = torch.zeros(_PROJECTIONS + 2, dtype=torch.float64, device=flat.device)
+    for number, piece in enumerate(torch.split(flat, _PIECE)):
+        numbers = piece.double()
+        finite = numbers.isfinite()
+        numbers = numbers.where(finite, 0)
+        rows = nn.functional.pad(numbers, (0, -len(numbers) % _WIDTH)).view(-1, _WIDTH)
+        total[:-2] += (rows @ signs * _signs(_WIDTH + number * (_PIECE // _WIDTH), len(rows), flat.device)).sum(0)
+        total[-2] += numbers.square().sum()
+        total[-1] += len(numbers) - finite.sum()
+    *projections, squares, not_finite = total.tolist()
+    rounds = torch.finfo(plain.dtype).eps if plain.is_floating_point() or plain.is_complex() else 0.0
+    return _Sketch(what, rounds, int(not_finite), math.sqrt(squares), tuple(projections))
+
+
+def _signs(start: int, count: int, device: torch.device) -> Tensor:
+    """1 and -1 without an order, float64 [count, projections], the same on all ranks."""
+    numbers = torch.arange(start * _PROJECTIONS, (start + count) * _PROJECTIONS, device=device)
+    return (mixed(numbers) >> 40 & 1).mul_(2).sub_(1).double().view(count, _PROJECTIONS)
+
+
+def _difference(there: _Sketch, here: _Sketch, allowed: float) -> str:
+    """How a tensor differs from another one whose bits are not the same; empty where that may be roundings.
+
+    Args:
+        allowed: how much of what many roundings may make those so far may have made.
+    """
+    if there.what != here.what:
+        return f"being {there.what} in place of {here.what}"
+    if there.not_finite != here.not_finite:
+        return f"with {there.not_finite} numbers that are NaN or infinite in place of {here.not_finite}"
+    squares = [(a - b) ** 2 for a, b in zip(there.projections, here.projections, strict=True)]
+    length, norm = math.sqrt(sum(squares) / max(len(squares), 1)), max(there.norm, here.norm)
+    if length <= allowed * math.sqrt(here.rounds) * norm:
+        return ""
+    return f"by about {length / (norm or 1):.2g} of its norm"
+
+
+_ADVICE = {
+    False: "every rank must change parameters alike: with the same lr, an optimizer.step() on each, gradients as "
+    "backward() leaves them, the same checkpoint, and noise drawn after sw.set_seed(seed)",
+    True: "every rank must change buffers alike, as torch.optim.swa_utils.update_bn does where it is given the same "
+    "whole batches on each, and load the same checkpoint",
+}
+
+
+def _refusal(refused: Sequence[_Held], of: Mapping[int, str]) -> str:
+    """What is said of the first of those that have drifted; ``of`` says by how much it has on each rank."""
+    held = refused[0]
+    rank = min(of)
+    same = [other for other in of if held.first[other] == held.first[rank]]
+    names = f"rank{'s' if len(same) > 1 else ''} {', '.join(map(str, same[:_NAMED]))}"
+    names += f" and {len(same) - _NAMED} more" if len(same) > _NAMED else ""
+    more = f", as {len(refused) - 1} more of its tensors do" if len(refused) > 1 else ""
+    return (
+        f"what ranks hold alike of the model has drifted apart: {held.name} of {names} differs from that of rank "
+        f"{held.first[rank]}, {of[rank]}{more}; {_ADVICE[held.is_buffer]}"
+    )

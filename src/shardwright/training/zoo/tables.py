@@ -1,0 +1,143 @@
+"""Everything that a configuration names: one row for each data set, model, loss, optimizer and schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+from shardwright.training.zoo import datasets, losses, optimizers, schedules
+from shardwright.training.zoo.models import gpt, perceptron, resnet
+from shardwright.training.zoo.rows import (
+    Data,
+    DataOptions,
+    DataRow,
+    LossFunction,
+    LossOptions,
+    LossRow,
+    ModelOptions,
+    ModelRow,
+    OptimizerOptions,
+    OptimizerRow,
+    RunLength,
+    ScheduleOptions,
+    ScheduleRow,
+    Table,
+)
+
+DATA = Table(
+    "data",
+    {
+        "mnist": DataRow(datasets.MnistData, datasets.make_mnist, "classes"),
+        "cifar10": DataRow(datasets.Cifar10Data, datasets.make_cifar10, "classes"),
+        "random": DataRow(datasets.RandomData, datasets.make_random, "classes"),
+        "characters": DataRow(datasets.CharacterData, datasets.make_characters, "classes"),
+        "table": DataRow(datasets.TableData, datasets.make_table, "numbers"),
+    },
+    key="type",
+)
+
+MODELS = Table(
+    "model",
+    {
+        "perceptron": ModelRow(
+            perceptron.PerceptronOptions,
+            perceptron.make_perceptron,
+            loss="cross_entropy",
+            classes="num_classes",
+            problems=perceptron.perceptron_problems,
+        ),
+        "resnet18": ModelRow(
+            resnet.ResNetOptions,
+            resnet.make_resnet18,
+            loss="cross_entropy",
+            classes="num_classes",
+            problems=resnet.resnet_problems,
+        ),
+        "resnet50": ModelRow(
+            resnet.ResNetOptions,
+            resnet.make_resnet50,
+            loss="cross_entropy",
+            classes="num_classes",
+            problems=resnet.resnet_problems,
+        ),
+        "gpt": ModelRow(
+            gpt.GPTOptions,
+            gpt.make_gpt,
+            loss="cross_entropy",
+            classes="vocabulary",
+            takes_ids=True,
+            problems=gpt.gpt_problems,
+        ),
+        "two_matmuls": ModelRow(
+            perceptron.TwoMatmulsOptions,
+            perceptron.make_two_matmuls,
+            loss="mse",
+            problems=perceptron.two_matmuls_problems,
+        ),
+    },
+)
+
+LOSSES = Table(
+    "loss",
+    {
+        "cross_entropy": LossRow(losses.CrossEntropy, losses.make_cross_entropy, "classes"),
+        "mse": LossRow(losses.MeanSquaredError, losses.make_mean_squared_error, "numbers"),
+    },
+)
+
+OPTIMIZERS = Table(
+    "optimizer",
+    {
+        "sgd": OptimizerRow(optimizers.Sgd, optimizers.make_sgd, optimizers.sgd_problems),
+        "adamw": OptimizerRow(optimizers.AdamW, optimizers.make_adamw, optimizers.adamw_problems),
+    },
+)
+
+SCHEDULES = Table(
+    "scheduler",
+    {
+        "constant": ScheduleRow(schedules.Constant, schedules.make_constant),
+        "cosine": ScheduleRow(schedules.Cosine, schedules.make_cosine),
+        "step": ScheduleRow(schedules.Steps, schedules.make_steps),
+        "polynomial": ScheduleRow(schedules.Polynomial, schedules.make_polynomial),
+    },
+)
+
+
+def make_data(options: DataOptions) -> Data:
+    """Read or draw the data.
+
+    Raises:
+        DataError, UsageError: where files are missing, corrupt or too short.
+    """
+    return DATA.row(options).make(options)
+
+
+def make_model(options: ModelOptions, data: Data) -> nn.Module:
+    """The model, its inputs and outputs as many as the data have where the options leave them open."""
+    return MODELS.row(options).make(options, data)
+
+
+def make_loss(options: LossOptions, dtype: torch.dtype) -> LossFunction:
+    """``loss_fn(model, batch)``; floating samples become ``dtype``. In evaluation it returns the metrics too."""
+    return LOSSES.row(options).make(options, dtype)
+
+
+def make_optimizer(options: OptimizerOptions, parameters: Iterable[nn.Parameter], lr: float) -> Optimizer:
+    """The optimizer of the parameters that are trained, in two groups where the weight decay spares some."""
+    return OPTIMIZERS.row(options).make(options, optimizers.groups_of(options, parameters), lr)
+
+
+def make_schedule(options: ScheduleOptions, optimizer: Optimizer, steps: int, steps_per_epoch: int) -> LambdaLR:
+    """The schedule of a run of ``steps`` optimizer steps."""
+    length = RunLength(steps, steps_per_epoch, warmup_steps(options, steps_per_epoch))
+    return SCHEDULES.row(options).make(options, optimizer, length)
+
+
+def warmup_steps(options: ScheduleOptions, steps_per_epoch: int) -> int:
+    """The optimizer steps over which the rate rises."""
+    return options.warmup_steps or round(options.warmup_epochs * steps_per_epoch)

@@ -1,7 +1,0 @@
-"""Models, and training them as a configuration file says."""
-
-from shardwright.zoo.models.gpt import GPT
-from shardwright.zoo.models.perceptron import Perceptron, TwoMatmuls
-from shardwright.zoo.models.resnet import ResNet, resnet18, resnet50
-
-__all__ = ["GPT", "Perceptron", "ResNet", "TwoMatmuls", "resnet18", "resnet50"]

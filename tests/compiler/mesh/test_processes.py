@@ -1,0 +1,200 @@
+"""Real processes give what the simulated ranks give, for every kind of step and dtype."""
+
+import itertools
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.compiler.mesh.collectives import apply_step, gather_joined, reduce_scatter_joined
+from shardwright.compiler.mesh.dtensor import device_mesh
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.processes import ProcessCommunicator, communicator_over
+from shardwright.compiler.mesh.redistribute import redistribute
+from shardwright.compiler.mesh.simulate import simulate
+from shardwright.compiler.mesh.together import all_gather_together
+from shardwright.errors import LoweringError, WorldError
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
+
+
+def routes(mesh):
+    """Redistributions that together take every kind of step, over one axis and over all; the dims are uneven."""
+    one, every = mesh.names[:1], mesh.names
+    for axes in dict.fromkeys([one, every]):
+        whole, rows, columns = Layout.replicated(2), Layout.split(2, {0: axes}), Layout.split(2, {1: axes[::-1]})
+        partial = Layout.split(2, {}, axes)
+        yield from [
+            (whole, whole, axes), (whole, rows, ()), (rows, whole, ()), (columns, whole, axes), (rows, columns, ()),
+            (partial, whole, ()), (partial, whole, axes), (partial, rows, ()), (partial, columns, ()),
+        ]  # fmt: skip
+
+
+def take_every_step(comm):
+    """Values and gradients of every route, as lists, and the kinds of step that were taken."""
+    names = comm.mesh.names
+    comm.prepare([axes for count in range(len(names) + 1) for axes in itertools.combinations(names, count)])
+    shape = (7, 5)
+    found, kinds = [], set()
+    for dtype, (src, dst, gradient_partial) in itertools.product(DTYPES, routes(comm.mesh)):
+        whole = torch.arange(35).reshape(shape) % 11
+        mine = whole + comm.rank if src.partial else whole
+        x = mine[src.local_slice(shape, comm.mesh, comm.rank)].to(dtype).requires_grad_(dtype.is_floating_point)
+        y = x
+        for step in redistribute(src, dst, gradient_partial, shape, comm.mesh):
+            y = apply_step(y, step, shape, comm)
+            kinds |= {step.kind, f"{step.kind} | {step.adjoint}"}
+        assert y.dtype == dtype
+        found.append(y.tolist())
+        if dtype.is_floating_point:
+            gradient = whole + comm.rank if gradient_partial else whole
+            y.backward(gradient[dst.local_slice(shape, comm.mesh, comm.rank)].to(dtype))
+            found.append(x.grad.tolist())
+    return found, kinds
+
+
+def on_processes(mesh):
+    dist.init_process_group("gloo")
+    comm = communicator_over(mesh)
+    try:
+        return take_every_step(comm)
+    finally:
+        comm.close()
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    "mesh", [Mesh.of(a=2), pytest.param(Mesh.of(a=2, b=2), marks=pytest.mark.slow), Mesh.of(a=2, b=3)], ids=str
+)
+def test_processes_and_simulation_agree(mesh):
+    simulated = simulate(mesh, take_every_step)
+    assert simulated[0][1] >= {
+        "enter | all_reduce", "slice | all_gather", "all_gather | slice", "all_gather | reduce_scatter",
+        "all_to_all | all_to_all", "all_reduce | nothing", "reduce_scatter | all_gather",
+    }  # fmt: skip
+    assert run_ranks(mesh.size, on_processes, mesh) == simulated
+
+
+class Copies(TorchDispatchMode):
+    """Counts the operators inside that write numbers."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += not function.is_view and "empty" not in function.name()
+        return function(*args, **(kwargs or {}))
+
+
+def together(comm):
+    """Values and gradients of tensors that are gathered together: in even parts of rows, of columns, and in uneven
+    ones, with a gradient that is none; and the copies that it takes where all are in even parts of rows."""
+    axes, found, copies = comm.mesh.names, [], []
+    comm.prepare([axes])
+    for dtype in (torch.float32, torch.bfloat16):
+        wholes = [(100 * torch.randn(shape, generator=torch.Generator().manual_seed(7))).to(dtype) for shape in SHAPES]
+        for dims in ((0, 0, 0), (0, 1, 0)):
+            parts = [
+                (x[Layout.split(2, {dim: axes}).local_slice(x.shape, comm.mesh, comm.rank)].clone(), dim, x.shape[dim])
+                for x, dim in zip(wholes, dims, strict=True)
+            ][: 3 if dims[1] else 2]
+            leaves = [part.requires_grad_() for part, _, _ in parts]
+            hows = [{"dim": dim, "size": size} for _, dim, size in parts]
+            with Copies() as forward:
+                got = all_gather_together(comm, axes, "reduce_scatter", *zip(leaves, hows, strict=True))
+            gradients = [x * (comm.rank + 1.1) for x in got[:2]]
+            with Copies() as backward:
+                scattered = torch.autograd.grad(got[:2], leaves, gradients, allow_unused=True)
+            copies += [(forward.count, backward.count)] if not dims[1] else []
+            assert all(map(torch.equal, got, wholes))
+            found.append([x if x is None else x.tolist() for x in scattered])
+    return found, copies
+
+
+SHAPES = ((6, 70), (18, 400), (7, 5))
+
+
+def with_and_without_copies():
+    """Over shm: what comes of it, and the copies, as it is and by way of one tensor that has all."""
+    sw.init("shm", timeout=60)
+    comm = communicator_over(Mesh.of(a=3))
+    found = [together(comm)]
+    comm.all_gather_together, comm.reduce_scatter_together = (partial(f, comm) for f in JOINED)
+    return [*found, together(comm)]
+
+
+JOINED = gather_joined, reduce_scatter_joined
+
+
+def test_over_shm_what_is_gathered_and_scattered_together_has_the_bits_of_joined_tensors_without_copies():
+    for (found, copies), (expected, by_copies) in run_ranks(3, with_and_without_copies):
+        assert found == expected
+        (forward, backward), (of_halves, sums_of_halves) = copies
+        assert (forward, backward, of_halves) == (0, 0, 0)
+        assert sums_of_halves > 0  # which native code does not reduce
+        assert all(there > 0 and back > 0 for there, back in by_copies)
+
+
+def sharing():
+    """How many groups there are as two communicators on other meshes and DTensors come to use them, and go."""
+    dist.init_process_group("gloo")
+    found, shapes = [], (Mesh.of(a=2, b=2), Mesh.of(x=2, one=1, y=2))
+    first, second = map(communicator_over, shapes)
+    known = dist.distributed_c10d._world.pg_map
+    for do in (
+        lambda: first.prepare([("a",), ("b",), ("a", "b")]),
+        lambda: second.prepare([("x", "one"), ("y",)]),
+        first.close,
+        second.close,
+        second.close,
+        lambda: second.prepare([("x",), ("y",)]),
+        lambda: device_mesh(shapes[0], "cpu"),
+        second.close,
+    ):
+        do()
+        found.append(len(known))
+    ones = DTensor.from_local(torch.ones(2), device_mesh(shapes[0], "cpu"), [Partial(), Shard(0)])
+    found.append(ones.full_tensor().tolist())
+    first.prepare([("a",)])
+    dist.destroy_process_group()
+    first.close()  # its groups have ended with the world
+    return found
+
+
+def test_groups_of_the_same_ranks_are_shared_until_nobody_uses_them():
+    assert run_ranks(4, sharing) == [[3, 3, 3, 1, 1, 3, 3, 3, [2.0] * 4]] * 4
+
+
+def without_preparation(mesh):
+    dist.init_process_group("gloo")
+    comm = ProcessCommunicator(mesh)
+    comm.prepare([("b", "a")])
+    x = torch.ones(2)
+    assert comm.all_reduce(x, ("a", "b")) is x
+    assert x.tolist() == [4, 4]
+    assert comm.all_reduce(x, ()) is x
+    messages = []
+    try:
+        comm.all_reduce(x, ("a",))
+    except LoweringError as error:
+        messages.append(str(error))
+    try:
+        ProcessCommunicator(Mesh.of(a=3))
+    except WorldError as error:
+        messages.append(str(error))
+    comm.close()
+    assert dist.get_world_size() == 4  # the default group is not ours to destroy
+    dist.destroy_process_group()
+    return messages
+
+
+def test_groups_are_prepared_and_the_world_fits_the_mesh():
+    assert run_ranks(4, without_preparation, Mesh.of(a=2, b=2))[0] == [
+        "no group over a on the mesh a=2 b=2; prepared: a·b",
+        "the mesh a=3 has 3 devices, the world 4 ranks; launch 3 ranks or choose a mesh of 4",
+    ]

@@ -1,0 +1,129 @@
+"""What a step takes: operators that do one thing after the other, the optimizer's step, and what is hidden."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import Collective
+from shardwright.compiler.plan.decided.prices import Prices
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.hardware import Updating, shipped
+from shardwright.compiler.plan.pricing.optimizers import ADAMW, states_of
+from shardwright.compiler.plan.request import PlanRequest
+
+CPU = replace(shipped("cpu_host"), launch_s=1e-3, flops=(("float32", 1e9),), memory_bandwidth=1e8)
+WIDTH, ROWS = 256, 64
+BYTES = 4 * WIDTH * WIDTH
+QUICK = {"launch_s": 1e-9, "flops": (("float32", 1e15),), "memory_bandwidth": 1e12}
+
+
+@pytest.fixture(scope="module")
+def plan():
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    captured = captured_step(model, lambda m, x: m(x).sum(), torch.ones(ROWS, WIDTH), {})
+    return make_plan(captured, PlanRequest(Mesh.of(d=2), "data", hardware=CPU))
+
+
+@pytest.mark.parametrize("at_once", [1.0, 0.25, 0.0])
+def test_an_operator_takes_its_longest_part_and_what_is_not_done_at_once_of_the_others(plan, at_once):
+    node, seconds = plan.capture.nodes[0], Seconds(replace(CPU, at_once=at_once))
+    assert node.op == "aten.linear.default"
+    work_s = 2 * ROWS * WIDTH**2 / 1e9 / 2
+    traffic_s = (BYTES + 2 * 4 * ROWS * WIDTH) / 1e8 / 2
+    forward = seconds.forward(plan.graph, node, plan.strategies[node.name], plan.mesh)
+    assert forward == pytest.approx(work_s + (1 - at_once) * (traffic_s + 1e-3))
+
+
+@pytest.mark.parametrize(("name", "times"), [("sgd", 3), ("adamw", 7)])
+def test_the_step_of_the_optimizer_is_part_of_a_step(plan, name, times):
+    """It reads parameters, gradients and states, and writes parameters and states."""
+    prices = Prices(replace(plan, optimizer=states_of(name)), CPU)
+    assert prices.updating_s == pytest.approx(times * BYTES / 1e8)
+    assert prices.step_s == prices.computing_s + prices.communicating_s + prices.updating_s
+
+
+MEASURED = {"updates": (Updating(0, 1e8), Updating(2, 2e7, 5e-3)), "split_s": 2e-3, "around_s": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("per_entry", "bandwidth", "parameter_s"), [(0, 1e8, 0), (1, 1e8, 0), (2, 2e7, 5e-3), (3, 2e7, 5e-3)]
+)
+def test_optimizers_take_what_was_measured_of_those_with_as_many_states(plan, per_entry, bandwidth, parameter_s):
+    prices = Prices(replace(plan, optimizer=replace(ADAMW, per_entry=per_entry)), replace(CPU, **MEASURED))
+    assert prices.updating_s == pytest.approx((3 + 2 * per_entry) * BYTES / bandwidth + parameter_s)
+    assert prices.step_s == prices.computing_s + prices.communicating_s + prices.updating_s + 0.25
+
+
+def test_a_parameter_in_parts_takes_more_beside_its_bytes(plan):
+    [weight] = plan.capture.of_kind("parameter")
+    objective = Seconds(replace(CPU, **MEASURED))
+    whole, part = (objective.leaf(weight, Layout.split(2, dims), plan.mesh) for dims in ({}, {0: plan.mesh.names}))
+    assert part - 5e-3 - 2e-3 == pytest.approx((whole - 5e-3) / 2)
+
+
+def test_where_one_parameter_is_stored_in_parts_all_take_more():
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3)))
+    captured = captured_step(model, lambda m, x: m(x).sum(), torch.ones(ROWS, WIDTH), {})
+    made = make_plan(captured, PlanRequest(Mesh.of(d=2), "data", hardware=CPU))
+    first, *_ = captured.of_kind("parameter")
+    split = replace(made, leaves={**made.leaves, first.name: Layout.split(2, {0: made.mesh.names})})
+    known, unknown = replace(CPU, split_s=2e-3), CPU
+    more_s = [Prices(plan, known).updating_s - Prices(plan, unknown).updating_s for plan in (made, split)]
+    assert more_s == pytest.approx([0, 3 * 2e-3])
+
+
+def test_the_search_stores_a_parameter_in_parts_where_whole_ones_take_long_to_update():
+    """Links are fast here, so that gathering costs less than the states of the optimizer save."""
+    model = torch.nn.Linear(WIDTH, WIDTH, bias=False)
+    captured = captured_step(model, lambda m, x: m(x).sum(), torch.ones(ROWS, WIDTH), {})
+    found = make_plan(captured, PlanRequest(Mesh.of(d=2), "auto", hardware=replace(CPU, memory_bandwidth=1e6)))
+    [weight] = found.capture.of_kind("parameter")
+    assert found.bytes_of(weight) == BYTES / 2
+    objective = Seconds(found.hardware, ADAMW)
+    assert found.cost == pytest.approx(Prices(found, found.hardware).step_s)
+    assert objective.leaf(weight, found.leaves[weight.name], found.mesh) == pytest.approx(7 * BYTES / 2 / 1e6)
+
+
+def hidden_s(layers, width, **hardware):
+    """What is hidden of a step of data parallelism; the gradients and the backward of one layer, each in seconds."""
+    with torch.device("meta"):
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers)))
+        captured = captured_step(model, lambda m, x: m(x).sum(), torch.ones(ROWS, width), {})
+    plan = make_plan(captured, PlanRequest(Mesh.of(d=2), "data", hardware=replace(CPU, **hardware)))
+    prices = Prices(plan, plan.hardware)
+    gradients_s = sum(moved.seconds for moved in prices.moved if moved.in_buckets)
+    assert prices.step_s == prices.computing_s + prices.communicating_s + prices.updating_s - prices.hidden_s
+    return prices.hidden_s, gradients_s / layers, prices.computes_s[plan.capture.nodes[0].name] * 2 / 3
+
+
+def test_gradients_are_hidden_behind_what_is_left_of_the_backward():
+    """Each layer's gradient is large enough to travel alone, from when it is there until those before it are done."""
+    hidden, gradient, backward = hidden_s(3, 2048, hides_gradients=0.5)
+    assert gradient < backward
+    assert hidden == pytest.approx(0.5 * 2 * gradient)  # that of the first layer is there when all is done
+    hidden, gradient, backward = hidden_s(3, 2048, hides_gradients=0.5, **QUICK)
+    assert gradient > backward
+    assert hidden == pytest.approx(0.5 * 2 * backward)
+    assert hidden_s(3, 2048)[0] == 0
+
+
+def test_gradients_in_one_bucket_have_nothing_to_hide_behind():
+    """It begins when the last of them is there. A first bucket that is small begins before."""
+    assert hidden_s(3, WIDTH, hides_gradients=0.5)[0] == 0
+    hidden, gradient, _ = hidden_s(3, 512, hides_gradients=0.5, backend="nccl")
+    assert hidden == pytest.approx(0.5 * gradient)
+
+
+def test_a_gradient_that_is_joined_with_others_is_copied():
+    """It is read and written once more; a large one is reduced where it lies."""
+    objective = Seconds(CPU)
+    for width, copied in ((WIDTH, 1), (2048, 0)):
+        size = 4 * width * width
+        reduced_s = CPU.shared_s("all_reduce", size, 2, "inside")
+        found_s = objective.collective(Collective("all_reduce", ("d",), size), Mesh.of(d=2), shared=True)
+        assert found_s == pytest.approx(reduced_s + copied * 2 * size / 1e8)

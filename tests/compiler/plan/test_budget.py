@@ -1,0 +1,446 @@
+"""Plans within a budget of bytes: what is found fits, and no plan that fits costs less than the bound."""
+
+import contextlib
+import copy
+import itertools
+import math
+import random
+import re
+from dataclasses import replace
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+import shardwright as sw
+from models import NETWORKS
+from ranks import run_ranks
+from shardwright.common.words import in_bytes
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan import make, weighing
+from shardwright.compiler.plan.known_plans import KNOWN_PLANS
+from shardwright.compiler.plan.minima.exact import minimise
+from shardwright.compiler.plan.minima.learned import Learned
+from shardwright.compiler.plan.minima.narrow import NothingBelow, beside, least
+from shardwright.compiler.plan.minima.tables import Table, cost_at
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.hardware import shipped
+from shardwright.compiler.plan.pricing.optimizers import ADAMW, OptimizerStates
+from shardwright.compiler.plan.pricing.ruled import RuledGraph
+from shardwright.compiler.plan.request import PlanRequest, read_memory
+from shardwright.compiler.plan.searching import search
+from shardwright.compiler.plan.searching.budget import Budget, OverBudget, Priced, fitting, next_price
+from shardwright.compiler.plan.searching.buffers import Joined, buffers_of
+from shardwright.compiler.plan.searching.dividing import Division, Part, Parts
+from shardwright.compiler.plan.searching.space import Choice
+from shardwright.compiler.plan.searching.weights import Weights
+from shardwright.compiler.plan.weighing import _first_within
+from shardwright.errors import PlanError
+from whole import communicated, losses_of, plan_of, planned, run, same
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_the_gap_is_true_on_random_graphs(seed):
+    """Against every assignment: the bound is at most the optimum, and the optimum at most what is found.
+
+    Each search learns of those before it, is told what it is to beat, and may build small tables alone.
+    """
+    random = np.random.default_rng(seed)
+    domains = random.integers(2, 5, 5).tolist()
+    learned = Learned.nothing(domains)
+    scopes = [(0, 1), (1, 2), (2, 3), (3, 4), (0, 2), (1,), (4,)]
+    costs, sizes = ([Table(s, random.random([domains[v] for v in s])) for s in scopes] for _ in range(2))
+    every = list(itertools.product(*map(range, domains)))
+    held = {x: math.ceil(1000 * cost_at(sizes, x)) for x in every}
+    limit = int(np.quantile(list(held.values()), random.choice([0.001, 0.05, 0.3])))
+    optimum = min(cost_at(costs, x) for x in every if held[x] <= limit)
+
+    def solve(price, below, *, alone=False, forbidding=()):
+        tables = [*costs, *(Table(t.scope, 1000 * price * t.costs) for t in sizes), *forbidding]
+        of_all = learned.copied() if forbidding else learned
+        with beside(-price * limit):
+            found = least(domains, tables, 2, below=below + price * limit, learned=of_all)
+        return [choice(found.picked)], found.bound - price * limit, 1000 * cost_at(sizes, found.picked) - limit
+
+    def choice(picked):
+        return Choice({"x": tuple(picked)}, {}, cost_at(costs, picked), None)
+
+    free = minimise(domains, costs)
+    budget = Budget(limit, ADAMW, lambda choice: held[choice.strategies["x"]], refused)
+    free = replace(choice(free[1]), bound=free[0])
+    found = fitting(lambda: free, solve, budget)
+    assert held[found.strategies["x"]] <= limit
+    assert found.bound - 1e-9 <= optimum <= found.cost + 1e-9
+
+    def closer(best, points, price):
+        """The choices divided until no gap is left."""
+        weights = SimpleNamespace(tables=[], of_each=lambda v, x: np.array([size(x, v, i) for i in range(domains[v])]))
+        problem = SimpleNamespace(tables=costs, picked=lambda strategies, *_: strategies["x"])
+        parts = Parts(best, solve, budget, Division(problem, weights), math.inf)
+        return parts.divided(Part((), list(points), best.bound, price))
+
+    def size(x, v, i):
+        return cost_at(sizes, [*x[:v], i, *x[v + 1 :]])
+
+    learned = Learned.nothing(domains)
+    found = fitting(lambda: free, solve, budget, closer=closer)
+    assert held[found.strategies["x"]] <= limit
+    assert 0.985 * optimum <= found.bound <= optimum + 1e-9
+    assert optimum - 1e-9 <= found.cost <= 1.015 * optimum
+    for below in (0.95 * optimum, 1.05 * optimum):
+        learned = Learned.nothing(domains)
+        assert bound_of(lambda below=below: fitting(lambda: free, solve, budget, below), below) - 1e-9 <= optimum
+    learned, limit = Learned.nothing(domains), 1
+    with pytest.raises(OverBudget, match="nothing fits") as over:
+        fitting(lambda: free, solve, replace(budget, limit_bytes=limit))
+    assert over.value.bound > optimum
+
+
+def bound_of(search, below):
+    try:
+        return search().bound
+    except NothingBelow as nothing:
+        return min(nothing.bound, below)
+
+
+def refused(choice, bound):
+    return OverBudget("nothing fits", 0, bound)
+
+
+def mse(model, batch):
+    return torch.nn.functional.mse_loss(model(batch[0]), batch[1])
+
+
+def wide(rows=16):
+    """Parameters that weigh more than what is computed with them."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Linear(24, 96), torch.nn.ReLU(), torch.nn.Linear(96, 96), torch.nn.Linear(96, 12)
+    )
+    return (
+        model,
+        mse,
+        (torch.randn(rows, 24), torch.randn(rows, 12)),
+    )
+
+
+def test_a_budget_that_data_parallelism_exceeds_is_kept_and_exact():
+    model, loss_fn, batch = wide()
+    data = plan_of(model, loss_fn, batch, Mesh.of(d=4), "data")
+    half = data.held.total // 2
+    plan = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", memory=half)
+    assert plan.held.total <= half
+    assert plan.bound <= plan.cost
+    assert f"of {half / 1000:.1f} kB that it may hold" in str(plan)
+    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
+    plenty = plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto", memory=read_memory("1GiB"))
+    assert plenty.strategies == plan_of(model, loss_fn, batch, Mesh.of(d=4), "auto").strategies
+
+
+class WithNone(torch.nn.Module):
+    """A matrix, to which another without entries adds nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.some, self.none = (torch.nn.Parameter(torch.ones(rows, 128)) for rows in (256, 0))
+
+    def forward(self, x):
+        return x @ torch.cat([self.some, self.none]).T
+
+
+def test_a_parameter_without_entries_has_no_part_in_a_budget():
+    batch = torch.randn(8, 128), torch.randn(8, 256)
+    data = plan_of(WithNone(), mse, batch, Mesh.of(d=2), "data")
+    memory = data.held.total * 7 // 10
+    assert plan_of(WithNone(), mse, batch, Mesh.of(d=2), "auto", memory=memory).held.total <= memory
+
+
+@pytest.mark.slow
+@pytest.mark.networks
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("mesh", [Mesh.of(d=4), Mesh.of(a=2, b=3)], ids=str)
+@pytest.mark.parametrize("name", list(NETWORKS))
+def test_tight_plans_of_whole_networks_are_exact(name, mesh, monkeypatch):
+    """The least budgets of a series that some plan keeps: parameters are split, gathered, and gathered again."""
+    torch.set_default_dtype(torch.float64)
+    try:
+        torch.manual_seed(0)
+        build, loss_fn, batch_of = NETWORKS[name]
+        model, batch = build(), batch_of(12)
+        batch = tuple(t.double() if t.is_floating_point() else t for t in batch)
+        captured = captured_step(model, loss_fn, batch, {})
+        data_bytes = make.make_plan(captured, PlanRequest(mesh, "data")).held.total
+        plans = []
+        for part in (0.8, 0.65, 0.5, 0.4):
+            with contextlib.suppress(OverBudget):
+                plans.append(make.make_plan(captured, PlanRequest(mesh, "auto", memory=int(part * data_bytes))))
+        assert plans
+        reference = run(make.make_plan(captured, PlanRequest(Mesh(()), "single")), model, batch, seed=3)
+        for plan in plans:
+            assert plan.held.total <= plan.memory
+            same(run(plan, model, batch, seed=3), reference)
+            assert communicated(plan, model, batch, monkeypatch) == planned(plan)
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_parameters_are_stored_in_uneven_parts_where_nothing_else_fits(monkeypatch):
+    """Of dims of 32 and 64 no search cuts more than a half for 6 devices: a third of them is not even."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 32))
+    batch = torch.randn(12, 32), torch.randn(12, 32)
+    memory = sum(parameter.nbytes for parameter in model.parameters()) * 4 // 2  # in halves, with gradients and states
+    plan = plan_of(model, mse, batch, Mesh.of(d=6), "auto", memory=memory)
+    assert plan.held.total <= memory
+    matrices = [value for value in plan.capture.of_kind("parameter") if len(value.shape) > 1]
+    assert any(plan.bytes_of(value) <= value.bytes / 5 for value in matrices)
+    assert plan.bound <= plan.cost
+    same(run(plan, model, batch), run(plan_of(model, mse, batch, Mesh(()), "single"), model, batch), 1e-5)
+    assert communicated(plan, model, batch, monkeypatch) == planned(plan)
+    with pytest.raises(OverBudget, match="no plan was found"):
+        plan_of(model, mse, batch, Mesh.of(d=6), "auto", memory=memory // 2)
+
+
+def test_before_a_refusal_a_price_is_tried_at_which_more_counts_and_less_is_held():
+    """At the highest price nothing is found that holds less than 185 kB, where small gathers count that go together."""
+    model = torch.nn.Sequential(torch.nn.Linear(48, 96), torch.nn.GELU(), torch.nn.Linear(96, 48))
+    batch = torch.randn(96, 48), torch.randn(96, 48)
+    options = {"memory": 180_000, "hardware": shipped("h100")}
+    plan = plan_of(model, mse, batch, Mesh.of(d=2), "auto", **options)
+    assert plan.held.total <= plan.memory
+    with pytest.raises(OverBudget, match=rf"{in_bytes(plan.held.total)} in all, of") as over:
+        plan_of(model, mse, batch, Mesh.of(d=2), "auto", **options | {"memory": plan.held.total - 1})
+    assert over.value.least_bytes == plan.held.total
+
+
+def test_an_optimizer_that_keeps_less_leaves_room():
+    model, loss_fn, batch = wide()
+    free = plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", optimizer=OptimizerStates("sgd", 0, 0))
+    assert plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", memory=free.held.total, optimizer=free.optimizer)
+    with pytest.raises(PlanError, match=r"holds [\d.]+ kB of parameters, .* of states of adamw, .*mode='auto'"):
+        plan_of(model, loss_fn, batch, Mesh.of(d=2), "data", memory=free.held.total)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        pytest.param(Mesh.of(d=2), {}, marks=pytest.mark.slow),
+        (Mesh.of(d=6), {}),  # some parameters have even parts on one of its meshes alone
+        (Mesh.of(d=4), {"mode": "data"}),
+        pytest.param(Mesh.of(d=8), {}, marks=pytest.mark.slow),  # of two axes, and then of three
+        pytest.param(Mesh.of(a=2, b=2), {"search": "recursive"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_budget_that_nothing_keeps_says_what_the_floor_is(mesh, options):
+    """By kind; and what to type, which is enough. None of the plans that are known by name holds less."""
+    captured = captured_step(*wide(), {})
+    floor_of_parameters = 16 * 12_876 // mesh.size
+    request = PlanRequest(mesh, **{"mode": "auto", **options}, memory=floor_of_parameters + 100)
+    with pytest.raises(OverBudget) as raised:
+        make.make_plan(captured, request)
+    text, least = str(raised.value), raised.value.least_bytes
+    said = rf"^no plan was found under which a device holds {in_bytes(request.memory)} or less: on the mesh .*, mode "
+    kinds = r"[\d.]+ kB of parameters, [\d.]+ kB of gradients, [\d.]+ kB of states of adamw, [\d.]+ kB of activations"
+    assert re.match(said + ".* the one that holds least holds " + kinds, text)
+    assert f"{in_bytes(least)} in all, of {in_bytes(request.memory)} that it may hold; type memory='" in text
+    if not options:
+        assert least <= min(make(RuledGraph.of(captured), request).held.total for make in KNOWN_PLANS.values())
+    enough = read_memory(re.search(r"memory='(.*?)' \(--memory", text)[1])
+    assert least <= enough < 1.01 * least
+    assert make.make_plan(captured, replace(request, memory=enough)).held.total <= enough
+
+
+def test_what_no_plan_can_hold_is_refused_before_a_search(monkeypatch):
+    """By parameters, gradients and states alone: 12,876 parameters of sixteen bytes."""
+    monkeypatch.setattr(weighing, "search", None)
+    match = (
+        r"^no plan was found under which a device holds 20.0 kB or less, and there is none: however they are split, .* "
+        r"\(12.9 kB\), their gradients \(12.9 kB\) and the states of adamw \(25.8 kB\) take 51.5 kB on each of "
+        r"4 devices, .*; type a larger memory= \(--memory\), at least 11 devices, "
+    )
+    with pytest.raises(PlanError, match=match):
+        plan_of(*wide(), Mesh.of(d=4), "auto", memory=20_000)
+
+
+@pytest.mark.networks
+@pytest.mark.parametrize("name", ["perceptron", *(pytest.param(n, marks=pytest.mark.slow) for n in list(NETWORKS)[1:])])
+def test_the_bytes_of_the_search_are_never_above_those_held(name, monkeypatch):
+    """So that a bound by these bytes is one for what is held; and near them, so that it is a good one."""
+    build, loss_fn, batch_of = NETWORKS[name]
+    spaces = []
+    monkeypatch.setattr(weighing, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    plan = plan_of(build(), loss_fn, batch_of(24), Mesh.of(a=2, b=3), "auto")
+    both = search._Both(spaces[0], Seconds(shipped("cpu_host")))
+    weights, buffers, joined = Weights(both.main, ADAMW), buffers_of(both.main), Joined(both.main)
+    random = np.random.default_rng(0)
+    for price in (0.0, 1e-12, 1e-9, 1e-6):
+        noise = [Table((v,), random.random(size) * 1e-5) for v, size in enumerate(both.main.domains)]
+        picked = both.main.minimum([*weights.at(price), *noise]).picked
+        strategies, leaves = both.main.decided(picked)
+        beside = both._following(strategies, leaves)[1:] if both.beside else ({}, {})
+        held = replace(plan, strategies=strategies | beside[0], leaves=leaves | beside[1]).held
+        assert 0.85 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
+        largest = max(buffers.of(picked), joined.largest(picked)[1])
+        assert 0.9 * held.communication <= largest <= held.communication
+
+
+class Fused(torch.nn.Module):
+    """Queries, keys and values of one product, which is cut into views; and weights that are read by views of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.cut = torch.nn.Linear(16, 48)
+        self.weight = torch.nn.Parameter(torch.randn(64, 16) / 4)
+        self.three = torch.nn.Parameter(torch.randn(48, 64) / 4)
+
+    def forward(self, x):
+        q, k, v = self.cut(x).split(16, dim=1)
+        found = torch.nn.functional.silu(q * k * v) @ self.weight.transpose(0, 1)
+        return sum(found @ part.transpose(0, 1) for part in self.three.chunk(3))
+
+
+def test_parts_of_one_memory_and_views_of_gathered_weights_are_counted(monkeypatch):
+    spaces, batch = [], torch.randn(480, 16)
+    monkeypatch.setattr(weighing, "search", lambda space, *args: spaces.append(space) or search.search(space, *args))
+    plan = plan_of(Fused(), lambda m, b: m(b).square().sum(), batch, Mesh.of(a=2, b=2), "auto")
+    both = search._Both(spaces[0], Seconds(shipped("cpu_host")))
+    weights, random = Weights(both.main, ADAMW), np.random.default_rng(0)
+    for _ in range(12):
+        noise = [Table((v,), random.random(size) * 1e-3) for v, size in enumerate(both.main.domains)]
+        picked = both.main.minimum(noise).picked
+        strategies, leaves = both.main.decided(picked)
+        held = replace(plan, strategies=strategies, leaves=leaves).held
+        assert 0.9 * (held.total - held.communication) <= weights.of(picked) <= held.total - held.communication
+
+
+def test_the_next_price_is_where_the_best_on_both_sides_of_the_budget_cost_the_same():
+    """Not of the last two that were found: the hull of all passes the limit between the second and the third."""
+    points = [(0.85, 5), (0.58, 11), (0.54, 20), (0.57, 19), (9.0, 30)]
+    found = [Priced(Choice({}, {}), cost, 0.0, size) for cost, size in points]
+    assert next_price(found, 16) == pytest.approx((0.58 - 0.54) / 9)
+
+
+def test_what_fits_with_a_block_computed_again_says_the_first_price_and_is_to_be_beaten():
+    """Four more for ten bytes less: where that is the least, one search says so."""
+    asked, free = [], Choice({}, {}, 10.0, 10.0)
+
+    def solve(price, below, *, alone=False, forbidding=()):
+        asked.append((price, below))
+        return [replace(free)], 10.0 + price * 10, 10
+
+    budget = Budget(
+        10,
+        ADAMW,
+        lambda choice: 10 if choice.recomputed else 20,
+        refused,
+        fewest=lambda choice, limit: replace(choice, recomputed=frozenset({"block"}), cost=14.0),
+    )
+    found = fitting(lambda: free, solve, budget)
+    assert asked == [(pytest.approx(0.4), 14.0)]
+    assert (found.cost, found.bound, found.recomputed) == (14.0, pytest.approx(14.0), {"block"})
+
+
+@pytest.mark.parametrize(("bound", "asks"), [(13.9, False), (13.0, True)])
+def test_what_is_free_is_looked_for_where_a_known_price_leaves_a_gap(bound, asks):
+    asked = []
+
+    def free():
+        asked.append("free")
+        return Choice({}, {}, 10.0, 10.0)
+
+    def solve(price, below, *, alone=False, forbidding=()):
+        return [Choice({}, {}, 14.0)], bound, -1
+
+    held = {10.0: 20, 14.0: 8}
+    budget = Budget(10, ADAMW, lambda choice: held[choice.cost], refused, price=0.4, close=1e-2)
+    found = fitting(free, solve, budget)
+    assert (found.cost, found.bound, bool(asked)) == (14.0, bound, asks)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_as_few_blocks_are_computed_again_as_fit_however_far_their_sizes_lead_astray(seed):
+    draw, asked = random.Random(seed), []
+    true = [draw.randint(1, 9) for _ in range(draw.randint(0, 40))]
+    said = [max(1, round(of * draw.choice([0.2, 1, 1, 5]))) for of in true]
+    limit = draw.randint(0, sum(true))
+
+    def held(count):
+        asked.append(count)
+        return sum(true[count:])
+
+    least = min(count for count in range(len(true) + 1) if sum(true[count:]) <= limit)
+    assert _first_within(limit, held, said) == least
+    asked.clear()
+    assert _first_within(limit, held, true) == least
+    assert len(asked) <= 3
+
+
+@pytest.mark.parametrize(("middle", "asked"), [(12.5, [3.0, 1 / 3, 1.0]), (11.33, [3.0, 1 / 3, 1.0, 0.995])])
+def test_a_price_near_another_is_tried_where_the_bound_may_be_larger_at_it(middle, asked):
+    """What fits is a little cheaper at the third price, which makes the fourth differ from it by half a percent."""
+    held, tried = {10.0: 20, 14.0: 8, 11.0: 11, 13.985: 8}, []
+    found = {3.0: (14.0, 8.0, -2), 1 / 3: (11.0, middle, 1), 1.0: (13.985, 11.98, -2), 0.995: (13.985, 11.98, -2)}
+
+    def solve(price, below, *, alone=False, forbidding=()):
+        tried.append(price)
+        cost, total, above = found[min(found, key=lambda of: abs(of - price))]
+        return [Choice({}, {}, cost, cost)], total, above
+
+    best = fitting(
+        lambda: Choice({}, {}, 10.0, 10.0), solve, Budget(10, ADAMW, lambda choice: held[choice.cost], refused)
+    )
+    assert tried == pytest.approx(asked)
+    assert (best.cost, best.bound) == (13.985, max(middle, 11.98))
+
+
+@pytest.mark.parametrize(("bound", "asked"), [(10.0, [0.4]), (13.95, [])])
+def test_choices_are_divided_where_a_gap_is_left_and_from_the_price_between_the_two_that_are_known(bound, asked):
+    """No price has been tried, so that no line says where the bound may be the largest."""
+    over, fit, tried = Choice({}, {}, 10.0, 10.0), Choice({}, {}, 14.0, bound, price=0.3), []
+
+    def solve(price, below, *, alone=False, forbidding=()):
+        tried.append(price)
+        raise NothingBelow(13.95)
+
+    budget = Budget(10, ADAMW, lambda choice: 10 if choice is fit else 20, refused)
+    parts = Parts(fit, solve, budget, SimpleNamespace(most_searches=4), math.inf)
+    found = parts.divided(Part((), [Priced.of(of, 10.0, budget) for of in (over, fit)], bound, 0.3))
+    assert tried == pytest.approx(asked)
+    assert (found.cost, found.bound, found.price) == (14.0, 13.95, 0.3)
+
+
+@pytest.mark.parametrize("search", ["recursive", "propagation"])
+def test_other_searches_keep_a_budget_and_are_exact(search):
+    model, loss_fn, batch = wide()
+    half = plan_of(model, loss_fn, batch, Mesh.of(d=4), "data").held.total // 2
+    plan = plan_of(model, loss_fn, batch, Mesh.of(a=2, b=2), "auto", search=search, memory=half)
+    assert plan.search == search
+    assert plan.held.total <= half
+    same(run(plan, model, batch), run(plan_of(model, loss_fn, batch, Mesh(()), "single"), model, batch), 1e-5)
+    with pytest.raises(PlanError, match="no plan was found under which a device holds 1 B or less"):
+        plan_of(model, loss_fn, batch, Mesh.of(a=2, b=2), "auto", search=search, memory=1)
+
+
+def trained_in_parts():
+    """The losses of three steps of training on ranks that hold little, and those of plain PyTorch."""
+    sw.init()
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(31, 33), torch.nn.ReLU(), torch.nn.Linear(33, 31)).double()
+    plain = copy.deepcopy(model)
+    batch = torch.randn(12, 31, dtype=torch.float64), torch.randn(12, 31, dtype=torch.float64)
+    memory = sum(parameter.nbytes for parameter in model.parameters()) * 4 * 11 // 20
+    parallel = sw.parallelize(model, mse, batch, batch="global", memory=memory, optimizer="adamw")
+    found = losses_of(parallel, torch.optim.AdamW(parallel.parameters(), lr=1e-2), batch)
+    expected = losses_of(lambda b: mse(plain, b), torch.optim.AdamW(plain.parameters(), lr=1e-2), batch)
+    matrices = [value for value in parallel.plan.capture.of_kind("parameter") if len(value.shape) > 1]
+    return found, expected, [parallel.plan.bytes_of(value) / value.bytes for value in matrices]
+
+
+@pytest.mark.slow
+def test_ranks_train_with_uneven_parts_as_one_device_does():
+    for found, expected, parts in run_ranks(4, trained_in_parts):
+        assert found == pytest.approx(expected, rel=1e-10)
+        assert max(parts) < 0.3

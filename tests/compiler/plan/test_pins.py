@@ -1,0 +1,115 @@
+"""Pins: the strategies that fulfil them, what is said where none does, and what they leave to the search."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from shardwright.compiler.capture.ir import Node, Pin
+from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.mesh.layout import Layout
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.plan.make import make_plan
+from shardwright.compiler.plan.pins import pinned_strategies
+from shardwright.compiler.plan.pricing.cost import Seconds
+from shardwright.compiler.plan.pricing.hardware import shipped
+from shardwright.compiler.plan.request import PlanRequest
+from shardwright.compiler.rules.notation import parse
+from shardwright.errors import StrategyError
+from whole import true_cost
+
+EIGHT = Mesh.of(d=8).atomic()
+RULE = parse("m k+, k+ n -> m n").bind([(16, 32), (32, 16)], [(16, 16)])
+
+
+def matmul(operands, results=(None,)):
+    pin = Pin(operands, results, "model.py:7")
+    return Node("matmul", "aten.matmul.default", (), (), ("x", "w"), ("y",), "layers.0", "model.py:9 in forward", pin)
+
+
+def test_factors_take_the_leading_axes():
+    [strategy] = pinned_strategies(matmul(((2, 4), (4, 1))), RULE, EIGHT)
+    assert strategy.axes == (("d.0",), ("d.1", "d.2"), ())
+    [strategy] = pinned_strategies(matmul(((4, 2), (2, 1))), RULE, EIGHT)
+    assert strategy.axes == (("d.0", "d.1"), ("d.2",), ())
+
+
+def test_devices_may_stay_idle():
+    [strategy] = pinned_strategies(matmul(((2, 1), (1, 1))), RULE, EIGHT)
+    assert strategy.used == {"d.0"}
+
+
+def test_axes_of_other_sizes_are_found():
+    six = Mesh.of(a=2, b=3)
+    [strategy] = pinned_strategies(matmul(((1, 2), (2, 1))), RULE, six)
+    assert strategy.axes == ((), ("a",), ())
+    rule = parse("m k+, k+ n -> m n").bind([(6, 6), (6, 6)], [(6, 6)])
+    [strategy] = pinned_strategies(matmul(((3, 2), (2, 1))), rule, six)
+    assert strategy.axes == (("b",), ("a",), ())
+
+
+def test_an_open_operand_leaves_a_choice():
+    found = pinned_strategies(matmul(((2, 1), None)), RULE, EIGHT)
+    assert len(found) > 1
+    assert {s.axes[:2] for s in found} == {(("d.0",), ())}
+
+
+def test_a_result_can_be_pinned():
+    found = pinned_strategies(matmul((None, None), ((8, 1),)), RULE, EIGHT)
+    assert [s.axes for s in found] == [(("d.0", "d.1", "d.2"), (), ())]
+
+
+@pytest.mark.parametrize(
+    ("operands", "message"),
+    [
+        (((2, 4), (2, 1)), "factor k is cut into 4 in one tensor and 2 in another"),
+        (((4, 4), (4, 1)), "needs 4 x 4 x 1 = 16 devices, there are 8"),
+        (((3, 1), (1, 1)), "16 rows does not divide into 3 slices"),
+        (((2, 4, 1), (4, 1)), r"\(2, 4, 1\) has 3 numbers for a tensor of 2 dims"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_operator_line_and_choices(operands, message):
+    with pytest.raises(StrategyError, match=message) as error:
+        pinned_strategies(matmul(operands), RULE, EIGHT)
+    for part in (
+        "aten.matmul.default",
+        "layers.0",
+        "model.py:9",
+        "pinned at model.py:7",
+        "valid on 8 devices: ((1, 1), (1, 8))",
+    ):
+        assert part in str(error.value)
+
+
+def test_a_frozen_dim_is_refused():
+    rule = parse("* d^ -> * d^").bind([(8, 8)], [(8, 8)])
+    pin = Pin(((1, 8),), (None,), "model.py:7")
+    node = Node("softmax", "aten.softmax.int", (), (), ("x",), ("y",), "", "model.py:9", pin)
+    with pytest.raises(StrategyError, match=r"dim 1 of \(1, 8\) may not be split \(factor d\)"):
+        pinned_strategies(node, rule, EIGHT)
+
+
+def stored_over(names):
+    """Every layout of a matrix over some of these axes."""
+    for count in range(len(names) + 1):
+        for axes in itertools.permutations(names, count):
+            for dims in itertools.product((0, 1), repeat=count):
+                by_dim = {dim: tuple(a for a, d in zip(axes, dims, strict=True) if d == dim) for dim in dims}
+                yield Layout.split(2, by_dim)
+
+
+@pytest.mark.parametrize("pin", [((2, 1), (2, 1)), ((2, 2), (1, 2)), ((1, 2), (1, 2))], ids=str)
+@pytest.mark.parametrize("width", [256, 4096])
+def test_a_pin_leaves_free_how_a_parameter_is_stored(width, pin):
+    """Wherever it is stored nothing is below the bound: a large one in parts that the pinned operator does not take."""
+    mesh, hardware = Mesh.of(a=2, b=2), shipped("h100")
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(width, width, bias=False))
+        captured = captured_step(model, lambda m, x: m(x).square().sum(), torch.zeros(16, width), {"0": pin})
+    plan = make_plan(captured, PlanRequest(mesh, hardware=hardware, axes=mesh))
+    [weight] = captured.of_kind("parameter")
+    others = [replace(plan, leaves={**plan.leaves, weight.name: layout}) for layout in stored_over(mesh.names)]
+    assert plan.bound == pytest.approx(min(true_cost(other, Seconds(hardware)) for other in others), rel=1e-9)
+    assert plan.cost == pytest.approx(plan.bound, rel=1e-9)

@@ -1,0 +1,593 @@
+"""The shm backend: right results with native code and without, ends that are told, and nothing left behind."""
+
+import contextlib
+import functools
+import io
+import math
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import backend_ranks
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+
+import shardwright as sw
+from ranks import run_ranks
+from shardwright.common import native_code
+from shardwright.compiler.mesh.processes import all_gather_single, reduce_scatter_single
+from shardwright.distributed.backends import shm_meeting
+from shardwright.distributed.backends.segment import native
+from shardwright.distributed.backends.segment.direct import Direct, can_reach
+from shardwright.distributed.backends.segment.memory import SLOTS_BYTES, SMALL_BYTES
+from shardwright.errors import UsageError, WorldError
+
+slow = pytest.mark.slow
+
+
+@pytest.fixture
+def no_compiler(tmp_path):
+    """The environment of a host without one, and without what was compiled before."""
+    return {"PATH": str(tmp_path), "CC": "", "XDG_CACHE_HOME": str(tmp_path)}
+
+
+def collectives(examples):
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        sw.init("shm", timeout=60)
+        dist.new_group([1])  # whose first member would say the same again
+    backend_ranks.drawn = backend_ranks.settings(backend_ranks.drawn, max_examples=examples)
+    reductions = backend_ranks.reduces()
+    backend_ranks.moves()
+    backend_ranks.messages()
+    backend_ranks.order()
+    return reductions, dist.group.WORLD.collectives.rendezvous.__class__.__name__, said.getvalue()
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(3, marks=slow), pytest.param(4, marks=slow)])
+def test_collectives(ranks):
+    for reductions, way, said in run_ranks(ranks, collectives, 8 if ranks == 2 else 60):
+        assert reductions > 4
+        assert (way, said) == ("ByNative", "")
+
+
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=slow)])
+def test_collectives_without_native_code(ranks, no_compiler):
+    found = run_ranks(ranks, collectives, 4 if ranks == 2 else 40, env=no_compiler)
+    assert {way for _, way, _ in found} == {"BySemaphores"}
+    assert ["shm: without native code" in said for _, _, said in found] == [True] + [False] * (ranks - 1)
+
+
+def by_others_and_groups():
+    sw.init("shm", timeout=60)
+    backend_ranks.by_others()
+    backend_ranks.subgroups()
+
+
+@slow
+def test_other_callers_and_groups():
+    run_ranks(4, by_others_and_groups)
+
+
+def through_slots():
+    """As where the kernel lets no process read another's memory."""
+    shm_meeting.can_reach = lambda *_: False
+
+
+def large(direct):
+    """Larger than a slot, in chunks of slots, and in slices; each rank has the same bits whatever the order of sums."""
+    if not direct:
+        through_slots()
+    sw.init("shm", timeout=60)
+    assert isinstance(dist.group.WORLD.collectives, Direct) == direct
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for numel in (1, 4097, 300_001):
+        for dtype in (torch.float32, torch.bfloat16):
+            parts = [torch.randn(numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)]
+            total = parts[0].float().clone()
+            for part in parts[1:]:
+                total += part
+            mine = parts[rank].clone()
+            dist.all_reduce(mine)
+            assert torch.equal(mine, total.to(dtype)), (numel, dtype)
+            work = dist.all_reduce(parts[rank], dist.ReduceOp.AVG, async_op=True)
+            assert work.get_future().wait()[0] is parts[rank]
+            assert torch.equal(parts[rank], (total / size).to(dtype))
+            found.append(mine.float().sum().item())
+    return found + [in_shared_memory(sharing) for sharing in (range(size), [0], [])]
+
+
+def in_shared_memory(sharing):
+    """Tensors of some ranks in memory to which all of them write, of which one ends and gives its place to the next."""
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    parts = [torch.randn(700_001, generator=torch.Generator().manual_seed(r)) for r in range(size)]
+    places = set()
+    for _ in range(3):
+        mine = group.empty(700_001, torch.float32) if rank in sharing else torch.empty(700_001)
+        places.add(mine.data_ptr())
+        mine.copy_(parts[rank])
+        dist.all_reduce(mine[1:])
+        assert torch.equal(mine[1:], functools.reduce(torch.add, parts)[1:])
+        assert mine[0] == parts[rank][0]
+        found = mine[1:].sum().item()
+        del mine
+    assert rank not in sharing or len(places) == 1
+    return found
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("ranks", [2, pytest.param(8, marks=slow)])
+def test_sums_go_in_the_order_of_the_ranks(ranks, direct):
+    assert len(set(map(tuple, run_ranks(ranks, large, direct)))) == 1
+
+
+def in_rows(direct):
+    """Rank 1 calls by lists, which steps in Python go through, where the others call native code."""
+    if not direct:
+        through_slots()
+    sw.init("shm", timeout=60)
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    native = [group._native.reduce_scatter, group._native.all_gather]
+    courses = []
+    group._native.reduce_scatter, group._native.all_gather = (
+        lambda *given, made=made: courses.append(made(*given)) or courses[-1] for made in native
+    )
+    for numel in (0, 70_001, 300_001, 1_100_001):  # in one chunk, in several, and more than goes through slots
+        for dtype in (torch.float32, torch.bfloat16):
+            wholes = [
+                torch.randn(size, numel, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(size)
+            ]
+            mine, everyone = torch.empty(numel, dtype=dtype), torch.empty(size, numel, dtype=dtype)
+            if rank == 1:
+                dist.reduce_scatter(mine, list(wholes[rank].unbind()))
+                dist.all_gather(list(everyone.unbind()), mine)
+            else:
+                reduce_scatter_single(mine, wholes[rank].flatten())
+                all_gather_single(everyone.flatten(), mine)
+            total = functools.reduce(torch.add, [whole.float() for whole in wholes]).to(dtype)
+            assert torch.equal(everyone, total), (numel, dtype)
+    with pytest.raises(WorldError, match="reduce_scatter"):
+        reduce_scatter_single(torch.ones(5 + rank), torch.ones(size * (5 + rank)))
+    overlapping = torch.arange(300_001.0 * size)
+    mine = overlapping[300_001 * rank : 300_001 * (rank + 1)]
+    wanted = size * mine
+    reduce_scatter_single(mine, overlapping)
+    assert torch.equal(mine, wanted)
+    return [course is not None for course in courses]
+
+
+@pytest.mark.parametrize("direct", [True, False])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=slow)])
+def test_native_code_and_steps_in_python_gather_and_scatter_alike(ranks, direct):
+    by_native, by_lists, *_ = run_ranks(ranks, in_rows, direct)
+    # A gather and a scatter of each size: native code has no bfloat16 to reduce, and leaves the largest to Python.
+    assert by_native == [True, True, False, True] * 3 + [False, False, False, True] + [True, True]
+    assert by_lists == [True, True]
+
+
+def together(direct):
+    """Rank 1 has several tensors joined into one, as other backends need it, where that is not more than goes through
+    the slots; the other ranks have them where they lie. What they get is the same to the last bit."""
+    if not direct:
+        through_slots()
+    sw.init("shm", timeout=60)
+    group, rank, size = dist.group.WORLD, dist.get_rank(), dist.get_world_size()
+    assert [group.moves_together(dtype, sums=True) for dtype in (torch.float32, torch.bfloat16)] == [True, False]
+    assert group.moves_together(torch.bfloat16, sums=False)
+    for numels in ([0], [3, 0, 70_001], [130_000, 300_001, 5], [600_001, 0, 600_001]):
+        for dtype in (torch.float32, torch.int64, torch.bfloat16):
+            wholes = [[drawn(size, numel, seed).to(dtype) for numel in numels] for seed in range(size)]
+            joined = rank == 1 and sum(numels) * dtype.itemsize <= SLOTS_BYTES
+            if dtype != torch.bfloat16:
+                got = scattered(wholes[rank], joined)
+                for mine, whole in zip(got, zip(*wholes, strict=True), strict=True):
+                    assert torch.equal(mine, functools.reduce(torch.add, [of[rank] for of in whole])), (numels, dtype)
+            got = gathered([whole[rank] for whole in wholes[0]], joined)
+            assert all(map(torch.equal, got, wholes[0])), (numels, dtype)
+    number = group.collectives.number
+    apart = [torch.zeros(size, numel, 2)[..., 0] for numel in (5, 7)]
+    given = [torch.full((numel, 2), float(rank))[:, 0] for numel in (5, 7)]
+    work = group.all_gather_together(apart, given, asynchronous=True)
+    assert work.get_future().wait()[1] is apart[1]
+    assert [of.mean(1).tolist() for of in apart] == [[*map(float, range(size))]] * 2
+    assert group.collectives.number == number + 1
+    with pytest.raises(UsageError, match="all_gather_together got an output of 5 elements"):
+        group.all_gather_together([torch.ones(5)], [torch.ones(5)])
+    with pytest.raises(UsageError, match=r"float32, .*int64; expected one or more, all of one dtype"):
+        group.all_gather_together([torch.ones(size)] * 2, [torch.ones(1), torch.ones(1, dtype=torch.int64)])
+    with pytest.raises(WorldError, match="reduce_scatter of float32 by SUM with "):
+        group.reduce_scatter_together([torch.ones(5 + rank)], [torch.ones(size * (5 + rank))])
+
+
+def drawn(rows, columns, seed):
+    return 100 * torch.randn(rows, columns, generator=torch.Generator().manual_seed(seed))
+
+
+def gathered(parts, joined):
+    size = dist.get_world_size()
+    if joined:
+        everyone = parts[0].new_empty(size, sum(len(part) for part in parts))
+        all_gather_single(everyone.view(-1), torch.cat(parts))
+        return torch.split(everyone, [len(part) for part in parts], 1)
+    everyones = [part.new_empty(size, len(part)) for part in parts]
+    dist.group.WORLD.all_gather_together(everyones, parts)
+    return everyones
+
+
+def scattered(wholes, joined):
+    lengths = [whole.shape[1] for whole in wholes]
+    if joined:
+        mine = wholes[0].new_empty(sum(lengths))
+        reduce_scatter_single(mine, torch.cat(wholes, 1).view(-1))
+        return torch.split(mine, lengths)
+    mine = [whole.new_empty(length) for whole, length in zip(wholes, lengths, strict=True)]
+    dist.group.WORLD.reduce_scatter_together(mine, wholes)
+    return mine
+
+
+@pytest.mark.parametrize("direct", [True, pytest.param(False, marks=slow)])
+@pytest.mark.parametrize("ranks", [2, pytest.param(5, marks=slow)])
+def test_several_tensors_are_gathered_and_scattered_as_one_without_a_copy(ranks, direct):
+    run_ranks(ranks, together, direct)
+
+
+def wrapped():
+    sw.init("shm", timeout=60)
+    sums = []
+    for numel in (5, 2**17):
+        inner = torch.ones(numel)
+        dist.all_reduce(AsyncCollectiveTensor(inner) if dist.get_rank() else inner)
+        sums.append(inner.unique().tolist())
+    for dtype in (torch.bool, torch.bfloat16, torch.complex64):
+        inner, everyone = torch.full((3,), 1 + dist.get_rank(), dtype=dtype), torch.empty(2, 3, dtype=dtype)
+        all_gather_single(everyone, AsyncCollectiveTensor(inner) if dist.get_rank() else inner)
+        sums.append(everyone[:, 0].tolist())
+    inner, everyone = torch.full((2**17,), 1.0 + dist.get_rank()), torch.empty(2, 2**17)
+    all_gather_single(everyone, AsyncCollectiveTensor(inner))  # which others read where it lies
+    return [*sums, everyone.unique(dim=1)[:, 0].tolist()]
+
+
+def test_a_tensor_that_wraps_another_meets_plain_ones():
+    """Native code and steps in Python come to the same stages, in all-gathers too."""
+    expected = [[2.0], [2.0], [True, True], [1.0, 2.0], [1 + 0j, 2 + 0j], [1.0, 2.0]]
+    assert run_ranks(2, wrapped) == [expected] * 2
+
+
+def summed_by_others(numel):
+    """One rank sums one tensor, the other the same as the first of two."""
+    rank = sw.init(backend="shm").rank
+    first, second = torch.ones(numel), torch.full((3,), 2, dtype=torch.int16)
+    if rank:
+        dist.all_reduce(first)
+        dist.all_reduce(second)
+    else:
+        dist.group.WORLD.allreduce_coalesced([first, second], dist.AllreduceCoalescedOptions()).wait()
+    return first.unique().tolist(), second.tolist()
+
+
+def test_one_of_several_all_reduces_is_the_same_as_one():
+    assert run_ranks(2, summed_by_others, 2**17) == [([2.0], [4, 4, 4])] * 2
+
+
+def chained():
+    """What a callback sums once more; and what the other rank needs, who sends a message only when it has the sum."""
+    rank = sw.init(backend="shm").rank
+    work = dist.all_reduce(torch.ones(200_000), async_op=True)
+    again = work.get_future().then(lambda f: dist.all_reduce(f.value()[0], async_op=True).get_future().wait()[0])
+    found = [again.wait()[0].item()]
+    summed, message = torch.ones(65_536), torch.zeros(1)
+    work = dist.all_reduce(summed, async_op=True)
+    if rank:
+        work.wait()
+        dist.send(message + 5, 0)
+    else:
+        dist.recv(message, 1)
+        work.wait()
+    return [*found, summed[0].item(), message.item()]
+
+
+def test_who_waits_for_something_else_holds_nobody_up():
+    assert run_ranks(2, chained) == [[4.0, 2.0, 5.0], [4.0, 2.0, 0.0]]
+
+
+def stressed(seconds, direct):
+    if not direct:
+        through_slots()
+    sw.init("shm", timeout=120)
+    return backend_ranks.stress(seconds)
+
+
+@slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_many_in_any_order(ranks, native, no_compiler):
+    counts = run_ranks(ranks, stressed, 60, native, timeout=400, env=None if native else no_compiler)
+    assert len(set(counts)) == 1
+    assert counts[0] > 100
+
+
+def unlike():
+    """What all ranks are told where they do not call the same; the group serves on."""
+    sw.init("shm", timeout=60)
+    rank, size = dist.get_rank(), dist.get_world_size()
+    said = []
+    for call in (
+        lambda: dist.all_reduce(torch.ones(3 + rank)),
+        lambda: dist.all_reduce(torch.ones(3), dist.ReduceOp.MAX) if rank else dist.barrier(),
+        lambda: dist.broadcast(torch.ones(3), rank),
+        lambda: (
+            dist.all_gather([torch.ones(2)] * size, torch.ones(2), async_op=True).wait()
+            if rank
+            else dist.all_gather([torch.ones(2, dtype=torch.int64)] * size, torch.ones(2, dtype=torch.int64))
+        ),
+        lambda: (
+            dist.all_to_all_single(torch.ones(2 * size), torch.ones(2 * size), [2] * size, [2] * size)
+            if rank
+            else dist.all_to_all_single(torch.ones(4), torch.ones(2 * size), [2, 1, 1], [2] * size)
+        ),
+    ):
+        with pytest.raises(WorldError) as error:
+            call()
+        said.append(str(error.value))
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total == size
+    return said
+
+
+def test_ranks_that_do_not_call_the_same_are_named():
+    first, *others = run_ranks(3, unlike)
+    assert all(other == first for other in others)
+    sizes, kinds, roots, dtypes, parts = first
+    assert (
+        "the ranks do not call the same: rank 0 called all_reduce of 3 elements of float32 by SUM, rank 1 called "
+        "all_reduce of 4 elements of float32 by SUM, rank 2 called all_reduce of 5 elements of float32 by SUM" in sizes
+    )
+    assert "rank 0 called barrier, ranks 1, 2 called all_reduce of 3 elements of float32 by MAX" in kinds
+    assert "rank 0 called broadcast of 3 elements of float32, rank 1 called broadcast" in roots
+    assert "rank 0 called all_gather of 2 elements of int64, ranks 1, 2 called all_gather" in dtypes
+    assert "all_to_all of float32: rank 1 sends 8 bytes to rank 0, which awaits 4 from it" in parts
+
+
+def goes(how, folder):
+    """Rank 1 goes, while the others wait for it; what they are told, and after how long."""
+    sw.init("shm", timeout=60)
+    rank = dist.get_rank()
+    assert "/memfd:shardwright (deleted)" in mapped()  # which has no name, so that nothing is left by a rank that ends
+    assert not any(path.startswith("/dev/shm") for path in mapped())
+    dist.broadcast(torch.ones(2), 0)
+    if rank == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how == "stalls":
+            return backend_ranks.until(lambda: len(list(folder.iterdir())) == dist.get_world_size() - 1)
+        os._exit(3)
+    if how == "stalls":
+        dist.group.WORLD.lane.timeout_s = 3.0  # from here on, since ranks may take longer to meet
+    found = backend_ranks.told_of_the_end()
+    (folder / str(rank)).touch()
+    return found
+
+
+def mapped():
+    """The files behind what this process shares with others, without those of programs and libraries."""
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    return {line[5].strip() for line in lines if len(line) == 6 and line[1].endswith("s")}
+
+
+@pytest.mark.parametrize("how", ["killed", pytest.param("exits", marks=slow)])
+def test_a_rank_that_ends_is_named(how, tmp_path):
+    found = run_ranks(3, goes, how, tmp_path, dying=(1,))
+    for rank in (0, 2):
+        said, _ = found[rank]
+        assert "rank 1 (process " in said or "rank 1 has left" in said
+        assert "has ended, while rank" in said
+
+
+@slow
+def test_a_rank_that_stalls_is_named(tmp_path):
+    found = run_ranks(3, goes, "stalls", tmp_path)
+    for rank in (0, 2):
+        said, took_s = found[rank]
+        assert "longer than the 3 s of sw.init(timeout=...): rank " in said
+        assert "rank 1 last came to number" in said
+        assert "broadcast of 2 elements of float32" in said
+        assert took_s > 2.5
+
+
+def without_memory(asked):
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        world = sw.init(asked, timeout=60)
+        dist.new_group([1])
+    total = torch.ones(1000)
+    dist.all_reduce(total)
+    assert sw.init("shm") is world  # as was asked for, or would have been
+    return world.backend, total.sum().item(), said.getvalue()
+
+
+@pytest.mark.parametrize("asked", [None, pytest.param("shm", marks=slow)])
+def test_gloo_takes_its_place_aloud(asked):
+    first, second = run_ranks(2, without_memory, asked)
+    assert first[:2] == second[:2] == ("gloo", 2000.0)
+    text = "backend='shm' cannot share memory, gloo takes its place: there are no 2 MiB of memory for 2 ranks"
+    assert text in first[2]
+    assert second[2] == ""
+
+
+def by_torch_alone():
+    dist.init_process_group("shm")
+    total = torch.ones(2)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.tolist()
+
+
+def test_scripts_that_use_nothing_else_of_ours():
+    assert run_ranks(2, by_torch_alone) == [[2.0, 2.0]] * 2
+
+
+@slow
+def test_torch_learns_of_it_also_where_it_is_imported_later():
+    code = (
+        "import shardwright, sys\nassert 'torch' not in sys.modules\nimport torch, torch.distributed as dist\n"
+        "dist.init_process_group('shm', store=dist.HashStore(), rank=0, world_size=1)\n"
+        "x = torch.ones(2); dist.all_reduce(x); print(x.tolist(), dist.get_backend())\n"
+        "dist.destroy_process_group()\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
+    assert ended.stdout == "[1.0, 1.0] shm\n", ended.stderr
+
+
+def card(**changes):
+    return {"host": "a", "machine": "1", "processes": 7, "pid": 1, "started": "0"} | changes
+
+
+def test_who_shares_no_memory_is_told_why():
+    with pytest.raises(shm_meeting._NoMemory) as problem:
+        shm_meeting._grid([card(), card(processes=8)])
+    assert str(problem.value) == "the ranks are in several containers, which do not see each other's processes"
+
+
+@pytest.mark.parametrize(
+    ("of_a_world", "said"),
+    [
+        (False, "shardwright: backend='shm' cannot share memory, gloo takes its place: the ranks are in several"),
+        (True, "shardwright: the group of the ranks 1, 3 shares no memory, gloo takes the place of shm there, and in "
+               "no other group: the ranks are in several containers"),
+    ],
+)  # fmt: skip
+def test_a_group_between_containers_says_that_it_is_this_group_alone(of_a_world, said, monkeypatch, capsys):
+    options = SimpleNamespace(
+        group_rank=0, global_ranks_in_group=[1, 3], group_size=2, timeout=timedelta(seconds=9), store=dist.HashStore()
+    )
+    monkeypatch.setattr(shm_meeting, "_of_a_world", lambda: of_a_world)
+    monkeypatch.setattr(shm_meeting, "backends_of", lambda: "shm")
+    monkeypatch.setattr(shm_meeting, "_gloo", lambda meeting: "gloo")
+    cards = [card(), card(processes=8)]
+    monkeypatch.setattr(shm_meeting._Meeting, "exchange", lambda self, what, make: cards)
+    assert shm_meeting.create(options) == "gloo"
+    assert capsys.readouterr().err.startswith(said)
+
+
+FAILS = [
+    ("_card", RuntimeError, 1), ("make_file", AttributeError, 0), ("make_semaphores", MemoryError, 0),
+    ("Memory", RuntimeError, 1), ("Arena", RuntimeError, 1), ("can_reach", RuntimeError, 1),
+]  # fmt: skip
+
+
+def one_fails():
+    """What is said, and who sums, where one rank fails at one step of making a group."""
+    dist.init_process_group("gloo")
+    found = []
+    for name, error, rank in FAILS:
+        right, said, total = getattr(shm_meeting, name), io.StringIO(), torch.ones(2)
+        if dist.get_rank() == rank:
+            setattr(shm_meeting, name, Mock(side_effect=error))
+        with contextlib.redirect_stderr(said):
+            group = dist.new_group(backend="shm")
+        setattr(shm_meeting, name, right)
+        dist.all_reduce(total, group=group)
+        files = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+        found.append((total.tolist(), said.getvalue(), sum("memfd:shardwright" in file for file in files)))
+    dist.destroy_process_group()
+    return found
+
+
+def test_where_one_rank_cannot_share_memory_gloo_takes_its_place_on_all():
+    first, second = run_ranks(2, one_fails, timeout=100)
+    for (name, error, rank), (sums, said, files), other in zip(FAILS, first, second, strict=True):
+        assert f"gloo takes its place: rank {rank} failed with {error.__name__}" in said, name
+        assert sums == [2.0, 2.0], name
+        assert files == 0, name
+        assert other == (sums, "", 0), name
+
+
+def ended(work):
+    """Whether it has, or was waited for."""
+    return work is not False and (work is True or work.wait())
+
+
+def at_once():
+    """Rank 1 has torch.distributed do, and comes late to, what others do at once."""
+    rank = sw.init("shm", timeout=60).rank
+    group, size = dist.group.WORLD, dist.get_world_size()
+    done = []
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for shape in ((), (0,), (3, 5), (SMALL_BYTES // 8 // size,)):
+            for late in (False, True):
+                mine = torch.arange(math.prod(shape)).reshape(shape).to(dtype) + rank
+                rows, total = mine.new_empty(size, *shape), mine.clone()
+                if rank == 1:
+                    time.sleep(0.02 * late)
+                    all_gather_single(rows.view(-1), mine.view(-1))
+                    dist.all_reduce(total)
+                else:
+                    done += [ended(group.gather_at_once(rows, mine)), ended(group.sum_at_once(total))]
+                wanted = [mine - rank + other for other in range(size)]
+                assert torch.equal(rows, torch.stack(wanted)), (dtype, shape)
+                assert torch.equal(total, functools.reduce(torch.add, wanted)), (dtype, shape)
+    for made in (torch.empty, group.empty):
+        for late in (False, True):
+            large = made(1 << 18, dtype=torch.float32).fill_(rank + 1)
+            if rank == 1:
+                time.sleep(0.02 * late)
+                dist.all_reduce(large)
+            else:
+                done.append(ended(group.sum_at_once(large)))
+            assert torch.equal(large, torch.full_like(large, size * (size + 1) / 2)), (made, late)
+    x = torch.ones(4, 6)
+    refused = [x.T, x[:, ::2], torch.ones(3, dtype=torch.bfloat16)]
+    left = [group.sum_at_once(tensor) for tensor in refused]
+    left += [
+        group.gather_at_once(torch.empty(size, SMALL_BYTES + 1), torch.empty(SMALL_BYTES + 1)),
+        group.gather_at_once(torch.empty(size, 6, 4), x.T),
+        group.gather_at_once(torch.empty(size, 3), torch.ones(2)),
+    ]
+    large, under_way = torch.ones(1 << 22), None
+    if rank == 0:
+        under_way = dist.all_reduce(large, async_op=True)
+        left.append(group.sum_at_once(torch.ones(2)))
+    dist.all_reduce(large) if under_way is None else under_way.wait()
+    for numel in (2, 1 << 18):
+        with pytest.raises(WorldError, match="all_reduce"):
+            ended(group.sum_at_once(torch.ones(numel + rank)))
+    after = torch.ones(2)
+    assert ended(group.sum_at_once(after))
+    assert after.tolist() == [size, size]
+    if rank == 1:
+        os._exit(0)
+    with pytest.raises(WorldError, match="rank 1"):
+        ended(group.sum_at_once(torch.ones(2)))
+    return all(done), any(left)
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_native_code_is_called_at_once_with_ranks_that_take_longer(ranks):
+    found = run_ranks(ranks, at_once, timeout=100, dying=[1])
+    assert [found[0], *found[2:]] == [(True, False)] * (ranks - 1)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no home"), PermissionError(13, "closed")])
+def test_without_a_folder_of_caches_there_is_no_native_code(monkeypatch, error):
+    monkeypatch.setattr(native_code, "_folder", Mock(side_effect=error))
+    assert native.built() is None
+
+
+def test_memory_is_read_where_the_kernel_allows_it():
+    found = torch.frombuffer(bytearray(b"token"), dtype=torch.uint8)
+    assert can_reach(os.getpid(), found.data_ptr(), b"token")
+    assert not can_reach(os.getpid(), found.data_ptr(), b"other")
+    assert not can_reach(os.getpid(), 1, b"token")

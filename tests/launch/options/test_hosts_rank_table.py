@@ -1,0 +1,145 @@
+"""`shardwright launch --rank-table` starts the ranks of a table, if all of them are this machine's."""
+
+import json
+import subprocess
+import sys
+import textwrap
+from dataclasses import replace
+
+import pytest
+
+from hosts import host_network
+from launching import COMMAND
+from shardwright.errors import UsageError
+from shardwright.launch.hosts.hosts import Hosts
+from shardwright.launch.hosts.rank_table import RankTable
+from shardwright.launch.options.table_options import table_gpus
+
+SHOW = 'echo "$RANK $LOCAL_RANK $WORLD_SIZE | $RANK_TABLE_FILE $RANK_ID $RANK_SIZE $DEVICE_ID $DEVICE_NUM"'
+
+
+def write_table(launching, hosts):
+    table = replace(RankTable.from_hosts(Hosts.from_list(hosts)), product="any")
+    (launching.folder / "table.json").write_text(table.to_json())
+    return "table.json"
+
+
+def test_every_rank_is_told_its_place_in_the_table(launching):
+    # Two servers that are both this machine, and ids as numbers, as other tools write them.
+    servers = [
+        {"server_id": name, "device": [{"device_id": 4 + d, "rank_id": r} for d, r in devices]}
+        for name, devices in (("localhost", [(0, 2)]), ("127.0.0.1", [(0, 1), (1, 0)]))
+    ]
+    (launching.folder / "table.json").write_text(
+        json.dumps({"server_count": 2, "server_list": servers, "product": "any"})
+    )
+    stray = {"RANK_ID": "9", "DEVICE_ID": "9", "CUDA_VISIBLE_DEVICES": ""}
+    ended = launching.run("--rank-table", "table.json", "--", "sh", "-c", SHOW, env=stray)
+    assert ended.code == 0, ended.stderr
+    path = launching.folder / "table.json"
+    assert [launching.log(rank) for rank in range(3)] == [
+        f"0 0 3 | {path} 0 3 5 2\n", f"1 1 3 | {path} 1 3 4 2\n", f"2 2 3 | {path} 2 3 4 1\n",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("hosts", "arguments", "message"),
+    [
+        ("127.0.0.1:2", ["-n", "4"], "-n 4, but table.json has 2 ranks; leave -n out"),
+        (
+            "127.0.0.1:2",
+            ["--devices", "0,1"],
+            "--devices 0,1: the devices are those of table.json; leave --devices out",
+        ),
+        ("127.0.0.1:2", ["-x", "DEVICE_ID=3"], "-x DEVICE_ID: the launcher sets DEVICE_ID for each rank itself, from"),
+        ("127.0.0.1:2", ["-H", "a:2"], "-H and --rank-table both name hosts; type one of them"),
+        (
+            "127.0.0.1:2,240.0.0.1:1",
+            ["--via", "local"],
+            "--via local starts ranks on this host alone, but --rank-table names 2 hosts, 3 slots: 127.0.0.1:2, 240.0",
+        ),
+        (None, [], "the rank table table.json cannot be read: No such file"),
+    ],
+)
+def test_what_cannot_be_launched_is_said(launching, hosts, arguments, message):
+    if hosts is not None:
+        write_table(launching, hosts)
+    ended = launching.run("--rank-table", "table.json", *arguments, "--", "true")
+    assert ended.code == 2
+    assert message in ended.stderr
+    assert "Traceback" not in ended.stderr
+    assert not (launching.folder / "log_output").exists()
+
+
+def test_the_devices_of_a_table_are_the_gpus_that_the_ranks_see(monkeypatch):
+    by_rank = {0: {"DEVICE_ID": "5"}, 1: {"DEVICE_ID": "4"}}
+    assert table_gpus(by_rank, {"CUDA_VISIBLE_DEVICES": "4,5,6"}) == "5,4"
+    assert table_gpus(by_rank, {"CUDA_VISIBLE_DEVICES": ""}) is None
+    monkeypatch.setattr("shardwright.launch.options.table_options.count_gpus", lambda _: 8)
+    assert table_gpus(by_rank, {}) == "5,4"
+    monkeypatch.setattr("shardwright.launch.options.table_options.count_gpus", lambda _: 5)
+    with pytest.raises(
+        UsageError, match="gives out the devices 5, but this host has the GPUs 0 to 4; to run on its CPUs"
+    ):
+        table_gpus(by_rank, {})
+
+
+def test_the_gpus_of_a_table_reach_the_ranks(launching):
+    table = write_table(launching, "127.0.0.1:2")
+    show = ["--", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    ended = launching.run("--rank-table", table, *show, env={"CUDA_VISIBLE_DEVICES": "1,0"})
+    assert (ended.code, ended.stdout) == (0, "0,1\n")
+    ended = launching.run("--rank-table", table, *show, env={"CUDA_VISIBLE_DEVICES": "0"})
+    assert ended.code == 2
+    assert "CUDA_VISIBLE_DEVICES=0 leaves no device 1" in ended.stderr
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory):
+    with host_network(2, tmp_path_factory.mktemp("hosts")) as network:
+        yield network
+
+
+def test_each_host_launches_its_own_table(network, tmp_path):
+    for name, host in network.hosts.items():
+        (tmp_path / f"{name}.json").write_text(RankTable.from_hosts(Hosts.from_list(f"{host.address}:2")).to_json())
+
+    def launch(host, table):
+        return network.ssh(host, f"cd {tmp_path} && {COMMAND} launch --rank-table {table} -- sh -c 'echo $DEVICE_NUM'")
+
+    assert launch("host1", "host1.json").stdout == "2\n"
+    assert launch("host2", "host2.json").stdout == "2\n"
+
+
+WORLD = """
+    import torch, torch.distributed as dist
+    import shardwright as sw
+    world = sw.init(timeout=60)
+    total = torch.tensor(world.rank)
+    dist.all_reduce(total)
+    print(world.rank, world.size, world.local_rank, world.local_size, world.host, total.item())
+"""
+
+
+@pytest.mark.slow
+def test_ranks_started_by_hand_on_two_servers_find_each_other(network, tmp_path):
+    """As people loop over the ranks on each server, with one table that all of them read."""
+    addresses = [host.address for host in network.hosts.values()]
+    table = RankTable.from_hosts(Hosts.from_list(",".join(f"{address}:2" for address in addresses)))
+    (tmp_path / "table.json").write_text(replace(table, product="any").to_json())
+    (tmp_path / "world.py").write_text(textwrap.dedent(WORLD))
+    loop = textwrap.dedent(f"""
+        cd {tmp_path}
+        export RANK_TABLE_FILE=table.json RANK_SIZE=4 DEVICE_NUM=8 OMP_NUM_THREADS=1
+        for i in 0 1; do
+            RANK_ID=$((FIRST + i)) DEVICE_ID=$i {sys.executable} world.py > rank.$((FIRST + i)) 2> err.$i.$FIRST &
+        done
+        wait
+    """)
+    other = network.ssh_command("host2", f"FIRST=2; {loop}")
+    with subprocess.Popen(other, stdin=subprocess.DEVNULL) as second:
+        network.ssh("host1", f"FIRST=0; {loop}", timeout_s=100)
+        second.wait(20)
+    said = [(tmp_path / f"rank.{rank}").read_text() for rank in range(4)]
+    errors = "".join(path.read_text() for path in tmp_path.glob("err.*"))
+    assert said == [f"{rank} 4 {rank % 2} 2 {addresses[rank // 2]} 6\n" for rank in range(4)], errors

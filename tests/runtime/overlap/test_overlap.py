@@ -1,0 +1,218 @@
+"""Gradients are reduced while the backward goes on, in one order on all ranks, and an error in between is told."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import shardwright as sw
+import whole
+from ranks import run_ranks
+from shardwright.common.torch_private import views_into
+from shardwright.compiler.lower.lower import lower
+from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate
+from shardwright.errors import ShardwrightError
+from shardwright.runtime.overlap.bucket_reductions import Turns
+from shardwright.runtime.overlap.owned import is_owned
+from shardwright.runtime.programs.buckets import GradientReduction
+from shardwright.runtime.programs.execute import Execution, StepArguments
+from whole import plan_of, run, same
+
+
+def test_gradients_have_their_shapes_in_a_bucket_the_empty_ones_too():
+    flat, gradients = torch.arange(8.0), [torch.ones(2, 3), torch.ones(0, 5), torch.ones(()), torch.ones(1)]
+    views = views_into(flat, gradients)
+    assert [view.shape for view in views] == [gradient.shape for gradient in gradients]
+    assert torch.equal(torch.cat([view.flatten() for view in views]), flat)
+
+
+def network(layers=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(layers))).double()
+    return model, torch.randn(8, 8, dtype=torch.float64)
+
+
+def loss_fn(model, x):
+    return model(x).square().mean()
+
+
+class Products(TorchDispatchMode):
+    def __init__(self, events):
+        super().__init__()
+        self.events = events
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.mm.default:
+            self.events.append("product")
+        return function(*args, **(kwargs or {}))
+
+
+def test_all_buckets_begin_within_the_backward_and_are_waited_for_after_it(monkeypatch):
+    model, x = network()
+    plan = plan_of(model, loss_fn, x, Mesh.of(d=2), "data")
+    expected = run(plan_of(model, loss_fn, x, Mesh(()), "single"), model, x)
+    events = {}
+    start = SimulatedCommunicator.start_all_reduce
+
+    def told(self, tensor, axes):
+        mine = events[self.rank]
+        mine.append("begin")
+        finish = start(self, tensor, axes)
+        return lambda: (mine.append("end"), finish())
+
+    def watching(mesh, fn):
+        def one(comm):
+            with Products(events.setdefault(comm.rank, [])):
+                return fn(comm)
+
+        return simulate(mesh, one)
+
+    monkeypatch.setattr(SimulatedCommunicator, "start_all_reduce", told)
+    monkeypatch.setattr(whole, "simulate", watching)
+    monkeypatch.setattr(whole, "lower", lambda plan, rank: lower(plan, rank, bucket_bytes=8))  # one for each parameter
+    same(run(plan, model, x), expected, 1e-12)
+    for mine in events.values():
+        found = [event for event in mine if event != "product"]
+        assert found == ["begin"] * 6 + ["end"] * 6
+        after = mine[mine.index("begin") :]
+        assert after.count("product") >= 3, "the backward went on"
+        assert "product" not in mine[mine.index("end") :]
+
+
+def test_a_single_bucket_with_which_the_backward_ends_is_waited_for_at_once():
+    model, x = network()
+    plan = plan_of(model, loss_fn, x, Mesh.of(d=2), "data")
+    kinds = [[i.kind for i in lower(plan, 0, *sizes).instructions] for sizes in ((), (8,))]
+    assert [(found.count("bucket"), found.count("later")) for found in kinds] == [(1, 0), (6, 1)]
+    same(run(plan, model, x), run(plan_of(model, loss_fn, x, Mesh(()), "single"), model, x), 1e-12)
+
+
+def test_buckets_begin_in_the_order_of_the_program_whichever_is_ready_first():
+    begun = []
+    turns = Turns(4)
+    turns.ready(1, lambda: begun.append(1))
+    turns.ready(3, lambda: begun.append(3))
+    assert begun == [3]
+    turns.ready(2, lambda: begun.append(2))
+    assert begun == [3, 2, 1]
+    some = Turns(4)  # of which the backward reaches two
+    some.ready(0, lambda: begun.append("a"))
+    some.ready(2, lambda: begun.append("b"))
+    some.rest()
+    assert begun[3:] == ["b", "a"]
+
+
+def test_gradients_asked_for_in_part_and_twice_are_reduced():
+    """By `torch.autograd.grad`, and through a graph that is kept."""
+    model, x = network(2)
+    plan = plan_of(model, loss_fn, x, Mesh.of(d=2), "data")
+    values = plan.capture.of_kind("parameter")
+    gradients = torch.autograd.grad(loss_fn(model, x), list(model.parameters()))
+    expected = dict(zip((name for name, _ in model.named_parameters()), gradients, strict=True))
+
+    def one(comm):
+        program = lower(plan, comm.rank, bucket_bytes=8)
+        execution = Execution(program, plan.capture, comm, torch.device("cpu"), GradientReduction())
+        named = dict(model.named_parameters())
+        parameters = [named[value.label].detach().clone().requires_grad_() for value in values]
+        loss, _, _ = execution(StepArguments(parameters, [], [x.chunk(2)[comm.rank]], [], 0, 0))
+        (part,) = torch.autograd.grad(loss, parameters[:1], retain_graph=True)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        return part, [parameter.grad for parameter in parameters]
+
+    for part, gradients in simulate(plan.mesh, one):
+        torch.testing.assert_close(part, expected[values[0].label])
+        for value, gradient in zip(values, gradients, strict=True):
+            torch.testing.assert_close(gradient, 2 * expected[value.label])
+
+
+class Asking(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, found, x):
+        ctx.found = found
+        return x.view_as(x)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, *gradients):
+        ctx.found.append(is_owned(gradients[0]))
+        return None, *gradients
+
+
+class Kept(torch.autograd.Function):
+    tensor = torch.ones(2, 3)
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.sum()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return Kept.tensor
+
+
+OWNED = {
+    "made for it": (lambda a, b: (a * 2).sum(), [True]),
+    "two get one": (lambda a, b: ((a + b) * 2).sum(), [False, True]),  # the second when the first has a copy
+    "one memory": (lambda a, b: ((a.view(3, 2) + b.view(3, 2)) * 2).sum(), [False, False]),
+    "kept by the user": (lambda a, b: Kept.apply(a), [False]),
+    "expanded": (lambda a, b: a.sum(), [False]),
+}
+
+
+@pytest.mark.parametrize("case", OWNED)
+def test_a_gradient_is_changed_in_place_where_nobody_else_has_it(case):
+    function, expected = OWNED[case]
+    found = []
+    a, b = (Asking.apply(found, torch.ones(2, 3, requires_grad=True)) for _ in range(2))
+    function(a, b).backward()
+    assert found == expected
+
+
+def broken():
+    torch.set_num_threads(1)
+    rank = sw.init().rank
+    model = nn.Sequential(*(nn.Linear(1500, 1500) for _ in range(4)))  # each weight alone in its bucket
+    x = torch.randn(8, 1500)
+    with sw.parallelize(model, loss_fn, x, "data", batch="global") as parallel:
+        parallel(x).backward()
+        reduce, begun = GradientReduction.reduce, []
+
+        def failing(*args):
+            begun.append(args)
+            if len(begun) == 3:
+                raise ValueError("of my own")
+            return reduce(*args)
+
+        if rank:
+            GradientReduction.reduce = failing
+        try:
+            parallel(x).backward()
+        except (ShardwrightError, RuntimeError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_an_error_in_the_backward_of_one_rank_is_told_to_all():
+    first, second = run_ranks(2, broken, stay=True)
+    assert first.startswith("WorldError: rank 1 failed in call 2 of the model: its backward ended with an error"), first
+    assert second == "ValueError: of my own"
+
+
+def reductions(hosts):
+    """How many all-reduces the gradients of a step take, on ranks that stand on these hosts."""
+    world = sw.init("gloo")
+    object.__setattr__(world, "hosts", hosts)
+    model = nn.Sequential(*(nn.Linear(500, 500) for _ in range(8)))  # 8 MB
+    x, begun, reduce = torch.randn(8, 500), [], GradientReduction.reduce
+    GradientReduction.reduce = lambda *args: begun.append(args) or reduce(*args)
+    with sw.parallelize(model, loss_fn, x, "data", batch="global") as parallel:
+        parallel(x).backward()
+    return len(begun)
+
+
+@pytest.mark.parametrize(("hosts", "expected"), [(("one", "one"), 1), (("one", "other"), 2)])
+def test_over_a_network_gradients_begin_to_travel_while_the_backward_computes(hosts, expected):
+    assert run_ranks(2, reductions, hosts) == [expected] * 2

@@ -1,0 +1,67 @@
+"""The promise with real processes: 2 to 8 ranks under every kind of plan, five AdamW steps, float64 and float32.
+
+`sw.verify` measures loss, gradients, buffers and parameters against one device; a sample here, everything in the
+slow suite. float32 runs in the same breath, by the tolerances that `shardwright.runtime.verification.verify` states.
+"""
+
+import itertools
+
+import pytest
+import torch
+
+import shardwright as sw
+from models import NETWORKS
+from ranks import run_ranks
+
+RANKS = (2, 3, 4, 6, 8)
+PLANS = ("data", "auto", "propagation", "tensor", "grid")
+
+
+def pins_of(network, n):
+    """Megatron's split: one operator over its outputs, the next over its inputs."""
+    return {
+        "perceptron": {"layers.0": ((1, 1), (n, 1), None), "layers.2": ((1, n), (1, n), None)},
+        "resnet": {"blocks.1.conv1": ((1, 1, 1, 1), (n, 1, 1, 1)), "blocks.1.conv2": ((1, n, 1, 1), (1, n, 1, 1))},
+        "transformer": {
+            "layers.*.up": ((1, 1, 1), (n, 1), None),
+            "layers.*.down": ((1, 1, n), (1, n), None),
+        },
+    }[network]
+
+
+def options_of(network, ranks, plan):
+    if plan == "tensor":
+        return {"mode": "semi-auto", "mesh": f"tp={ranks}", "pins": pins_of(network, ranks)}
+    if plan == "grid":
+        return {"mode": "semi-auto", "mesh": f"dp=2,tp={ranks // 2}", "pins": pins_of(network, ranks // 2)}
+    return {"mode": "auto", "search": "propagation"} if plan == "propagation" else {"mode": plan}
+
+
+def verified(network, rows, options, steps):
+    torch.set_num_threads(1)
+    sw.init()
+    sw.set_seed(1)
+    make, loss_fn, batch_of = NETWORKS[network]
+    found = sw.verify(make(), loss_fn, [batch_of(rows, seed) for seed in range(steps)], steps=steps, **options)
+    return found.ok, str(found)
+
+
+ALL = [
+    case
+    for case in itertools.product(NETWORKS, RANKS, PLANS)
+    if not (case[2] == "grid" and case[1] in (2, 3))  # no 2 x n
+]
+# One that a search splits, and one with given strategies.
+SAMPLE = {
+    ("perceptron", 4, "auto"), ("transformer", 2, "tensor"),
+}  # fmt: skip
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("network", "ranks", "plan"),
+    [pytest.param(*case, marks=() if case in SAMPLE else pytest.mark.slow) for case in ALL],
+)
+def test_n_devices_give_what_one_device_gives(network, ranks, plan):
+    for ok, table in run_ranks(ranks, verified, network, 24, options_of(network, ranks, plan), 5, timeout=280):
+        assert ok, table
