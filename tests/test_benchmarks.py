@@ -23,13 +23,16 @@ def test_the_commands_name_files_and_options_that_there_are():
     assert not unknown
 
 
-def test_the_results_open_with_what_was_measured_beside_whom_and_how():
+def test_the_results_open_with_one_table_of_what_was_measured_beside_whom_and_how():
     lines = RESULTS.splitlines()
     first = next(number for number, line in enumerate(lines) if line.startswith("|"))
     table = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[first : lines.index("", first)]]
-    assert table[0] == ["what", "rival", "ratio", "date", "command"]
+    assert table[0] == ["what", "configuration", "ours", "rival", "ratio", "machine", "date", "command"]
+    assert len(table) > 40
     for row in table[2:]:
-        *_, ratio, day, command = row
-        assert re.match(r"\d+\.\d\d", ratio), row
-        assert date.fromisoformat(day[:10]), row
+        *what, ratio, machine, day, command = row
+        assert [bool(cell) for cell in what] == [True] * 4, row
+        assert re.match(r"\d+\.\d\d", ratio) or (ratio == what[-1] == "–"), f"a ratio has a rival: {row}"
+        assert re.match(r"[ABC]\b|–$", machine), row
+        assert date.fromisoformat(day), row
         assert re.fullmatch(r"`.*python benchmarks/\w+\.py.*`", command), row
