@@ -1,4 +1,4 @@
-"""The page about captures is true: its examples are captured, or are refused with the words that stand under them."""
+"""The pages about captures are true: examples are captured, or are refused with the words that stand under them."""
 
 import contextlib
 import linecache
@@ -14,9 +14,14 @@ import pytest
 from pages import DOCS
 from ranks import run_ranks
 
-PAGE = (DOCS / "capture.md").read_text()
-EXAMPLES = re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", PAGE, re.MULTILINE | re.DOTALL)
+SUMMARY, REFERENCE = "capture.md", "capture/reference.md"
 FILE = "net.py"
+
+
+def examples_of(page):
+    """Return the examples of a page, each with the error that stands under it, "" where it works."""
+    text = (DOCS / page).read_text()
+    return re.findall(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```$)?", text, re.MULTILINE | re.DOTALL)
 
 
 def execute(text, names):
@@ -52,8 +57,18 @@ def outcomes(folder, examples):
 
 
 @pytest.mark.slow
-def test_every_example_does_what_stands_under_it(tmp_path):
-    seen, _ = run_ranks(2, outcomes, str(tmp_path), [example for example, _ in EXAMPLES], timeout=110)
-    assert len(seen) > 30
-    for (example, text), got in zip(EXAMPLES, seen, strict=True):
+@pytest.mark.parametrize(("page", "at_least"), [(SUMMARY, 3), (REFERENCE, 40)])
+def test_every_example_does_what_stands_under_it(page, at_least, tmp_path):
+    examples = examples_of(page)
+    seen, _ = run_ranks(2, outcomes, str(tmp_path), [example for example, _ in examples], timeout=110)
+    assert len(seen) >= at_least
+    for (example, text), got in zip(examples, seen, strict=True):
         assert got.startswith(text.strip()) if text else got == "", f"{example}\n{got}"
+
+
+def test_the_errors_of_the_summary_stand_in_the_reference():
+    [table] = re.findall(r"^\| you write \|.*?\n\n", (DOCS / SUMMARY).read_text(), re.MULTILINE | re.DOTALL)
+    errors = re.findall(r"^\|[^|]*\| `([^|]*)` \|[^|]*\|$", table, re.MULTILINE)
+    assert len(errors) == len(table.strip().splitlines()) - 2 > 15
+    printed = [text for _, text in examples_of(REFERENCE) if text]
+    assert [error for error in errors if not any(error in text for text in printed)] == []
