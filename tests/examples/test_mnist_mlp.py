@@ -81,7 +81,7 @@ LAUNCHERS = {
 }
 
 
-# The README starts another script under each.
+# The README runs a script of its own under two of them.
 @pytest.mark.slow
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_the_same_file_runs_under_every_launcher(digits, tmp_path, launcher):
