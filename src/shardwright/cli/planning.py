@@ -42,7 +42,7 @@ class _PlanCommand(click.Command):
 )  # fmt: skip
 @click.option("--memory", metavar="80GiB", help="How much each device may hold; the plan keeps within.")
 @click.option(
-    "--recompute", multiple=True, metavar="PATTERN", help="Modules that the backward computes again: 'blocks.*'."
+    "--recompute", multiple=True, metavar="PATTERN", help="Modules with activation checkpointing: 'blocks.*'."
 )
 @click.option(
     "--optimizer", default="adamw", show_default=True, help="Whose states devices hold: a name of torch.optim."

@@ -59,14 +59,14 @@ def test_the_numbers_of_the_page_are_those_of_the_plan(plan):
     assert f"by its search it costs {plan.cost * 1e3:.4g} ms" in page
     assert milliseconds(page.split(" takes ")[1].split(":")[0]) == pytest.approx(spent, rel=0.02)
     assert re.search(r"at most [\d.]+ [MG]B are alive at once, in the (forward|backward) of \w+", page)
-    dearest = cells(page, "the dearest collectives")
-    assert [milliseconds(row[-1]) for row in dearest] == sorted(
-        (milliseconds(row[-1]) for row in dearest), reverse=True
+    collectives = cells(page, "most expensive collectives")
+    assert [milliseconds(row[-1]) for row in collectives] == sorted(
+        (milliseconds(row[-1]) for row in collectives), reverse=True
     )
 
 
-def test_the_dearest_operators_are_told_with_the_line_of_the_user(plan):
-    rows = cells(plan_page(plan, H100), "the dearest operators")
+def test_the_most_expensive_operators_are_shown_with_the_line_of_the_user(plan):
+    rows = cells(plan_page(plan, H100), "most expensive operators")
     of = {(row[0], row[1]): row[2:] for row in rows}
     line, times, shared, _ = of["cat", "layers.0-5"]
     source = (Path(__file__).parents[2] / "support" / "decoder.py").read_text().splitlines()
@@ -74,13 +74,13 @@ def test_the_dearest_operators_are_told_with_the_line_of_the_user(plan):
     assert (times, shared) == ("12", "64 of 64")
 
 
-def test_what_is_computed_alike_on_several_devices_is_told_with_its_price():
+def test_replicated_computation_is_shown_with_its_cost():
     with torch.device("meta"):
         model = torch.nn.Linear(512, 1024)
         captured = captured_step(model, lambda m, b: m(b[0]).square().sum(), (torch.randn(1024, 512),), {})
     request = PlanRequest(Mesh.of(d=4), "single", hardware=H100)
     page = plan_page(make_plan(captured, request), H100)
-    told = page[page.index("computed alike") :].splitlines()
+    told = page[page.index("replicated computation") :].splitlines()
     summary = plan_summary(make_plan(captured, request), H100)
     product = next(row for row in summary.operators if row.operator == "aten.linear.default")
     assert product.replicated_s == pytest.approx(product.computing_s * 3 / 4)

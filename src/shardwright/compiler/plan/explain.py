@@ -37,7 +37,7 @@ def explain(plan: Decisions) -> str:
 def holds(plan: Decisions, held: Held) -> str:
     """The bytes that each device holds, by kind; kinds that take none are left out."""
     named = {"optimizer": f"states of {plan.optimizer.name}", "activations": "activations for the backward"}
-    named["recomputed"] = "what the backward computes again"
+    named["recomputed"] = "recomputed activations"
     shown = [f"{in_bytes(size)} of {named.get(kind, kind)}" for kind, size in held.kinds() if size]
     limit = f", of {in_bytes(plan.memory)} that it may hold" if plan.memory else ""
     return f"{', '.join(shown)}: {in_bytes(held.total)} in all{limit}"
@@ -46,7 +46,7 @@ def holds(plan: Decisions, held: Held) -> str:
 def computed_again(plan: Decisions) -> Iterator[str]:
     """What is said of modules of whose inside nothing is kept."""
     if names := layers_computed_again(plan):
-        yield f"the backward computes again, in place of keeping what lies inside: {names}"
+        yield f"activation checkpointing, recomputed in the backward: {names}"
 
 
 def certificate(plan: Decisions) -> Iterator[str]:

@@ -35,7 +35,11 @@ def _totals(ours: Decisions, theirs: Decisions) -> Iterator[tuple[str, str, str]
     yield "sends", in_bytes(ours.moved_bytes()), in_bytes(theirs.moved_bytes())
     yield "holds of parameters", in_bytes(ours.held_bytes()), in_bytes(theirs.held_bytes())
     if ours.recomputed != theirs.recomputed:
-        yield "computes again", layers_computed_again(ours) or "nothing", layers_computed_again(theirs) or "nothing"
+        yield (
+            "activation checkpointing",
+            layers_computed_again(ours) or "nothing",
+            layers_computed_again(theirs) or "nothing",
+        )
 
 
 def _differing(head: str, what: str, found: list[tuple[str, str, str, str]], of: int) -> Iterator[str]:

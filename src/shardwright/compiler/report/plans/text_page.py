@@ -1,4 +1,4 @@
-"""A plan on one page: what a step takes and each device holds, equal layers once, and what is dearest."""
+"""The text page of a plan: time of a step, memory of a device, equal layers once, and the most expensive operators."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def _head(summary: PlanSummary) -> Iterator[str]:
 
 
 def _modules(summary: PlanSummary, most: int) -> str:
-    """The dearest rows, in the order of the model."""
+    """Return the most expensive rows, in the order of the model."""
     rows = summary.modules
     spent = sorted((_spent(row) for row in rows), reverse=True)[:most]
     shown = [row for row in rows if spent and _spent(row) >= spent[-1]][:most]
@@ -85,7 +85,7 @@ def _operators(summary: PlanSummary) -> str:
         )
         for row in rows
     ]
-    head = ("the dearest operators", "module", "line", "times", "shared by", "computes")
+    head = ("most expensive operators", "module", "line", "times", "shared by", "computes")
     return table([head, *cells]) + _more(len(summary.operators) - len(rows), "kinds")
 
 
@@ -99,19 +99,17 @@ def _collectives(summary: PlanSummary) -> str:
         (row.kinds, row.axes, row.cause, str(row.count), in_bytes(row.sent_bytes), in_time(row.seconds))
         for row in found
     ]
-    head = ("the dearest collectives", "axes", "of", "times", "sent", "takes")
+    head = ("most expensive collectives", "axes", "of", "times", "sent", "takes")
     more = _more(len(summary.collectives) - len(rows), "kinds")
     return table([head, *rows]) + more if rows else "no collectives"
 
 
 def _replicated(summary: PlanSummary) -> Iterator[str]:
-    """What several devices compute alike, and what that costs; and the operators that nobody knows how to split."""
+    """Yield the replicated computation with its cost, and the operators that have no rule."""
     rows = [row for row in sorted(summary.operators, key=lambda row: -row.replicated_s) if row.replicated_s > 0]
     if rows:
         part = summary.replicated_s / summary.step_s
-        lines = [
-            f"computed alike on several devices, which costs {in_time(summary.replicated_s)} ({part:.1%} of a step):"
-        ]
+        lines = [f"replicated computation, which costs {in_time(summary.replicated_s)} ({part:.1%} of a step):"]
         for row in rows[:MOST_REPLICATED]:
             where = f"{short(row.operator)} in {row.module} ({row.line or 'no line'})"
             lines.append(f"  {where}, shared by {_shared(row, summary)} devices: {in_time(row.replicated_s)}")
