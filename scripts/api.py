@@ -22,12 +22,13 @@ OPENING = """# Reference
 Every public name, as `import shardwright as sw` gives it. The page is made by `scripts/api.py` from the docstrings,
 which `help(sw.parallelize)` shows, too. How the names work together is told in the [README](../README.md).
 """
-PARTS = {  # title -> the rooms of the package whose names stand there
-    "The ranks": ("world", "notebook"),
-    "A split training step": ("run", "graph", "rules", "verification"),
+PARTS = {  # title -> the places of the package whose names stand there; what two have stands in the first
+    "The ranks": ("distributed", "training.notebook"),
+    "A split training step": ("runtime", "compiler"),
     "Data": ("data",),
     "The trainer": ("training",),
     "Checkpoints": ("checkpoint",),
+    "Errors": ("errors",),
 }
 LONGEST = 110  # of a signature in one line
 
@@ -36,13 +37,18 @@ def page() -> str:
     """The whole page."""
     lines = [OPENING]
     left = dict(sw._PUBLIC)
-    for title, rooms in PARTS.items():
+    for title, places in PARTS.items():
         lines += [f"## {title}", ""]
-        for name in [name for name, module in left.items() if module.split(".")[1] in rooms]:
+        for name in [name for name, module in left.items() if is_in(module, places)]:
             lines += entry(f"sw.{name}", getattr(sw, name))
             del left[name]
-    assert not left, f"no part of the page has the rooms of {left}"
+    assert not left, f"no part of the page has the places of {left}"
     return "\n".join(lines).rstrip() + "\n"
+
+
+def is_in(module: str, places: tuple[str, ...]) -> bool:
+    """Return whether a module is one of these places of the package, or below one."""
+    return any(f"{module}.".startswith(f"shardwright.{place}.") for place in places)
 
 
 def entry(name: str, value: Any) -> Iterator[str]:
@@ -82,7 +88,7 @@ def parts(kind: type) -> list[type]:
 
 def described(name: str, value: Any) -> Iterator[str]:
     """The signature and the docstring."""
-    if not (inspect.isclass(value) and issubclass(value, Warning)):
+    if not (inspect.isclass(value) and issubclass(value, BaseException)):
         yield from ("```", signature(name, value), "```", "")
     yield from prose(inspect.getdoc(value) or "")
 
