@@ -14,7 +14,7 @@ import pytest
 from pages import DOCS
 from ranks import run_ranks
 
-SUMMARY, REFERENCE = "capture.md", "capture/reference.md"
+SUMMARY, REFERENCE = "capture.md", "training/capture_reference.md"
 FILE = "net.py"
 
 

@@ -24,7 +24,7 @@ RUN_HERE = {
 RUN_BY = {
     "api.md": "pages/test_api_page.py",  # its examples are those of docstrings, which tests/test_doctests.py runs
     "capture.md": "pages/test_capture_page.py",
-    "capture/reference.md": "pages/test_capture_page.py",
+    "training/capture_reference.md": "pages/test_capture_page.py",
     "cluster.md": "cluster/doctor/test_cluster_page.py",
     "concepts.md": "pages/test_concepts_page.py",
     "errors.md": "pages/test_errors_page.py",
