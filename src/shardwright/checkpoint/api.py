@@ -49,7 +49,7 @@ _PLAIN = (".pth", ".pt", ".bin", ".safetensors")
 
 @dataclass(frozen=True)
 class Loaded:
-    """What `load` found beside what it put into its arguments.
+    """The values that `load` found beside what it put into its arguments.
 
     ``name`` is the checkpoint's; ``skipped`` what did not fit, with ``strict=False``; ``left`` what it has of a
     loader, a scheduler or a scaler that was not passed.

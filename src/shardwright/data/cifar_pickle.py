@@ -25,7 +25,7 @@ class RefusedPickle(Exception):
 
 
 class _Inert:
-    """What a name in a pickle stands for: it keeps its arguments and its state, and does nothing."""
+    """A stand-in for a name in a pickle: it keeps its arguments and its state, and does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

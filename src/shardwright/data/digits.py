@@ -60,7 +60,7 @@ def split(digits: Digits) -> tuple[Digits, Digits]:
 
 
 def _test_quotas(sizes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """How many of each class are tested: rounded down, then the largest remainders get the places left."""
+    """Return how many of each class are tested: rounded down, then the largest remainders get the rest."""
     total = int(sizes.sum())
     quotas, remainders = sizes * TEST_SIZE // total, sizes * TEST_SIZE % total
     quotas[np.argsort(-remainders, kind="stable")[: TEST_SIZE - int(quotas.sum())]] += 1

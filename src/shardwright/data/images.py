@@ -52,7 +52,7 @@ class LabelledImages(torch.utils.data.Dataset[tuple[Any, Tensor]]):
         return self.__getitems__([range(len(self))[index]])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[tuple[Any, Tensor]]:
-        """What torch's DataLoader calls for a batch; random transforms draw as in the first epoch of seed 0."""
+        """Return a batch to torch's DataLoader; random transforms draw as in the first epoch of seed 0."""
         images, labels = self._rows(indices)
         if isinstance(self.transform, Transform):
             images = self.transform(images, Keys.of(indices))

@@ -46,7 +46,7 @@ class Stream:
 
     @property
     def name(self) -> str:
-        """What the stream is called: the name of its function, or of its class."""
+        """Return the name of the stream: that of its function, or of its class."""
         source = self._source
         while isinstance(source, functools.partial):
             source = source.func

@@ -14,7 +14,7 @@ from shardwright.errors import UsageError
 
 
 class RandomDataWarning(UserWarning):
-    """What is trained on has nothing to learn in it."""
+    """A warning that the data have nothing in them that could be learned."""
 
 
 class RandomImages(LabelledImages):

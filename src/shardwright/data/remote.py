@@ -28,7 +28,7 @@ Listing = dict[str, tuple[int, str]]  # path below the URL ("" for a file) -> si
 
 
 def cache_folder() -> Path:
-    """Where copies are kept: ``shardwright/data`` in the user's cache folder (``XDG_CACHE_HOME``, or ``~/.cache``)."""
+    """Return the folder of copies: ``shardwright/data`` in the user's cache (``XDG_CACHE_HOME`` or ``~/.cache``)."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardwright" / "data"
 
 

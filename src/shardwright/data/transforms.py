@@ -25,7 +25,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class Keys:
-    """What the random numbers of a batch belong to; ``stream`` tells one draw of a chain from the next."""
+    """The key of a batch's random numbers; ``stream`` tells one draw of a chain from the next."""
 
     indices: npt.NDArray[np.uint64]
     seed: int = 0

@@ -1,4 +1,4 @@
-"""What networks compute in, and loss scaling that leaves no step out."""
+"""The precision in which networks compute, and loss scaling that leaves no step out."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ def _loaded(settings: Settings, weights: str | None, world: World) -> Network:
 
 
 def evaluate(config: str, overrides: Sequence[str] = ()) -> str:
-    """What the weights of ``eval.ckpt_load_path`` reach, in a line; all ranks that a launcher started take part.
+    """Return the scores of the weights of ``eval.ckpt_load_path``, in a line; all ranks of a job take part.
 
     Raises:
         UsageError, DataError, CheckpointError: where configuration, images or weights do not fit.
@@ -154,7 +154,7 @@ def find_texts(network: Network, content: bytes, name: str) -> list[Detection]:
 
 
 def read_words(network: Network, words: Sequence[Array]) -> list[tuple[str, float]]:
-    """What images of single words say, and the mean likelihood of the steps that say it."""
+    """Return the texts of images of single words, and the mean likelihood of their steps."""
     if not words:
         return []
     samples = [_prepared(network, encoded(word), f"word {at}") for at, word in enumerate(words)]

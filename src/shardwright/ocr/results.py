@@ -1,4 +1,4 @@
-"""What a run leaves beside its checkpoints: its best weights, a table of results, and a curve."""
+"""The results of a run beside its checkpoints: its best weights, a table, and a curve."""
 
 from __future__ import annotations
 

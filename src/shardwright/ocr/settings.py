@@ -44,7 +44,7 @@ _CHOSEN: tuple[tuple[str, Table[Any], Callable[[Any], Any]], ...] = (
 
 
 def is_text_configuration(name: str) -> bool:
-    """Whether ``name`` is a file that trains text detection or recognition; a file that cannot be read is none."""
+    """Return whether ``name`` is a file that trains text detection or recognition; False if it cannot be read."""
     path = Path(name)
     if not path.is_file():
         return False
@@ -171,7 +171,7 @@ def _of_task(section: str, table: Table[Any], chosen: Callable[[Any], Any]) -> C
 
 
 def _fit(settings: Settings) -> bool:
-    """Whether all parts are for the task; else what they say of each other means nothing."""
+    """Return whether all parts are for the task; else what they say of each other means nothing."""
     return not found_by((_of_task(*chosen) for chosen in _CHOSEN), settings)
 
 

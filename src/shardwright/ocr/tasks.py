@@ -1,4 +1,4 @@
-"""What differs between detection and recognition, one row each: nothing else asks which of them it is."""
+"""The differences between detection and recognition, one row each: nothing else asks which of them it is."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def _input_width(settings: Settings) -> int:
 
 
 def _keys_of(settings: Settings, step: str) -> Mapping[str, Any]:
-    """What the pipeline for training says of a step; nothing where it says nothing or has no such step."""
+    """Return what the pipeline for training says of a step; nothing where it has no such step."""
     listed = settings.train.dataset.transform_pipeline
     return next((one[step] or {} for one in listed if isinstance(one, dict) and step in one), {})
 

@@ -1,4 +1,4 @@
-"""What all ranks of a run must have alike: their callbacks with the settings of these, and what configures the run."""
+"""Compares what all ranks of a run must have alike: their callbacks with settings, and the configuration."""
 
 from __future__ import annotations
 

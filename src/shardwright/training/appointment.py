@@ -55,7 +55,7 @@ class Appointments:
                 self._wishes.append(what)
 
     def point(self) -> str | None:
-        """What all ranks are to do here, the same on every rank; None where it is to go on."""
+        """Return what all ranks are to do here, the same on every rank; None where it is to go on."""
         with self._changed:
             here = self._passed + 1
             while self._open and self._agreed is None and self._failed is None:
@@ -97,7 +97,7 @@ class Appointments:
                 self._changed.notify_all()
 
     def _wanted(self) -> str | None:
-        """What somebody wishes in this round, the same on all ranks."""
+        """Return what somebody wishes in this round, the same on all ranks."""
         with self._changed:
             mine = self._wishes[0] if self._wishes else None
         if self._store is None:

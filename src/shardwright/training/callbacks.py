@@ -1,4 +1,4 @@
-"""What happens beside the training steps: losses printed, checkpoints written, runs stopped, weights averaged."""
+"""Callbacks beside the training steps: losses printed, runs stopped, weights averaged."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class LateLosses(Callback, ABC):
 
     @contextmanager
     def evaluating(self, run: RunView) -> Iterator[None]:
-        """What is told of an evaluation comes after the losses of the steps before it."""
+        """Print the losses of the steps before the evaluation first."""
         self._tell()
         yield
 

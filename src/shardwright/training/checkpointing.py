@@ -1,4 +1,4 @@
-"""When the checkpoints of a training run are written, and what of the run is in them."""
+"""Writes the checkpoints of a training run, and says what of the run is in them."""
 
 from __future__ import annotations
 

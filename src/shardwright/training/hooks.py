@@ -1,4 +1,4 @@
-"""What a callback is, and what it sees of the run: `Trainer`, its callbacks and its checkpoints speak through these."""
+"""The protocol of callbacks, and what they see of a run."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Callback:
     """
 
     on_every_rank = False
-    """Whether a run in which one rank has it needs it on all of them."""
+    """Return whether a run in which one rank has it needs it on all of them."""
 
     def alike(self) -> dict[str, Any]:
         """Return the settings that all ranks which have it must have alike, by name; a path is one of a folder."""
@@ -103,7 +103,7 @@ class Callback:
         return nullcontext()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint is to keep: numbers, strings, lists and dictionaries of them, the same on every rank."""
+        """Return what a checkpoint keeps: numbers, strings, lists and dicts of them, the same on every rank."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Where a loss that is not finite came from: the first operator, and the rank on which it ran."""
+"""Finds where a loss that is not finite came from: the first operator, and the rank on which it ran."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardwright.runtime.model import Replay
 
 @dataclass(frozen=True)
 class Origin:
-    """What first was not finite: instruction ``position`` of the program of ``rank``, -1 for what the step began with.
+    """The first value that was not finite: of instruction ``position`` on ``rank``; -1 for what the step began with.
 
     ``what`` names it for people.
     """

@@ -25,7 +25,7 @@ from shardwright.training.hooks import RunView
 
 @dataclass(frozen=True)
 class Begun:
-    """Where a fit began, so that one that goes on in another process ends where it would have ended."""
+    """The place where a fit began, so that one that goes on in another process ends where it would have ended."""
 
     epoch: int = 0
     steps: int = 0
@@ -33,7 +33,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Continuation:
-    """What a fit that goes on from a checkpoint has to do with its loader.
+    """The way in which a fit that goes on from a checkpoint uses its loader.
 
     ``loader`` is the state of the saved one, if it had any, ``world_size`` the number of ranks of the saved run.
     """

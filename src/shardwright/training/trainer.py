@@ -128,7 +128,7 @@ class Trainer:
         return loaded.name
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the run is, in values; what it trains has states of its own."""
+        """Return where the run is, in values; what it trains has states of its own."""
         return {
             "epoch": self.epoch,
             "step": self.step,

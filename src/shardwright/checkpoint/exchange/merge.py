@@ -35,7 +35,7 @@ WHAT = ("model", "ema", "all")
 
 @dataclass(frozen=True)
 class Merged:
-    """What was written: ``path`` of the file, and the names of what is no tensor and could not be written to it."""
+    """The ``path`` of the file, and the names of what is no tensor and could not be written to it."""
 
     path: Path
     tensors: int
@@ -147,7 +147,7 @@ def _write_safetensors(source: Source, chosen: Mapping[str, Entry], file: Binary
 
 @dataclass(frozen=True)
 class _Room:
-    """Where a tensor of the checkpoint will stand."""
+    """The place of a tensor in the file that is written."""
 
     entry: TensorEntry
 

@@ -81,7 +81,7 @@ def save_pretrained(model: Any, folder: str | os.PathLike[str], *, max_shard_siz
 
 
 def _state(module: nn.Module) -> State:
-    """What transformers saves of a model: of tied tensors the one by whose name the others are found again."""
+    """Return what transformers saves of a model: of tied tensors the one by whose name it finds the others."""
     if not (hasattr(module, "save_pretrained") and hasattr(module, "config")):
         raise UsageError(
             f"{type(module).__name__} is no model of transformers; type sw.checkpoint.save(...), and `shardwright "
@@ -137,7 +137,7 @@ def _files(prepared: Prepared, limit: int) -> _Files:
 
 
 def _part(target: Path, name: str, token: str) -> Path:
-    """What a file is called until all are complete."""
+    """Return the name of a file until all are complete."""
     return target / f".{name}-{token}.part"
 
 

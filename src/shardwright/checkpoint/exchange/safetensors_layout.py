@@ -1,4 +1,4 @@
-"""Where things stand in a safetensors file: https://github.com/huggingface/safetensors.
+"""The layout of a safetensors file: https://github.com/huggingface/safetensors.
 
 Eight bytes have the length of the header, which is JSON; then come the elements of one tensor after the other.
 """
@@ -87,7 +87,7 @@ def _together(shape: tuple[int, ...], box: Box) -> int:
 
 
 def _runs(shape: tuple[int, ...], box: Box) -> Iterator[int]:
-    """Where in the tensor each row of elements of a box begins.
+    """Return where in the tensor each row of elements of a box begins.
 
     >>> list(_runs((3, 4), Box((1, 2), (2, 2))))
     [6, 10]

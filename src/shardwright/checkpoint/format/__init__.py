@@ -1,1 +1,1 @@
-"""What a checkpoint is made of: the manifest, its containers, the pieces that ranks hold."""
+"""The format of a checkpoint: the manifest, its containers, the pieces that ranks hold."""

@@ -35,7 +35,7 @@ def _without_crc() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Frame:
-    """What stands before and after the ``size`` bytes of a tensor's elements in its container."""
+    """The bytes before and after the ``size`` bytes of a tensor's elements in its container."""
 
     head: bytes
     size: int
@@ -43,7 +43,7 @@ class Frame:
 
     @property
     def data(self) -> int:
-        """Where the elements begin."""
+        """Return where the elements begin."""
         return len(self.head)
 
     @property
@@ -68,12 +68,12 @@ class _Rest:
         return len(view)
 
     def flush(self) -> None:
-        """What torch.save asks of a file; there is nothing here to flush."""
+        """Do nothing: torch.save calls this on its file."""
 
 
 @lru_cache(maxsize=4096)
 def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
-    """What ``torch.save`` writes around the elements of any tensor like this: without sums, nothing depends on them.
+    """Return what ``torch.save`` writes around the elements of any tensor like this, without their checksums.
 
     Cached by the dtype and the shape, which are all of a tensor that it says. Settings of ``torch.save`` that a process
     may change, as the alignment, enter too: a frame of any of them is one that ``torch.load`` reads.
@@ -88,7 +88,7 @@ def frame_of(dtype: torch.dtype, shape: torch.Size) -> Frame:
 
 
 def _data_at(head: bytes | bytearray) -> int | None:
-    """Where the elements begin: after the name and the padding in the local header of their record; None before it."""
+    """Return where the elements begin, after the local header of their record; None before it is complete."""
     name = head.find(_RECORD)
     if name < 0:
         return None

@@ -89,13 +89,13 @@ class Box:
         return math.prod(self.sizes)
 
     def common(self, other: Box) -> Box:
-        """What both cover; a box without elements where that is nothing."""
+        """Return what both cover; a box without elements where that is nothing."""
         dims = zip(self.offsets, self.sizes, other.offsets, other.sizes, strict=True)
         ranges = [(max(a, b), min(a + n, b + m)) for a, n, b, m in dims]
         return Box(tuple([start for start, _ in ranges]), tuple([max(stop - start, 0) for start, stop in ranges]))
 
     def slices_in(self, outer: Box) -> tuple[slice, ...]:
-        """Where this box lies in ``outer``, of which it is a part."""
+        """Return where this box lies in ``outer``, of which it is a part."""
         return tuple(slice(a - b, a - b + n) for a, b, n in zip(self.offsets, outer.offsets, self.sizes, strict=True))
 
     def of_tensor(self, tensor: Tensor, outer: Box) -> Tensor:
@@ -165,7 +165,7 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What is in a checkpoint.
+    """The contents of a checkpoint.
 
     ``info`` is for people and for choosing among checkpoints: step, epoch, time, world size, mesh, versions, metrics.
     """
@@ -230,7 +230,7 @@ def _to_json(entry: Entry) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _File:
-    """What `Manifest.to_text` writes."""
+    """The document that `Manifest.to_text` writes."""
 
     checksum: str
     format: str
@@ -241,7 +241,7 @@ class _File:
 
 
 class _Info(TypedDict, total=False):
-    """What of ``info`` is looked at; there may be anything else in it."""
+    """The keys of ``info`` that are read; there may be any others in it."""
 
     step: int
     epoch: int

@@ -1,4 +1,4 @@
-"""What each rank holds of a state, and which of it each rank writes.
+"""The parts of a state that each rank holds, and those that it writes.
 
 Every rank derives the same answer from the layouts alone, without talking.
 """
@@ -56,7 +56,7 @@ class Piece:
         return Piece(path, shape, tensor.dtype, layout, mesh, local.detach())
 
     def box(self, rank: int) -> Box:
-        """What ``rank`` holds."""
+        """Return what ``rank`` holds."""
         return _box(self.shape, self.layout, self.mesh, rank)
 
     def holders(self, world_size: int) -> Mapping[Box, Sequence[int]]:

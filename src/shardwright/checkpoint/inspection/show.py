@@ -21,7 +21,7 @@ _SECTIONS = {"model": "model", "optimizer": "optimizer", "ema": "averages (ema)"
 
 
 def show(where: str | os.PathLike[str], entries: bool = False) -> RenderableType:
-    """What is in a checkpoint; of a directory of checkpoints the list of all and the latest one.
+    """Return what is in a checkpoint; of a directory of checkpoints the list of all and the latest one.
 
     ``entries`` adds a table of all entries. Nothing but the manifests is read.
 

@@ -1,4 +1,4 @@
-"""Whether every byte of a checkpoint is what was written, and every file belongs to it."""
+"""Verifies that every byte of a checkpoint is what was written, and that every file belongs to it."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ _DCP = {
 
 @dataclass(frozen=True)
 class Verified:
-    """What came of looking at the checkpoint (or directory of checkpoints) at ``where``."""
+    """The findings about the checkpoint (or directory of checkpoints) at ``where``."""
 
     where: str
     damage: tuple[Damage, ...]
@@ -117,12 +117,12 @@ def _verified(folder: Folder) -> Verified:
 
 
 def _looks_like_one(sizes: dict[str, int]) -> bool:
-    """Whether a directory has, or had, a checkpoint, and is not one that a save is about to make or to remove."""
+    """Return whether a directory has, or had, a checkpoint, and no save is about to make or to remove it."""
     return MANIFEST in sizes or (MARK not in sizes and any(name.endswith(".distcp") for name in sizes))
 
 
 def _pointer(folder: Folder, valid: dict[str, Manifest], names: list[str]) -> Iterator[Damage]:
-    """What is wrong with ``latest`` itself; where what it names is damaged, that was told there."""
+    """Return the defects of ``latest`` itself; damage of the checkpoint that it names is reported there."""
     name, newest = pointed_at(folder), next(reversed(valid), None)
     advice = f"; the newest complete checkpoint is {newest}" if newest else ""
     if LATEST not in folder.sizes():
@@ -205,7 +205,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _metadata(folder: Folder, manifest: Manifest) -> Iterator[Damage]:
-    """Where the index that ``torch.distributed.checkpoint`` reads says something else than the manifest."""
+    """Return where the index that ``torch.distributed.checkpoint`` reads differs from the manifest."""
     if METADATA not in manifest.files:
         yield Damage(
             METADATA, None, "the manifest does not list it: torch.distributed.checkpoint cannot read the files"

@@ -36,7 +36,7 @@ SLAB_BYTES = 16 << 20
 
 @dataclass(frozen=True)
 class LoadedState:
-    """What came of a load: ``values`` is what was wanted and no tensor, ``manifest`` that of the checkpoint."""
+    """The result of a load: ``values`` are those that are no tensors, ``manifest`` is that of the checkpoint."""
 
     values: Mapping[Path, Any]
     match: Match
@@ -213,7 +213,7 @@ class _Slabs(threading.local):
 
 
 def _pieces(source: Source, job: _Job) -> list[Reading]:
-    """How a job is read where it is one stretch both in the file and in memory; nothing where it is not."""
+    """Return how a job is read where it is one stretch both in the file and in memory; nothing where it is not."""
     place, dtype, target = job.chunk.place, job.entry.dtype, job.target
     if not job.together or target.dtype != dtype or target.device.type != "cpu" or not target.is_contiguous():
         return []
@@ -244,7 +244,7 @@ def _strides(sizes: Sequence[int]) -> tuple[int, ...]:
 
 
 def _cover(sizes: Sequence[int], strides: Sequence[int]) -> int:
-    """How many elements lie from the first to the last of a box."""
+    """Return how many elements lie from the first to the last of a box."""
     return sum((n - 1) * s for n, s in zip(sizes, strides, strict=True)) + 1
 
 

@@ -1,4 +1,4 @@
-"""Which entry of a checkpoint goes where: names, renames, and all that does not fit told at once."""
+"""Matches the entries of a checkpoint to what is loaded: names, renames, and all that does not fit at once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SEARCHED = 300  # names among which near ones are looked for
 
 @dataclass(frozen=True)
 class Match:
-    """What goes where. ``pairs`` is (where it is wanted, the entry); the rest are names of what does not fit.
+    """The pairs (name that is wanted, entry), and the names of what does not fit.
 
     ``missing`` is wanted and not in the checkpoint, ``extra`` the reverse, ``differing`` has another shape or is a
     tensor on one side alone, ``converted`` has another dtype.
@@ -77,7 +77,7 @@ def renamer(rename: Rename | None, names: Iterable[str]) -> Callable[[str], str]
 
 
 def parameter_at(path: Path) -> int | None:
-    """Which part of a path is the name of a parameter; None for entries that belong to none."""
+    """Return the part of a path that is the name of a parameter; None for entries that belong to none."""
     if path[:2] == ("optimizer", "state"):
         return 2
     return 1 if path[0] in ("model", "ema") and len(path) > 1 else None

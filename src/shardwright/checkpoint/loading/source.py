@@ -38,7 +38,7 @@ _ASIDE_BYTES = BLOCK_BYTES // 16  # where no more of a block is unwanted, it is 
 
 @dataclass(frozen=True)
 class Damage:
-    """What is wrong with a file, and which entry of the checkpoint lies there (None: the file as a whole)."""
+    """A defect of a file, and the entry of the checkpoint that lies there (None: the file as a whole)."""
 
     file: str
     entry: str | None
@@ -104,7 +104,7 @@ class Source:
             self.fetch(piece)
 
     def pieces(self, entry: str, place: Place, start: int, buffer: memoryview) -> list[Reading]:
-        """What is to be given to `fetch` for ``buffer`` to be filled as by `read`."""
+        """Return what to give to `fetch` for ``buffer`` to be filled as by `read`."""
         stop, step = start + len(buffer), max(self.folder.piece_bytes // BLOCK_BYTES, 1)
         low, high = first, last = start // BLOCK_BYTES, -(-stop // BLOCK_BYTES)
         if first < last and _unwanted(place, first, start, stop) > _ASIDE_BYTES:
@@ -172,7 +172,7 @@ class Source:
         return [*_altered(entry, place, index, sums)]
 
     def value(self, entry: ValueEntry) -> Any:
-        """What an entry that is no tensor holds."""
+        """Return the value of an entry that is no tensor."""
         data = bytearray(entry.place.length)
         self.read(entry.name, entry.place, 0, memoryview(data))
         return torch.load(io.BytesIO(data), weights_only=True)
@@ -209,7 +209,7 @@ class Source:
 
 
 def _unwanted(place: Place, index: int, start: int, stop: int) -> int:
-    """How many bytes of a block of a container do not lie in those from ``start`` to ``stop``."""
+    """Return how many bytes of a block of a container do not lie in those from ``start`` to ``stop``."""
     first, last = index * BLOCK_BYTES, min((index + 1) * BLOCK_BYTES, place.length)
     return max(start - first, 0) + max(last - stop, 0)
 
@@ -246,7 +246,7 @@ def wrong_sizes(folder: Folder, manifest: Manifest) -> Iterator[Damage]:
 
 
 def damaged_file(folder: Folder, manifest: Manifest, name: str) -> Damage | None:
-    """What is wrong with a file that has a checksum of its own."""
+    """Return the defects of a file that has a checksum of its own."""
     record = manifest.files[name]
     try:
         data = folder.read(name)

@@ -136,7 +136,7 @@ class AsyncSaver:
 
     @property
     def saving(self) -> bool:
-        """Whether a save is under way."""
+        """Return whether a save is under way."""
         return self._save is not None and self._save.is_alive()
 
     def check(self) -> None:

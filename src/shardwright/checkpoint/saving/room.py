@@ -51,7 +51,7 @@ class _Pages(mmap.mmap):
 
 
 def _forget_error() -> None:
-    """What the driver has answered stays its last error, for which torch would blame the next kernel."""
+    """Clear the last error of the driver, for which torch would blame the next kernel."""
     runtime = _runtime()
     if runtime is not None:
         runtime.cudaGetLastError()

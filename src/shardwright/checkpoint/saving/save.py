@@ -52,7 +52,7 @@ NO_BOX = Box((), ())
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """What is saved, and what of it this rank writes.
+    """The values to save, and the parts of them that this rank writes.
 
     ``described`` must be the same on all ranks. ``parts`` are the chunks that this rank writes: views of the state, on
     any device. ``values`` rank 0 alone writes. ``also`` are the other paths of a tensor that stands under several: it
@@ -76,7 +76,7 @@ class Written:
 
 
 def prepare(state: State, ranks: Ranks, shared: Callable[[Sequence[Piece], int], list[Share]] = shares) -> Prepared:
-    """What this rank has to write of ``state``; ``shared`` tells who writes what, as `shares` does.
+    """Return what this rank has to write of ``state``; ``shared`` tells who writes what, as `shares` does.
 
     Raises:
         CheckpointError: where an entry cannot be saved, or two have one name.
@@ -123,7 +123,7 @@ def _refuse_parts(name: str, value: Any) -> None:
 
 
 def _dtensors_in(value: Any, place: str, seen: set[int]) -> Iterator[str]:
-    """Where in a value they stand; ``seen`` are the containers that were looked into, which may hold themselves."""
+    """Return where in a value they stand; ``seen`` are the containers looked into, which may hold themselves."""
     if isinstance(value, DTensor):
         yield place
     elif isinstance(value, Mapping | list | tuple) and id(value) not in seen:
@@ -227,7 +227,7 @@ def write(
 
 
 def _agree(ranks: Ranks, failure: str | None, described: Sequence[str]) -> str | None:
-    """Why the ranks cannot save together; on all of them."""
+    """Return why the ranks cannot save together; on all of them."""
     answers = ranks.gather((failure, checksum("\n".join(described).encode())))
     if answers is not None:
         failure = _first_failure(answers)

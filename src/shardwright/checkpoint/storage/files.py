@@ -24,7 +24,7 @@ class Locked(Exception):
 
 
 class Files(Protocol):
-    """Where checkpoints lie. Paths are strings, joined by ``/``; failures are OSError."""
+    """The file system of checkpoints. Paths are strings, joined by ``/``; failures are OSError."""
 
     def make_directory(self, path: str) -> None: ...
     def list(self, path: str) -> list[str]: ...

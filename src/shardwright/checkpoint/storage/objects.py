@@ -214,7 +214,7 @@ class ObjectFiles:
             self.unlock(claim)
 
     def _left(self, path: str) -> bytes | None:
-        """What a holder that is gone has left of its lock; None where there is none.
+        """Return what a holder that is gone has left of its lock; None where there is none.
 
         What counts is how often it was looked at, and not the clock: while this host stood still, so may have the
         holder. An object that is empty is one that a file system is just writing.
@@ -262,7 +262,7 @@ class ObjectLock:
             self.files.system.pipe_file(self.path, self._said())
 
     def is_held(self) -> bool:
-        """Whether it is still this one that is there, and no other's in its place."""
+        """Return whether the lock that is there is still this one."""
         return self._there() == self._nonce
 
     def stop(self) -> None:
@@ -282,7 +282,7 @@ class ObjectLock:
                 self.beat()
 
     def _there(self) -> str:
-        """Which lock is there; nothing where there is none, or an empty one, as a beat leaves that fails."""
+        """Return the lock that is there; nothing for none, or for an empty one, as a beat leaves that fails."""
         with self._at_it:
             return _nonce(self.files.read_if_there(self.path))
 

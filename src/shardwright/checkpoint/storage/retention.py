@@ -1,4 +1,4 @@
-"""Which checkpoints are kept: the latest few, the best few by a metric."""
+"""The checkpoints to keep: the latest few, the best few by a metric."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Retention:
         return self.latest_k is None and self.top_k is None
 
     def given_up(self, complete: Mapping[str, Manifest], newest: str) -> Sequence[str]:
-        """Which of the complete checkpoints, oldest first, go now that ``newest`` stands."""
+        """Return which of the complete checkpoints, oldest first, go now that ``newest`` stands."""
         if self.keeps_all:
             return []
         kept = {newest, *list(complete)[-(self.latest_k or 1) :], *self.best(complete)}

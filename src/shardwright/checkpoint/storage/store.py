@@ -42,7 +42,7 @@ REMOVING = ".removing-"
 
 @dataclass(frozen=True)
 class WritingPlace:
-    """Where the ranks write the files of a save."""
+    """The folder in which the ranks write the files of a save."""
 
     directory: str
 
@@ -79,7 +79,7 @@ class Store:
         self.retention = retention
 
     def path(self, name: str) -> str:
-        """Where the checkpoint ``name`` lies."""
+        """Return where the checkpoint ``name`` lies."""
         return f"{self.directory}/{name}"
 
     def manifest(self, name: str) -> Manifest:
@@ -260,7 +260,7 @@ class Store:
                     self.files.remove_directory(path)
 
     def _remove_leftovers(self) -> None:
-        """What saves that died have left. The lock is held, so that none of it belongs to one that lives."""
+        """Remove what saves that died have left. The lock is held, so that none of it belongs to one that lives."""
         for name in self.files.list(self.directory):
             if name.startswith((SAVING, REMOVING)):
                 self._remove_tree(self.path(name))

@@ -98,7 +98,7 @@ class Run:
 
 
 def steady(run: Run, state: Mapping[Path, Any]) -> set[Path]:
-    """What of ``state`` nothing changes before the next step of the optimizer, if there is one of torch's.
+    """Return what of ``state`` nothing changes before the next step of the optimizer, if there is one of torch's.
 
     Averages change after the step; where a scaler may skip it, at any time. An embedding with ``max_norm`` changes
     its weight in the forward.
@@ -126,7 +126,7 @@ def name_of(step: int) -> str:
 
 
 def whole_state(run: Run, extra: Any) -> dict[Path, Any]:
-    """What is saved of a run but for the generators, which the ranks have to compare."""
+    """Return what is saved of a run but for the generators, which the ranks have to compare."""
     broadcast_buffers(run.model)
     state = run.state()
     if extra is not None:
@@ -135,7 +135,7 @@ def whole_state(run: Run, extra: Any) -> dict[Path, Any]:
 
 
 def info(run: Run, step: int, epoch: int, metrics: Mapping[str, float] | None) -> dict[str, Any]:
-    """What the manifest says about a run, for people."""
+    """Return what the manifest says about a run, for people."""
     found: dict[str, Any] = {"step": step, "epoch": epoch, "metrics": {k: float(v) for k, v in (metrics or {}).items()}}
     plan = run.plan
     if plan is not None:
@@ -144,7 +144,7 @@ def info(run: Run, step: int, epoch: int, metrics: Mapping[str, float] | None) -
 
 
 def run_files(run: Run, config: str | Mapping[str, Any] | None) -> dict[str, bytes]:
-    """What lies beside the tensors: the plan, for `sw.parallelize(plan=...)`, and the configuration."""
+    """Return the values beside the tensors: the plan, for `sw.parallelize(plan=...)`, and the configuration."""
     found = {}
     if run.plan is not None:
         found["plan.json"] = run.plan.to_json().encode()

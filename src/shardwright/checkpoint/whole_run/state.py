@@ -43,7 +43,7 @@ _NUMBERS = ("step", "eta", "mu", "mu_product")
 
 
 class Parallelized(Protocol):
-    """What `sw.parallelize` returned, as far as a checkpoint asks: see `run.model.ParallelModel`."""
+    """The part of `runtime.model.ParallelModel` that a checkpoint needs."""
 
     @property
     def module(self) -> nn.Module: ...
@@ -125,7 +125,7 @@ def parameter_names(optimizer: Optimizer, module: nn.Module) -> list[list[str]]:
 
 
 def optimizer_state(optimizer: Optimizer, module: nn.Module) -> dict[Path, Any]:
-    """What the optimizer keeps, by the names of its parameters; parameters that have no state have no entries.
+    """Return the state of the optimizer by the names of its parameters; those without state have no entries.
 
     Raises:
         CheckpointError: for an optimizer (LBFGS) whose state cannot be told apart by parameter.

@@ -57,7 +57,7 @@ class Batch(tuple[torch.Tensor, ...]):
         return f"Batch(samples {self.start} to {self.stop} of {self.global_size}: {tensors})"
 
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> Batch:
-        """The same samples on ``device``."""
+        """Return the samples on ``device``."""
         return self.of([t.to(device, non_blocking=non_blocking) for t in self])
 
     def of(self, tensors: Iterable[torch.Tensor]) -> Batch:

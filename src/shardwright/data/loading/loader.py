@@ -151,7 +151,7 @@ class IndexedLoader(Loader):
         return {"seed": self._seed, "shuffle": self._shuffle, "dataset_size": len(self.dataset)}
 
     def _next(self) -> Position:
-        """Where the next loop begins."""
+        """Return where the next loop begins."""
         if not (self._shuffle or self._loaded):
             return Position(self.epoch)
         if self._position.samples and not self._batches_after(self._position.samples):

@@ -48,7 +48,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Batching:
-    """How samples become this rank's batches, whatever the samples come from: the arguments of `sw.loader`."""
+    """The arguments of `sw.loader`: how samples become this rank's batches, whatever they come from."""
 
     batch_size: int
     rank: int
@@ -61,7 +61,7 @@ class Batching:
 
 
 class Loader:
-    """What `sw.loader` makes: its position in the data, and which part of a global batch is this rank's."""
+    """The base of what `sw.loader` makes: its position in the data, and this rank's part of a global batch."""
 
     def __init__(self, batching: Batching) -> None:
         self.batch_size = batching.batch_size
@@ -133,7 +133,7 @@ class Loader:
         raise NotImplementedError
 
     def _next(self) -> Position:
-        """Where the next loop begins."""
+        """Return where the next loop begins."""
         raise NotImplementedError
 
     def _whole(self, begin: Position) -> Batch:
@@ -167,7 +167,7 @@ class Loader:
             )
 
     def _cut(self, rows: int) -> tuple[Range, ...]:
-        """Which of the rows of a global batch are each rank's; all but the last of an epoch have as many."""
+        """Return which rows of a global batch are each rank's; all but the last of an epoch have as many."""
         if self._cuts[0] != rows:
             ranks = range(self._size)
             if self._plan is not None:
@@ -178,7 +178,7 @@ class Loader:
 
 
 def _timed(batches: Iterator[Batch]) -> Iterator[Batch]:
-    """The same, with the time that they take told to those who watch the job."""
+    """Yield the batches, and tell those who watch the job how long each took."""
     loading = own_steps().loading
     while True:
         with loading():

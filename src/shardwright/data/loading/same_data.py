@@ -22,7 +22,7 @@ SAMPLED = 16
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What one rank sees: the size of its dataset and sample index -> checksum, or why it cannot be read."""
+    """The size of a rank's dataset and its checksums by sample index, or why it cannot be read."""
 
     size: int
     checksums: tuple[tuple[int, str], ...] = ()

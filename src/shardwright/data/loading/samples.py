@@ -1,4 +1,4 @@
-"""What a batch holds, whichever nest of tuples, lists and dicts the user's loss function takes."""
+"""The samples of a batch, in any nest of tuples, lists and dicts that the user's loss function takes."""
 
 from __future__ import annotations
 

@@ -28,12 +28,12 @@ def shape_of(points: Points) -> Any:
 
 
 def area(points: Points) -> float:
-    """What the polygon covers, in square pixels."""
+    """Return the area of the polygon, in square pixels."""
     return float(shape_of(points).area)
 
 
 def is_simple(points: Points) -> bool:
-    """Whether the polygon has an area and does not cross itself."""
+    """Return whether the polygon has an area and does not cross itself."""
     shapely = library("shapely")
     if len(points) < 3:
         return False

@@ -1,4 +1,4 @@
-"""What text detection and recognition are trained by.
+"""The losses of text detection and recognition.
 
 Every quotient is of sums over the whole batch, so that a batch that is split gives the quotient of the reduced sums.
 Every shape follows from the shape of the batch alone: a number that is counted, as that of the negatives that are kept,
@@ -38,7 +38,7 @@ def ctc_loss(logits: Tensor, text: Tensor, lengths: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Targets:
-    """What a detector is to find in images, each [n, h, w].
+    """The targets of a detector in images, each [n, h, w].
 
     ``text`` is 1 inside the shrunk texts and ``valid`` 1 where that counts; ``border`` is the threshold to learn, which
     counts where ``near`` is 1.

@@ -50,7 +50,7 @@ def quarter_squeeze(channels: int) -> nn.Module:
 
 @dataclass(frozen=True)
 class BlockStyle:
-    """How blocks are made.
+    """The settings of a network's blocks.
 
     With ``always_expand`` the first one, too, has a convolution that expands what needs no expansion. ``squeeze`` makes
     what weighs channels in the blocks that do so, None where none does. ``eps`` is added to variances.

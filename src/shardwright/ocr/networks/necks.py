@@ -1,4 +1,4 @@
-"""What joins the levels of a detector's backbone into one map of features."""
+"""Necks: they join the levels of a detector's backbone into one map of features."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Published:
 
     @property
     def url(self) -> str:
-        """Where the file is."""
+        """Return where the file is."""
         return ADDRESS + self.file
 
     def problems(self, options: Any) -> list[str]:

@@ -1,1 +1,1 @@
-"""What a configuration may ask for: its sections, their keys, and the choices in them."""
+"""The sections of a configuration, their keys, and the choices in them."""

@@ -1,4 +1,4 @@
-"""What a configuration's model is made of, and what goes with it: one row for each name that users know."""
+"""The parts of a configuration's model and what goes with them: one row for each name that users know."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class DetectionResNet(Staged):
 
 @dataclass(frozen=True, kw_only=True)
 class Bottlenecks:
-    """How the blocks of a MobileNetV3 are made, see `networks.mobilenet.BlockStyle`."""
+    """The blocks of a MobileNetV3, see `networks.mobilenet.BlockStyle`."""
 
     se_version: Literal["SqueezeExcite", "SqueezeExciteV2"] = "SqueezeExcite"
     always_expand: bool = False
@@ -129,7 +129,7 @@ class CTCHead(Named):
 
 @dataclass(frozen=True, kw_only=True)
 class DetectionPostprocess(Named):
-    """How texts come from a map of probabilities (`scoring.boxes`): as rectangles (quad) or polygons (poly)."""
+    """Texts from a map of probabilities (`scoring.boxes`): as rectangles (quad) or polygons (poly)."""
 
     box_type: Literal["quad", "poly"] = "quad"
     binary_thresh: float = between(0, 1, 0.3)
@@ -141,7 +141,7 @@ class DetectionPostprocess(Named):
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding(Named):
-    """Which characters stand for the ids: a file with one on each line, or 0-9a-z where there is none."""
+    """The characters of the ids: a file with one on each line, or 0-9a-z where there is none."""
 
     character_dict_path: str | None = None
     use_space_char: bool = False
@@ -171,7 +171,7 @@ class RecognitionMetric(Named):
 
 @dataclass(frozen=True, kw_only=True)
 class DBLoss(Named):
-    """What the parts of a detector's loss count; ``bce_replace`` diceloss has an overlap in place of the entropy."""
+    """The weights of a detector's loss; ``bce_replace`` diceloss has an overlap in place of the entropy."""
 
     eps: float = more_than(0, 1e-6)
     l1_scale: float = at_least(0, 10.0)

@@ -13,7 +13,7 @@ from shardwright.training.zoo.ranges import at_least, between, more_than
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """How processes run.
+    """The processes of a run.
 
     ``mode`` 0 and 1 split the batch, as "data" does, and "auto" decides what is split. ``amp_level`` O0 computes in
     float32, the others by autocast in float16, with a scaler, or in ``amp_dtype``; ``amp_level_infer`` says the same of
@@ -107,7 +107,7 @@ class LossScaler:
 
 @dataclass(frozen=True, kw_only=True)
 class Dataset:
-    """Where samples come from: one path below ``dataset_root``, or a list of them.
+    """The source of samples: one path below ``dataset_root``, or a list of them.
 
     ``data_dir`` has the images, or the databases of LMDBDataset. ``label_file`` is a file of lines with JSON
     (detection) or of words (recognition), the folder of ICDAR's files, or the ``.mat`` of SynthTextDataset.
@@ -146,7 +146,7 @@ class Loading:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How a run goes; its checkpoints, curve and table of results are in ``ckpt_save_dir``.
+    """The course of a run; its checkpoints, curve and table of results are in ``ckpt_save_dir``.
 
     ``steps`` ends it early, counted in optimizer steps. Checkpoints are written after every epoch, and after every
     ``ckpt_every_steps``.
@@ -168,7 +168,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluating:
-    """What the run, or ``tools/eval.py``, is evaluated on; the latter evaluates the checkpoint ``ckpt_load_path``."""
+    """The evaluation of a run or by ``tools/eval.py``, which takes the checkpoint ``ckpt_load_path``."""
 
     ckpt_load_path: str | None = None
     dataset_sink_mode: bool = False

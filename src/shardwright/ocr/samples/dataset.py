@@ -75,7 +75,7 @@ class Sources:
 
 
 def in_words(wrong: Mapping[str, int]) -> str:
-    """How many labels there are of each kind.
+    """The number of labels of each kind.
 
     >>> in_words({"without a known character": 1, "longer than max_text_len, 4": 2})
     '2 longer than max_text_len, 4; 1 without a known character'
@@ -163,7 +163,7 @@ def _reader(path: Path) -> Callable[[], bytes]:
 
 @dataclass(frozen=True)
 class Limit:
-    """How many samples may fail on one rank before it gives up."""
+    """The number of samples that may fail on one rank before it gives up."""
 
     failures: int
 
@@ -200,11 +200,11 @@ class TextImages(torch.utils.data.Dataset[Any]):
 
     @property
     def failed(self) -> int:
-        """How many samples have failed so far."""
+        """Return how many samples have failed so far."""
         return int(self._failed.sum())
 
     def source(self, index: int) -> Source:
-        """Where sample ``index`` comes from, and its label."""
+        """Return where sample ``index`` comes from, and its label."""
         at = int(np.searchsorted(self._ends, index, side="right"))
         return self._sources[at][index - int(self._ends[at] - self._sources[at].size)]
 

@@ -40,7 +40,7 @@ class Dictionary:
 
     @cached_property
     def lowers(self) -> bool:
-        """Whether it knows no upper case, so that texts are lowered."""
+        """Return whether it knows no upper case, so that texts are lowered."""
         return self.characters == self.characters.lower()
 
     def known(self, text: str, lower: bool | None = None) -> str:
@@ -55,7 +55,7 @@ class Dictionary:
         return "".join(character for character in text if character in self.id_of)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """What CTC's best path says: repetitions are one, blanks are none.
+        """Return the text of CTC's best path: repetitions are one, blanks are none.
 
         >>> Dictionary.of(None).decode([10, 10, 36, 10, 11])
         'aab'

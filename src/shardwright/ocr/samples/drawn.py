@@ -36,7 +36,7 @@ _PLAIN_FONTS = ("DejaVuSans", "DejaVuSerif", "LiberationSans", "LiberationSerif"
 
 @dataclass(frozen=True)
 class Drawing:
-    """What is drawn.
+    """The settings of drawn images.
 
     ``count`` images of ``size`` pixels squared with up to ``texts`` words each, and ``words`` cropped words.
     """
@@ -241,7 +241,7 @@ def _inked(image: Array, mask: Array, ink: Any) -> Array:
 
 
 def _noisy(image: Array, mask: Array | None, ink: Any, random: np.random.Generator) -> Array:
-    """As a camera sees it: blurred a little, with noise, in bytes."""
+    """Return the image as a camera sees it: blurred a little, with noise, in bytes."""
     cv2 = library("cv2")
     if mask is not None:
         image = _inked(image, mask, ink)

@@ -29,7 +29,7 @@ class TextBox:
 
 @dataclass(frozen=True)
 class Source:
-    """Where a sample comes from, and its label.
+    """The source of a sample, and its label.
 
     ``boxes`` are the texts of an image (detection), ``text`` the word that a cropped image shows (recognition).
     """
@@ -42,7 +42,7 @@ class Source:
 
 @dataclass
 class Sample:
-    """What the steps of a pipeline pass on, each changing what it is for.
+    """The values that the steps of a pipeline pass on, each changing what it is for.
 
     ``image`` is encoded bytes at first, then (height, width, 3), at last (3, height, width). ``boxes`` lie in the image
     as it is. ``shape`` is its height and width as it was read, and ``ratio`` by how much these were scaled since.
@@ -76,7 +76,7 @@ class NeedsLabel(Protocol):
     """A step that not every label fits."""
 
     def misfit(self, text: str) -> str | None:
-        """What is wrong with a label, as "too long"; None where it fits."""
+        """Return the defect of a label, as "too long"; None where it fits."""
 
 
 def generator(seed: int, epoch: int, index: int) -> np.random.Generator:

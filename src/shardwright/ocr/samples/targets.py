@@ -70,7 +70,7 @@ class BorderMap:
 
 
 def distances(points: Array, rows: slice, columns: slice) -> Array:
-    """How far each pixel of a window is from the border of a polygon, float32 (rows, columns)."""
+    """Return how far each pixel of a window is from the border of a polygon, float32 (rows, columns)."""
     y, x = np.mgrid[rows, columns].astype(np.float32)
     nearest = np.full(x.shape, np.inf, dtype=np.float32)
     for (ax, ay), (bx, by) in zip(points, np.roll(points, -1, axis=0), strict=True):

@@ -16,11 +16,11 @@ from shardwright.ocr.samples.sample import TextBox
 
 
 class Counts(Protocol):
-    """What is counted, each image once."""
+    """The counts of a score, each image once."""
 
     @property
     def images(self) -> int:
-        """How many images were counted."""
+        """Return how many images were counted."""
 
     def __add__(self, other: Any, /) -> Self:
         """The counts of both together."""

@@ -1,4 +1,4 @@
-"""What a user plans and verifies from the command line: ``FILE.py:build``, a function that makes the model.
+"""The models that a user plans and verifies from the command line: ``FILE.py:build``, which makes one.
 
 The module imports no torch itself, so that the command that only starts the ranks need not wait for it.
 """
@@ -28,7 +28,7 @@ RETURNS = "(model, loss_fn, batch), with a list of batches where there are sever
 
 @dataclass(frozen=True)
 class Built:
-    """What ``build()`` returned. ``batches`` are global batches, at least one."""
+    """The values of ``build()``. ``batches`` are global batches, at least one."""
 
     model: nn.Module
     loss_fn: Callable[[Any, Any], Any]

@@ -23,7 +23,7 @@ Tensors = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class State:
-    """What a step left, whole tensors by name; they hold until the next step."""
+    """The state after a step, whole tensors by name; they hold until the next step."""
 
     loss: Tensors
     gradients: Tensors

@@ -51,7 +51,7 @@ def loops_compared(loop: Loop, copies: Copies, plan: Plan, steps: int, rank: int
 
 
 def states_of(loop: Loop, parallel: ParallelModel, batches: Sequence[Any]) -> list[State]:
-    """What each step of a loop left: whole tensors, copied.
+    """Return what each step of a loop left: whole tensors, copied.
 
     Raises:
         UsageError: where the loop is no generator, or yields something else than losses.
@@ -93,7 +93,7 @@ def compared(got: Sequence[State], expected: Sequence[State], comparison: Compar
 
 
 class Outside:
-    """What a loss function and a loop may change beside the model, as it was at first.
+    """The state that a loss function and a loop may change beside the model, as it was at first.
 
     That is tensors, numbers, words, and lists and dicts of these, which either of them closes over or finds among the
     variables of its file, and what modules among these variables hold.
@@ -148,5 +148,5 @@ def _assign(kind: str, function: Callable[..., Any], name: str, value: Any) -> N
 
 
 def name_of(loop: Loop) -> str:
-    """What a loop is called where it is defined."""
+    """Return the name of a loop where it is defined."""
     return getattr(loop, "__name__", type(loop).__name__)

@@ -33,7 +33,7 @@ def main(target: str, verdict_file: str, options: dict[str, Any]) -> None:
 
 
 def _build_everywhere(target: str, loop: str | None) -> tuple[Built, Loop | None]:
-    """What ``build()`` returns, and a loop of its file by its name.
+    """Return what ``build()`` returns, and a loop of its file by its name.
 
     Where either fails on some rank, every rank says so, and none is left waiting.
     """

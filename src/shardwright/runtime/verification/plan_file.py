@@ -53,7 +53,7 @@ class PlannedFile:
         return self._with_notes(f"{plan_page(self.plan, self.request.hardware)}\n\n{table}")
 
     def explained(self, name: str) -> str:
-        """What the plan does with a module, an operator or a parameter, and why; as `Plan.explain`."""
+        """Return what the plan does with a module, an operator or a parameter, and why; as `Plan.explain`."""
         return self.plan.explain(name, self.request.hardware)
 
     def document(self, *, compared: bool = False) -> dict[str, Any]:
@@ -64,7 +64,7 @@ class PlannedFile:
         return found | {"notes": list(self.notes), "seconds": dict(self.seconds)}
 
     def difference(self, path: str) -> str:
-        """What the plan of a file does otherwise, by its name.
+        """Return the differences to the plan of a file, by its name.
 
         Raises:
             PlanError: where it is no plan of this model.
@@ -72,7 +72,7 @@ class PlannedFile:
         return f"beside {path}, the other:\n{self.plan.diff(Plan.load(path, self.plan.graph))}"
 
     def page(self, title: str, *, compared: bool = False, beside: str | None = None) -> PlanDocument:
-        """What a page for a browser shows of it, and of the known plans and the plan of a file where they are wanted.
+        """Return the page for a browser, with the known plans and the plan of a file where they are wanted.
 
         Raises:
             PlanError: where ``beside`` is no plan of this model.

@@ -109,7 +109,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
             )
 
     def _refuse_uneven(self, what: str, dataset: Any, together: int) -> None:
-        """Where samples are missing for a last batch, accelerate repeats some, so that others count twice."""
+        """Refuse a last batch with too few samples: accelerate repeats some, so that these count twice."""
         if self.args.dataloader_drop_last or self.ranks == 1:
             return
         size = len(dataset) if hasattr(dataset, "__len__") else None
@@ -216,7 +216,7 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
             )
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """As they were saved; since then loaders have drawn."""
+        """Restore the random numbers that were saved; loaders have drawn since."""
         if checkpoint is not None:
             put_random_state(self._random)
 

@@ -127,12 +127,12 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
         return loss, logged
 
     def _outputs_of(self, module: Any, asked: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Tensor]]:
-        """What is captured of another step: what it returns, in a tuple that is empty for None, and what it logs."""
+        """Return what another step returns, in a tuple that is empty for None, and what it logs."""
         result, logged = self._ran(module, asked["step"], asked["batch"], *asked["more"])
         return () if result is None else (result,), logged
 
     def _ran(self, module: Any, step: str, batch: Any, *more: Any) -> tuple[Any, dict[str, Tensor]]:
-        """What a step of the module returns and logs; ``more`` is what it takes behind the number of the batch."""
+        """Return what a step of the module returns and logs; ``more`` is what it takes behind the batch's number."""
         logged: dict[str, Tensor] = {}
 
         def log(name: str, value: Any, **how: Any) -> None:
@@ -184,7 +184,7 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
         return self.parallel is not None and any(isinstance(p, DTensor) for p in self.lightning_module.parameters())
 
     def _outputs(self, step: str, batch: Any, index: Any = None, *more: Any) -> Any:
-        """What a step that is captured returns, whole on every rank."""
+        """Return what a captured step returns, whole on every rank."""
         assert self.parallel is not None
         # A program that is made here serves the training, too, where tensors of the inference mode are refused.
         with torch.inference_mode(False):
@@ -247,7 +247,7 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
         """Nothing: `parallelize` brings it there, tensor by tensor."""
 
     def reduce(self, tensor: Any, *_: Any, **__: Any) -> Any:
-        """What is logged is of the global batch already, the same on every rank."""
+        """Return the tensor as it is: what is logged is of the global batch already."""
         return tensor
 
     def barrier(self, name: str | None = None) -> None:
@@ -261,7 +261,7 @@ class ShardwrightStrategy(Strategy):  # type: ignore[misc]  # Lightning is not r
 
 
 class _Noted:
-    """How values are to be logged, which the rank that captures a step finds out, by step and name."""
+    """The way in which values are logged, by step and name, as the rank that captures a step finds out."""
 
     def __init__(self) -> None:
         self._mine: dict[tuple[str, str], dict[str, Any]] = {}
@@ -272,7 +272,7 @@ class _Noted:
         self._mine[step, name] = how
 
     def of(self, step: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """How a step logs each name; every rank asks for the same."""
+        """Return how a step logs each name; every rank asks for the same."""
         wanted = {name: (step, name) for name in names}
         if any(key not in self._everyones for key in wanted.values()):
             self._everyones = from_all_ranks(self._mine)[0]  # it is rank 0 that captures

@@ -1,1 +1,1 @@
-"""What a run moves between hosts, and what its plan predicts of that."""
+"""Bytes that a run moves between hosts, and those that its plan predicts."""

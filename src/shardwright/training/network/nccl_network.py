@@ -1,4 +1,4 @@
-"""Whether NCCL went over sockets although InfiniBand is there: by its own words where it left them, or by counters."""
+"""Finds out whether NCCL went over sockets although InfiniBand is there: by its log, or by counters."""
 
 from __future__ import annotations
 

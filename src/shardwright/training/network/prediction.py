@@ -1,4 +1,4 @@
-"""How many bytes go from host to host when programs run so and so often: what a plan predicts of the network."""
+"""Predicts how many bytes go from host to host when the programs of a plan run so and so often."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[C
 
 
 def _together(joined: Sequence[Collective], instruction: Instruction, mesh: Mesh) -> Collective:
-    """What a "joined" instruction communicates in one direction. Sums of several dtypes are gathered."""
+    """Return what a "joined" instruction communicates in one direction. Sums of several dtypes are gathered."""
     kind, axes, size = joined[0].kind, joined[0].axes, sum(collective.bytes for collective in joined)
     if kind == "all_reduce" and len({value.dtype for value, _ in instruction.bucket}) > 1:
         return Collective("all_gather", axes, size * mesh.extent(axes))
@@ -71,7 +71,7 @@ def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequ
 
 
 def flows_from_rank_zero(told_bytes: int, hosts: Sequence[str], backend: Backend) -> Flows:
-    """What ranks on ``hosts`` pass on until all have so many bytes of rank 0.
+    """Return what ranks on ``hosts`` pass on until all have so many bytes of rank 0.
 
     In each round those who have them pass them on to as many others, as gloo does: each to who is as far behind it as
     there are who have them.
@@ -88,7 +88,7 @@ def flows_from_rank_zero(told_bytes: int, hosts: Sequence[str], backend: Backend
 
 
 def _meet_within_hosts(places: Sequence[str], backend: Backend) -> bool:
-    """Whether members on these hosts meet within each first, so that what is in common goes there once."""
+    """Return whether members on these hosts meet within each first, so that what is in common goes there once."""
     grid = Grid.of(places)
     return backend.host_by_host and len(grid.rows) > 1 and grid.is_whole
 
@@ -96,7 +96,7 @@ def _meet_within_hosts(places: Sequence[str], backend: Backend) -> bool:
 def _flows_of(
     collective: Collective, mesh: Mesh, places: Sequence[str], backend: Backend
 ) -> Iterator[tuple[tuple[str, str], float]]:
-    """What one collective sends among members that are on these hosts."""
+    """Return what one collective sends among members that are on these hosts."""
     ranks = Counter(places)
     if _meet_within_hosts(places, backend):
         yield from ((pair, _host_sends(collective, ranks)) for pair in permutations(ranks, 2))
@@ -110,7 +110,7 @@ def _flows_of(
 
 
 def _host_sends(collective: Collective, ranks: Mapping[str, int]) -> float:
-    """What each host sends to each other one, where all have as many ranks: see `distributed.backends.between`."""
+    """Return what each host sends to each other one, where all have as many ranks."""
     hosts, inside = len(ranks), next(iter(ranks.values()))
     if collective.kind == "all_to_all":
         return collective.bytes * inside / hosts

@@ -32,7 +32,7 @@ _PACKET_HEADER_BYTES = {"ethernet": 66, "other": 66, "ip over infiniband": 56, "
 
 @dataclass(frozen=True)
 class DeviceTraffic:
-    """What one device of a host moved during the run."""
+    """The bytes that one device of a host moved during the run."""
 
     device: Device
     total: Moved
@@ -124,7 +124,7 @@ class TrafficWatch:
 def measure(
     before: NetworkReading, after: NetworkReading
 ) -> tuple[tuple[DeviceTraffic, ...], tuple[DeviceTraffic, ...]]:
-    """What the devices moved that carry bytes to and from the host, and what the loopback did."""
+    """Return what the devices moved that carry bytes to and from the host, and what the loopback did."""
     seconds = after.time_s - before.time_s
     loopbacks = [device for device in after.devices.values() if device.kind == "loopback"]
 
@@ -178,7 +178,7 @@ def _backend(world: World) -> Backend:
 
 
 def _network_namespace() -> str:
-    """Which network this process sees: containers of one machine have one each."""
+    """Return which network this process sees: containers of one machine have one each."""
     try:
         return os.readlink("/proc/self/ns/net")
     except OSError:

@@ -72,13 +72,13 @@ def _flat(record: Record) -> dict[str, Any]:
 
 
 def _lines(path: Path) -> list[str]:
-    """What an earlier process of the run wrote; a last line that it did not finish is left out."""
+    """Read what an earlier process of the run wrote; a last line that it did not finish is left out."""
     text = path.read_bytes().decode(errors="replace") if path.exists() else ""
     return text[: text.rfind("\n") + 1].splitlines()
 
 
 class _Line(TypedDict):
-    """What a line has beside its numbers."""
+    """The keys of a line beside its numbers."""
 
     step: int
 

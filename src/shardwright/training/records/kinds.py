@@ -29,7 +29,7 @@ RECORDS: dict[str, RecordRow] = {
 
 
 def record_problems(to: Sequence[str]) -> list[str]:
-    """What keeps runs from being recorded so, in one line each."""
+    """Return what keeps runs from being recorded so, in one line each."""
     problems = [f"{name!r} is unknown; choose of {', '.join(RECORDS)}" for name in to if name not in RECORDS]
     packages = [RECORDS[name].package for name in to if name in RECORDS]
     missing = [package for package in packages if package is not None and find_spec(package) is None]

@@ -1,4 +1,4 @@
-"""What is recorded, and what takes records."""
+"""The rows of numbers that a run records, and the targets that take them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Target:
-    """Where and from which moment on records go.
+    """The place of the records of a run, and the moment from which they go on.
 
     Of a run that goes on from a checkpoint, what an earlier process recorded after ``steps`` did not happen.
     """

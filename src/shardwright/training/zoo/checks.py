@@ -1,4 +1,4 @@
-"""What is wrong with a configuration beyond its keys, in one line each; known before processes meet."""
+"""Checks a configuration beyond its keys, before processes meet: one line for each problem."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from shardwright.training.zoo.tables import DATA, LOSSES, MODELS, OPTIMIZERS, SC
 
 @dataclass(frozen=True, kw_only=True)
 class System:
-    """How processes run: with the others that a launcher started, or alone where ``distribute`` is false."""
+    """The processes: those that a launcher started, or this one alone where ``distribute`` is false."""
 
     distribute: bool = True
     seed: int = at_least(0, 0)
@@ -29,7 +29,7 @@ class System:
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelOptions:
-    """What `sw.parallelize` takes; ``pins`` maps patterns of module paths to strategies."""
+    """The arguments of `sw.parallelize`; ``pins`` maps patterns of module paths to strategies."""
 
     mode: Mode = "data"
     search: SearchName | None = None
@@ -46,7 +46,7 @@ class ParallelOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class Train:
-    """How long a run is and what it leaves.
+    """The length of a run and what it leaves.
 
     ``steps`` ends the run early, counted in optimizer steps, and leaves the schedule that of all epochs.
 
@@ -79,7 +79,7 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Eval:
-    """How the test data are evaluated after every epoch; ``batch_size`` counts the global batch."""
+    """The evaluation on the test data after every epoch; ``batch_size`` counts the global batch."""
 
     enabled: bool = True
     batch_size: int = at_least(1, 500)
@@ -87,7 +87,7 @@ class Eval:
 
 @dataclass(frozen=True, kw_only=True)
 class Log:
-    """Where the numbers of a run are recorded, beside the lines that it prints, every ``train.log_every`` steps.
+    """The targets that record the numbers of a run, every ``train.log_every`` steps, beside its lines.
 
     ``to`` lists some of csv, jsonl, tensorboard, wandb and mlflow; files are in ``train.output_dir``.
     """

@@ -1,4 +1,4 @@
-"""What can be chosen in a configuration: a table per section, and the columns that its rows have.
+"""The choices of a configuration: a table per section, and the columns of its rows.
 
 A row says everything that the program must know of one choice, and nothing else in the program asks for its name. The
 tables themselves stand in `tables.py`. The options of a choice begin with the key that chooses it (``data.type``,
@@ -208,7 +208,7 @@ class ScheduleOptions:
 
 @dataclass(frozen=True)
 class RunLength:
-    """How long a run is, in optimizer steps, ``warmup_steps`` of which begin it."""
+    """The length of a run in optimizer steps, ``warmup_steps`` of which begin it."""
 
     steps: int
     steps_per_epoch: int
