@@ -128,3 +128,35 @@ def test_what_was_made_of_a_changed_tensor_is_still_refused():
 
     with pytest.raises(CaptureError, match="changes a tensor in place that has another name"):
         like_plain(step)
+
+
+def test_a_copy_made_without_gradients_has_none():
+    def step(self, x):
+        h = x @ self.w
+        with torch.no_grad():
+            copies = h.clone() + h.expand_as(h).cos() + torch.broadcast_tensors(h, x[:1])[1]
+            seen = h.clone()
+        return (h - seen).square().mean() + self.cell(seen).mean() + copies.mean() * self.e.mean()
+
+    like_plain(step)
+
+
+@pytest.mark.parametrize(
+    "itself",
+    [
+        lambda h: h.double(),
+        lambda h: h.to("cpu").type_as(h).contiguous(),
+        lambda h: +h.real.conj().resolve_conj(),
+        lambda h: torch.atleast_2d(h.flatten(0, 0)),
+        lambda h: torch.broadcast_tensors(h, h[:1])[0],
+    ],
+    ids=["double", "to", "conj", "flatten", "broadcast_tensors"],
+)
+def test_what_gives_its_operand_itself_where_gradients_are_off_has_its_gradient(itself):
+    def step(self, x):
+        h = x @ self.w
+        with torch.no_grad():
+            seen, known = itself(h), itself(h).mean()
+        return h.square().mean() + (seen * self.e[0]).sum() + known
+
+    like_plain(step)

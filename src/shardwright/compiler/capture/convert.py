@@ -193,7 +193,7 @@ class _Converter:
         if passes_on and isinstance(first, fx.Node) and first.name in self.marks:
             self.marks[node.name] = self.marks[first.name]
         if same is not None:
-            self.made[node.name] = same
+            self.made[node.name] = self._passed_on(node, same)
             return
         if row.broadcasts:
             self.made[node.name] = [
@@ -238,11 +238,13 @@ class _Converter:
         assert isinstance(over, fx.Node)
         assert isinstance(written, fx.Node)
         name: str = self.made[written.name]
-        if is_without_gradient(node):
-            return self._detach(node, name)
-        if self.values[self.made[over.name]].needs_gradient:
+        if not is_without_gradient(node) and self.values[self.made[over.name]].needs_gradient:
             return self._append(node, "shardwright.written_over", (over, written), {}, [node.meta["val"]])[0]
         return name
+
+    def _passed_on(self, node: fx.Node, name: str) -> str:
+        """Return the value that an operator passes on, without its gradient where gradients are off."""
+        return self._detach(node, name) if is_without_gradient(node) else name
 
     def _same_value(self, row: Row, node: fx.Node) -> str | None:
         """The operand of an operator that only passes it on."""

@@ -6,6 +6,7 @@ row in the table of rules stay whole, all others are decomposed as torch itself 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +30,7 @@ def functional(program: ExportedProgram, is_without_gradient: Callable[[fx.Node]
     _match_copies(program.graph)
     _separate_buffers(program)
     if torch.is_grad_enabled():
+        _pass_operands_on(program, is_without_gradient)
         _detach_views(program.graph, is_without_gradient)
     _forget_disabled(program.graph)
     return torch_private.run_decompositions(program, _preserved())
@@ -108,6 +110,43 @@ def _forget_disabled(graph: fx.Graph) -> None:
     for node in graph.find_nodes(op="placeholder"):
         noted = node.meta.get("custom") or {}
         node.meta["custom"] = {key: value for key, value in noted.items() if not key.startswith("_torchdynamo_disable")}
+
+
+def _pass_operands_on(program: ExportedProgram, is_without_gradient: Callable[[fx.Node], bool]) -> None:
+    """Remove the operators that return an operand itself, as ``x.float()`` of what is float32, where gradients are off.
+
+    What they return has the gradient that it had. And the first trace takes their result for all that the tensor is
+    used for from there on.
+    """
+    for node in list(program.graph.nodes):
+        composite = torch_private.is_operator(node.target) and torch_private.is_composite(node.target)
+        if composite and is_without_gradient(node) and not torch_private.changes_operands(node.target):
+            returned = _operands_returned(node)
+            for user in list(node.users) if isinstance(returned, list) else ():
+                if user.target is operator.getitem and (operand := returned[user.args[1]]) is not None:
+                    _replace(program, user, operand)
+            if isinstance(returned, fx.Node):
+                _replace(program, node, returned)
+
+
+def _operands_returned(node: fx.Node) -> Any:
+    """Return the operand that a composite operator returns as it is, None where it is another tensor; a list of these
+    for one that returns several tensors."""
+    vals = {operand: operand.meta["val"] for operand in node.all_input_nodes}
+    args, kwargs = map_arg((node.args, node.kwargs), vals.__getitem__)
+    with torch.no_grad():
+        result = node.target(*args, **kwargs)  # type: ignore[operator]
+
+    def operand(tensor: Any) -> fx.Node | None:
+        return next((of for of, val in vals.items() if val is tensor and isinstance(val, torch.Tensor)), None)
+
+    return [operand(each) for each in result] if isinstance(result, (tuple, list)) else operand(result)
+
+
+def _replace(program: ExportedProgram, node: fx.Node, operand: fx.Node) -> None:
+    program.graph_signature.replace_all_uses(node.name, operand.name)
+    node.replace_all_uses_with(operand)
+    program.graph.erase_node(node)
 
 
 def _detach_views(graph: fx.Graph, is_without_gradient: Callable[[fx.Node], bool]) -> None:
