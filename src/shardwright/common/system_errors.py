@@ -1,4 +1,4 @@
-"""What the operating system refuses, in words for a person: of which file, how large, and what to type."""
+"""Says in words what the operating system refuses: of which file, how large, and what to type."""
 
 from __future__ import annotations
 

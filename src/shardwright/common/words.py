@@ -13,7 +13,7 @@ def in_bytes(number: float) -> str:
 
 
 def typed_bytes(number: int) -> str:
-    """The same as it is typed, and rounded up, so that a limit that is given so admits as many.
+    """Return a size as it is typed, rounded up, so that a limit that is given so admits as many.
 
     >>> typed_bytes(596_010_000), typed_bytes(999_950), typed_bytes(17)
     ('596.1MB', '1.0MB', '17B')
@@ -32,7 +32,7 @@ def in_time(seconds: float) -> str:
 
 
 def on_a_clock(seconds: float) -> str:
-    """How long something takes that people wait for.
+    """Return how long something takes that people wait for.
 
     >>> on_a_clock(151), on_a_clock(90061)
     ('0:02:31', '25:01:01')
@@ -42,8 +42,7 @@ def on_a_clock(seconds: float) -> str:
 
 
 def drawn(text: str, columns: int) -> str:
-    """What a terminal is sent to show a line in place of the one in which the cursor is, and stays; cut to its width,
-    of which a terminal may say that it is 0.
+    """Return what makes a terminal show a line in place of the one at the cursor, cut to its width, which may be 0.
 
     >>> drawn("saving: 3 s", 8)
     '\\r\\x1b[Ksaving:'

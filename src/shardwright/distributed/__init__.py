@@ -1,1 +1,1 @@
-"""Who am I, and whom do I talk to: the world, its groups, agreement between ranks."""
+"""Process groups: the world of ranks, its groups and backends, and agreement between ranks."""

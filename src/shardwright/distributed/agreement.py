@@ -1,5 +1,4 @@
-"""How ranks come to one mind: what each of them has, that all mean the same, what rank 0 makes for all, and one error
-for all where one of them fails."""
+"""Agreement of ranks: gather what each has, compare, share what rank 0 makes, and raise one error on all of them."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ T = TypeVar("T")
 
 
 def from_all_ranks(mine: T) -> list[T]:
-    """What each rank has, in rank order; all ranks call it together. A process without others has its own alone."""
+    """Return what each rank has, in rank order; all ranks call it. A process without others has its own alone."""
     if alone():
         return [mine]
     everyone = [mine] * dist.get_world_size()
@@ -71,7 +70,7 @@ def refuse_unlike(ranks: Ranks, name: str, value: Any, remedy: str) -> None:
 
 
 def from_rank_zero(ranks: Ranks, make: Callable[[], T]) -> T:
-    """What ``make()`` returns on rank 0, on every rank; where it fails there, all raise its error."""
+    """Return what ``make()`` returns on rank 0, on every rank; where it fails there, all raise its error."""
     outcome = ranks.broadcast(_outcome(ranks, make) if ranks.rank == 0 else None)
     if outcome.failure is not None:
         raise outcome.failure
@@ -80,7 +79,7 @@ def from_rank_zero(ranks: Ranks, make: Callable[[], T]) -> T:
 
 
 def together(ranks: Ranks, do: Callable[[], T]) -> T:
-    """What ``do()`` returns on each rank; where it fails on some rank, all raise the first one's error."""
+    """Return what ``do()`` returns on each rank; where it fails on some rank, all raise the first one's error."""
     outcome = _outcome(ranks, do)
     failures = [
         ranks.purpose.lost(rank, answer) if isinstance(answer, Lost) else answer
@@ -96,7 +95,7 @@ def together(ranks: Ranks, do: Callable[[], T]) -> T:
 
 
 def attempt(do: Callable[[], Any]) -> tuple[str | None, Any]:
-    """What went wrong in words, or None, and what came out."""
+    """Return what went wrong in words, or None, and what came out."""
     try:
         return None, do()
     except Exception as error:  # a failure that is not told would leave the other ranks waiting
@@ -105,7 +104,7 @@ def attempt(do: Callable[[], Any]) -> tuple[str | None, Any]:
 
 @dataclass(frozen=True)
 class _Outcome:
-    """How a call ended, in a form that travels."""
+    """The outcome of a call, in a form that can be sent."""
 
     failure: Exception | None = None
     result: Any = None

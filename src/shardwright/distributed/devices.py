@@ -1,4 +1,4 @@
-"""Which host and which GPU each rank has, decided from the cards of all ranks, so that all decide alike."""
+"""The host and the GPU of each rank, decided from the cards of all ranks, so that all decide alike."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def gpu_index(cards: Sequence[Card], rank: int, device_id: int | None = None, sh
 
 
 def _visible_index(device_id: int, visible: int) -> int:
-    """Where the device of that number stands among the visible ones."""
+    """Return where the device of that number stands among the visible ones."""
     listed = os.environ.get("CUDA_VISIBLE_DEVICES")
     ids = listed.split(",") if listed else [str(i) for i in range(visible)]
     if str(device_id) not in ids[:visible]:
@@ -65,7 +65,7 @@ def _visible_index(device_id: int, visible: int) -> int:
 
 
 def asked_device(device: str | torch.device | None) -> torch.device | None:
-    """What a caller has asked for; raises `UsageError` where it is no device that ranks compute on."""
+    """Return what a caller has asked for; raises `UsageError` where it is no device that ranks compute on."""
     if device is None:
         return None
     try:
@@ -78,7 +78,7 @@ def asked_device(device: str | torch.device | None) -> torch.device | None:
 
 
 def device_type(asked: torch.device | None, backend: str) -> DeviceType:
-    """Where ranks with this backend compute: on what was asked for, else where the backend usually serves.
+    """Return where ranks with this backend compute: on what was asked for, else where the backend usually serves.
 
     Raises `UsageError` where the backend moves no tensors of such devices, `WorldError` where there are none.
     """

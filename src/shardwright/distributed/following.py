@@ -1,4 +1,4 @@
-"""What a device does and holds, told to those who watch the job.
+"""Tells those who watch the job what a device does and holds.
 
 To the pulse of this rank is told which of the collectives that it was asked for a GPU has done. NCCL's calls return
 when the GPU has been asked. So an event stands before and behind each collective, and a thread asks which of them the
@@ -57,7 +57,7 @@ def measure_steps(steps: Steps, device: torch.device, first_of_host: bool) -> No
 
 
 def _held_since(before_bytes: int) -> Callable[[], int]:
-    """What a process holds beside what it held when its world began: Python, torch and what they loaded."""
+    """Return what a process holds beside what it held when its world began: Python, torch and what they loaded."""
     return lambda: max(0, _resident_bytes() - before_bytes)
 
 
@@ -96,7 +96,7 @@ class Follower:
 
 
 def recorded(dump: str | bytes) -> str:
-    """What the flight recorder has: a line for each collective that has not ended, and the last that have.
+    """Return what the flight recorder has: a line for each collective that has not ended, and the last that have.
 
     >>> ended = {"process_group": ["0", "world"], "profiling_name": "nccl:all_reduce", "collective_seq_id": 7,
     ...     "input_sizes": [[4, 8]], "input_dtypes": ["Float"], "state": "completed", "frames": []}

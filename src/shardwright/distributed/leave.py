@@ -47,7 +47,7 @@ def _wait_for_idle_workers(deadline_s: float) -> None:
 
 
 def _is_idle(task: Path) -> bool:
-    """Whether the thread is no gloo worker, or one that waits for work.
+    """Return whether the thread is no gloo worker, or one that waits for work.
 
     A worker waits for work without a timeout, and with one for its peers and for the interpreter's lock.
     """

@@ -1,4 +1,4 @@
-"""How the ranks of a job find each other: a store that one of them serves, and a roll call on it.
+"""The meeting of the ranks of a job: a store that one of them serves, and a roll call on it.
 
 The roll call comes before torch's process group, so that whatever is wrong with the world is said by name on
 every rank: who is missing, who came twice, who believes in another world size.
@@ -36,7 +36,7 @@ _READERS_S = 5.0  # for which who serves the store waits for those that are to r
 
 @dataclass(frozen=True)
 class Card:
-    """What a rank says about itself at the roll call.
+    """The card with which a rank describes itself at the roll call.
 
     ``gpus`` are the identities of those it can see, where it is to compute on a ``device`` of that type. ``asked`` says
     whether it was told the ``backend``, which else is the usual one.
@@ -170,7 +170,7 @@ def _join(addresses: list[str], port: int, told: LaunchEnvironment, deadline: De
 
 
 def _server(told: LaunchEnvironment) -> str:
-    """Who serves the meeting point, in words."""
+    """Return who serves the meeting point, in words."""
     server_rank = told.meeting.server_rank if isinstance(told.meeting, TcpMeeting) else 0
     if server_rank is not None:
         return f"rank {server_rank}"

@@ -23,12 +23,12 @@ class OnItsWay:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What kind of numbers they are."""
+        """Return what kind of numbers they are."""
         return self._host.dtype
 
     @property
     def is_there(self) -> bool:
-        """Whether the numbers have come."""
+        """Return whether the numbers have come."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
     def values(self) -> list[float]:

@@ -24,7 +24,7 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Purpose:
-    """What ranks talk for, so that what goes wrong between them is told in the terms of the caller.
+    """The purpose for which ranks talk, so that errors between them use the terms of the caller.
 
     ``doing`` continues "while", as in "saving a checkpoint". ``error`` is the class of errors that the caller
     promises: other failures are raised as it. Without one, a rank alone raises what it met, and several raise a
@@ -70,11 +70,11 @@ class Ranks(Protocol):
 
 
 class Lost(str):
-    """Why nothing came from a rank."""
+    """The reason why nothing came from a rank."""
 
 
 def alone() -> bool:
-    """Whether this process has no other to talk to."""
+    """Return whether this process has no other to talk to."""
     return not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1
 
 
@@ -91,7 +91,7 @@ _LONGEST_PAUSE_S = 0.02  # and 0.2 ms more for each rank, so that a thousand do 
 
 
 def told_bytes() -> int:
-    """How many bytes rank 0, if this is it, has told all others by collectives so far."""
+    """Return how many bytes rank 0, if this is it, has told all others by collectives so far."""
     return 0 if alone() else _told.get(world_group(), 0)
 
 

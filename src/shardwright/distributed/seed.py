@@ -54,7 +54,7 @@ class RandomNumbers:
 
     @property
     def drawn(self) -> bool:
-        """Whether they are others now."""
+        """Return whether they are others now."""
         before: Any = self._numpy
         now: Any = np.random.get_state()
         same = before[2:] == now[2:] and before[1].tobytes() == now[1].tobytes()

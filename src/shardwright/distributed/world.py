@@ -195,7 +195,7 @@ def _adopt(asked: torch.device | None) -> World:
 
 
 def _launch_environment(init_method: str | None, rank: int | None, world_size: int | None) -> LaunchEnvironment:
-    """What the launcher said, with the caller's arguments in its place where given."""
+    """Return what the launcher said, with the caller's arguments in its place where given."""
     if (rank is None) != (world_size is None):
         given, lacking = ("rank", "world_size") if world_size is None else ("world_size", "rank")
         raise UsageError(f"sw.init({given}=...) needs {lacking}=... too")

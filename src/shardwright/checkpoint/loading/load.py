@@ -154,8 +154,9 @@ def _jobs_of(entry: TensorEntry, need: Box, local: Tensor) -> list[_Job]:
 
 @lru_cache(maxsize=4096)  # the tensors of a state are many and alike
 def _overlap(chunk: Box, need: Box) -> tuple[Box, tuple[slice, ...] | None, int, bool] | None:
-    """What is needed of a chunk, in its coordinates; where that lies in what is needed, None where it is all of it;
-    the number of the first element in the chunk; and whether no others lie between them. None where nothing is.
+    """Return the box of a chunk that is needed, its place in what is needed, its first element, and if it is dense.
+
+    The place is None where the box is all that is needed; the result is None where nothing of the chunk is.
 
     Cached by frozen boxes, of which it is a function.
     """
@@ -169,8 +170,10 @@ def _overlap(chunk: Box, need: Box) -> tuple[Box, tuple[slice, ...] | None, int,
 
 
 def _run(source: Source, jobs: Sequence[_Job], threads: int) -> None:
-    """What can be reckoned is reckoned before the first byte is read: between two reads the processor's caches are
-    full of what was read, and the same work takes about three times as long.
+    """Read all jobs with several threads.
+
+    What can be computed is computed before the first byte is read: between two reads the processor's caches are full
+    of what was read, and the same work takes about three times as long.
     """
     jobs = sorted(jobs, key=lambda job: (job.chunk.place.file, job.chunk.place.start))
     left, stopped = iter([(job, _pieces(source, job)) for job in jobs]), threading.Event()

@@ -45,7 +45,7 @@ def capture(
 
 
 class Capturing:
-    """How a step is captured: once for one batch, or once for batches that differ in the sizes of some dims."""
+    """The key of a capture: one batch, or batches that differ in the sizes of some dims."""
 
     def __init__(
         self,

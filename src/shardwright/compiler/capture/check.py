@@ -1,4 +1,4 @@
-"""What every captured graph must satisfy, checked after each rewrite."""
+"""Checks each captured graph after each rewrite."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shardwright.errors import CaptureError
 
 
 def check(capture: Capture) -> Capture:
-    """The same capture, if it is well formed: operands are defined before their use, and everything once.
+    """Return the capture, if it is well formed: operands are defined before their use, and everything once.
 
     Raises:
         CaptureError: where it is not, which is a defect of a rewrite; names the operator.

@@ -49,13 +49,13 @@ _BOUNDS: Column[Mapping[str, int]] = column(("slice slice_scatter", {"start": 0,
 
 @dataclass(frozen=True)
 class OutputTree:
-    """What the loss function returned beside the loss, with an `Operand` where a tensor goes."""
+    """The values that the loss function returned beside the loss, with an `Operand` where a tensor goes."""
 
     tree: Any
 
     @cached_property
     def labels(self) -> tuple[str, ...]:
-        """What a person calls each tensor, in the order of ``Capture.aux``: "logits", "0.mask"."""
+        """Return what a person calls each tensor, in the order of ``Capture.aux``: "logits", "0.mask"."""
         return tuple(path for path, leaf in torch_private.tree_flatten(self.tree)[0] if isinstance(leaf, Operand))
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
@@ -233,7 +233,7 @@ class _Converter:
             self.marks[node.name] = self.marks[given.name]
 
     def _written_over(self, node: fx.Node) -> str:
-        """What is written over a tensor: torch knows no gradient of the operator that does it."""
+        """Return what is written over a tensor: torch knows no gradient of the operator that does it."""
         over, written = node.args[:2]
         assert isinstance(over, fx.Node)
         assert isinstance(written, fx.Node)

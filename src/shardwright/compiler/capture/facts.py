@@ -1,4 +1,4 @@
-"""What an operator of a graph costs: floating-point operations and bytes, of its forward, on the whole tensors."""
+"""The cost of an operator on whole tensors: floating-point operations and bytes of its forward."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def bytes_moved(node: Node, capture: Capture) -> int:
 
 
 def saved(node: Node, capture: Capture) -> Saved:
-    """What a node keeps for its backward; nothing where none of its results has a gradient."""
+    """Return what a node keeps for its backward; nothing where none of its results has a gradient."""
     if not any(capture.values[name].needs_gradient for name in node.results):
         return Saved()
     gradients = [capture.values[name].needs_gradient for name in node.operands]

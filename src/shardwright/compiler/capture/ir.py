@@ -52,7 +52,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Pin:
-    """What the user demands of a node: slices per dim for operands and results; None where nothing is demanded."""
+    """A user's pin of a node: slices per dim for operands and results; None where nothing is demanded."""
 
     operands: tuple[Slices | None, ...]
     results: tuple[Slices | None, ...]

@@ -79,7 +79,7 @@ class _WrittenOver(torch.autograd.Function):
 
 
 def written_over(x: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """What ``x`` is once ``source``, of its shape and dtype, is copied into it.
+    """Return what ``x`` is once ``source``, of its shape and dtype, is copied into it.
 
     Whatever ``x`` was computed from has a gradient of zero, which optimizers with a decay tell from none.
     """
@@ -99,7 +99,7 @@ OPERATORS: Column[Callable[..., Any]] = column(
 
 
 def is_ours(op: str) -> bool:
-    """Whether an operator is one of this file, and none of torch's."""
+    """Return whether an operator is one of this file, and none of torch's."""
     return OPERATORS.of(op) is not None
 
 
@@ -109,8 +109,7 @@ def is_of_torch(op: str) -> bool:
 
 
 def apply_function(op: str, *args: Any, autocast: torch.dtype | None = None) -> Any:
-    """What a user's function with a backward of its own returns, under the autocast that was on when it was captured:
-    one tensor, or a list of several without what else it returns."""
+    """Return the tensor, or the tensors, that a user's `autograd.Function` gives under the captured autocast."""
     device = next((arg.device.type for arg in args if isinstance(arg, torch.Tensor)), "cpu")
     with torch.autocast(device, autocast, cache_enabled=False) if autocast is not None else nullcontext():
         output: Any = function_of(op).apply(*args)  # type: ignore[no-untyped-call]
@@ -148,5 +147,5 @@ def resolve(op: str) -> Callable[..., Any]:
 
 
 def takes_device(op: str) -> bool:
-    """Whether an operator makes its result on a device that it is told; a capture leaves the device out."""
+    """Return whether an operator makes its result on a device that it is told; a capture leaves the device out."""
     return is_of_torch(op) and any(p.name == "device" for p in torch_private.schema_parameters(op))

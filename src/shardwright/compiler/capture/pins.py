@@ -1,4 +1,4 @@
-"""What the user demands of single operators: ``shard`` inside a model, ``pins`` from outside of it.
+"""Pins, the strategies that users demand of operators: ``shard`` inside a model, ``pins`` from outside of it.
 
 During a capture the arguments and results of a pinned function pass through two operators that do nothing but carry
 the pin. Unlike an annotation of the region, they say which operators inside it take which argument, when the function

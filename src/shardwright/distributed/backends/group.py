@@ -21,8 +21,7 @@ from shardwright.errors import UsageError
 
 
 def backends_of(group: dist.ProcessGroup | None = None) -> str:
-    """What moves the tensors of a group, as a text that names backends: those it was asked for, but for one in whose
-    place another had to be taken."""
+    """Return the names of the backends that move a group's tensors: those asked for, or the one in place of one."""
     asked = str(dist.get_backend(group))
     instead = backend_called(asked).instead
     return instead if instead and not isinstance(group or dist.group.WORLD, CpuGroup) else asked

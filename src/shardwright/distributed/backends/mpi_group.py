@@ -28,7 +28,7 @@ class Job:
         self.watch: Watch | None = None
 
     def create(self, options: Any, _: Any) -> MpiGroup:
-        """What torch calls for the world and for every group made later, on the group's members alone."""
+        """Return what torch calls for the world and for every group made later, on the group's members alone."""
         world = MPI.COMM_WORLD
         members = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
         if members[options.group_rank] != world.Get_rank() or members[-1] >= world.Get_size():

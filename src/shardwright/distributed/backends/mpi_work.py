@@ -1,4 +1,4 @@
-"""When the collectives of a group run, and what becomes of one that cannot end.
+"""The order in which the collectives of a group run, and the end of one that cannot end.
 
 A collective that its caller waits for runs on the caller's thread. One that is asked for with ``async_op=True`` (and
 whatever is asked for behind it) runs on the group's own thread, so that it moves on while its caller computes; MPI

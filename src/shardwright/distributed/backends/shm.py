@@ -25,7 +25,7 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any) -> Any:
-    """What torch calls for the world and for every group made later, on the group's members alone."""
+    """Return what torch calls for the world and for every group made later, on the group's members alone."""
     from shardwright.distributed.backends.shm_meeting import create
 
     return create(options)

@@ -1,4 +1,4 @@
-"""How the members of a group come to memory that they share, or to gloo where there is none, all of them alike."""
+"""The meeting of a group's members, which share memory, or all use gloo where there is none."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _said: set[str] = set()  # what this process has logged
 
 
 class _NoMemory(Exception):
-    """What keeps the members of a group from sharing memory; all of them come to know it."""
+    """The reason why the members of a group cannot share memory; all of them come to know it."""
 
     def say(self, ranks: Sequence[int] | None) -> None:
         """Tell a person of it; ``ranks`` are those of a group of a world that goes on as it is."""
@@ -78,7 +78,7 @@ def _listed(ranks: Sequence[int]) -> str:
 
 
 def _of_a_world() -> bool:
-    """Whether the ranks have a world of this backend already, which has said how it goes."""
+    """Return whether the ranks have a world of this backend already, which has said how it goes."""
     return dist.is_initialized() and dist.get_backend() == SHM.registered
 
 
@@ -121,13 +121,13 @@ class _Meeting:
         self.store: Store = PrefixStore(str(number), options.store)
 
     def exchange(self, what: str, make: Callable[[], Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """What every member makes, in their order; raises `_NoMemory` on all of them where it fails on one."""
+        """Return what every member makes, in their order; raises `_NoMemory` on all of them where it fails on one."""
         self._tell(f"{what}/{self.rank}", make)
         said = [self._get(f"{what}/{rank}", name) for rank, name in enumerate(self.names)]
         return [_checked(answer) for answer in said]
 
     def told(self, key: str, maker: int, make: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """What one member makes, or what went wrong with it, for those who ask."""
+        """Return what one member makes, or what went wrong with it, for those who ask."""
         if self.rank == maker:
             self._tell(key, make)
         return self._get(key, self.names[maker])
@@ -174,7 +174,7 @@ def _card() -> dict[str, Any]:
 
 
 def _crowded(cards: Sequence[Mapping[str, Any]], ranks: int) -> bool:
-    """Whether the ranks here are more than the cores of ``cards``, which are those of some of them.
+    """Return whether the ranks here are more than the cores of ``cards``, which are those of some of them.
 
     ``ranks`` has the group, and the world may have more; hosts are taken to have as many of these as of those.
     """
@@ -183,7 +183,7 @@ def _crowded(cards: Sequence[Mapping[str, Any]], ranks: int) -> bool:
 
 
 def _grid(cards: Sequence[Mapping[str, Any]]) -> Grid:
-    """Who shares memory; raises `_NoMemory` where that is of no use to all."""
+    """Return who shares memory; raises `_NoMemory` where that is of no use to all."""
     grid = Grid.of([(card["machine"], card["processes"]) for card in cards])
     if grid.is_whole or len(cards) == 1:
         return grid
@@ -213,7 +213,7 @@ def _make(layout: Layout) -> dict[str, Any]:
 
 
 class _Part:
-    """What one member has of what all share."""
+    """The facts about one member that decide whether all share memory."""
 
     memory: Memory
     library: native.Native | None = None
@@ -266,13 +266,13 @@ class _Part:
         return {"reads": reads, "writes": self.arenas is not None}
 
     def members(self, direct: bool, ranks: int) -> Members:
-        """What is found; ``ranks`` has the group."""
+        """Return what is found; ``ranks`` has the group."""
         processes = [Process(card["pid"], card["started"]) for card in self._cards]
         crowded = _crowded(self._cards, ranks)
         return Members(self._names, processes, self.memory, self.library, self.arenas, direct, crowded)
 
     def close_arena(self) -> None:
-        """Where not all members reach those of all."""
+        """Return where not all members reach those of all."""
         if self.arena is not None:
             self.arena.close()
         self.arena = self.arenas = None

@@ -18,7 +18,7 @@ DeviceType = Literal["cpu", "cuda"]
 
 @dataclass(frozen=True)
 class Way:
-    """How a collective travels: around a ring, or from every member to every other.
+    """The route of a collective: around a ring, or from every member to every other.
 
     In both each member sends as many bytes, in as many ``messages(members, bytes)`` with a header each.
     """
@@ -43,7 +43,7 @@ def _gloo_segments(members: int, buffer_bytes: int) -> float:
 
 @dataclass(frozen=True)
 class Buckets:
-    """How gradients are joined for all-reduces.
+    """The way in which gradients are joined for all-reduces.
 
     ``bytes`` at most for one; a gradient with a quarter of that and more is not copied for it. ``first_bytes`` of those
     that the backward comes to first, so that communication begins early.
@@ -55,7 +55,7 @@ class Buckets:
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """What a backend can do.
+    """The abilities of a backend.
 
     Attributes:
         name: what is typed after ``--backend`` and given to `sw.init`.
@@ -202,7 +202,7 @@ def backend_moving(device: str, text: str) -> Backend:
 
 
 def moves(device: str, text: str) -> bool:
-    """Whether one of the backends that a text names moves tensors of such devices.
+    """Return whether one of the backends that a text names moves tensors of such devices.
 
     >>> [[moves(device, text) for device in ("cpu", "cuda")] for text in ("gloo", "nccl", "cpu:gloo,cuda:nccl")]
     [[True, True], [False, True], [True, True]]
@@ -213,5 +213,5 @@ def moves(device: str, text: str) -> bool:
 
 
 def on_gpus(text: str) -> bool:
-    """Whether ranks with these backends compute on GPUs."""
+    """Return whether ranks with these backends compute on GPUs."""
     return any(row.device == "cuda" for row in backends_by_device(text).values())

@@ -23,7 +23,7 @@ class Collectives(Protocol):
     size: int
 
     def reduction(self, reduce_op: Any, tensor: Tensor) -> Any:
-        """How such a tensor is reduced; raises `UsageError` where that has no meaning."""
+        """Return how such a tensor is reduced; raises `UsageError` where that has no meaning."""
 
     def barrier(self) -> Steps: ...
 
@@ -51,7 +51,7 @@ class Collectives(Protocol):
 
 
 class _Caller(threading.local):
-    """Who calls collectives on a thread, so far as groups need to know it."""
+    """The callers of collectives on a thread, so far as groups need to know them."""
 
     waits = False
     """Whether it waits at once for what it begins, so that no other thread need do that for it."""
@@ -91,7 +91,7 @@ class CollectiveWork(dist.Work):
 
     @property
     def ended(self) -> bool:
-        """Whether it has ended, well or not; nothing is done for it."""
+        """Return whether it has ended, well or not; nothing is done for it."""
         return self._done
 
     def ended_well(self) -> bool:

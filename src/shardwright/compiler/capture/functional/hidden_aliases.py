@@ -64,7 +64,7 @@ def _refuse_one_memory(
 
 
 def _sees_changes(node: fx.Node) -> bool:
-    """Whether an operator changes or reads in one place of its lists what it changes in another."""
+    """Return whether an operator changes or reads in one place of its lists what it changes in another."""
     lying: defaultdict[object, list[tuple[int, Tensor, bool]]] = defaultdict(list)
     operands = [(place, of, True) for place, of in enumerate(changed_by(node))]
     for place, of, changes in [*operands, *((place, of, False) for place, of in _read_by(node))]:

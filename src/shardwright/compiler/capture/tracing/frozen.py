@@ -1,4 +1,4 @@
-"""What a step reads of Python while it is captured: the graph holds it as it was, so that it is noted here.
+"""Notes the Python values that a step reads while it is captured, since the graph holds them as they were.
 
 Plain values that are read are told to who keeps programs, which makes another where they have changed. What a graph
 cannot do is refused with its line where numbers depend on it, as on Python's random numbers, and warned of otherwise.
@@ -64,7 +64,7 @@ class Reading:
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where the plain values stand that the graph may depend on, but for those that the step itself changes."""
+        """Return where plain values stand that the graph may depend on, without those that the step itself changes."""
         known = self._variables | self._objects.read
         kept = (place for place, value in known.items() if same(comparable(self._now(place)), value))
         return (*self._seen.plain, *self._seen.objects, *kept)
@@ -75,11 +75,11 @@ class Reading:
         return {".".join(filter(None, name)): line for name, line in self._seen.set.items()}
 
     def place_of(self, tensor: torch.Tensor) -> Place | None:
-        """Where a tensor stands beside parameters, buffers and the batch; None for one that the step has made."""
+        """Return where a tensor stands beside parameters, buffers and the batch; None for one made by the step."""
         return next((place for place, found in self._tensors() if found is tensor), None)
 
     def places_of(self, constants: Mapping[str, torch.Tensor]) -> dict[str, Place]:
-        """Where the tensors stand that a graph holds as constants, by the names that the graph has for them."""
+        """Return where the tensors stand that a graph holds as constants, by the names that the graph has for them."""
         kept = [(place, t) for place, t in self._tensors() if t.numel() and not torch_private.is_fake(t)]
         by_storage = {_memory(tensor): place for place, tensor in kept}  # fake ones are those that the trace sets
         named = {name: by_storage.get(_memory(tensor)) for name, tensor in constants.items()}
@@ -237,5 +237,5 @@ class Reading:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
-    """Which numbers a tensor has."""
+    """Return which numbers a tensor has."""
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()

@@ -98,7 +98,7 @@ def captured() -> Iterator[None]:
 
 
 class _Applied:
-    """What is done in place of ``MyFunction.apply(*args)``."""
+    """The stand-in for ``MyFunction.apply(*args)``."""
 
     def __init__(self) -> None:
         self._aside = False  # whether a forward runs: what it applies is part of it

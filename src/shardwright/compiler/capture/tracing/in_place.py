@@ -150,7 +150,7 @@ class InPlace:
 
 
 def _counts(tensor: torch.Tensor) -> bool:
-    """Whether a tensor knows how often it was changed."""
+    """Return whether a tensor knows how often it was changed."""
     return torch_private.is_fake(tensor) or not tensor.is_inference()
 
 
@@ -160,7 +160,7 @@ def _has_gradient(tensor: torch.Tensor) -> bool:
 
 
 def _looks_into(result: Any, tensor: torch.Tensor) -> bool:
-    """Whether a result has no gradient and lies in the memory of ``tensor``."""
+    """Return whether a result has no gradient and lies in the memory of ``tensor``."""
     if not isinstance(result, torch.Tensor) or result.requires_grad or not torch_private.is_fake(result):
         return False
     return _storage(result) == _storage(tensor)
@@ -192,7 +192,7 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], changed: Iterable[
 
 
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether an element of one tensor lies where an element of the other does, in the same storage."""
+    """Return whether an element of one tensor lies where an element of the other does, in the same storage."""
     here, there = span(one), span(other)
     if not meet(here, there) or one.dtype != other.dtype:
         return meet(here, there)

@@ -42,7 +42,7 @@ class Numbers:
         return value
 
     def add(self, node: fx.Node) -> bool:
-        """Whether a node of the program makes a number of sizes; it is then known by `of`."""
+        """Return whether a node of the program makes a number of sizes; it is then known by `of`."""
         val = node.meta.get("val")
         if not isinstance(val, _NUMBERS) or torch_private.is_unknown(val):
             return False
@@ -54,7 +54,7 @@ class Numbers:
         return self._of_node.get(node.name)
 
     def _computed(self, node: fx.Node, val: Any) -> Any:
-        """What the node computes, by the function that it calls: an expression may round in another way."""
+        """Return what the node computes, by the function that it calls: an expression may round in another way."""
         if torch_private.is_operator(node.target):  # the size of a tensor
             return self.plain(val)
         args, kwargs = fx.map_arg((node.args, node.kwargs), self.of)

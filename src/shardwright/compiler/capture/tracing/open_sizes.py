@@ -22,7 +22,7 @@ Sizes = Mapping[Any, Any]
 
 
 def in_batch(label: str) -> str:
-    """How a tensor of the batch is written in Python.
+    """Return how a tensor of the batch is written in Python.
 
     >>> in_batch("1"), in_batch("1.mask"), in_batch("batch")
     ('batch[1]', "batch[1]['mask']", 'batch')
@@ -43,7 +43,7 @@ class OpenSizes:
             torch_private.note_further(self._open[0])
 
     def bind(self, shapes: Sequence[Sequence[int]], labels: Sequence[str]) -> Sizes:
-        """What the open sizes are for a batch of these shapes, whose tensors are labelled so.
+        """Return what the open sizes are for a batch of these shapes, whose tensors are labelled so.
 
         Raises:
             CaptureError: where the trace would have been another one; names the user's line where it asked for a size.
@@ -76,7 +76,7 @@ class OpenSizes:
 
 
 def _at(frame: FrameSummary | None) -> str:
-    """Where in the user's code something was asked for."""
+    """Return where in the user's code something was asked for."""
     if frame is None or not sources.is_users(frame.filename):
         return ""
     return f", at {sources.describe(frame.filename, frame.lineno or 0, frame.name)}"

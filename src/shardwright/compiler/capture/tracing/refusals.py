@@ -1,4 +1,4 @@
-"""What is no graph of known shapes, refused with the user's line and the remedy."""
+"""Refuses what is no graph of known shapes, with the user's line and the remedy."""
 
 from __future__ import annotations
 
@@ -235,7 +235,7 @@ _ELSEWHERE = (
 
 
 def of_installed(error: CaptureError, trace: TracebackType | None, model: torch.nn.Module) -> CaptureError:
-    """The same error with other advice where it arose in an installed package, whose lines users do not change.
+    """Return the error with other advice where it arose in an installed package, whose lines users do not change.
 
     Args:
         trace: where it arose.

@@ -42,7 +42,7 @@ class Autocast:
 
 @dataclass(frozen=True)
 class Place:
-    """Where operators are copied to: before a node of a graph, under some autocast.
+    """The place to which operators are copied: before a node of a graph, under some autocast.
 
     ``kept`` are the parameters, and their casts so far, by whether gradients are off: autocast casts each once.
     """
@@ -91,12 +91,12 @@ def is_without_gradient(node: Node) -> bool:
 
 
 def _does_something(node: Node) -> bool:
-    """Whether a node is needed though nothing reads its result."""
+    """Return whether a node is needed though nothing reads its result."""
     return node.is_impure() or any(changed_by(node)) or _begins_or_ends_vmap(node)
 
 
 def _begins_or_ends_vmap(node: Node) -> bool:
-    """Whether a node is a bracket around what ``torch.vmap`` runs, of which nothing reads a result."""
+    """Return whether a node is a bracket around what ``torch.vmap`` runs, of which nothing reads a result."""
     return getattr(node.target, "__name__", "") in ("_vmap_increment_nesting", "_vmap_decrement_nesting")
 
 
@@ -236,7 +236,7 @@ def _is_cast(operand: Node, autocast: Autocast) -> bool:
 
 
 def _may_be_cast(operand: Node) -> bool:
-    """Whether autocast casts such a tensor at all."""
+    """Return whether autocast casts such a tensor at all."""
     dtype: torch.dtype = operand.meta["val"].dtype
     return dtype.is_floating_point and dtype != torch.float64
 
@@ -246,7 +246,7 @@ def _dtypes(of: torch_private.Computed) -> list[torch.dtype]:
 
 
 def _computed(node: Node, operands: Sequence[Node], casts: _Casts) -> torch_private.Computed:
-    """What an operator computes for tensors without values, once they are cast."""
+    """Return what an operator computes for tensors without values, once they are cast."""
     vals = {
         operand: operand.meta["val"].to(casts[i]) if i in casts else operand.meta["val"].detach()
         for i, operand in enumerate(operands)

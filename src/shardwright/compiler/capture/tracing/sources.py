@@ -1,4 +1,4 @@
-"""Which line of the user's code an operator comes from."""
+"""The line of the user's code from which an operator comes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WRAPPERS = (contextlib.__file__, functools.__file__)  # of Python, in which dec
 
 
 def is_users(filename: str) -> bool:
-    """Whether a file is neither torch's nor ours nor Python's; the models of our zoo count as the user's."""
+    """Return whether a file is neither torch's nor ours nor Python's; the models of our zoo count as the user's."""
     others = (_TORCH, _OURS, *_WRAPPERS, "<eval_with_key>", "<string>")
     return not filename.startswith(others) or filename.startswith(_MODELS)
 
@@ -37,7 +37,7 @@ def package_of(filename: str) -> str:
 
 
 def path_in_torch(filename: str) -> str:
-    """Where a file of torch's stands below its folder; nothing for other files."""
+    """Return where a file of torch's stands below its folder; nothing for other files."""
     return filename.removeprefix(_TORCH) if filename.startswith(_TORCH) else ""
 
 
@@ -65,7 +65,7 @@ def describe_frame(frame: FrameType) -> str:
 
 
 def source_of(node: fx.Node) -> str:
-    """Where the user calls a traced operator."""
+    """Return where the user calls a traced operator."""
     return str((node.meta.get("custom") or {}).get(SOURCE, ""))
 
 
@@ -76,7 +76,7 @@ def callers_source() -> str:
 
 
 def place_of(frame: FrameType | None, source: str = "") -> str:
-    """Where ``frame`` stands now, with the whole path, for messages; ``source`` is its description, if known."""
+    """Return where ``frame`` stands now, with the whole path, for messages; ``source`` is its description, if known."""
     if frame is None:
         return ""
     source = source or describe_frame(frame)

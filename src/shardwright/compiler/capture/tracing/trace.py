@@ -125,13 +125,13 @@ class _Annotate(TorchFunctionMode):
 
 
 def _without_gradient(func: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Whether what a function returns has no gradient."""
+    """Return whether what a function returns has no gradient."""
     return not torch.is_grad_enabled() or (func is torch.autograd.grad and not kwargs["create_graph"])
 
 
 @dataclass
 class _Call:
-    """What the traced module calls, and what is learnt from it; the exporter resets attributes of modules."""
+    """The module that is traced, and what is learnt from its calls; the exporter resets attributes of modules."""
 
     loss_fn: LossFunction
     batch: Callable[[Sequence[Any]], Any]
@@ -249,7 +249,7 @@ class _Sample:
         return tuple(torch_private.empty_like_on(tensor, self.device, mode) for tensor in given)
 
     def again(self) -> Again | None:
-        """What the step does when it runs again and again, as the exporter runs it."""
+        """Return what the step does when it runs again and again, as the exporter runs it."""
         mode = torch_private.fake_mode()
         step = self.step(mode, beneath_autograd=True, once=False)
         call = step.call

@@ -233,7 +233,7 @@ _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
 
 
 def in_place_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    """What is traced in place of a function of torch: mostly itself."""
+    """Return what is traced in place of a function of torch: mostly itself."""
     try:
         return _IN_PLACE_OF.get(function, function)
     except TypeError:  # not hashable

@@ -78,7 +78,7 @@ class _There:
                 self._inside.write_there(rank, place, mine)
 
     def _at(self, mine: Tensor) -> list[int]:
-        """Where a piece of ``flat`` lies in the memory of each rank."""
+        """Return where a piece of ``flat`` lies in the memory of each rank."""
         return [place + mine.data_ptr() - self._start for place in self._places]
 
 
@@ -104,7 +104,7 @@ class Between(ByRows):
         return Reduction.of(self.inside.backend, reduce_op, tensor.dtype, self.size)
 
     def _of_host(self, reduction: Reduction) -> Reduction:
-        """How the ranks of a host reduce what is reduced further; who does that divides for an average."""
+        """Return how the ranks of a host reduce what is reduced further; who does that divides for an average."""
         name = "SUM" if reduction.name == "AVG" else reduction.name
         return replace(reduction, name=name, size=self.inside.size)
 

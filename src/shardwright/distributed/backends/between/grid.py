@@ -1,4 +1,4 @@
-"""Which ranks of a group share memory."""
+"""The grid of a group: ranks that share memory, host by host."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Grid:
 
     @property
     def is_whole(self) -> bool:
-        """Whether there are several ranks at each place, and as many at all."""
+        """Return whether there are several ranks at each place, and as many at all."""
         return len({len(row) for row in self.rows}) == 1 and len(self.rows[0]) > 1
 
     def at(self, rank: int) -> tuple[int, int]:
@@ -44,8 +44,7 @@ class Grid:
 
 
 def sums_parts(hosts: int, inside: int, size_bytes: float) -> bool:
-    """Whether each of several hosts, of ``inside`` ranks each, sums a part of a sum and sends that to all others; else
-    each sends its own sum to all others.
+    """Return whether each host, of ``inside`` ranks, reduces a part and sends that to all; else each sends its own sum.
 
     >>> [sums_parts(hosts, inside=8, size_bytes=2**25) for hosts in (2, 3)], sums_parts(3, 8, 2**20)
     ([False, True], False)

@@ -1,4 +1,4 @@
-"""What ranks of several hosts move between them, over gloo, and what they learn of each other's end."""
+"""Messages between ranks of several hosts, over gloo, and the reason why a rank has ended."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ class Awaited(Protocol):
     """Something of others that is under way."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether it is there; waits for at most so long, and may be asked again."""
+        """Return whether it is there; waits for at most so long, and may be asked again."""
 
 
 class Word:
-    """Why a group can do nothing more, at the store that all its ranks reach."""
+    """The reason why a group can do nothing more, in the store that all its ranks reach."""
 
     def __init__(self, store: Store) -> None:
         self._store = store
 
     def tell(self, reason: str) -> str:
-        """What was told first, by this rank or another one."""
+        """Return what was told first, by this rank or another one."""
         with suppress(RuntimeError):  # the store has gone with the rank that served it
             self._store.compare_set(_GIVEN_UP, "", reason)
         return self.told() or reason
@@ -48,7 +48,7 @@ class Word:
         return ""
 
     def told_soon(self) -> str:
-        """The same, with a little patience."""
+        """Return the reason, waiting for it a little."""
         end_s = time.monotonic() + _TELL_S
         while not (reason := self.told()) and time.monotonic() < end_s:
             time.sleep(_PAUSE_S)
@@ -114,7 +114,7 @@ class Moves:
         return Moving(work, self, finish)
 
     def lost(self, error: RuntimeError) -> WorldError:
-        """What to raise where gloo has raised ``error``."""
+        """Return what to raise where gloo has raised ``error``."""
         said = f"lost the connection to {self.others}, and knows no reason; see its log: {error}"
         return WorldError(self._word.told_soon() or f"rank {self.names[self.rank]} has {said}")
 
@@ -128,7 +128,7 @@ class Moves:
 
 
 class Moving:
-    """What gloo moves."""
+    """The kind of number that gloo moves."""
 
     def __init__(self, work: dist.Work, moves: Moves, finish: Callable[[], None]) -> None:
         self._work, self._moves, self._finish = work, moves, finish

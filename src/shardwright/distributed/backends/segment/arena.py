@@ -68,7 +68,7 @@ class Arena:
             return made.data
 
     def _take(self, size: int) -> int | None:
-        """Where a block of that size begins."""
+        """Return where a block of that size begins."""
         self._collect()
         if not self._free.get(size):
             self._forget()
@@ -93,7 +93,7 @@ class Arena:
             self._backed.add(start)
 
     def _back(self, start: int, size: int) -> bool:
-        """Whether there is memory for a block, in place of what nobody uses."""
+        """Return whether there is memory for a block, in place of what nobody uses."""
         self._forget()
         self.give_back()
         if start + size > len(self.memory):
@@ -113,7 +113,7 @@ class Arena:
                     self._backed.discard(start)
 
     def _give_back(self, start: int, size: int) -> bool:
-        """Whether the kernel takes it."""
+        """Return whether the kernel takes it."""
         with contextlib.suppress(OSError):
             self.memory.madvise(mmap.MADV_REMOVE, start, size)
             return True

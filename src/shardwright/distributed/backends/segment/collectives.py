@@ -54,7 +54,7 @@ class Collectives(ByRows):
         return self._view(self.rank, self._next, like.dtype, like.nbytes, start)
 
     def _of(self, rank: int, like: Tensor, start: int = 0) -> Tensor:
-        """What ``rank`` has written for this stage, as long as ``like``."""
+        """Return what ``rank`` has written for this stage, as long as ``like``."""
         return self._view(rank, self.rendezvous.stage & 1, like.dtype, like.nbytes, start)
 
     def _make_view(self, rank: int, parity: int, dtype: torch.dtype, nbytes: int, start: int) -> Tensor:
@@ -222,7 +222,7 @@ class Collectives(ByRows):
                 self._take(rank, tensor, int(starts[rank, self.rank]), start)
 
     def _put(self, out: Mapping[int, Tensor], lengths: Sequence[int], start: int) -> None:
-        """What lies from the byte ``start`` on in the row of this rank's parts."""
+        """Return what lies from the byte ``start`` on in the row of this rank's parts."""
         at = 0
         for rank, length in enumerate(lengths):
             first, end = max(at, start), min(at + length, start + DATA_BYTES)
@@ -232,7 +232,7 @@ class Collectives(ByRows):
             at += length
 
     def _take(self, rank: int, tensor: Tensor, at: int, start: int) -> None:
-        """What lies there of the part that stands from ``at`` on in the row of ``rank``."""
+        """Return what lies there of the part that stands from ``at`` on in the row of ``rank``."""
         first, end = max(at, start), min(at + tensor.numel(), start + DATA_BYTES)
         if first < end:
             part = tensor[first - at : end - at]
@@ -261,7 +261,7 @@ def check_sizes(note: Note, table: np.ndarray[Any, np.dtype[np.int64]], names: S
 
 
 def _chunks(flat: Tensor, most_bytes: int) -> Iterator[tuple[int, Tensor]]:
-    """Where each begins, and itself, of at most so many bytes; an empty tensor has one, too, which ranks come to."""
+    """Return where each piece of at most so many bytes begins, and the piece; an empty tensor has one, too."""
     most = most_bytes // flat.element_size()
     for start in range(0, max(1, flat.numel()), most):
         yield start, flat[start : start + most]

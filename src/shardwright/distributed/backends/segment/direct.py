@@ -68,7 +68,7 @@ class Direct(Collectives):
     def _addresses(
         self, note: Note, own: Sequence[Tensor], sizes: Sequence[int] = ()
     ) -> Generator[None, None, list[tuple[int, ...]]]:
-        """Where the tensors that each rank gives lie, when all have come; all must agree on the sizes."""
+        """Return where the tensors that each rank gives lie, when all have come; all must agree on the sizes."""
         end = len(self._write(note, [*sizes, *(tensor.data_ptr() for tensor in own)]))
         yield
         parity, length = self.rendezvous.stage & 1, HEAD_BYTES + 8 * len(sizes)
@@ -194,7 +194,7 @@ def _copy(copy: Callable[..., int], pid: int, address: int, tensor: Tensor) -> N
 
 
 def can_reach(pid: int, address: int, expected: bytes) -> bool:
-    """Whether this process may read and write the memory of that one, and finds there what is ``expected``."""
+    """Return whether this process may read and write the memory of that one, and finds there what is ``expected``."""
     found = torch.zeros(len(expected), dtype=torch.uint8)
     try:
         read(pid, address, found)

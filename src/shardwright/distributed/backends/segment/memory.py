@@ -37,7 +37,7 @@ _REASON_AT = 128
 
 @dataclass(frozen=True)
 class Layout:
-    """Where everything lies in the memory of ``size`` ranks; native.c knows it, too."""
+    """The layout of the memory of ``size`` ranks; native.c knows it, too."""
 
     size: int
     place_bytes: int = _PLACE_BYTES
@@ -45,7 +45,7 @@ class Layout:
 
     @cached_property
     def note_bytes(self) -> int:
-        """What stands before the data of a slot: a head, and two numbers for each rank."""
+        """Return what stands before the data of a slot: a head, and two numbers for each rank."""
         return _up(HEAD_BYTES + 16 * self.size, 64)
 
     @property
@@ -66,7 +66,7 @@ class Layout:
 
     @cached_property
     def wide_at(self) -> int:
-        """Where the wide slots begin, which take memory when they are first used."""
+        """Return where the wide slots begin, which take memory when they are first used."""
         return _up(self.slots_at + 2 * self.size * self.slot_bytes, _PAGE_BYTES)
 
     @property
@@ -108,7 +108,7 @@ class Memory:
         return self._data[rank][parity]
 
     def write_note(self, parity: int, note: bytes) -> None:
-        """What this rank does, for the others to compare with what they do; its head is kept for who looks later."""
+        """Write what this rank does, for others to compare with what they do; its head is kept for later readers."""
         place, slot = self.layout.place_at(self.rank) + _HEAD_AT, self.layout.slot_at(self.rank, parity)
         self.bytes[place : place + HEAD_BYTES] = note[:HEAD_BYTES]
         self.bytes[slot : slot + len(note)] = note
@@ -138,7 +138,7 @@ class Memory:
         _REASON.pack_into(self.bytes, start, len(text))
 
     def reason(self, rank: int) -> str:
-        """Why a rank comes to nothing more; "" as long as it has not said so."""
+        """Return why a rank comes to nothing more; "" as long as it has not said so."""
         start = self.layout.place_at(rank) + _REASON_AT
         length = _REASON.unpack_from(self.bytes, start)[0]
         start += _REASON.size
@@ -189,7 +189,7 @@ class Process:
         return cls(os.getpid(), _started(os.getpid()))
 
     def has_ended(self) -> bool:
-        """Whether it runs no more, though nobody may have asked for its exit code yet."""
+        """Return whether it runs no more, though nobody may have asked for its exit code yet."""
         return _started(self.pid) != self.started
 
 

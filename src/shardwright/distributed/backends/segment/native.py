@@ -1,4 +1,4 @@
-"""What native.c is told, and what it does."""
+"""The arguments of native.c, and its functions."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ GATHERED = 5, 4  # the operation and the type of an all-gather, which moves byte
 
 
 def reduces(dtype: torch.dtype, operation: str) -> bool:
-    """Whether native code does, by the operation of that name."""
+    """Return whether native code does, by the operation of that name."""
     return dtype in TYPES and operation in OPERATIONS and (operation != "AVG" or dtype.is_floating_point)
 
 
 class Group(ctypes.Structure):
-    """What native.c is told of a group."""
+    """The arguments of native.c for a group."""
 
     _fields_ = (
         ("places", ctypes.c_void_p), ("slots", ctypes.c_void_p), ("wide", ctypes.c_void_p),
@@ -57,7 +57,7 @@ class Piece(ctypes.Structure):
 
 
 class Told(ctypes.Structure):
-    """What native.c is told of a collective, and how far it has come."""
+    """The arguments of native.c for a collective, and its progress."""
 
     _fields_ = (
         ("head", ctypes.c_char_p), ("note_bytes", ctypes.c_int64), ("own", ctypes.c_void_p), ("data", ctypes.c_void_p),

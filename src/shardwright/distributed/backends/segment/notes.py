@@ -1,4 +1,4 @@
-"""What a rank says of the collective to which it has come, so that others see whether they came to the same."""
+"""The note of a rank about the collective to which it has come, for others to compare with theirs."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Note(NamedTuple):
     root: int = 0
 
     def head(self) -> bytes:
-        """The same for all ranks that come to the same."""
+        """Return a text that is the same for all ranks that come to the same collective."""
         return _HEAD.pack(
             self.number % (1 << 32), _NUMBERS["kinds"][self.kind], _NUMBERS["operations"][self.operation],
             0 if self.dtype is None else 1 + _NUMBERS["dtypes"][self.dtype], 0, self.numel, self.root, 0,
@@ -63,7 +63,7 @@ class Note(NamedTuple):
 
 
 def unlike(notes: Sequence[bytes], names: Sequence[int], number: int, group: Sequence[int]) -> str:
-    """What to say where ranks, ``names``, have written several notes for one collective, the ``number``-th of a group.
+    """Return the message for ranks, ``names``, that have written several notes for collective ``number`` of a group.
 
     Behind the head of a note may be sizes.
     """

@@ -22,7 +22,7 @@ _CLOCK_SLICE_S = 1.0  # semaphores wait by the wall clock, which somebody may se
 
 
 class Rendezvous(Protocol):
-    """Where the ranks of a group meet, again and again."""
+    """The barrier of a group, which is reached again and again."""
 
     stage: int  # to which this rank has come
 
@@ -34,7 +34,7 @@ class Rendezvous(Protocol):
         """Come to the next stage: what this rank has written before can be read by who has waited."""
 
     def wait(self, timeout_s: float) -> bool:
-        """Whether all have come to the stage of this rank; may be asked again."""
+        """Return whether all have come to the stage of this rank; may be asked again."""
 
     def wait_aside(self) -> None:
         """This thread is to wait beside one that computes, whose core it must not keep."""

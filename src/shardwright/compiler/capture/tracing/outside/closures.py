@@ -1,4 +1,4 @@
-"""What functions are, and what they close over, are bound to and keep."""
+"""Functions of users: their variables, what they are bound to, and what they keep from call to call."""
 
 from __future__ import annotations
 
@@ -53,8 +53,7 @@ def closure(loss_fn: Any) -> dict[str, Any]:
 
 
 def _kept_by(function: Any) -> dict[str, Any]:
-    """What a user's function keeps from call to call: defaults of its arguments, which may be changed in place, and its
-    attributes."""
+    """Return what a user's function keeps from call to call: its attributes and the defaults of its arguments."""
     if function is None or not sources.is_users(function.__code__.co_filename):
         return {}
     defaults = function.__defaults__ or ()
@@ -65,7 +64,7 @@ def _kept_by(function: Any) -> dict[str, Any]:
 
 
 def cells(loss_fn: Any) -> dict[str, CellType]:
-    """What a function of the user's closes over, by the names of the variables."""
+    """Return what a function of the user's closes over, by the names of the variables."""
     function = called_function(loss_fn)
     if function is None or function.__closure__ is None or not sources.is_users(function.__code__.co_filename):
         return {}
@@ -73,7 +72,7 @@ def cells(loss_fn: Any) -> dict[str, CellType]:
 
 
 def tensors_kept(cached: Any) -> list[torch.Tensor]:
-    """What a function has returned that keeps it, by `functools.lru_cache`, which tells nobody else."""
+    """Return what a function has returned that keeps it, by `functools.lru_cache`, which tells nobody else."""
     parts = [entry for part in gc.get_referents(cached) for entry in (part.values() if type(part) is dict else [part])]
     links = [gc.get_referents(part) if type(part).__name__ == "_lru_list_elem" else [part] for part in parts]
     return [entry for link in links for entry in link if is_a(entry, torch.Tensor)]

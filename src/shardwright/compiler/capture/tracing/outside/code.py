@@ -41,7 +41,7 @@ class StepCode:
         return {name for function in self._functions for name in _names(function.__code__)}
 
     def variables(self) -> Iterator[tuple[Place, Any]]:
-        """What the loss function closes over, and the variables of Python modules that functions of the step name."""
+        """Return the variables in the closure of the loss function, and those of modules that the step names."""
         for name, value in closure(self.loss_fn).items():
             yield Place("closure", "", name), value
         found: set[Place] = set()
@@ -55,7 +55,7 @@ class StepCode:
                         yield place, function.__globals__[name]
 
     def members(self) -> Iterator[tuple[Place, Any]]:
-        """What functions of the step name in the user's own Python modules and classes, as ``settings.SCALE``."""
+        """Return what functions of the step name in the user's own modules and classes, as ``settings.SCALE``."""
         named = {pair for function in self._functions for pair in _members_of(function.__code__)}
         for place, value in self.variables():
             module = sys.modules.get(value.__module__) if safe.is_a(value, type) else value

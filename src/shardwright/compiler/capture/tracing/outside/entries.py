@@ -1,4 +1,4 @@
-"""What stands inside of collections, modules, functions and objects."""
+"""The entries of collections, modules, functions and objects."""
 
 from __future__ import annotations
 
@@ -39,8 +39,7 @@ _OPENED = ("argparse", "types")  # of Python itself, whose other objects are tak
 
 
 def inside(value: Any, seen: Opened, path: str = "") -> Iterator[tuple[str, Any]]:
-    """What stands in collections, modules, functions and objects of users' classes, at any depth, by its path; else
-    ``value`` itself.
+    """Yield what collections, modules, functions and users' objects hold, by its path; else the value itself.
 
     Args:
         seen: collections and objects that were looked into, each once, and what stood in them.
@@ -68,7 +67,7 @@ def _shown(name: Any, number: int) -> str:
 
 @never_raising(None)
 def entries_of(value: Any) -> Entries | None:
-    """What stands in a collection or an object by which names; None for what is not looked into."""
+    """Return what stands in a collection or an object by which names; None for what is not looked into."""
     if is_a(value, (*PLAIN, *_CLOSED)) or long_and_plain(value):
         return None
     if is_a(value, dict):
@@ -92,13 +91,13 @@ def entries_of(value: Any) -> Entries | None:
 
 
 def is_object(value: Any) -> bool:
-    """Whether a value is an object of a user's class, which is neither a collection nor a function."""
+    """Return whether a value is an object of a user's class, which is neither a collection nor a function."""
     known = (torch.Tensor, nn.Module, dict, list, tuple, deque, set, frozenset, *FUNCTIONS, functools.partial)
     return not is_a(value, known) and entries_of(value) is not None
 
 
 def in_slots(value: Any) -> Entries:
-    """What stands in the ``__slots__`` of an object."""
+    """Return what stands in the ``__slots__`` of an object."""
     found: Entries = []
     for base in type(value).__mro__:
         for name, slot in vars(base).items() if "__slots__" in vars(base) else ():
@@ -109,7 +108,7 @@ def in_slots(value: Any) -> Entries:
 
 
 def attributes(module: nn.Module) -> list[tuple[str, Any]]:
-    """What users have set on a module, and its flag of training: no parameters, buffers and modules."""
+    """Return what users have set on a module, and its flag of training: no parameters, buffers and modules."""
     return [(name, value) for name, value in vars(module).items() if name not in OF_TORCH]
 
 

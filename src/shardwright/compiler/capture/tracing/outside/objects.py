@@ -1,4 +1,4 @@
-"""What a step reads inside objects that are no modules, as in ``self.config.scale``: each attribute by itself.
+"""The attributes that a step reads of objects that are no modules, as in ``self.config.scale``, one by one.
 
 Whole objects cannot be compared, and most of what stands in one has nothing to do with a step. So the attributes of
 those that a step can reach are watched while it is captured. What functions of installed packages read of them is left
@@ -77,7 +77,7 @@ class ObjectReads:
                 kind.__getattribute__ = own  # type: ignore[method-assign]
 
     def _is_own(self, code: CodeType) -> bool:
-        """Whether this is code of the user's own."""
+        """Return whether this is code of the user's own."""
         if code not in self._own:
             self._own[code] = sources.is_users(code.co_filename) and not sources.package_of(code.co_filename)
         return self._own[code]

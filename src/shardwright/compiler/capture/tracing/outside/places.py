@@ -1,4 +1,4 @@
-"""Where values stand that a step reads beside its batch, parameters and buffers, so that each rank finds its own.
+"""The places of values that a step reads beside its batch, parameters and buffers, for each rank to find its own.
 
 A captured graph holds what Python values were when it was made: attributes of modules, variables that the loss function
 closes over, and variables of Python modules. Where each of them stands is a `Place`, which any rank can look up again.
@@ -40,7 +40,7 @@ class Place:
         return f"{self.name}{tail}, a variable of {self.owner}"
 
     def now(self, model: nn.Module, loss_fn: Callable[..., Any]) -> Any:
-        """What stands there on this rank now, or `MISSING`."""
+        """Return what stands there on this rank now, or `MISSING`."""
         return follow(self._start(model, loss_fn), self.path)
 
     def variables(self, model: nn.Module) -> dict[str, Any]:

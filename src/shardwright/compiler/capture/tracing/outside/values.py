@@ -50,12 +50,12 @@ def plain(value: Any) -> Any:
 
 @never_raising(NOT_PLAIN)
 def comparable(value: Any) -> Any:
-    """The same for functions and classes too, which are what they are, for small arrays, and for sets of these."""
+    """Return `comparable` of a value, or what stands for a function, a class, a small array, or a set of these."""
     return _compared(value, _comparable_alone, (list, tuple, dict, set, frozenset, functools.partial))
 
 
 def _compared(value: Any, alone: Callable[[Any], Any], collections: tuple[type, ...], depth: int = 0) -> Any:
-    """What ``alone`` makes of a value, or of all that stands in a short collection; else `NOT_PLAIN`."""
+    """Return what ``alone`` makes of a value, or of all that stands in a short collection; else `NOT_PLAIN`."""
     if (itself := alone(value)) is not NOT_PLAIN:
         return itself
     if not is_a(value, collections) or depth >= DEEPEST:
@@ -71,7 +71,7 @@ def _compared(value: Any, alone: Callable[[Any], Any], collections: tuple[type, 
 
 
 def _given(value: Any) -> list[Any]:
-    """What stands in a collection."""
+    """Return what stands in a collection."""
     if is_a(value, functools.partial):
         return [value.func, value.args, value.keywords]
     return safe.items(value) if is_a(value, dict) else safe.entries(value)
@@ -88,7 +88,7 @@ def _comparable_alone(value: Any) -> Any:
 
 
 def in_words(value: Any) -> str:
-    """What `comparable` gives, alike in every process."""
+    """Return what `comparable` gives, alike in every process."""
     if is_a(value, torch.device):
         return str(value.type)  # ranks of one host have one each
     if is_a(value, Enum):
@@ -137,6 +137,6 @@ def exactly(value: Any) -> str:
 
 
 def long_and_plain(value: Any) -> bool:
-    """Whether a value is a long list of numbers or words, which is looked at as one."""
+    """Return whether a value is a long list of numbers or words, which is looked at as one."""
     numbered = is_a(value, (list, tuple)) and _LONGEST < safe.length(value) <= MOST_LEAVES
     return numbered and all(is_a(entry, PLAIN) for entry in safe.entries(value))

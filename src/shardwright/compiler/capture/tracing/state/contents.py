@@ -1,4 +1,4 @@
-"""What lies in each memory while a step runs twice: of two that are equal, the numbers are, whatever the batch is.
+"""The contents of each memory while a step runs twice: of two that are equal, the numbers are, for any batch.
 
 A memory holds the expression that led to it, back to the batch, parameters, buffers and random numbers; operators that
 write into it change the expression. What one step has made and another one reads is noted.
@@ -75,7 +75,7 @@ class Contents:
         return result
 
     def described(self, value: Any) -> Any:
-        """What can be compared of an argument, or of a result: equal where the numbers in it are."""
+        """Return what can be compared of an argument, or of a result: equal where the numbers in it are."""
         if isinstance(value, torch.Tensor):
             shown = tuple(value.shape), value.dtype, value.requires_grad
             placed = (value.stride(), value.storage_offset()) if value.layout == torch.strided else ()
@@ -96,7 +96,7 @@ class Contents:
         return content.follows | {torch_private.storage_key(tensor)}
 
     def changes(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is another one in every step."""
+        """Return whether a tensor is another one in every step."""
         return not self._changing.isdisjoint(self._content(tensor).follows)
 
     def expression(self, tensor: torch.Tensor) -> int:
@@ -104,15 +104,15 @@ class Contents:
         return self._content(tensor).expression
 
     def was_written(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor was there before the steps, and they have written into its memory."""
+        """Return whether a tensor was there before the steps, and they have written into its memory."""
         return not self._content(tensor).step and torch_private.storage_key(tensor) in self._overwritten
 
     def is_left(self, tensor: torch.Tensor) -> bool:
-        """Whether a step has made a tensor, another one than others have."""
+        """Return whether a step has made a tensor, another one than others have."""
         return self.changes(tensor) and bool(self._content(tensor).step)
 
     def is_new(self, tensor: torch.Tensor) -> bool:
-        """Whether the last step has made a tensor."""
+        """Return whether the last step has made a tensor."""
         return self._content(tensor).step == self._step
 
     def _content(self, tensor: torch.Tensor) -> Content:
@@ -159,7 +159,7 @@ def _written(
 
 
 def _value(tensor: torch.Tensor) -> Hashable:
-    """What a tensor holds that is written in the code, on whatever device."""
+    """Return what a tensor holds that is written in the code, on whatever device."""
     held = torch_private.on_cpu(tensor)  # in a name while its bytes are read
     memory = torch_private.storage_of(held)
     return tensor.dtype, tuple(tensor.shape), ctypes.string_at(memory.data_ptr(), memory.nbytes())

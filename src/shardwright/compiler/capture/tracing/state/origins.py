@@ -1,4 +1,4 @@
-"""Which tensors of a step follow from its batch, from parameters, from random numbers, or from what was before it.
+"""Traces each tensor of a step to its batch, to parameters, to random numbers, or to what was before it.
 
 All others, such as a mask that is made when it is first needed, are the same in every step of one shape; and so are
 those that follow from frozen parameters, and from buffers that the step does not change.
@@ -68,7 +68,7 @@ class Origins:
                 self._add(tensor, buffers)
 
     def follows(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor may be another one in the next step, once this one has ended."""
+        """Return whether a tensor may be another one in the next step, once this one has ended."""
         return self._always_follows(tensor) or any(map(self._is_changed, self._buffers_of(tensor)))
 
     def _always_follows(self, tensor: torch.Tensor) -> bool:
@@ -80,7 +80,7 @@ class Origins:
         return self._read.get(torch_private.storage_key(tensor), frozenset()) if fake else frozenset()
 
     def _is_changed(self, name: str) -> bool:
-        """Whether the step has changed a buffer in place, or set another in its place."""
+        """Return whether the step has changed a buffer in place, or set another in its place."""
         assert self._model is not None
         buffer, version = self._buffers[name]
         now = dict(self._model.named_buffers(remove_duplicate=False)).get(name)
@@ -88,7 +88,7 @@ class Origins:
         return now is not buffer or written
 
     def was_used(self, tensor: torch.Tensor) -> bool:
-        """Whether the step has read a tensor."""
+        """Return whether the step has read a tensor."""
         if id(tensor) in self._used:
             return True
         return _was_before(tensor) and torch_private.storage_key(tensor) in self._used_storages
@@ -137,12 +137,12 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def _was_before(tensor: torch.Tensor) -> bool:
-    """Whether a tensor was there before the step, and has memory."""
+    """Return whether a tensor was there before the step, and has memory."""
     return not torch_private.is_fake(tensor) and tensor.layout == torch.strided
 
 
 def _changes_statistics(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function of torch changes the running statistics that it is given."""
+    """Return whether a function of torch changes the running statistics that it is given."""
     trains = kwargs.get("training", args[5] if len(args) > 5 else name != "batch_norm")
     return "moving_av" in name or ("batch_norm" in name and bool(trains))
 

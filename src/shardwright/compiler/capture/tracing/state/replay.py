@@ -31,7 +31,7 @@ Step = Callable[[Sequence[torch.Tensor]], Any]
 
 @dataclass(frozen=True)
 class Again:
-    """What further steps did.
+    """The findings of further steps.
 
     differs: something else than the first.
     computes: something else than the first of its own batch, or they failed.
@@ -51,7 +51,7 @@ class Again:
     counted: bool = False
 
     def are_among(self, place: Place, places: frozenset[Place]) -> bool:
-        """Whether a change of the capture is among places of these steps, or none of them is known to be the same."""
+        """Return whether a change of the capture is among these places, or none is known to be the same."""
         if place in self.left:
             return place in places
         name = replace(place, path="")
@@ -203,13 +203,13 @@ def _is_fake(value: Any) -> bool:
 
 
 def _is_more(change: Change, contents: Contents) -> bool:
-    """Whether the last step has put a tensor of its own where nothing was, in a collection or an object."""
+    """Return whether the last step has put a tensor of its own where nothing was, in a collection or an object."""
     more = bool(change.place.path) and change.before is MISSING and _is_fake(change.after)
     return more and contents.is_new(change.after)
 
 
 def _stays(change: Change, contents: Contents) -> bool:
-    """Whether what one step leaves in the place of what another has left is the same for all that follow."""
+    """Return whether what one step leaves in the place of what another has left is the same for all that follow."""
     before, after = change.before, change.after
     if _counts(change):
         return True  # told
@@ -220,6 +220,6 @@ def _stays(change: Change, contents: Contents) -> bool:
 
 
 def _is_other_constant(change: Change, contents: Contents) -> bool:
-    """Whether a step leaves what is the same for all batches, and not what the one before has left."""
+    """Return whether a step leaves what is the same for all batches, and not what the one before has left."""
     both = _is_fake(change.before) and _is_fake(change.after)
     return both and not contents.changes(change.before) and not _stays(change, contents)

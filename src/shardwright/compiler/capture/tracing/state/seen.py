@@ -1,4 +1,4 @@
-"""What a step reads and sets of the attributes of modules, in which order, and at which lines."""
+"""The attributes of modules that a step reads and sets, in order, with their lines."""
 
 from __future__ import annotations
 

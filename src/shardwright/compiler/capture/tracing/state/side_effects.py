@@ -1,4 +1,4 @@
-"""What stands in Python before a step, and what it has changed there when it ends, also inside of collections."""
+"""Side effects of a step in Python: what has changed at its end, also inside of collections."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _MOST = 100_000  # entries of an array that are looked at
 
 @dataclass(frozen=True)
 class Change:
-    """What stood at a place before a step, and after it; `MISSING` where nothing did."""
+    """The values at a place before and after a step; `MISSING` where there was none."""
 
     place: Place
     before: Any
@@ -64,7 +64,7 @@ class Left:
         self._before = self._look()
 
     def changes(self) -> Iterator[Change]:
-        """What is not as it was."""
+        """Return what is not as it was."""
         now = self._look()
         for place in dict.fromkeys([*self._before, *now]):
             old, new = self._before.get(place, {}), now.get(place, {})
@@ -110,7 +110,7 @@ class Left:
                 setattr(owners[0], place.name, value)
 
     def _look(self) -> dict[Place, dict[str, tuple[Any, Any]]]:
-        """What stands at each place, with what can change of it."""
+        """Return what stands at each place, with what can change of it."""
         opened = dict(self._modules)
         return {
             place: {path: (leaf, _state(leaf)) for path, leaf in inside(value, opened)}
@@ -118,7 +118,7 @@ class Left:
         }
 
     def _places(self) -> Iterator[tuple[Place, Any]]:
-        """What modules hold, and what is held beside the copy of the model."""
+        """Return what modules hold, and what is held beside the copy of the model."""
         yield from self._own()
         yield from self._held()
 
@@ -206,7 +206,7 @@ def _is_entry(now: tuple[Any, Any], before: tuple[Any, Any]) -> bool:
 
 
 def _shared(kind: type) -> dict[str, Any]:
-    """What the instances of a user's class share, but for its functions."""
+    """Return what the instances of a user's class share, but for its functions."""
     found: dict[str, Any] = {}
     for base in reversed(kind.__mro__):
         if base.__module__.partition(".")[0] not in ("torch", "builtins"):
@@ -220,7 +220,7 @@ def _is_shared(value: Any) -> bool:
 
 @safe.never_raising(None)
 def _state(leaf: Any) -> Any:
-    """What of a leaf can change while it stays the same object."""
+    """Return what of a leaf can change while it stays the same object."""
     if safe.is_a(leaf, torch.Tensor):
         counts = not isinstance(leaf, nn.Parameter) and not leaf.is_inference()  # parameters are refused by the line
         return torch_private.version(leaf) if counts else None
@@ -267,7 +267,7 @@ def _unchanged(before: tuple[Any, Any], after: tuple[Any, Any]) -> bool:
 
 @safe.never_raising(True)
 def equal_states(a: Any, b: Any) -> bool:
-    """Whether two states of generators of random numbers, or two collections of plain values, are equal."""
+    """Return whether two states of generators of random numbers, or two collections of plain values, are equal."""
     if a is b:  # as what is not a number, which does not equal itself
         return True
     if isinstance(a, _Same):

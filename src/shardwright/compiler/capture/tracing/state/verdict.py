@@ -65,7 +65,7 @@ class Judged:
 
 
 def judged(changes: Iterable[Change], seen: Seen, origins: Origins) -> list[Judged]:
-    """What one step tells of its changes.
+    """Return what one step tells of its changes.
 
     Raises:
         CaptureError: where a parameter is set.
@@ -74,7 +74,7 @@ def judged(changes: Iterable[Change], seen: Seen, origins: Origins) -> list[Judg
 
 
 def lost(changes: Sequence[Judged], again: Callable[[], Again | None]) -> Iterator[str]:
-    """What is to be told, one text for each name.
+    """Return what is to be told, one text for each name.
 
     Args:
         again: runs further steps, which takes its time.
@@ -118,7 +118,7 @@ def _judged(change: Change, seen: Seen, origins: Origins) -> Judged:
 
 
 def _may_be_read(change: Change, seen: Seen, origins: Origins) -> bool:
-    """Whether a further step may read a tensor that was left: only such a step can tell."""
+    """Return whether a further step may read a tensor that was left: only such a step can tell."""
     if not is_a(change.after, torch.Tensor):
         return False
     if origins.before_moves(change.after) is change.before and change.after.dtype == change.before.dtype:
@@ -137,7 +137,7 @@ def _is_asked(change: Change, seen: Seen, origins: Origins) -> bool:
 
 
 def _is_of_this_step(change: Change, seen: Seen) -> bool:
-    """Whether a name has been set before it was read, if it was."""
+    """Return whether a name has been set before it was read, if it was."""
     name = change.place.owner, change.place.name
     return name not in seen.read and (name in seen.set or (change.before is MISSING and not change.place.path))
 
@@ -148,7 +148,7 @@ def _line(change: Change, seen: Seen) -> str:
 
 
 def _text(change: Change, seen: Seen, origins: Origins) -> str:
-    """What is told of a change, nothing where that has been told or is not worth it."""
+    """Return what is told of a change, nothing where that has been told or is not worth it."""
     place, name = change.place, (change.place.owner, change.place.name)
     if is_a(change.after, torch.Tensor) and place.path and not origins.follows(change.after):
         return ""  # made when it is first needed

@@ -28,8 +28,7 @@ _ANSWERS: Mapping[tuple[str, str], bool] = {
 
 
 def answer(name: str, args: Sequence[Any], frame: FrameType) -> bool | None:
-    """What the function ``name`` of tensors is answered where ``frame``, of torch's own code, calls it; None where
-    nothing has to be answered."""
+    """Return the answer to ``name`` of a tensor that ``frame``, of torch's own code, calls; or None."""
     if name != "__bool__" or not torch_private.has_no_value(args[0]):
         return None
     code = frame.f_code
