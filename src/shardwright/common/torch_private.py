@@ -705,6 +705,34 @@ def is_operator(target: Any) -> bool:
     return isinstance(target, OpOverload)
 
 
+# Those of torch's operators on lists that do not work entry by entry; operators on lists have no tags that tell.
+_NOT_ENTRYWISE = ("_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum")
+_FUSED_STEPS = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
+
+
+@lru_cache(maxsize=4096)
+def is_entrywise(operator: Any) -> bool:
+    """Return whether each entry of an operator's results follows from those of its operands at the same place alone.
+
+    Cached by the operator itself: one that is defined anew is another object.
+    """
+    name = operator.overloadpacket.__name__
+    tagged = torch.Tag.pointwise in operator.tags and torch.Tag.nondeterministic_seeded not in operator.tags
+    listed = name in _FUSED_STEPS or (name.startswith("_foreach_") and name not in _NOT_ENTRYWISE)
+    returns = all("Tensor" in str(value.type) for value in operator._schema.returns)  # not a bool, as torch.equal
+    return (tagged or (operator.namespace == "aten" and listed)) and returns and not writes_out(operator)
+
+
+def draws(operator: Any) -> bool:
+    """Return whether an operator draws random numbers: the tags are not documented."""
+    return torch.Tag.nondeterministic_seeded in operator.tags
+
+
+def reads_number(operator: Any) -> bool:
+    """Return whether an operator is the one by which ``float(x)`` and ``x.item()`` read a number."""
+    return operator is torch.ops.aten._local_scalar_dense.default
+
+
 def writes_out(target: Any) -> bool:
     """Return whether the target of a node is an operator that writes its result into an argument ``out``: only its
     schema tells."""
@@ -967,84 +995,6 @@ def views_into(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Te
     return torch._C._nn.unflatten_dense_tensors(flat, tensors)
 
 
-@lru_cache(maxsize=1)
-def read_whole_numbers() -> None:
-    """Let ``float(x)`` and ``x.item()`` of a DTensor give the number that it stands for, on all ranks together.
-
-    Torch reads what this rank holds, so that the norm of a split gradient is the norm of a part. There is no public way
-    to say how an operator runs on DTensors.
-
-    Cached so that it is done once.
-    """
-    from torch.distributed.tensor import DTensor  # a tenth of a second, and needed where parameters are split alone
-
-    def whole(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        tensor = args[0]
-        local = tensor.to_local()
-        if all(placement.is_replicate() for placement in tensor.placements):
-            return local.item()
-        if local.dtype == torch.bool:  # any() of the parts
-            counted = DTensor.from_local(local.int(), tensor.device_mesh, tensor.placements)
-            return bool(counted.full_tensor().item())
-        return tensor.full_tensor().item()
-
-    DTensor._op_dispatcher._custom_op_handlers[torch.ops.aten._local_scalar_dense.default] = whole  # type: ignore[assignment]
-
-
-# Operators that draw, but for those that write into ``out=``.
-_DRAWING = (
-    "normal_", "uniform_", "bernoulli_", "exponential_", "log_normal_", "cauchy_", "geometric_", "random_", "rand_like",
-    "randn_like", "randint_like", "bernoulli", "normal", "poisson", "native_dropout",
-)  # fmt: skip
-
-
-def change_dtensors(
-    set_data: Callable[[Any, Any], bool],
-    set_items: Callable[[Any, Any, Any], None],
-    drawn: Callable[[Any, tuple[Any, ...], Mapping[str, Any]], Any],
-    looked_into: Callable[[Any, str, Any], None],
-    data_taken: Callable[[Any], None],
-) -> None:
-    """Let ``x.data = y``, ``x[i] = y`` and random operators on DTensors call these; ``set_data`` answers whether it has
-    done it, else torch does. Views that need the parts of several ranks tell what they gave, and ``x.data`` that it was
-    asked for. It holds for the whole process.
-
-    Torch keeps the part of a DTensor beside the tensor, which assigning ``data`` does not know of, and a DTensor tells
-    nobody that it is asked for random numbers, or for a view. Whatever a view is called by, torch's dispatcher asks one
-    method for its parts where they have to come from other ranks, which follows from layouts, the same on all ranks.
-    """
-    from torch.distributed.tensor import DTensor
-
-    data: Any = torch.Tensor.data
-    of_class: Any = DTensor
-    dispatcher: Any = DTensor._op_dispatcher
-    compute = dispatcher._dispatch_get_local_results_slow_path
-
-    def get(tensor: Any) -> Any:
-        data_taken(tensor)
-        return data.__get__(tensor)
-
-    def put(tensor: Any, new: Any) -> None:
-        if not set_data(tensor, new):
-            data.__set__(tensor, new)
-
-    def computed(operator: Any, args: tuple[Any, ...], info: Any) -> Any:
-        found = compute(operator, args, info)
-        if operator.is_view and info.output_sharding.needs_redistribute:  # on all ranks or none
-            looked_into(args[0], operator.overloadpacket.__name__, found)
-        return found
-
-    of_class.data = property(get, put)
-    of_class.__setitem__ = set_items
-    dispatcher._dispatch_get_local_results_slow_path = computed
-    handlers: Any = dispatcher._custom_op_handlers
-    for name in _DRAWING:
-        packet: Any = getattr(torch.ops.aten, name)
-        for overload in packet.overloads():
-            if "out" not in overload:
-                handlers[getattr(packet, overload)] = drawn
-
-
 def looking_into(part: torch.Tensor) -> int:
     """How many tensors look into the memory of ``part``, in any language: it has no public name."""
     count: int = torch._C._storage_Use_Count(part.untyped_storage()._cdata)
@@ -1077,16 +1027,6 @@ def dtensor_of(tensor: Any, kind: Any = None) -> Any:
 def keep_layout(tensor: Any, changed: Any) -> None:
     """Let a DTensor have the part and the layout of one that stood for it, which an operator has changed."""
     tensor._spec, tensor._local_tensor = changed._spec, changed._local_tensor
-
-
-def note_stands_for(made: Any, tensor: Any) -> None:
-    """Note for which tensor a DTensor stands that torch's dispatcher is given."""
-    made._stands_for = tensor
-
-
-def stands_for(tensor: Any) -> Any:
-    """Return the tensor for which a DTensor stands; mostly itself."""
-    return getattr(tensor, "_stands_for", tensor)
 
 
 def is_view(operator: Any) -> bool:

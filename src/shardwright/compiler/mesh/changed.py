@@ -1,20 +1,18 @@
 """Changes of DTensors by hand, which mean the tensor that a DTensor stands for and not the part that this rank holds.
 
 Torch loses some of them without a word: what is put in place of ``x.data`` never reaches the part, and what is written
-by an index into a gathered copy is gone with that. Others it draws anew for each part on CPUs, so that parts hold equal
-noise. Here each of them does to the whole what plain PyTorch does, of which every rank then keeps its part. All ranks
-come to them together, with equal numbers and generators, of which the latter are compared. What is written into a view
-of several ranks' parts, which is a copy, cannot be brought back, and is refused when the model is next used.
-
-Torch is changed for the whole process, once the first model is split: all DTensors draw so. The rest is done to those
-that lie on a mesh like that of a model, and others, as of a model by FSDP2, are changed as torch changes them.
+by an index into a gathered copy is gone with that. Here each of them does to the whole what plain PyTorch does, of
+which every rank then keeps its part. All ranks come to them together, with equal numbers and generators, of which the
+latter are compared. What is written into a view of several ranks' parts, which is a copy, cannot be brought back, and
+is refused when the model is next used. `split_tensor.SplitTensor` calls these; DTensors of others, as of a model by
+FSDP2, are changed as torch changes them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import partial
 from hashlib import blake2b
 from typing import Any
 from weakref import ref
@@ -22,7 +20,7 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Replicate
+from torch.distributed.tensor import DTensor, Partial
 
 from shardwright.common import torch_private
 from shardwright.compiler.mesh.dtensor import gathered, is_on_mesh_of_model, layout_of, part_like
@@ -30,17 +28,8 @@ from shardwright.distributed.agreement import from_all_ranks
 from shardwright.errors import UsageError
 
 
-@cache
-def change_wholes() -> None:
-    """Let changes of DTensors change the whole; once per process.
-
-    Cached so that it is done once.
-    """
-    torch_private.change_dtensors(_set_data, _set_items, _drawn, _copies.note, _copies.data_taken)
-
-
-def _set_data(tensor: DTensor, new: Tensor) -> bool:
-    """What ``tensor.data = new`` does; False where that is left to torch.
+def set_data(tensor: DTensor, new: Tensor) -> bool:
+    """Do what ``tensor.data = new`` says; return False where that is left to torch.
 
     Raises:
         UsageError: where ``new`` is of another shape, dtype or device.
@@ -61,8 +50,8 @@ def _kind(tensor: Tensor) -> str:
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)} on {tensor.device}"
 
 
-def _set_items(tensor: DTensor, index: Any, value: Any) -> None:
-    """What ``tensor[index] = value`` does, without gradients.
+def set_items(tensor: DTensor, index: Any, value: Any) -> None:
+    """Do what ``tensor[index] = value`` says, without gradients.
 
     Raises:
         RuntimeError: in the words of torch for a parameter, where autograd would have to know of it.
@@ -164,17 +153,19 @@ class _Copies:
         self._plain: list[tuple[str, str]] = []  # what was written of plain tensors, and by which operators
 
     def note(self, tensor: DTensor, view: str, found: Any) -> None:
-        """Note what a view of a tensor gave that is none: what is written to it would be lost."""
-        tensor = torch_private.stands_for(tensor)
-        if tensor.is_leaf and tensor.requires_grad and torch.is_grad_enabled():  # torch refuses to write to a view
+        """Note what a view of a tensor gave that is none: what is written to it would be lost.
+
+        Torch gives views of the parts, or gathers copies, as the layout says, which is the same on all ranks.
+        """
+        memory = torch_private.storage_key(torch_private.part_of(tensor))
+        held = [_held(result) for result in torch_private.tree_leaves(found) if isinstance(result, Tensor)]
+        if all(torch_private.storage_key(part) == memory for part in held) or not is_on_mesh_of_model(tensor):
             return
-        if not is_on_mesh_of_model(tensor):
+        if torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf:  # torch refuses to write to a view
             return
         self._settle()
         self._are_asked_for = True
-        memory = torch_private.storage_key(torch_private.part_of(tensor))
-        results = [part for part in torch_private.tree_leaves(found) if isinstance(part, Tensor) and part.numel()]
-        held = [torch_private.waited_for(part) for part in results]
+        held = [part for part in held if part.numel()]
         parts = tuple(part.detach() for part in held if torch_private.storage_key(part) != memory)
         if not parts:
             return
@@ -238,6 +229,10 @@ class _Copies:
         return [copy for copy in self._noted if copy.memory == memory]
 
 
+def _held(tensor: Tensor) -> Tensor:
+    return torch_private.part_of(tensor) if isinstance(tensor, DTensor) else tensor
+
+
 _copies = _Copies()
 
 
@@ -247,9 +242,14 @@ def _forgotten(copy: ref[_Copy], given: ref[Tensor]) -> None:
         found.forgotten(given)
 
 
-def note_copy(tensor: DTensor, operator: Any, found: Any) -> None:
-    """Note that an operator gave a copy in place of a view of a tensor."""
+def note_copies(tensor: DTensor, operator: Any, found: Any) -> None:
+    """Note what an operator gave of a tensor, of which it is to give views; all ranks call it together."""
     _copies.note(tensor, operator.overloadpacket.__name__, found)
+
+
+def note_data_taken(tensor: DTensor) -> None:
+    """Note that ``tensor.data`` was asked for, to which torch does not count what is written."""
+    _copies.data_taken(tensor)
 
 
 def note_plain(words: str, given: Sequence[Tensor]) -> None:
@@ -290,26 +290,7 @@ def _differs(before: Tensor, now: Tensor) -> bool:
     return bool(((before != now) & (before == before)).any())  # NaN differs from itself
 
 
-def _drawn(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """What a random operator gives on a DTensor: this rank's part of what it gives on the whole."""
-    tensor = next(leaf for leaf in args if isinstance(leaf, DTensor))
-    _refuse_unlike_generators(tensor, kwargs.get("generator"))
-    if torch_private.changes_operands(operator):  # whatever numbers it had
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        keep_part(tensor.to_local(), operator(whole, *_wholes(args[1:]), **kwargs), tensor)
-        return tensor
-    placements = [Replicate() if isinstance(placed, Partial) else placed for placed in tensor.placements]
-
-    def part(whole: Any) -> Any:
-        if not isinstance(whole, Tensor) or whole.shape != tensor.shape:
-            return whole
-        like = DTensor.from_local(whole, tensor.device_mesh, [Replicate()] * len(placements), run_check=False)
-        return like.redistribute(placements=placements)
-
-    return torch_private.tree_map(part, operator(*_wholes(args), **_wholes(kwargs)))
-
-
-def _refuse_unlike_generators(tensor: DTensor, generator: torch.Generator | None) -> None:
+def refuse_unlike_generators(tensor: DTensor, generator: torch.Generator | None) -> None:
     """Compare what the ranks draw from.
 
     Raises:

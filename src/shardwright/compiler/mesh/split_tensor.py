@@ -4,7 +4,9 @@ A script's mask, its initial numbers or its average are plain tensors, which all
 none of them. Here each counts as replicated, as `torch.distributed.tensor.experimental.implicit_replication` has it,
 for the tensors of our models alone: parameters, their gradients, what optimizers keep for them, and what is made of
 these. Whether plain tensors that are written into one are alike on all ranks is compared when the model is next used.
-What torch knows no way to do on parts, such as a view that does not fit them, is done on the whole by every rank.
+Arithmetic entry by entry, as of optimizers, is done on the parts as they are. What torch knows no way to do on parts,
+such as a view that does not fit them, is done on the whole by every rank, and so are random numbers: torch would draw
+equal ones for each part.
 """
 
 from __future__ import annotations
@@ -12,16 +14,26 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from shardwright.common import torch_private
-from shardwright.compiler.mesh.changed import keep_part, note_copy, note_plain
+from shardwright.compiler.mesh.changed import (
+    keep_part,
+    note_copies,
+    note_data_taken,
+    note_plain,
+    refuse_unlike_generators,
+    set_data,
+    set_items,
+)
 from shardwright.compiler.mesh.dtensor import gathered, part_like, replicated
 from shardwright.errors import UsageError
 
 _GRADIENT: Any = Tensor.grad
+_DATA: Any = Tensor.data
 
 
 class SplitTensor(DTensor):
@@ -33,7 +45,15 @@ class SplitTensor(DTensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
-        call = _Call(func, args, dict(kwargs or {}))
+        kwargs = dict(kwargs or {})
+        if torch_private.is_entrywise(func) and (lines := _lines(args, kwargs)):
+            return _entry_by_entry(func, args, kwargs, lines)
+        if torch_private.reads_number(func):
+            return _number(args[0])
+        call = _Call(func, args, kwargs)
+        if torch_private.draws(func):
+            refuse_unlike_generators(call.like, kwargs.get("generator"))
+            return call.on_wholes()
         if torch_private.writes_out(func) and not call.changes_partial:  # torch would give it another layout
             return call.on_wholes()
         try:
@@ -44,6 +64,21 @@ class SplitTensor(DTensor):
             if not torch_private.knows_no_split(error) or call.changes_partial:
                 raise
         return call.on_wholes()
+
+    @property
+    def data(self) -> Any:  # type: ignore[override]
+        """The same numbers without autograd."""
+        note_data_taken(self)
+        return _DATA.__get__(self)
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        if not set_data(self, new):
+            _DATA.__set__(self, new)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Write to the whole, of which each rank keeps its part."""
+        set_items(self, index, value)
 
     @property
     def grad(self) -> Any:
@@ -85,6 +120,72 @@ def laid_out(value: Tensor, own: DTensor) -> SplitTensor:
     return split_tensor(DTensor.from_local(part, own.device_mesh, own.placements, shape=own.shape, stride=own.stride()))
 
 
+_Line = list[Any]
+"""Tensors that an operator takes together: all of a call, or those at one place of its lists."""
+
+
+def _lines(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Line]:
+    """Return the lines of a call on tensors that can be computed part by part; none where that is not so."""
+    given = [*args, *kwargs.values()]
+    lists = [each for each in given if isinstance(each, (list, tuple)) and any(isinstance(x, Tensor) for x in each)]
+    single = [each for each in given if isinstance(each, Tensor)]
+    lines = [[*single, *together] for together in zip(*lists, strict=False)] or [single]
+    if len({len(each) for each in lists}) > 1 or not all(map(_is_alike, lines)):
+        return []
+    return lines
+
+
+def _is_alike(line: _Line) -> bool:
+    """Return whether tensors of one line are laid out alike, none as addends; plain numbers go together with all."""
+    tensors = [each for each in line if isinstance(each, DTensor) or (isinstance(each, Tensor) and each.ndim)]
+    first = tensors[0] if tensors else None
+    if not isinstance(first, SplitTensor):
+        return not any(isinstance(each, DTensor) for each in tensors)
+    layout = first.shape, first.device_mesh, first.placements
+    return not any(isinstance(placed, Partial) for placed in first.placements) and all(
+        isinstance(each, SplitTensor) and (each.shape, each.device_mesh, each.placements) == layout for each in tensors
+    )
+
+
+def _entry_by_entry(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], lines: list[_Line]) -> Any:
+    """Return what an operator gives whose results follow, each entry, from those of its operands at the same place."""
+    given: dict[int, Tensor] = {}  # by the id of its part
+
+    def part(leaf: Any) -> Any:
+        if not isinstance(leaf, SplitTensor):
+            return leaf
+        found = torch_private.part_of(leaf)
+        given[id(found)] = leaf
+        return found
+
+    def own(made: Any, line: _Line) -> Any:
+        if not isinstance(made, Tensor):
+            return made
+        if id(made) in given:
+            return given[id(made)]
+        like = next((each for each in line if isinstance(each, SplitTensor)), None)
+        if like is None:
+            return made
+        mesh, placements = like.device_mesh, like.placements
+        return split_tensor(DTensor.from_local(made, mesh, placements, shape=like.shape, stride=like.stride()))
+
+    result = operator(*torch_private.tree_map(part, args), **torch_private.tree_map(part, kwargs))
+    if isinstance(result, (list, tuple)):
+        lines = lines if len(lines) > 1 or len(result) == 1 else lines * len(result)
+        return type(result)(own(made, line) for made, line in zip(result, lines, strict=True))
+    return own(result, lines[0])
+
+
+def _number(tensor: DTensor) -> Any:
+    """Return the number that a tensor of one entry stands for; torch reads what this rank holds."""
+    part = tensor.to_local()
+    if all(placed.is_replicate() for placed in tensor.placements):
+        return part.item()
+    if part.dtype == torch.bool:  # any() of the parts
+        return bool(DTensor.from_local(part.int(), tensor.device_mesh, tensor.placements).full_tensor().item())
+    return tensor.full_tensor().item()
+
+
 class _NotOnPartsError(Exception):
     """Torch has not done on parts what was asked."""
 
@@ -95,7 +196,8 @@ class _Call:
     def __init__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._operator, self._args, self._kwargs = operator, args, kwargs
         tensors = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self._mesh: DeviceMesh = next(t.device_mesh for t in tensors if isinstance(t, DTensor))
+        self.like = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
+        self._mesh: DeviceMesh = self.like.device_mesh
         self._plain = [t for t in tensors if not isinstance(t, DTensor) and t.ndim]
         self._stand_ins: dict[int, tuple[Tensor, DTensor]] = {}  # by the id of what was given
         self._changes = torch_private.changes_operands(operator)
@@ -115,6 +217,8 @@ class _Call:
         if self._changes:
             self._keep_layouts()
         self._note_plain()
+        if torch_private.is_view(self._operator):
+            note_copies(self._args[0], self._operator, result)
         return torch_private.tree_map(lambda leaf: given.get(id(leaf)) if id(leaf) in given else _own(leaf), result)
 
     def _keep_layouts(self) -> None:
@@ -141,7 +245,6 @@ class _Call:
             return leaf
         if id(leaf) not in self._stand_ins:
             made = torch_private.dtensor_of(leaf) if isinstance(leaf, SplitTensor) else replicated(leaf, self._mesh)
-            torch_private.note_stands_for(made, leaf)
             self._stand_ins[id(leaf)] = leaf, made
         return self._stand_ins[id(leaf)][1]
 
@@ -165,7 +268,7 @@ class _Call:
         given = {id(changed): of for of, changed in wholes.values()}
         plain = {id(tensor) for tensor in self._plain}
         if torch_private.is_view(self._operator):
-            note_copy(self._args[0], self._operator, result)
+            note_copies(self._args[0], self._operator, result)
 
         def own(leaf: Any) -> Any:
             if id(leaf) in given:

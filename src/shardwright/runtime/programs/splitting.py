@@ -21,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardwright.common import torch_private
-from shardwright.compiler.mesh.changed import change_wholes
 from shardwright.compiler.mesh.dtensor import (
     device_mesh,
     gathered,
@@ -74,9 +73,7 @@ class Splitting:
 
 
 def watch_split(model: nn.Module) -> None:
-    """Let calls of the modules of a model that was split by hand be told what to call, and numbers be read whole."""
-    torch_private.read_whole_numbers()
-    change_wholes()
+    """Say what to call where the modules of a split model are called by hand."""
     holding = (module for module in model.modules() if any(True for _ in module.parameters(recurse=False)))
     for module in {model, *holding}:
         module.register_forward_pre_hook(_refuse_plain_inputs, with_kwargs=True)
