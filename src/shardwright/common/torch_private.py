@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, lru_cache, partial, wraps
+from functools import cache, lru_cache, wraps
 from importlib import import_module
 from threading import get_ident
 from traceback import FrameSummary
@@ -58,7 +58,6 @@ __all__ = [
     "base_of",
     "buffers_in",
     "call_checkpointed",
-    "change_dtensors",
     "changes_of",
     "changes_operands",
     "checkpoints_call",
@@ -113,7 +112,6 @@ __all__ = [
     "put_part",
     "quiet_exporter",
     "random_state",
-    "read_whole_numbers",
     "references_to",
     "replaced",
     "returns_list",
@@ -121,7 +119,6 @@ __all__ = [
     "schema_parameters",
     "shared_operands",
     "sizes_written_as_numbers",
-    "steps_call",
     "storage_key",
     "storage_of",
     "symbol_of",
@@ -707,6 +704,7 @@ def is_operator(target: Any) -> bool:
 
 # Those of torch's operators on lists that do not work entry by entry; operators on lists have no tags that tell.
 _NOT_ENTRYWISE = ("_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum")
+_UNTAGGED = ("copy_", "fill_", "masked_fill_", "zero_")
 _FUSED_STEPS = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
 
 
@@ -718,7 +716,7 @@ def is_entrywise(operator: Any) -> bool:
     """
     name = operator.overloadpacket.__name__
     tagged = torch.Tag.pointwise in operator.tags and torch.Tag.nondeterministic_seeded not in operator.tags
-    listed = name in _FUSED_STEPS or (name.startswith("_foreach_") and name not in _NOT_ENTRYWISE)
+    listed = name in _UNTAGGED + _FUSED_STEPS or (name.startswith("_foreach_") and name not in _NOT_ENTRYWISE)
     returns = all("Tensor" in str(value.type) for value in operator._schema.returns)  # not a bool, as torch.equal
     return (tagged or (operator.namespace == "aten" and listed)) and returns and not writes_out(operator)
 
@@ -1016,12 +1014,31 @@ def random_state(generator: torch.Generator | None, device: torch.device) -> byt
 no_torch_function = torch._C._disabled_torch_function_impl
 
 
+def let_optimizers_take_lists(kind: type[torch.Tensor]) -> None:
+    """Let torch's optimizers and `clip_grad_norm_` go through lists of such tensors on GPUs, as through lists of plain
+    ones and of DTensors, which torch notes in these lists too."""
+    from torch.optim import optimizer
+    from torch.utils import _foreach_utils
+
+    optimizer._foreach_supported_types.append(kind)
+    _foreach_utils._foreach_supported_types.append(kind)
+
+
 def dtensor_of(tensor: Any, kind: Any = None) -> Any:
     """Return a DTensor as one of the class ``kind``, by default of torch's own, with the same part: the public
     constructors do it for autograd, and for their own class."""
     from torch.distributed.tensor import DTensor  # as above
 
     return (kind or DTensor)(tensor._local_tensor, tensor._spec, requires_grad=tensor.requires_grad)
+
+
+def dtensor_like(tensor: Any, part: torch.Tensor) -> Any:
+    """Return a DTensor of the class, shape and layout of ``tensor`` that has ``part``: the public constructors take ten
+    times as long, and there are hundreds of gradients and states in a step."""
+    spec = copy(tensor._spec)
+    if part.dtype != tensor.dtype:
+        spec.tensor_meta = spec.tensor_meta._replace(dtype=part.dtype)
+    return type(tensor)(part, spec, requires_grad=False)
 
 
 def keep_layout(tensor: Any, changed: Any) -> None:
@@ -1076,22 +1093,6 @@ def tell_of_dropped_gradients(told: Callable[[torch.optim.Optimizer], object]) -
         told(optimizer)
 
     torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[assignment,method-assign]
-
-
-def steps_call(kind: type[torch.optim.Optimizer], by: Callable[..., Any]) -> None:
-    """Let ``by(optimizer, step, ...)`` make the steps of an optimizer's class: what hooks on steps see is as ever, and
-    no hook can make a step itself."""
-    hooked: Any = kind.step
-    if getattr(hooked, "steps_by", None) is by:  # it has been told of another class that this one has its step from
-        return
-    step = hooked.__wrapped__ if getattr(hooked, "hooked", False) else hooked
-
-    def made(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
-        return by(optimizer, partial(step, optimizer), *args, **kwargs)
-
-    seen: Any = torch.optim.Optimizer.profile_hook_step(wraps(step)(made))
-    seen.hooked, seen.steps_by = True, by
-    kind.step = seen  # type: ignore[method-assign]
 
 
 class _LocalPart(torch.autograd.Function):

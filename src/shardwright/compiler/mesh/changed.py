@@ -71,12 +71,22 @@ def set_items(tensor: DTensor, index: Any, value: Any) -> None:
             "new one, as by torch.where, or write under torch.no_grad()"
         )
     _note_plain_in("[...] =", (index, value))
+    if _is_mask_of(tensor, index) and not isinstance(value, Tensor):
+        tensor.masked_fill_(index, value)
+        return
     with torch.no_grad():
         whole, part = gathered(tensor), tensor.to_local()
         whole[_wholes(index)] = _wholes(value)
         keep_part(part, whole, tensor)
     if isinstance(value, DTensor):
         _copies.brought_back(value, tensor)
+
+
+def _is_mask_of(tensor: DTensor, index: Any) -> bool:
+    """Return whether an index says of each entry of a tensor whether it is written to, and is laid out alike."""
+    layout = tensor.shape, tensor.device_mesh, tensor.placements
+    of_bool = isinstance(index, DTensor) and index.dtype == torch.bool
+    return of_bool and (index.shape, index.device_mesh, index.placements) == layout
 
 
 def keep_part(part: Tensor, whole: Tensor, of: DTensor) -> None:

@@ -66,7 +66,7 @@ class SplitTensor(DTensor):
         return call.on_wholes()
 
     @property
-    def data(self) -> Any:  # type: ignore[override]
+    def data(self) -> Any:
         """The same numbers without autograd."""
         note_data_taken(self)
         return _DATA.__get__(self)
@@ -108,6 +108,9 @@ class SplitTensor(DTensor):
         return torch_private.dtensor_of(self).__reduce_ex__(protocol)
 
 
+torch_private.let_optimizers_take_lists(SplitTensor)
+
+
 def split_tensor(tensor: DTensor) -> SplitTensor:
     """Return a DTensor of this rank's part, without autograd, as one that goes together with plain tensors."""
     found: SplitTensor = torch_private.dtensor_of(tensor, SplitTensor)
@@ -120,56 +123,52 @@ def laid_out(value: Tensor, own: DTensor) -> SplitTensor:
     return split_tensor(DTensor.from_local(part, own.device_mesh, own.placements, shape=own.shape, stride=own.stride()))
 
 
-_Line = list[Any]
-"""Tensors that an operator takes together: all of a call, or those at one place of its lists."""
+def _lines(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[list[Tensor]]:
+    """Return the tensors that an operator takes together: those of a call, or at each place of its lists.
 
-
-def _lines(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[_Line]:
-    """Return the lines of a call on tensors that can be computed part by part; none where that is not so."""
+    It is empty where some are not laid out alike, so that the operator cannot be done part by part.
+    """
     given = [*args, *kwargs.values()]
-    lists = [each for each in given if isinstance(each, (list, tuple)) and any(isinstance(x, Tensor) for x in each)]
+    lists = [each for each in given if isinstance(each, (list, tuple)) and each and isinstance(each[0], Tensor)]
     single = [each for each in given if isinstance(each, Tensor)]
     lines = [[*single, *together] for together in zip(*lists, strict=False)] or [single]
-    if len({len(each) for each in lists}) > 1 or not all(map(_is_alike, lines)):
-        return []
-    return lines
+    return lines if len({len(each) for each in lists}) < 2 and all(map(_are_alike, lines)) else []
 
 
-def _is_alike(line: _Line) -> bool:
-    """Return whether tensors of one line are laid out alike, none as addends; plain numbers go together with all."""
-    tensors = [each for each in line if isinstance(each, DTensor) or (isinstance(each, Tensor) and each.ndim)]
-    first = tensors[0] if tensors else None
-    if not isinstance(first, SplitTensor):
-        return not any(isinstance(each, DTensor) for each in tensors)
+def _are_alike(tensors: list[Tensor]) -> bool:
+    """Return whether tensors are laid out alike, none as addends; a plain number goes together with all."""
+    first = next((tensor for tensor in tensors if isinstance(tensor, SplitTensor)), None)
+    if first is None:
+        return True
     layout = first.shape, first.device_mesh, first.placements
-    return not any(isinstance(placed, Partial) for placed in first.placements) and all(
-        isinstance(each, SplitTensor) and (each.shape, each.device_mesh, each.placements) == layout for each in tensors
+    return not any(placed.is_partial() for placed in first.placements) and all(
+        (tensor.shape, tensor.device_mesh, tensor.placements) == layout
+        if isinstance(tensor, SplitTensor)
+        else not isinstance(tensor, DTensor) and tensor.ndim == 0
+        for tensor in tensors
     )
 
 
-def _entry_by_entry(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], lines: list[_Line]) -> Any:
+def _entry_by_entry(operator: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], lines: list[list[Tensor]]) -> Any:
     """Return what an operator gives whose results follow, each entry, from those of its operands at the same place."""
     given: dict[int, Tensor] = {}  # by the id of its part
 
-    def part(leaf: Any) -> Any:
-        if not isinstance(leaf, SplitTensor):
-            return leaf
-        found = torch_private.part_of(leaf)
-        given[id(found)] = leaf
+    def part(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [part(each) for each in value]
+        if not isinstance(value, SplitTensor):
+            return value
+        found = torch_private.part_of(value)
+        given[id(found)] = value
         return found
 
-    def own(made: Any, line: _Line) -> Any:
-        if not isinstance(made, Tensor):
-            return made
+    def own(made: Any, line: list[Tensor]) -> Any:
         if id(made) in given:
             return given[id(made)]
         like = next((each for each in line if isinstance(each, SplitTensor)), None)
-        if like is None:
-            return made
-        mesh, placements = like.device_mesh, like.placements
-        return split_tensor(DTensor.from_local(made, mesh, placements, shape=like.shape, stride=like.stride()))
+        return torch_private.dtensor_like(like, made) if like is not None and isinstance(made, Tensor) else made
 
-    result = operator(*torch_private.tree_map(part, args), **torch_private.tree_map(part, kwargs))
+    result = operator(*map(part, args), **{name: part(value) for name, value in kwargs.items()})
     if isinstance(result, (list, tuple)):
         lines = lines if len(lines) > 1 or len(result) == 1 else lines * len(result)
         return type(result)(own(made, line) for made, line in zip(result, lines, strict=True))

@@ -7,12 +7,13 @@ of a parameter lies alike, and compute something else where it does not; so that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from shardwright.distributed.backends.segment.flats import is_plain
 
@@ -23,18 +24,23 @@ _OTHERWISE = ("differentiable", "capturable")
 _DTYPES = (torch.float32, torch.float64)  # of narrower ones the kernels round less often than the loops
 
 
-@contextmanager
-def by_fused_kernels(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within, a step takes fused kernels for each group that leaves open how its steps are made, where that gives the
-    same. First steps, in which the states are made, are left as they are."""
-    groups = [group for group in optimizer.param_groups if _is_to_fuse(optimizer, group)]
-    for group in groups:
+# The groups that take fused kernels in the step that runs.
+_taking: WeakKeyDictionary[torch.optim.Optimizer, list[dict[str, Any]]] = WeakKeyDictionary()
+
+
+def take_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Let the step that begins take fused kernels for each group that leaves open how its steps are made, where that
+    gives the same. First steps, in which the states are made, are left as they are."""
+    leave_fused_kernels(optimizer)
+    _taking[optimizer] = [group for group in optimizer.param_groups if _is_to_fuse(optimizer, group)]
+    for group in _taking[optimizer]:
         group["fused"] = True
-    try:
-        yield
-    finally:
-        for group in groups:
-            group["fused"] = None
+
+
+def leave_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
+    """Leave the settings of an optimizer as they were before its step."""
+    for group in _taking.pop(optimizer, ()):
+        group["fused"] = None
 
 
 def _is_to_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
@@ -51,8 +57,8 @@ def _is_to_fuse(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> b
 
 
 def _lie_alike(parameter: Tensor, state: Mapping[str, Any], keeps: bool) -> bool:
-    """Whether a parameter, its gradient and what is kept of it have their numbers in one order; ``keeps``: something is
-    to be there."""
+    """Return whether a parameter, its gradient and what is kept of it have their numbers in one order; ``keeps``:
+    something is to be there."""
     if not parameter.is_cpu or parameter.dtype not in _DTYPES:
         return False
     kept = [value for name, value in state.items() if name != "step" and value is not None]
@@ -61,7 +67,12 @@ def _lie_alike(parameter: Tensor, state: Mapping[str, Any], keeps: bool) -> bool
     step = state.get("step")
     if step is not None and not (isinstance(step, Tensor) and step.is_cpu and step.dtype == torch.float32):
         return False
-    return is_plain(parameter) and all(_lies_as(parameter, value) for value in (parameter.grad, *kept))
+    return _lies_plain(parameter) and all(_lies_as(parameter, value) for value in (parameter.grad, *kept))
+
+
+def _lies_plain(tensor: Tensor) -> bool:
+    with torch.no_grad():
+        return is_plain(tensor.to_local() if isinstance(tensor, DTensor) else tensor)
 
 
 def _lies_as(parameter: Tensor, value: Any) -> bool:
@@ -71,5 +82,10 @@ def _lies_as(parameter: Tensor, value: Any) -> bool:
         and value.is_cpu
         and value.dtype == parameter.dtype
         and value.shape == parameter.shape
-        and is_plain(value)
+        and _placements(value) == _placements(parameter)
+        and _lies_plain(value)
     )
+
+
+def _placements(tensor: Tensor) -> Any:
+    return tensor.placements if isinstance(tensor, DTensor) else None

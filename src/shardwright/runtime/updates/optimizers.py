@@ -1,16 +1,13 @@
 """What torch's optimizers must be told of the parameters of a parallel model, which may be DTensors, in each step.
 
 Those that were made before the parameters were split are given the new ones. Those that work entry by entry make their
-step on the part that this rank holds, a plain tensor: torch runs every operator on a DTensor through Python, half a
-millisecond for each parameter that Adam updates. Those whose arithmetic torch cannot split are given whole gradients.
-On the CPU steps on plain tensors are made by fused kernels (`fused`).
+step on the parts that this rank holds (`split_tensor`). Those whose arithmetic torch cannot split are given whole
+gradients. On the CPU steps are made by fused kernels (`fused`).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -19,16 +16,15 @@ from weakref import WeakKeyDictionary, ref
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.weak import WeakIdKeyDictionary
 
-from shardwright.common import torch_private
 from shardwright.compiler.mesh.dtensor import gathered, is_on_mesh_of_model, on_mesh, replicated
 from shardwright.compiler.mesh.split_tensor import laid_out, split_tensor
 from shardwright.compiler.plan.pricing.optimizers import WHOLE_GRADIENTS
 from shardwright.errors import UsageError
 from shardwright.runtime.programs.splitting import refuse_part_of_another
-from shardwright.runtime.updates.fused import by_fused_kernels
+from shardwright.runtime.updates.fused import leave_fused_kernels, take_fused_kernels
 from shardwright.runtime.updates.optimizer_steps import note_load, note_step
 
 _replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that were -> what they were replaced by
@@ -60,13 +56,12 @@ def note_trained(parameters: Iterable[nn.Parameter]) -> None:
 
 @cache
 def watch_optimizers() -> None:
-    """Look at every optimizer in its step; once per process.
+    """Look at every optimizer before and after its step; once per process.
 
     Cached so that it is done once.
     """
     register_optimizer_step_pre_hook(_before_step)
-    for kind in _BY_ENTRY:
-        torch_private.steps_call(kind, _step_on_parts)
+    register_optimizer_step_post_hook(_after_step)
 
 
 @dataclass
@@ -107,23 +102,31 @@ def _before_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs
         _refuse_dense_gradients(optimizer)
     if known.has_split:
         note_step(optimizer, has_closure=any(map(callable, (*args, *kwargs.values()))))
-    if not isinstance(optimizer, WHOLE_GRADIENTS):
+    if isinstance(optimizer, WHOLE_GRADIENTS):
+        prepare: Callable[[torch.optim.Optimizer], None] = _make_whole
+    elif known.is_ours:
+        prepare = take_fused_kernels
+    else:
         return None
-    _make_whole(optimizer)
+    prepare(optimizer)
 
-    def whole_after(given: Any) -> Any:
-        """A closure, which computes gradients inside of the step, has them whole when it returns."""
+    def prepared_after(given: Any) -> Any:
+        """A closure, which computes gradients inside of the step, has them prepared when it returns."""
         if not callable(given):
             return given
 
         def closure() -> Any:
             loss = given()
-            _make_whole(optimizer)
+            prepare(optimizer)
             return loss
 
         return closure
 
-    return tuple(map(whole_after, args)), {name: whole_after(value) for name, value in kwargs.items()}
+    return tuple(map(prepared_after, args)), {name: prepared_after(value) for name, value in kwargs.items()}
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    leave_fused_kernels(optimizer)
 
 
 def _refuse_dense_gradients(optimizer: torch.optim.SparseAdam) -> None:
@@ -166,6 +169,7 @@ def look_at(optimizer: torch.optim.Optimizer) -> _Known:
             group["params"][at] = successor
     if known is None:
         optimizer.register_load_state_dict_post_hook(_note_loaded)
+        optimizer.register_state_dict_pre_hook(leave_fused_kernels)  # where a step has failed
     updated = _updated(optimizer)
     _known[optimizer] = _Known(
         list(map(ref, updated)),
@@ -219,94 +223,11 @@ def _laid_out(optimizer: torch.optim.Optimizer, parameter: DTensor, value: Tenso
     devices = parameter.device_mesh
     if isinstance(value, DTensor):
         if value.device_mesh == devices:
-            return on_mesh(value, devices)
+            return split_tensor(on_mesh(value, devices))
         value = gathered(value)
     if isinstance(optimizer, WHOLE_GRADIENTS) or value.shape != parameter.shape:
-        return replicated(value, devices)
+        return split_tensor(replicated(value, devices))
     return laid_out(value, parameter)
-
-
-def _step_on_parts(
-    optimizer: torch.optim.Optimizer, step: Callable[[], Any], closure: Callable[[], Any] | None = None
-) -> Any:
-    """A step of an optimizer that works entry by entry; ``closure`` computes the gradients, where there is one."""
-    loss = None
-    if closure is not None:
-        with torch.enable_grad():
-            loss = closure()
-    split = [p for group in optimizer.param_groups for p in group["params"] if isinstance(p, DTensor)]
-    parts: dict[Tensor, Tensor] = {}
-    if split and _are_alike(optimizer, split):
-        with torch.no_grad():
-            parts = {parameter: parameter.to_local() for parameter in split}
-    known = _known.get(optimizer)
-    with (
-        _standing_in(optimizer, parts) if parts else nullcontext(),
-        by_fused_kernels(optimizer) if known is not None and known.is_ours else nullcontext(),
-    ):
-        step()
-    return loss
-
-
-def _are_alike(optimizer: torch.optim.Optimizer, split: list[DTensor]) -> bool:
-    """Whether all that belongs to a parameter is split as it is; autograd cannot go through steps on parts."""
-    beside = (
-        tensor
-        for parameter in split
-        for tensor in (parameter.grad, *optimizer.state.get(parameter, {}).values())
-        if isinstance(tensor, DTensor) and tensor.placements != parameter.placements
-    )
-    return next(beside, None) is None and not any(group.get("differentiable") for group in optimizer.param_groups)
-
-
-@contextmanager
-def _standing_in(optimizer: torch.optim.Optimizer, parts: dict[Tensor, Tensor]) -> Iterator[None]:
-    """Within, the optimizer has the part of each parameter in its place, with its gradient and what is kept for it."""
-    groups, state = [group["params"] for group in optimizer.param_groups], optimizer.state
-    for group in optimizer.param_groups:
-        group["params"] = [parts.get(parameter, parameter) for parameter in group["params"]]
-    optimizer.state = defaultdict(dict)
-    with torch.no_grad():
-        for parameter, kept in state.items():
-            optimizer.state[parts.get(parameter, parameter)] = kept if parameter not in parts else _parts_of(kept)
-        for parameter, part in parts.items():
-            part.grad = _part_of(parameter.grad)
-    try:
-        yield
-    finally:
-        now, optimizer.state = optimizer.state, state
-        for group, parameters in zip(optimizer.param_groups, groups, strict=True):
-            group["params"] = parameters
-        with torch.no_grad():
-            for parameter, part in parts.items():
-                part.grad = None
-                if part in now:
-                    _keep(state[parameter], now.pop(part), parameter, part)
-        state.update(now)  # of plain parameters
-
-
-def _part_of(value: Any) -> Any:
-    """What this rank holds of a DTensor; any other value as it is. Without gradients torch takes no time for it."""
-    return value.to_local() if isinstance(value, DTensor) else value
-
-
-def _parts_of(kept: dict[str, Any]) -> dict[str, Any]:
-    return {key: _part_of(value) for key, value in kept.items()}
-
-
-def _keep(kept: dict[str, Any], now: dict[str, Any], parameter: Tensor, part: Tensor) -> None:
-    """Put into ``kept`` what an optimizer has made of it for the part of a parameter: tensors like that are split."""
-    for key, value in now.items():
-        if key in kept and _part_of(kept[key]) is value:
-            continue
-        if isinstance(value, Tensor) and value.shape == part.shape and key not in _NUMBERS:
-            assert isinstance(parameter, DTensor)
-            value = split_tensor(
-                DTensor.from_local(
-                    value, parameter.device_mesh, parameter.placements, shape=parameter.shape, stride=parameter.stride()
-                )
-            )
-        kept[key] = value
 
 
 def _make_whole(optimizer: torch.optim.Optimizer) -> None:
