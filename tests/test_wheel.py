@@ -45,7 +45,9 @@ def test_it_has_every_file_of_the_package_and_the_command(wheel):
     assert len(files) > 300
     assert files <= set(packed.namelist())
     [entries] = [name for name in packed.namelist() if name.endswith("entry_points.txt")]
-    assert "shardwright = shardwright.cli:main" in packed.read(entries).decode()
+    named = packed.read(entries).decode()
+    assert "shardwright = shardwright.cli:main" in named
+    assert "[torch.backends]\nshardwright = shardwright:_register_backends" in named
 
 
 def installed(python, wheel, folder):

@@ -9,8 +9,6 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from shardwright.distributed.backends import at_import
-
 __version__ = "0.1.0"
 
 # public name -> the module that defines it
@@ -92,4 +90,6 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_PUBLIC})
 
 
-at_import.register()
+def _register_backends() -> None:
+    """Make the backend shm known to torch, which calls this when it is imported (entry point in pyproject.toml)."""
+    importlib.import_module("shardwright.distributed.backends.shm").register()

@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,28 +428,43 @@ def test_gloo_takes_its_place_aloud(asked):
     assert second[2] == ""
 
 
-def by_torch_alone():
-    dist.init_process_group("shm")
-    total = torch.ones(2)
-    dist.all_reduce(total)
-    dist.destroy_process_group()
-    return total.tolist()
+@pytest.fixture
+def installed(tmp_path):
+    """A folder that says of the package what an installation says of it."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    folder = tmp_path / "shardwright-0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: shardwright\nVersion: 0\n")
+    points = [
+        f"[{group}]\n" + "".join(f"{name} = {value}\n" for name, value in found.items())
+        for group, found in project["entry-points"].items()
+    ]
+    (folder / "entry_points.txt").write_text("\n".join(points))
+    return str(tmp_path)
 
 
-def test_scripts_that_use_nothing_else_of_ours():
-    assert run_ranks(2, by_torch_alone) == [[2.0, 2.0]] * 2
+BY_TORCH = (
+    "import sys, torch, torch.distributed as dist\n"
+    "assert not [name for name in sys.modules if name.startswith('shardwright.distributed')]\n"
+    "dist.init_process_group('shm', store=dist.HashStore(), rank=0, world_size=1)\n"
+    "x = torch.ones(2); dist.all_reduce(x); print(x.tolist(), dist.get_backend())\n"
+    "dist.destroy_process_group()\n"
+)
+BY_INIT = "import shardwright as sw\nprint(sw.init('shm').backend)\n"
 
 
-@slow
-def test_torch_learns_of_it_also_where_it_is_imported_later():
-    code = (
-        "import shardwright, sys\nassert 'torch' not in sys.modules\nimport torch, torch.distributed as dist\n"
-        "dist.init_process_group('shm', store=dist.HashStore(), rank=0, world_size=1)\n"
-        "x = torch.ones(2); dist.all_reduce(x); print(x.tolist(), dist.get_backend())\n"
-        "dist.destroy_process_group()\n"
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=110, check=False)
-    assert ended.stdout == "[1.0, 1.0] shm\n", ended.stderr
+@pytest.mark.parametrize(
+    ("code", "variables", "says"),
+    [(BY_TORCH, {}, "[1.0, 1.0] shm\n"), (BY_INIT, {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}, "shm\n")],
+    ids=["torch", "init"],
+)
+def test_torch_learns_of_it_when_it_is_imported_or_from_init(installed, code, variables, says):
+    path = os.pathsep.join([installed, str(Path(sw.__file__).parents[1])])
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path} | variables,
+        capture_output=True, text=True, timeout=110, check=False,
+    )  # fmt: skip
+    assert ended.stdout == says, ended.stderr
 
 
 def card(**changes):

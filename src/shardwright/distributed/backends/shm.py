@@ -17,10 +17,13 @@ def prepare(environment: LaunchEnvironment) -> None:
 
 
 def register() -> None:
-    """Make the backend known to torch, if it is not yet."""
+    """Make the backend known to torch, if it is not yet.
+
+    Torch calls it in the middle of its own import, which an error would end for every program of the environment.
+    """
     import torch.distributed as dist
 
-    if SHM.registered not in dist.Backend.backend_list:
+    if dist.is_available() and SHM.registered not in dist.Backend.backend_list:
         dist.Backend.register_backend(SHM.registered, _create, extended_api=True, devices=["cpu"])
 
 
