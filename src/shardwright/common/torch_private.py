@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass
-from functools import cache, lru_cache, wraps
-from importlib import import_module
-from threading import get_ident
+from functools import lru_cache
+from pkgutil import resolve_name
 from traceback import FrameSummary
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,121 +23,114 @@ from torch._export.utils import (
     _is_cia_op,
     _special_op_to_preserve_cia,
 )
-from torch._functorch import eager_transforms
 from torch._higher_order_ops.effects import has_effects
 from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
 from torch._subclasses.fake_tensor import (
-    DynamicOutputShapeException,
+    DynamicOutputShapeException as DynamicOutputShapeException,
+)
+from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
     unset_fake_temporarily,
 )
 from torch.autograd.function import _SingleLevelFunction, once_differentiable
 from torch.distributed import distributed_c10d
-from torch.export import ExportedProgram, exported_program
+from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
 from torch.utils import _pytree as pytree  # torch has no public pytree
-from torch.utils import checkpoint as checkpointing
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = [
-    "Computed",
-    "DynamicOutputShapeException",
-    "MemoryOf",
-    "References",
-    "acts_on_loads",
-    "add_gloo_inside",
-    "apply_function",
-    "arguments_of",
-    "assert_on_device",
-    "backward_number",
-    "base_of",
-    "buffers_in",
-    "call_checkpointed",
-    "changes_of",
-    "changes_operands",
-    "checkpoints_call",
-    "checks_itself",
-    "code_from_cache",
-    "compiled_code_directory",
-    "computed",
-    "constant_of",
-    "copies_of",
-    "copy_each",
-    "dcp_storage_info",
-    "decided",
-    "empty_like_on",
-    "exporting",
-    "expression_of",
-    "fake_mode",
-    "flight_recorder",
-    "functions_apply",
-    "gradient_transforms_call",
-    "gradients_are_returned",
-    "grouped_mm",
-    "has_no_value",
-    "has_unknown_size",
-    "higher_order_name",
-    "holders_of_memory",
-    "is_certain",
-    "is_checkpoint",
-    "is_composite",
-    "is_fake",
-    "is_operator",
-    "is_pointwise",
-    "is_transformed",
-    "is_unknown",
-    "job_store",
-    "keeps_statistics",
-    "local_part",
-    "looking_into",
-    "makes_new",
-    "may_stay_whole",
-    "members",
-    "mode_of",
-    "new_group_of_members",
-    "note_further",
-    "number_in_expressions",
-    "on_cpu",
-    "operators_are_watched",
-    "operators_called",
-    "overloads_of",
-    "part_of",
-    "parts_of",
-    "preservable_operators",
-    "put_part",
-    "quiet_exporter",
-    "random_state",
-    "references_to",
-    "replaced",
-    "returns_list",
-    "run_decompositions",
-    "schema_parameters",
-    "shared_operands",
-    "sizes_written_as_numbers",
-    "storage_key",
-    "storage_of",
-    "symbol_of",
-    "tell_of_dropped_gradients",
-    "tensors_returned",
-    "tensors_taken",
-    "trace_above_autograd",
-    "trace_beneath_autograd",
-    "tree_flatten",
-    "tree_leaves",
-    "tree_map",
-    "tree_unflatten",
-    "unbound",
-    "untraced",
-    "version",
-    "views_into",
-    "waited_for",
-    "with_values",
-    "without_defaults",
-    "writes_out",
-    "written_operands",
-]
+
+@dataclass(frozen=True)
+class Patch:
+    """Names of a module or class of torch that stand for something else inside of `patched`."""
+
+    owner: str
+    names: tuple[str, ...]
+    when: str
+    why: str
+
+
+# All that is patched in torch. Each lasts as long as the ``with`` in which it is made.
+PATCHES: Mapping[str, Patch] = {
+    "attributes": Patch(
+        "torch.nn:Module", ("__getattribute__", "__setattr__"), "the loss function runs in a capture",
+        "what a step reads and sets of its modules is noted; Python asks the class alone, and users' classes are many",
+    ),
+    "checkpoint": Patch(
+        "torch.utils.checkpoint", ("CheckpointFunction", "_checkpoint_without_reentrant_generator"),
+        "the loss function runs in a capture",
+        "a graph recomputes nothing by itself; by whatever name checkpoint is called, it looks these up",
+    ),
+    "functions": Patch(
+        "torch.autograd.function:_SingleLevelFunction", ("apply",), "the loss function runs in a capture",
+        "each function with a backward of its own is one operator; all inherit this, also where apply was kept before",
+    ),
+    "batch norms": Patch(
+        "torch.nn.modules.batchnorm:_BatchNorm", ("forward",), "the loss function runs in a capture",
+        "without a momentum it reads the number of batches from a tensor, which has none there",
+    ),
+    "transforms": Patch(
+        "torch._functorch.eager_transforms",
+        ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums"),
+        "the loss function runs in a capture",
+        "gradients of torch.func cannot be captured and are refused; by whatever name these are called, they look here",
+    ),
+    "seeds": Patch(
+        "torch", ("manual_seed", "seed"), "the loss function runs in a capture",
+        "a graph would not set the seed again; no mode of torch functions sees these",
+    ),
+    "sizes": Patch(
+        "torch:SymInt", ("__repr__",), "a step is exported",
+        "a text may decide something, too: asking for the number notes that, which the name of a symbol would not",
+    ),
+    "exporter": Patch(
+        "torch.export._trace", ("print",), "a step is exported",
+        "where an error speaks of data it prints the graph so far, which nothing turns off; the error is raised anyway",
+    ),
+    "stack traces": Patch(
+        "torch.fx.config", ("do_not_emit_stack_traces",), "a step is exported",
+        "the Python stack of every operator takes a good part of an export, and nobody reads it",
+    ),
+    "exporting": Patch(
+        "torch.compiler", ("_is_exporting_flag",), "operators are traced by make_fx",
+        "libraries take the branches that they take under the exporter; nothing public sets it",
+    ),
+    "decompositions": Patch(
+        "torch.export.exported_program", ("_split_decomp_table_to_cia_and_python_decomp",),
+        "an exported program is made functional",
+        "torch goes through the operators of all libraries, 0.1 s a call, several times the trace of a small model",
+    ),
+    "group names": Patch(
+        "torch.distributed.distributed_c10d", ("_process_group_name",), "a group is made by its members alone",
+        "torch's name has the number of groups of this process, by which members wait for each other for ever",
+    ),
+    "zero_grad": Patch(
+        "torch.optim:Optimizer", ("zero_grad",), "gradients of accumulate() are kept unreduced",
+        "what a script drops must be dropped there, too; zero_grad has no hooks",
+    ),
+}  # fmt: skip
+
+
+@contextmanager
+def patched(what: str, **values: Any) -> Iterator[dict[str, Any]]:
+    """Let names of `PATCHES` stand for these values, and give what they stood for, which they do again afterwards."""
+    patch = PATCHES[what]
+    assert set(values) <= set(patch.names), f"{what} does not say that it patches {set(values) - set(patch.names)}"
+    owner = resolve_name(patch.owner)
+    before = {name: vars(owner).get(name, _MISSING) for name in values}
+    for name, value in values.items():
+        setattr(owner, name, value)
+    try:
+        yield before
+    finally:
+        for name, value in before.items():
+            delattr(owner, name) if value is _MISSING else setattr(owner, name, value)
+
+
+_MISSING = object()
 
 
 def add_gloo_inside(group: dist.ProcessGroup, gloo: dist.ProcessGroupGloo) -> None:
@@ -189,16 +179,11 @@ def new_group_of_members(ranks: Sequence[int]) -> dist.ProcessGroup | None:
         return None
     key = "_".join(map(str, ranks))
     number = job_store().add(f"groups/{key}/made by {dist.get_rank()}", 1)
-    before = distributed_c10d._process_group_name
     name = distributed_c10d.GroupName(f"members {key} number {number}")
     device = distributed_c10d._get_default_group().bound_device_id
-    distributed_c10d._process_group_name = lambda *_, **__: name
-    try:
-        with unbound():
-            group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
-        return group
-    finally:
-        distributed_c10d._process_group_name = before
+    with unbound(), patched("group names", _process_group_name=lambda *_, **__: name):
+        group: dist.ProcessGroup = dist.new_group(list(ranks), use_local_synchronization=True, device_id=device)
+    return group
 
 
 def assert_on_device(condition: torch.Tensor, text: str) -> None:
@@ -330,24 +315,6 @@ def note_further(size: torch.SymInt) -> None:
     size.node.shape_env.frozen = False
 
 
-@contextmanager
-def sizes_written_as_numbers(is_users: Callable[[str], bool]) -> Iterator[None]:
-    """Let open sizes be the numbers of the trace where the user's files write them: a text can be decided by, too.
-
-    Asking for the number notes the question, which the name of a symbol would not.
-    """
-    before: Callable[[torch.SymInt], str] = torch.SymInt.__repr__
-
-    def written(size: torch.SymInt) -> str:
-        return repr(int(size)) if is_users(sys._getframe(1).f_code.co_filename) else before(size)
-
-    torch.SymInt.__repr__ = written  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        torch.SymInt.__repr__ = before  # type: ignore[method-assign]
-
-
 def decided(size: torch.SymInt) -> Iterator[tuple[Any, FrameSummary | None]]:
     """Every condition on open sizes that was true in the trace of ``size``, and by which something was decided there.
 
@@ -366,43 +333,6 @@ def decided(size: torch.SymInt) -> Iterator[tuple[Any, FrameSummary | None]]:
         yield symbol <= sizes.upper, None
     for late in noted.deferred_runtime_asserts.values():
         yield from ((each.expr, None) for each in late)
-
-
-@cache
-def _exporter() -> ModuleType:
-    """Where the public exporter is written; its import takes a second, and most ranks export nothing.
-
-    Cached once: a module is imported once.
-    """
-    return import_module("torch.export._trace")
-
-
-@contextmanager
-def quiet_exporter() -> Iterator[None]:
-    """Without what the exporter tells about errors that are raised anyway: its loggers have private names, and where an
-    error speaks of data it prints the graph that it has so far, which nothing turns off but a `print` of its own.
-
-    Nor does it note the Python stack of every operator, which nobody reads and which takes a good part of its time.
-    """
-    loggers = [logging.getLogger(f"torch.{name}") for name in _TELLING]
-    before = [logger.disabled for logger in loggers]
-    for logger in loggers:
-        logger.disabled = True
-    hiding = vars(_exporter())
-    hiding["print"] = lambda *_, **__: None  # hides what is built in
-    try:
-        with replaced(torch.fx.config, {"do_not_emit_stack_traces": True}):
-            yield
-    finally:
-        hiding.pop("print", None)
-        for logger, disabled in zip(loggers, before, strict=True):
-            logger.disabled = disabled
-
-
-_TELLING = (
-    "fx.experimental.symbolic_shapes", "fx.experimental.recording", "_subclasses.fake_tensor", "export._trace",
-    "_export.non_strict_utils",
-)  # fmt: skip
 
 
 @contextmanager
@@ -494,47 +424,6 @@ def operators_called(by: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) 
         yield
 
 
-@dataclass(frozen=True)
-class Computed:
-    """What a call of operators did.
-
-    ``casts``: to which dtype it cast each of some tensors, by position.
-    ``made``: the operators that made new tensors of others, without overload, each with the dtypes of its results;
-    without casts and copies.
-    ``result``: what the call returned.
-    """
-
-    casts: dict[int, torch.dtype]
-    made: list[tuple[str, tuple[torch.dtype, ...]]]
-    result: Any
-
-
-def computed(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> Computed:
-    """What ``call`` does beneath autograd and autocast, and how it casts ``tensors``, which are without storage."""
-    casts: dict[int, torch.dtype] = {}
-    made: list[tuple[str, tuple[torch.dtype, ...]]] = []
-
-    def noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        result = operator(*args, **kwargs)
-        if operator is torch.ops.aten._to_copy.default:
-            for i, tensor in enumerate(tensors):
-                if tensor is args[0] and i not in casts:
-                    casts[i] = result.dtype
-        elif operator not in _COPIES and not _returns_operands(operator) and _has_tensor((args, kwargs)):
-            results = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
-            if results:
-                made.append((operator._schema.name, tuple(tensor.dtype for tensor in results)))
-        return result
-
-    modes = [tensor.fake_mode for tensor in tensors if isinstance(tensor, FakeTensor)]
-    with modes[0] if modes else nullcontext(), operators_called(noting):  # what is made of nothing has none either
-        result = call()
-    return Computed(casts, made, result)
-
-
-_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
-
-
 def makes_new(operator: Any) -> bool:
     """Check that an operator returns neither what it was given nor views of it."""
     return not _returns_operands(operator)
@@ -545,104 +434,9 @@ def _returns_operands(operator: Any) -> bool:
     return any(value.alias_info is not None for value in operator._schema.returns)
 
 
-def _has_tensor(args: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(args))
-
-
-@contextmanager
-def replaced(module: ModuleType, names: Mapping[str, Any]) -> Iterator[None]:
-    """Let names of a Python module stand for other things."""
-    before = {name: getattr(module, name) for name in names}
-    vars(module).update(names)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
-
-
-@contextmanager
-def checkpoints_call(around: Callable[[str], AbstractContextManager[None]]) -> Iterator[None]:
-    """Let ``torch.utils.checkpoint.checkpoint`` call its function and recompute nothing.
-
-    Whoever imported it has another name for it, but it looks these two up in its own module. The function is called
-    within ``around(problem)``, which gets what torch warns of, "" where that is nothing.
-    """
-
-    class Reentrant:
-        @staticmethod
-        def apply(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
-            # Torch makes gradients of the arguments, and none of the parameters where no argument needs one.
-            needed = any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-            lost = torch.is_grad_enabled() and not needed
-            problem = "None of the inputs have requires_grad=True. Gradients will be None" if lost else ""
-            with around(problem), torch.no_grad() if lost else nullcontext():
-                return function(*args)
-
-    def without_reentrant(function: Any, preserve: bool, context_fn: Any, *_: Any, **__: Any) -> Iterator[None]:
-        context, _ = context_fn()
-        chooses_what_is_kept = isinstance(context, TorchDispatchMode)
-        with around(""), nullcontext() if chooses_what_is_kept else context:
-            yield
-
-    names = {"CheckpointFunction": Reentrant, "_checkpoint_without_reentrant_generator": without_reentrant}
-    with replaced(checkpointing, names):
-        yield
-
-
-_CHECKPOINT = checkpointing.CheckpointFunction
-
-
-def is_checkpoint(function: Any) -> bool:
-    """Check whether a function with a backward of its own is torch's activation checkpointing."""
-    return function is _CHECKPOINT
-
-
-def call_checkpointed(args: tuple[Any, ...]) -> Any:
-    """Call the function of activation checkpointing as `checkpoints_call` has it, whoever asked for it."""
-    return checkpointing.CheckpointFunction.apply(*args)  # type: ignore[no-untyped-call]
-
-
-@contextmanager
-def functions_apply(apply: Callable[[Any, tuple[Any, ...]], Any]) -> Iterator[None]:
-    """Let ``MyFunction.apply(*args)`` be ``apply(MyFunction, args)`` in this thread, also where ``MyFunction.apply``
-    was kept before: it asks this base class, which has no public name."""
-    base: Any = _SingleLevelFunction
-    thread = get_ident()
-
-    def applied(function: Any, *args: Any) -> Any:
-        return apply(function, args) if get_ident() == thread else apply_function(function, args)
-
-    base.apply = classmethod(applied)
-    try:
-        yield
-    finally:
-        del base.apply
-
-
 def apply_function(function: Any, args: tuple[Any, ...]) -> Any:
-    """What ``MyFunction.apply(*args)`` does within `functions_apply`."""
+    """Return what ``MyFunction.apply(*args)`` does while that is patched."""
     return super(_SingleLevelFunction, function).apply(*args)
-
-
-@contextmanager
-def batch_norms_call(instead: Callable[[Any, Any], Any]) -> Iterator[None]:
-    """Let a batch norm without a momentum that trains give ``instead(module, x)`` in this thread: its running
-    statistics are averages over all batches, for which it reads the number in a tensor."""
-    base: Any = torch.nn.modules.batchnorm._BatchNorm
-    thread, forward = get_ident(), base.forward
-
-    def called(module: Any, input: Any) -> Any:  # torch's own name, by which it may be called
-        reads = module.momentum is None and module.training and module.track_running_stats
-        if not reads or module.num_batches_tracked is None or module.running_mean is None or get_ident() != thread:
-            return forward(module, input)
-        module._check_input_dim(input)
-        return instead(module, input)
-
-    base.forward = called
-    try:
-        yield
-    finally:
-        base.forward = forward
 
 
 @contextmanager
@@ -679,21 +473,8 @@ def trace_above_autograd(function: Callable[..., Any], *args: Any) -> torch.fx.G
 
 
 def _trace(function: Callable[..., Any], args: tuple[Any, ...], *, above_autograd: bool) -> torch.fx.GraphModule:
-    before = torch.compiler._is_exporting_flag
-    torch.compiler._is_exporting_flag = True
-    try:
+    with patched("exporting", _is_exporting_flag=True):
         return make_fx(function, tracing_mode="real", pre_dispatch=above_autograd, _allow_non_fake_inputs=True)(*args)
-    finally:
-        torch.compiler._is_exporting_flag = before
-
-
-@contextmanager
-def gradient_transforms_call(by: Callable[..., Any]) -> Iterator[None]:
-    """Let every transform of ``torch.func`` that takes gradients call ``by`` before it begins: by whatever name it was
-    imported, it looks one of these up in its own module."""
-    names = ("grad_impl", "grad_and_value_impl", "_vjp_with_argnums", "_jvp_with_argnums")
-    with replaced(eager_transforms, dict.fromkeys(names, by)):
-        yield
 
 
 def is_operator(target: Any) -> bool:
@@ -745,8 +526,7 @@ def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> Ex
     nothing is said of are decomposed by their own kernels, to the same operators.
     """
     kept = dict.fromkeys(preserved, _special_op_to_preserve_cia)
-    split = {"_split_decomp_table_to_cia_and_python_decomp": lambda table: (kept, table)}
-    with replaced(exported_program, split):
+    with patched("decompositions", _split_decomp_table_to_cia_and_python_decomp=lambda table: (kept, table)):
         decomposed: ExportedProgram = program.run_decompositions({})
     return decomposed
 
@@ -1081,18 +861,6 @@ def waited_for(part: Any) -> torch.Tensor:
 def put_part(tensor: Any, part: torch.Tensor) -> None:
     """Let a DTensor be one of which this rank holds ``part``, as nothing public does to one that others know."""
     tensor._local_tensor = part
-
-
-def tell_of_dropped_gradients(told: Callable[[torch.optim.Optimizer], object]) -> None:
-    """Call ``told(optimizer)`` after each ``optimizer.zero_grad()``, which has no hooks."""
-    zero: Any = torch.optim.Optimizer.zero_grad
-
-    @wraps(zero)
-    def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
-        zero(optimizer, *args, **kwargs)
-        told(optimizer)
-
-    torch.optim.Optimizer.zero_grad = zero_grad  # type: ignore[assignment,method-assign]
 
 
 class _LocalPart(torch.autograd.Function):

@@ -90,7 +90,10 @@ class DataParallelStep:
 
     def accumulate(self) -> AbstractContextManager[None]:
         """Backwards inside leave this rank's own gradients, which the next one outside reduces with its own."""
-        return self._replicated.no_sync() if self._replicated else nullcontext()
+        if self._replicated is None or self._reductions is None:
+            return nullcontext()
+        self._reductions.begin()
+        return self._replicated.no_sync()
 
 
 class _Reductions(Unreduced):

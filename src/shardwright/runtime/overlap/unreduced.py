@@ -7,8 +7,9 @@ by ``optimizer.zero_grad()``.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import cache, wraps
 from typing import Any
 from weakref import WeakSet
 
@@ -32,6 +33,12 @@ class Unreduced(ABC):
         self._named = dict(model.named_parameters(remove_duplicate=False))
         _all.add(self)
 
+    def begin(self) -> None:
+        """Be told of gradients that are dropped, from now on until none is kept."""
+        if not _dropping:
+            _dropping.append(ExitStack())
+            _dropping[0].enter_context(_drops_told())
+
     @property
     @abstractmethod
     def kept(self) -> Collection[str]:
@@ -54,13 +61,34 @@ class Unreduced(ABC):
 
 
 _all: WeakSet[Unreduced] = WeakSet()
+_dropping: list[ExitStack] = []  # one, as long as `_drops_told`
 
 
 @cache
 def _watch_optimizers() -> None:
     """Be asked before each step of an optimizer. Cached so that it is done once."""
     register_optimizer_step_pre_hook(_refuse_unreduced)
-    torch_private.tell_of_dropped_gradients(_drop)
+
+
+@contextmanager
+def _drops_told() -> Iterator[None]:
+    """Let ``optimizer.zero_grad()`` drop what is kept of its parameters, too."""
+
+    @wraps(torch.optim.Optimizer.zero_grad)
+    def zero_grad(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        before["zero_grad"](optimizer, *args, **kwargs)
+        for each in _all:
+            each.drop(each.kept_of(optimizer))
+        _end()
+
+    with torch_private.patched("zero_grad", zero_grad=zero_grad) as before:
+        yield
+
+
+def _end() -> None:
+    """Leave torch as it is where nothing is kept any more."""
+    if _dropping and not any(each.kept for each in _all):
+        _dropping.pop().close()
 
 
 def _refuse_unreduced(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -77,8 +105,4 @@ def _refuse_unreduced(optimizer: torch.optim.Optimizer, args: tuple[Any, ...], k
                 "that are not reduced between ranks yet; call the model and backward() for the last batch of a step "
                 "outside of accumulate(), or drop what is kept: parallel.zero_grad()"
             )
-
-
-def _drop(optimizer: torch.optim.Optimizer) -> None:
-    for each in _all:
-        each.drop(each.kept_of(optimizer))
+    _end()

@@ -100,6 +100,7 @@ class GradientReduction(Unreduced):
     @contextmanager
     def deferred(self) -> Iterator[None]:
         """Backwards inside leave the gradients of these parameters unreduced, and their ``.grad`` as it was."""
+        self.begin()
         before, self._deferring = self._deferring, True
         try:
             yield

@@ -24,6 +24,7 @@ from shardwright.compiler.capture.tracing.outside.entries import OF_TORCH
 from shardwright.compiler.capture.tracing.outside.objects import ObjectReads
 from shardwright.compiler.capture.tracing.outside.places import Place
 from shardwright.compiler.capture.tracing.outside.values import MISSING, NOT_PLAIN, comparable, plain, same
+from shardwright.compiler.capture.tracing.replaced import checkpoints_call, replaced
 from shardwright.compiler.capture.tracing.sources import callers_line
 from shardwright.compiler.capture.tracing.state.origins import Origins
 from shardwright.compiler.capture.tracing.state.replay import Again
@@ -125,18 +126,16 @@ class Reading:
         with ExitStack() as stack:
             stack.enter_context(self._attributes_watched())
             stack.enter_context(self._objects.watched())
-            stack.enter_context(torch_private.checkpoints_call(self._checkpoint))
+            stack.enter_context(checkpoints_call(self._checkpoint))
             stack.enter_context(self._random_watched(random, "random", random.getstate, random.setstate))
             stack.enter_context(
                 self._random_watched(np.random, "numpy.random", np.random.get_state, np.random.set_state)
             )
-            stack.enter_context(torch_private.replaced(np.random, {"default_rng": self._generator}))
+            stack.enter_context(replaced(np.random, {"default_rng": self._generator}))
             yield
 
     @contextmanager
     def _attributes_watched(self) -> Iterator[None]:
-        write = nn.Module.__setattr__
-
         def reading(module: nn.Module, name: str) -> Any:
             watched = name not in OF_TORCH and not name.startswith("__")
             owner = self._owners.get(id(object.__getattribute__(module, "__dict__"))) if watched else None
@@ -154,15 +153,10 @@ class Reading:
             owner = self._owners.get(id(vars(module)))
             if owner is not None and name not in OF_TORCH:
                 self._writes((owner, name), vars(module).get(name, MISSING), value)
-            write(module, name, value)
+            before["__setattr__"](module, name, value)
 
-        nn.Module.__getattribute__ = reading  # type: ignore[method-assign, assignment]
-        nn.Module.__setattr__ = writing  # type: ignore[method-assign, assignment]
-        try:
+        with torch_private.patched("attributes", __getattribute__=reading, __setattr__=writing) as before:
             yield
-        finally:
-            del nn.Module.__getattribute__
-            nn.Module.__setattr__ = write  # type: ignore[method-assign]
 
     def _writes(self, name: Name, before: Any, value: Any) -> None:
         if value is not before:
@@ -219,7 +213,7 @@ class Reading:
             return draw
 
         try:
-            with torch_private.replaced(module, {n: noticing(function) for n, function in functions.items()}):
+            with replaced(module, {n: noticing(function) for n, function in functions.items()}):
                 yield
         finally:
             if not equal_states(before, state()):

@@ -19,6 +19,7 @@ import torch
 from shardwright.common import torch_private
 from shardwright.compiler.capture.tracing import sources
 from shardwright.compiler.capture.tracing.literals import literal
+from shardwright.compiler.capture.tracing.replaced import call_checkpointed, functions_apply, is_checkpoint
 from shardwright.compiler.rules.functions import called, function_of, name_of
 from shardwright.compiler.rules.notation import Operand
 from shardwright.errors import CaptureError, ShardwrightError
@@ -93,7 +94,7 @@ _apply_function.register_autograd(_refuse_gradient, setup_context=_remember)
 @contextmanager
 def captured() -> Iterator[None]:
     """Make each function that is applied meanwhile one operator of the trace."""
-    with torch_private.functions_apply(_Applied()):
+    with functions_apply(_Applied()):
         yield
 
 
@@ -106,8 +107,8 @@ class _Applied:
     def __call__(self, function: Any, args: tuple[Any, ...]) -> Any:
         if self._aside or f"{function.__module__}.".startswith(_OF_OPERATORS):
             return torch_private.apply_function(function, args)
-        if torch_private.is_checkpoint(function):
-            return torch_private.call_checkpointed(args)
+        if is_checkpoint(function):
+            return call_checkpointed(args)
         where = sources.callers_place()
         _refuse_torchs_own(function, where)
         op = _name(function, where)

@@ -57,7 +57,7 @@ def transforms_refused() -> Iterator[None]:
             f"{sources.callers_place()}\nUse torch.autograd.grad(..., create_graph=True), which is captured."
         )
 
-    with torch_private.gradient_transforms_call(refuse):
+    with torch_private.patched("transforms", **dict.fromkeys(torch_private.PATCHES["transforms"].names, refuse)):
         yield
 
 
@@ -112,7 +112,7 @@ def seeding_refused() -> Iterator[None]:
 
         return refuse
 
-    with torch_private.replaced(torch, {name: refusing(name) for name in ("manual_seed", "seed")}):
+    with torch_private.patched("seeds", manual_seed=refusing("manual_seed"), seed=refusing("seed")):
         yield
 
 

@@ -5,8 +5,8 @@ Made functional as they are, regions lose where gradients are off, the lines of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -221,7 +221,7 @@ def _casts(node: Node, operands: Sequence[Node], autocast: Autocast) -> _Casts |
     return None
 
 
-def _like_results(operands: Sequence[Node], wanted: torch_private.Computed) -> _Casts:
+def _like_results(operands: Sequence[Node], wanted: _Computed) -> _Casts:
     """All operands that autocast may cast, to the dtype of the first result."""
     dtypes = [dtype for dtype in _dtypes(wanted) if dtype.is_floating_point]
     return {
@@ -241,15 +241,60 @@ def _may_be_cast(operand: Node) -> bool:
     return dtype.is_floating_point and dtype != torch.float64
 
 
-def _dtypes(of: torch_private.Computed) -> list[torch.dtype]:
+def _dtypes(of: _Computed) -> list[torch.dtype]:
     return [leaf.dtype for leaf in torch_private.tree_leaves(of.result) if isinstance(leaf, torch.Tensor)]
 
 
-def _computed(node: Node, operands: Sequence[Node], casts: _Casts) -> torch_private.Computed:
-    """Return what an operator computes for tensors without values, once they are cast."""
+@dataclass(frozen=True)
+class _Computed:
+    """What a call of operators did.
+
+    ``casts``: to which dtype it cast each of some tensors, by position.
+    ``made``: the operators that made new tensors of others, without overload, each with the dtypes of its results;
+    without casts and copies.
+    ``result``: what the call returned.
+    """
+
+    casts: dict[int, torch.dtype]
+    made: list[tuple[str, tuple[torch.dtype, ...]]]
+    result: Any
+
+
+_COPIES = (torch.ops.aten.clone.default, torch.ops.aten._unsafe_view.default)
+
+
+def _calls_of(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> _Computed:
+    """Return what ``call`` does beneath autograd and autocast, and how it casts ``tensors``, which have no storage."""
+    casts: dict[int, torch.dtype] = {}
+    made: list[tuple[str, tuple[torch.dtype, ...]]] = []
+
+    def noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = operator(*args, **kwargs)
+        if operator is torch.ops.aten._to_copy.default:
+            for i, tensor in enumerate(tensors):
+                if tensor is args[0] and i not in casts:
+                    casts[i] = result.dtype
+        elif operator not in _COPIES and torch_private.makes_new(operator) and _tensors_in((args, kwargs)):
+            results = _tensors_in(result)
+            if results:
+                made.append((operator.name().partition(".")[0], tuple(tensor.dtype for tensor in results)))
+        return result
+
+    modes = [torch_private.mode_of(tensor) for tensor in tensors if torch_private.is_fake(tensor)]
+    with modes[0] if modes else nullcontext(), torch_private.operators_called(noting):  # what is made of nothing
+        result = call()
+    return _Computed(casts, made, result)
+
+
+def _tensors_in(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in torch_private.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _computed(node: Node, operands: Sequence[Node], casts: _Casts) -> _Computed:
+    """What an operator computes for tensors without values, once they are cast."""
     vals = {
         operand: operand.meta["val"].to(casts[i]) if i in casts else operand.meta["val"].detach()
         for i, operand in enumerate(operands)
     }
     args, kwargs = map_arg((node.args, node.kwargs), lambda n: vals.get(n, n.meta["val"]))
-    return torch_private.computed(list(vals.values()), lambda: node.target(*args, **kwargs))  # type: ignore[operator]
+    return _calls_of(list(vals.values()), lambda: node.target(*args, **kwargs))  # type: ignore[operator]

@@ -28,6 +28,7 @@ from shardwright.compiler.capture.tracing.in_place import Buffers, InPlace, refu
 from shardwright.compiler.capture.tracing.open_sizes import OpenSizes, Sizes
 from shardwright.compiler.capture.tracing.outside.copies import copy_of
 from shardwright.compiler.capture.tracing.regions import NO_GRADIENT
+from shardwright.compiler.capture.tracing.replaced import batch_norms_call, quiet_exporter, sizes_written_as_numbers
 from shardwright.compiler.capture.tracing.state.replay import Again, again
 from shardwright.compiler.capture.tracing.values import answers
 from shardwright.compiler.capture.tracing.values.checks import Check, Checks
@@ -158,7 +159,7 @@ class _Step(torch.nn.Module):
         call.mode.begin()
         call.reading.origins.begin(self.model, tensors)
         watched = call.reading.watch() if call.once else call.reading.looked_at()
-        averages = torch_private.batch_norms_call(written.averaging_batch_norm)
+        averages = batch_norms_call(written.averaging_batch_norm)
         with watched, call.mode, functions.captured(), averages, refused[0], refused[1]:
             output = call.loss_fn(self.model, call.batch(tensors))
         loss, aux = _loss_and_aux(output)
@@ -304,8 +305,8 @@ def _trace(sample: _Sample, open_dims: Sequence[Collection[int]] = (), *, beneat
     call = step.call
     with (
         warnings.catch_warnings(),
-        torch_private.quiet_exporter(),
-        torch_private.sizes_written_as_numbers(sources.is_users),
+        quiet_exporter(),
+        sizes_written_as_numbers(sources.is_users),
         fx_traceback.preserve_node_meta(),
         torch.set_grad_enabled(sample.train),
         torch.autocast(sample.device.type, enabled=False),
