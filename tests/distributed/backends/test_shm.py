@@ -431,7 +431,7 @@ def test_gloo_takes_its_place_aloud(asked):
 @pytest.fixture
 def installed(tmp_path):
     """A folder that says of the package what an installation says of it."""
-    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((Path(sw.__file__).parents[2] / "pyproject.toml").read_text())["project"]
     folder = tmp_path / "shardwright-0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: shardwright\nVersion: 0\n")
