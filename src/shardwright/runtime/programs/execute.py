@@ -15,7 +15,6 @@ from torch import Tensor
 from shardwright.common.pulse import own_pulse
 from shardwright.compiler.capture import operators
 from shardwright.compiler.capture.ir import Capture
-from shardwright.compiler.lower.formats import with_channels_last
 from shardwright.compiler.lower.operators import draws, kernels
 from shardwright.compiler.lower.operators.guard import Guard
 from shardwright.compiler.lower.operators.randomness import mixed
@@ -128,10 +127,7 @@ class Execution:
         self._failed: OnItsWay | None = None  # by how much checks of the last call have failed
         self._guard = Guard(on=device.type == "cuda")
         self._names = _NAMES | {"again": self._again, "later": reduction.later, "guard": self._guard}
-        # What is compiled is brought into other orders by the compiler.
-        in_order = compiler is None and device.type == "cpu"
-        self._running = with_channels_last(program, capture) if in_order else program
-        self._source = self._running.source
+        self._source = program.source
         self._compiled = None if compiler is None else self._compile(compiler)
         name = f"<program of rank {program.rank} {id(self):x}>"
         linecache.cache[name] = (len(self._source), None, self._source.splitlines(keepends=True), name)
@@ -146,7 +142,7 @@ class Execution:
         if self._tells_sites:
             return
         self._tells_sites = True
-        sites = Sites(self._running, self._source, self._step.__code__, own_pulse())
+        sites = Sites(self.program, self._source, self._step.__code__, own_pulse())
         self._names.update({name: sites.watched(self._names[name]) for name in _STEPS})
         self._names["kernels"] = sites.watched_members(kernels)
         self._reduce = sites.watched(self._reduction)
@@ -179,7 +175,7 @@ class Execution:
             with self._again.keeping_parts() if self._gathers_again else nullcontext():
                 outputs = self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
         except Exception as error:
-            told = explained(error, self._running, self._source, self._step.__code__, self._capture)
+            told = explained(error, self.program, self._source, self._step.__code__, self._capture)
             if told is error:
                 raise
             raise told from None

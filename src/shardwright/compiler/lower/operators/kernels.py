@@ -23,7 +23,6 @@ from shardwright.compiler.lower.operators.guard import Guard
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
-_IN_BLOCKS_OF = 16  # channels that the convolutions of any CPU take at once
 _CACHED = 1 << 18  # values that stay in the caches of a CPU from one operator to the next
 
 
@@ -109,24 +108,6 @@ def convolution_bias_elsewhere(op: str, x: Tensor, weight: Tensor, bias: Tensor,
     """The convolution ``op`` without its bias: one addend of a sum over ranks, to which another rank adds the bias."""
     result = getattr(torch.ops.aten, op)(x, weight, None, *settings)
     return added_elsewhere(result, bias, (len(bias), *[1] * (weight.ndim - 2)))
-
-
-def may_come_last(images: Sequence[int], weight: Sequence[int]) -> bool:
-    """Whether a convolution in two dims, of images and a weight of these shapes, is known to be right with the channels
-    last in memory.
-
-    The pointwise one with a stride of oneDNN writes past its memory where channels do not fill the registers of a CPU
-    (torch 2.13, fewer than 8 on AVX2). Of images of a few channels, as those of colours, others are right, too.
-    """
-    made, read, *kernel = weight
-    fill = not images[1] % _IN_BLOCKS_OF or (read == images[1] and min(kernel) > 1)
-    return fill and not made % _IN_BLOCKS_OF
-
-
-def channels_last(x: Tensor, weight: Tensor) -> Tensor:
-    """``x`` with its channels last in memory, where the convolution of what is here may have them there."""
-    last = may_come_last(x.shape, weight.shape)
-    return x.contiguous(memory_format=torch.channels_last if last else torch.contiguous_format)
 
 
 def grouped_mm(x: Tensor, matrices: Tensor, ends: Tensor, first: int, last: int) -> Tensor:
