@@ -6,7 +6,7 @@ and gradients together as the rule says, and compares them with the operator on 
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,10 +14,11 @@ from torch import Tensor
 
 from shardwright.compiler.capture import operators
 from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.lower.call import Call, Name
 from shardwright.compiler.lower.local import localise
 from shardwright.compiler.lower.operators import draws, kernels
 from shardwright.compiler.lower.operators.guard import Guard
-from shardwright.compiler.lower.site import Axes, Call, Literal, RandomKey, Site
+from shardwright.compiler.lower.site import Site
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import simulate
@@ -59,23 +60,16 @@ def bound(invocation: Invocation) -> tuple[tuple[Any, ...], dict[str, Any], list
 
 
 def evaluate(call: Call, tensors: Sequence[Tensor], comm: Any) -> list[Tensor]:
-    """The results of a local operator."""
-
-    def change(arg: Any) -> Any:
-        if isinstance(arg, Operand):
-            return tensors[arg.index]
-        if isinstance(arg, Literal):
-            return eval(arg.text, {"guard": Guard()})
-        return KEY + arg.number if isinstance(arg, RandomKey) else arg
-
-    room, _, name = call.function.partition(".")
-    found: Any = {"torch": torch, "kernels": kernels, "draws": draws, "ops": operators}[room]
-    for part in name.split("."):
-        found = getattr(found, part)
-    args: list[Any] = []
-    for arg in call.args:
-        args += [comm, arg.names] if isinstance(arg, Axes) else [_replaced(arg, change)]
-    output = found(*args, **{name: _replaced(arg, change) for name, arg in call.kwargs})
+    """The results of a local operator, as a program has them."""
+    room, *path = call.function.split(".")
+    function: Any = {"torch": torch, "kernels": kernels, "draws": draws, "ops": operators}[room]
+    for name in path:  # some are no names for Python, as "from"
+        function = getattr(function, name)
+    given = call.mapped(lambda arg: Name(f"x{arg.index}") if isinstance(arg, Operand) else arg)
+    operands = {f"x{index}": tensor for index, tensor in enumerate(tensors)}
+    around = {"comm": comm, "key": lambda number: KEY + number, "guard": Guard(), "device": torch.device("cpu")}
+    names = {"torch": torch, "function": function} | around
+    output = eval(replace(given, function="function").source, names, operands)
     if isinstance(output, Tensor):
         return [output]
     return [tensor for tensor in output if isinstance(tensor, Tensor)]

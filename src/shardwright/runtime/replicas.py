@@ -215,7 +215,7 @@ def summed_axes(capture: Capture, program: LocalProgram) -> dict[str, set[str]]:
     The sum may come where only casts and views follow the parameter, as under autocast: all ranks make the same of it.
     """
     reduced: dict[str, set[str]] = {name: set() for name in capture.values}
-    for value, step in (moved for instruction in program.instructions for moved in instruction.steps()):
+    for value, step in (moved for instruction in program.instructions for moved in instruction.moves):
         _, backward = step.collectives(value.shape, value.dtype.itemsize, program.mesh)
         if backward and value.needs_gradient and backward.kind in ("all_reduce", "reduce_scatter"):
             reduced[value.name].update(backward.axes)

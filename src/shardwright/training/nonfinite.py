@@ -75,7 +75,7 @@ def _is_bad(value: Any) -> bool:
 
 def _operator(instruction: Instruction, value: Tensor) -> str:
     if instruction.node is None:
-        names = ", ".join(moved.label for moved, _ in instruction.steps())
+        names = ", ".join(moved.label for moved, _ in instruction.moves)
         return f"the redistribution of {names}, {_how(value)}"
     node = instruction.node
     return f"{node.op} in {node.scope or 'the loss function'} ({node.source}), {_how(value)}"

@@ -26,7 +26,7 @@ def test_those_of_a_network_in_uneven_parts_are_gathered_together_and_give_what_
     graph = RuledGraph.of(captured_step(model, loss_fn, batch, {}))
     plan = fully_sharded(graph, PlanRequest(Mesh.of(d=3)))
     program = lower(plan, 0)
-    gathers = [i for i in program.instructions if "all_gather" in i.text]
+    gathers = [i for i in program.instructions if "all_gather" in i.call.source]
     assert [(i.kind, len(i.outputs), i.again) for i in gathers] == [("joined", 7, 0), ("redistribution", 1, 1)]
     same(run(plan, model, batch), plain(model, loss_fn, batch), 1e-12)
     assert communicated(plan, model, batch, monkeypatch) == planned(plan)
@@ -43,12 +43,12 @@ def test_neighbours_that_the_backward_gathers_again_are_in_no_more_memory_than_t
     graph = RuledGraph.of(captured_step(model, loss_fn, batch, {}))
     plan = fully_sharded(graph, PlanRequest(Mesh.of(d=3)))
     program = lower(plan, 0)
-    gathers = [i for i in program.instructions if "all_gather" in i.text]
+    gathers = [i for i in program.instructions if "all_gather" in i.call.source]
     # The first layer takes what has no gradient, so that its weight is needed in the forward alone.
     assert [(i.kind, len(i.outputs), i.again) for i in gathers] == [
         ("redistribution", 1, 0), ("joined", 2, 1), ("joined", 2, 1), ("redistribution", 1, 1),
     ]  # fmt: skip
-    assert all(together_bytes(i.bucket, plan.mesh) <= plan.held.communication for i in gathers if i.kind == "joined")
+    assert all(together_bytes(i.moves, plan.mesh) <= plan.held.communication for i in gathers if i.kind == "joined")
     same(run(plan, model, batch), plain(model, loss_fn, batch), 1e-12)
     assert communicated(plan, model, batch, monkeypatch) == planned(plan)
     ran = collectives_of(program, {"reduced": 1})

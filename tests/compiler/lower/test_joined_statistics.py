@@ -35,7 +35,7 @@ def test_running_statistics_are_the_mean_over_ranks_and_wait_for_nobody_in_betwe
     model, batch = Norms().double(), torch.randn(rows, 5).double()
     captured = captured_step(model, loss_fn, batch, {}, batch_norm="per-replica")
     plan = make_plan(captured, PlanRequest(Mesh.of(d=ranks), "data"))
-    texts = [instruction.text for instruction in lower(plan, 0).instructions]
+    texts = [instruction.call.source for instruction in lower(plan, 0).instructions]
     assert sum(text.startswith("kernels.batch_norm_per_replica(") for text in texts) == 1
     assert sum(text.startswith("kernels.batch_norm_of_replica(") for text in texts) == 3
     assert [text.count("out") for text in texts if text.startswith("kernels.sum_in_place(")] == [6]

@@ -9,9 +9,10 @@ from rulecheck import Invocation, rule_for, site_of, whole
 from shardwright.compiler.capture.ir import NAMES_OF_PROGRAMS
 from shardwright.compiler.capture.operators import OPERATORS
 from shardwright.compiler.capture.step import captured_step
+from shardwright.compiler.lower.call import COMM, Call, random_key
 from shardwright.compiler.lower.local import LOCALISERS, localise
 from shardwright.compiler.lower.lower import lower
-from shardwright.compiler.lower.site import ANY_DEVICE, Axes, Call, RandomKey
+from shardwright.compiler.lower.site import ANY_DEVICE
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.request import PlanRequest
@@ -65,13 +66,13 @@ def test_group_norm_gets_its_local_numbers():
 
 def test_random_operators_know_where_their_part_starts():
     _, second = calls("native_dropout.default", (x(5, 4), 0.1, True), {"*1": ["a"]})
-    assert second == Call("draws.native_dropout", (Operand(0), 0.1, RandomKey(7), [5, 4], [3, 0], [2, 4]))
+    assert second == Call("draws.native_dropout", (Operand(0), 0.1, random_key(7), [5, 4], [3, 0], [2, 4]))
 
 
 def test_batch_norm_knows_how_many_values_every_rank_has():
     args = (x(5, 4, 3), x(4), x(4), True, 0.1, 1e-5)
     first, second = calls("_native_batch_norm_legit.no_stats", args, {"n": ["a"]})
-    assert first == second == Call("kernels.batch_norm", (*map(Operand, range(3)), 1e-5, Axes(("a",)), [9, 6]))
+    assert first == second == Call("kernels.batch_norm", (*map(Operand, range(3)), 1e-5, COMM, ("a",), [9, 6]))
 
 
 def test_an_empty_part_makes_nothing():

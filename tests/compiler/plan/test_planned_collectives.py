@@ -180,7 +180,7 @@ def changed(program, at, *instructions):
 def dropped(program):
     at = first(program, "redistribution")
     old = program.instructions[at]
-    return changed(program, at, dataclasses.replace(old, text=old.reads[0], value=None, step=None))
+    return changed(program, at, dataclasses.replace(old, moves=()))
 
 
 def added(program):
@@ -192,20 +192,24 @@ def added(program):
 def resized(program):
     at = first(program, "redistribution")
     old = program.instructions[at]
-    return changed(program, at, dataclasses.replace(old, value=dataclasses.replace(old.value, shape=(8, 6, 16))))
+    [(value, step)] = old.moves
+    moves = ((dataclasses.replace(value, shape=(8, 6, 16)), step),)
+    return changed(program, at, dataclasses.replace(old, moves=moves))
 
 
 def over_other_axes(program):
     at = first(program, "redistribution")
     old = program.instructions[at]
-    return changed(program, at, dataclasses.replace(old, step=dataclasses.replace(old.step, axes=("dp",))))
+    [(value, step)] = old.moves
+    moves = ((value, dataclasses.replace(step, axes=("dp",))),)
+    return changed(program, at, dataclasses.replace(old, moves=moves))
 
 
 def forgotten_in_a_bucket(program):
     at = first(program, "bucket")
     old = program.instructions[at]
-    assert len(old.bucket) > 1
-    return changed(program, at, dataclasses.replace(old, bucket=old.bucket[1:]))
+    assert len(old.moves) > 1
+    return changed(program, at, dataclasses.replace(old, moves=old.moves[1:]))
 
 
 @pytest.mark.parametrize("mutation", [dropped, added, resized, over_other_axes, forgotten_in_a_bucket])
@@ -228,7 +232,11 @@ def test_the_check_sees_a_collective_that_the_plan_does_not_say(planned, mutatio
 def test_the_check_sees_variables_out_of_order(planned):
     program = lower(planned, 0)
     at = first(program, "operator")
-    last = dataclasses.replace(program.instructions[at], reads=("nowhere",))
+    last = program.instructions[at]
+    untold = changed(program, at, dataclasses.replace(last, call=last.reading(last.reads[0], "nowhere").call))
+    with pytest.raises(LoweringError, match=r"nowhere is no variable that aten.* is said to read"):
+        check(untold, planned)
+    last = last.reading(last.reads[0], "nowhere")
     with pytest.raises(LoweringError, match="nowhere is read before it is written, in "):
         check(changed(program, at, last), planned)
     twice = program.instructions[at]

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from models import NETWORKS
+from shardwright.compiler.lower.call import Call, Name
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.program import Instruction
 from shardwright.compiler.mesh.mesh import Mesh
@@ -51,12 +52,12 @@ def test_a_stretch_stands_between_two_collectives(float64):
     assert len(stretches) >= 1
     inside = [instruction for stretch in stretches for instruction in stretch.instructions]
     assert not [one for one in inside if one.collectives(program.mesh)]
-    assert [one.text for one in inside if one.text.startswith("draws.")] == [
+    assert [one.call.source for one in inside if one.call.function.startswith("draws.")] == [
         "draws.native_dropout(gelu, 0.3, kept_native_dropout_out0, [6, 16], [0, 0], [3, 16])"
     ]
     left = [instruction for instruction in running.instructions if instruction.kind != "stretch"]
     drawn = "draws.kept(0.3, key(3), [6, 16], [0, 0], [3, 16], device)"
-    assert [one.text for one in left if "key" in one.text] == [drawn]
+    assert [one.call.source for one in left if one.call.draws] == [drawn]
     assert len(left) + len(inside) == len(program.instructions) + 1
     assert compile(running.source, "", "exec")
 
@@ -102,7 +103,8 @@ def test_what_is_missing_is_told_before_anything_is_captured(monkeypatch):
 
 
 OPERATORS = [
-    Instruction("operator", (made,), (read,), f"{read} + 1") for read, made in ("ab", "bc", "cd", "de", "ef", "fg")
+    Instruction("operator", (made,), (read,), Call("add", (Name(read), 1)))
+    for read, made in ("ab", "bc", "cd", "de", "ef", "fg")
 ]
 
 
@@ -123,7 +125,7 @@ def left_out(cuts, failing):
     parts = [OPERATORS[start:stop] for start, stop in itertools.pairwise(cuts)]
     stretches = [Stretch(f"compiled_{i}", tuple(part), part[-1].outputs) for i, part in enumerate(parts)]
     names = {s.function: {"any", *(name for one in s.instructions for name in one.outputs)} for s in stretches}
-    made = compiler.compiled(stretches, len(OPERATORS), "x", {})
+    made = compiler.compiled(stretches, len(OPERATORS), "x", {"add": torch.add})
     x = torch.zeros(2)
     for function in made.functions.values():
         x = function(x)

@@ -24,7 +24,7 @@ NAMES_OF_PROGRAMS = frozenset({
     "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
     "all_reduce_together", "all_gather_together",
     "step", "parameters", "buffers", "inputs", "constants", "comm", "key", "device", "reduce_gradients", "again",
-    "later", "guard", "recomputed", "float", "complex", "slice",
+    "later", "guard", "recomputed", "enough", "float", "complex", "slice",
 })  # fmt: skip
 
 

@@ -4,25 +4,28 @@ from __future__ import annotations
 
 from collections import Counter
 
+from shardwright.compiler.capture.ir import NAMES_OF_PROGRAMS
 from shardwright.compiler.lower.program import LocalProgram
 from shardwright.compiler.plan.plan import Plan
 from shardwright.errors import LoweringError
 
 
 def check(program: LocalProgram, plan: Plan) -> None:
-    """Every variable is written once, before it is read; the collectives are the plan's.
+    """Every variable is written once, before it is read, and known to be read; the collectives are the plan's.
 
     Raises:
         LoweringError: naming the variable, or the collectives that differ.
     """
     written = {*program.parameters, *program.buffers, *program.inputs, *program.constants}
     for instruction in program.instructions:
+        if unknown := instruction.call.names() - {*instruction.reads, *NAMES_OF_PROGRAMS}:
+            raise LoweringError(f"{min(unknown)} is no variable that {instruction.call.source} is said to read")
         for name in instruction.reads:
             if name not in written:
-                raise LoweringError(f"{name} is read before it is written, in {instruction.text}")
+                raise LoweringError(f"{name} is read before it is written, in {instruction.call.source}")
         for name in instruction.outputs:
             if name in written:
-                raise LoweringError(f"{name} is written twice, the second time by {instruction.text}")
+                raise LoweringError(f"{name} is written twice, the second time by {instruction.call.source}")
             written.add(name)
     missing = [value for value in plan.outputs if program.outputs.get(value) not in written]
     if missing:

@@ -90,22 +90,20 @@ class _Lives:
         if instruction.again:
             together = frozenset(self._lies[name] for name in instruction.outputs)
             self._moving[together] = _buffers(instruction, self._program)
-            for name, (value, _) in zip(instruction.outputs, instruction.steps(), strict=True):
+            for name, (value, _) in zip(instruction.outputs, instruction.moves, strict=True):
                 self._again[self._lies[name]] = self._lies[value.name]
                 self._together[self._lies[name]] = together
 
     def _in_place(self, instruction: Instruction) -> bool:
         if instruction.node is not None:
             return instruction.node.name in self._kept.views
-        return instruction.step is not None and instruction.step.kind == "enter"
+        return instruction.kind == "redistribution" and instruction.moves[0][1].kind == "enter"
 
     def _bytes(self, instruction: Instruction, name: str) -> int:
         plan, rank = self._plan, self._program.rank
-        if instruction.kind == "joined":
-            value, step = instruction.bucket[instruction.outputs.index(name)]
+        if instruction.moves:
+            value, step = instruction.moves[instruction.outputs.index(name)]
             return local_bytes(value, step.after, plan.mesh, rank)
-        if instruction.value is not None and instruction.step is not None:
-            return local_bytes(instruction.value, instruction.step.after, plan.mesh, rank)
         return local_bytes(plan.capture.values[name], plan.layout(name), plan.mesh, rank)
 
     def _hold(self, memory: int) -> None:
@@ -187,7 +185,7 @@ class _Lives:
                 done += sum(size for memory, size in new if not memory)
                 gradients.update({memory: size for memory, size in new if memory})
             elif instruction.kind == "bucket":
-                flat = sum(local_bytes(value, step.after, self._plan.mesh) for value, step in instruction.bucket)
+                flat = sum(local_bytes(value, step.after, self._plan.mesh) for value, step in instruction.moves)
                 self._note(self._alive + sum(gradients.values()) + done + flat, instruction, "backward")
             self._let_go(self._keeps.get(at, ()))
             self._let_go(self._given.get(at, ()))
@@ -195,7 +193,7 @@ class _Lives:
     def _has_gradient(self, instruction: Instruction) -> bool:
         if instruction.node is not None:
             return self._plan.graph.needs_gradient(instruction.node)
-        return any(value.needs_gradient for value, _ in instruction.steps())
+        return any(value.needs_gradient for value, _ in instruction.moves)
 
     def _gradients_of(self, instruction: Instruction) -> list[tuple[int, int]]:
         """The gradients that the backward of an instruction makes, as memory of the operand and bytes."""
@@ -203,7 +201,7 @@ class _Lives:
         if self._in_place(instruction):
             return []
         if node is None:
-            moved = zip(instruction.reads, instruction.steps(), strict=False)  # one that is gathered again reads two
+            moved = zip(instruction.reads, instruction.moves, strict=False)  # one that is gathered again reads two
             parts = ((name, value, step.before) for name, (value, step) in moved if value.needs_gradient)
             return [(self._lies[name], local_bytes(value, layout, plan.mesh, rank)) for name, value, layout in parts]
         found: list[tuple[int, int]] = []

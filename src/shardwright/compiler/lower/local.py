@@ -13,7 +13,8 @@ import torch
 
 from shardwright.compiler.capture.operators import is_of_torch, takes_device
 from shardwright.compiler.lower import local_draws
-from shardwright.compiler.lower.site import ANY_DEVICE, Axes, Call, Literal, Localiser, RandomKey, Site
+from shardwright.compiler.lower.call import COMM, GUARD, Call, random_key
+from shardwright.compiler.lower.site import ANY_DEVICE, Localiser, Site
 from shardwright.compiler.rules.notation import Operand
 from shardwright.compiler.rules.operator import chosen_dims
 from shardwright.compiler.rules.table import Column, column
@@ -119,7 +120,7 @@ def _embedding(site: Site) -> Call:
     if rows.stop - rows.start == total:
         return site.same()
     where = (site["padding_idx"], rows.start, total)
-    return Call("kernels.embedding", (site["weight"], site["indices"], *where, Literal("guard"), site.number))
+    return Call("kernels.embedding", (site["weight"], site["indices"], *where, GUARD, site.number))
 
 
 def _merged_counts(site: Site, axes: tuple[str, ...]) -> list[int]:
@@ -136,15 +137,15 @@ def _batch_norm(site: Site) -> Call:
         return site.same()
     affine = (site["input"], site["weight"], site["bias"])
     if site.arguments.get("running_mean") is None:
-        return Call("kernels.batch_norm", (*affine, site["eps"], Axes(axes), _merged_counts(site, axes)))
+        return Call("kernels.batch_norm", (*affine, site["eps"], COMM, axes, _merged_counts(site, axes)))
     running = (site["running_mean"], site["running_var"], site["momentum"])
-    return Call("kernels.batch_norm_running", (*affine, *running, site["eps"], Axes(axes), _merged_counts(site, axes)))
+    return Call("kernels.batch_norm_running", (*affine, *running, site["eps"], COMM, axes, _merged_counts(site, axes)))
 
 
 def _batch_norm_per_replica(site: Site) -> Call:
     """Statistics of the part that is here."""
     axes = site.merged_axes
-    return Call("kernels.batch_norm_per_replica", (*site.node.args, Axes(axes), _merged_counts(site, axes)))
+    return Call("kernels.batch_norm_per_replica", (*site.node.args, COMM, axes, _merged_counts(site, axes)))
 
 
 def _cross_entropy(site: Site) -> Call:
@@ -154,7 +155,7 @@ def _cross_entropy(site: Site) -> Call:
     ignored = site.node.args[3] if len(site.node.args) > 3 else -100
     first, classes = site.operand_slice(0)[1].start, site.operand_shape(0)[1]
     given = (Operand(0), Operand(1), ignored, first, classes)
-    return Call("kernels.cross_entropy", (*given, Literal("guard"), site.number, Axes(site.merged_axes)))
+    return Call("kernels.cross_entropy", (*given, GUARD, site.number, COMM, site.merged_axes))
 
 
 def _attention(site: Site) -> Call:
@@ -166,7 +167,7 @@ def _attention(site: Site) -> Call:
             "kernels.attention_with_dropout",
             (
                 *(named[name] for name in ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale")),
-                RandomKey(site.number),
+                random_key(site.number),
                 list(shape),
                 [*site.result_offsets()[:-1], 0],
             ),

@@ -6,15 +6,16 @@ from typing import Any
 
 import torch
 
+from shardwright.compiler.lower.call import Call, random_key
 from shardwright.compiler.lower.operators.draws import refuse_range
-from shardwright.compiler.lower.site import ANY_DEVICE, Call, Localiser, RandomKey, Site
+from shardwright.compiler.lower.site import ANY_DEVICE, Localiser, Site
 from shardwright.compiler.rules.notation import Operand
 from shardwright.errors import ShardwrightError, UsageError
 
 
 def _drawn(site: Site) -> tuple[Any, ...]:
     """The key, the global shape and the offsets of an operator that draws its first result."""
-    return RandomKey(site.number), list(site.result_shape()), site.result_offsets()
+    return random_key(site.number), list(site.result_shape()), site.result_offsets()
 
 
 def _dtype(site: Site) -> torch.dtype:
@@ -104,7 +105,7 @@ def _refuse_range(site: Site, low: int, high: int) -> None:
 def randperm(site: Site) -> Call:
     n = site["n"]
     _refuse_range(site, 0, max(n, 1))
-    return Call("draws.randperm", (RandomKey(site.number), n), _made(site))
+    return Call("draws.randperm", (random_key(site.number), n), _made(site))
 
 
 def multinomial(site: Site) -> Call:
@@ -112,7 +113,7 @@ def multinomial(site: Site) -> Call:
         place = (*_drawn(site), site.local_result_shape())
     else:
         starts = [part.start for part in site.operand_slice(0)]
-        place = (RandomKey(site.number), list(site.operand_shape(0)), starts, site.local_operand_shape(0))
+        place = (random_key(site.number), list(site.operand_shape(0)), starts, site.local_operand_shape(0))
     return Call("draws.multinomial", (Operand(0), site["num_samples"], site["replacement"], *place))
 
 

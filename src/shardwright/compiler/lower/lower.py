@@ -7,15 +7,11 @@ redistributions that it consists of, placed directly before their first consumer
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
-
-import torch
 
 from shardwright.common.torch_private import returns_list, tensors_returned
 from shardwright.compiler.capture.ir import Node
-from shardwright.compiler.capture.tracing.literals import literal
+from shardwright.compiler.lower.call import COMM, Call, Name
 from shardwright.compiler.lower.check import check
 from shardwright.compiler.lower.local import localise
 from shardwright.compiler.lower.order import note_gathered
@@ -27,14 +23,13 @@ from shardwright.compiler.lower.passes import (
     join_sums,
     sum_first,
 )
-from shardwright.compiler.lower.program import Instruction, LocalProgram
-from shardwright.compiler.lower.site import Axes, Call, Literal, RandomKey, Site
-from shardwright.compiler.mesh.redistribute import FUNCTION_NAMES, Shape, Step
+from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
+from shardwright.compiler.lower.site import Site
+from shardwright.compiler.mesh.redistribute import Shape, Step
 from shardwright.compiler.plan.decided.decisions import Transfer
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.rules.notation import Operand
 from shardwright.distributed.gradients import BUCKET_BYTES
-from shardwright.errors import LoweringError
 
 
 def lower(
@@ -102,26 +97,25 @@ class _Lowering:
         value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
         again, block = self.plan.gathers_again(transfer), self.plan.block_of_transfer(transfer)
         for step in transfer.steps:
-            fresh = self._fresh(transfer.value)
-            text = step.call(variable, value.shape)
-            reads: tuple[str, ...] = (variable,)
+            made, reads = self._fresh(transfer.value), [variable]
+            call = step_call(step, Name(variable), value.shape)
             if again and step is transfer.steps[-1]:
-                text = f"again({text}, {value.name}, {value.label!r}, comm, {_repeated(transfer.steps, value.shape)})"
-                reads = tuple(dict.fromkeys((variable, value.name)))
+                steps = [(Name(each.function), each.arguments(value.shape)) for each in transfer.steps]
+                call = Call("again", (call, Name(value.name), value.label, COMM, steps))
+                reads = list(dict.fromkeys((variable, value.name)))
             self.instructions.append(
                 Instruction(
                     "redistribution",
-                    (fresh,),
-                    reads,
-                    text,
-                    value=value,
-                    step=step,
+                    (made,),
+                    tuple(reads),
+                    call,
+                    moves=((value, step),),
                     again=again,
                     block=block,
                     repeated=bool(block),
                 )
             )
-            variable = fresh
+            variable = made
         for node, index in transfer.consumers:
             if node:
                 self.variables[node, index] = variable
@@ -138,13 +132,15 @@ class _Lowering:
         values = plan.capture.values
         site = Site(node, rule, strategy, plan.mesh, self.rank, values, number, self.splits_parameters)
         reads = tuple(self.variables[node.name, i] for i in range(len(node.operands)))
-        call = localise(site)
+        operands = variables(reads)
+        call = localise(site).mapped(lambda arg: operands[arg.index] if isinstance(arg, Operand) else arg)
         self.instructions.append(
             Instruction(
                 "operator",
                 node.results,
                 reads,
-                _unpacked(call, node, reads),
+                _unpacked(call, node),
+                unpacks=returns_list(node.op) and call.function != "kernels.nothing",
                 node=node,
                 internal=plan.graph.collectives_inside(node, strategy, plan.mesh),
                 block=plan.block_of.get(node.name, ""),
@@ -153,60 +149,12 @@ class _Lowering:
         )
 
 
-def _repeated(steps: Sequence[Step], shape: Shape) -> str:
-    """Steps as Python source: the functions that perform them, with their arguments."""
-    texts = (f"({FUNCTION_NAMES.get(step.kind, step.kind)}, {step.arguments(shape)!r})" for step in steps)
-    return f"[{', '.join(texts)}]"
+def step_call(step: Step, value: Name, shape: Shape) -> Call:
+    """Return the call that performs a step of a redistribution on a part of a tensor of global ``shape``."""
+    return Call(step.function, (value, COMM), tuple(step.arguments(shape).items()))
 
 
-def _unpacked(call: Call, node: Node, reads: tuple[str, ...]) -> str:
-    """A call as Python source that gives the results of ``node``: no list of one, and nothing in place of tensors."""
-    text = render(call, reads)
-    if call.function == "kernels.nothing":
-        return text
-    if len(node.results) == 1 and returns_list(node.op):
-        return text + "[0]"
+def _unpacked(call: Call, node: Node) -> Call:
+    """A call that gives the results of ``node``, with nothing in place of tensors."""
     leaves_out = call.function == f"torch.ops.{node.op}" and tensors_returned(node.op) not in (None, len(node.results))
-    return f"ops.tensors_of({text})" if leaves_out else text
-
-
-def render(call: Call, reads: tuple[str, ...]) -> str:
-    """A call as Python source; ``reads`` are the variables that its operands stand for."""
-    args = [_source(arg, reads) for arg in call.args]
-    args += [f"{name}={_source(arg, reads, name)}" for name, arg in call.kwargs]
-    known = call.function.startswith("torch.ops.aten.")  # "aten" is a name of the program's
-    return f"{call.function.removeprefix('torch.ops.') if known else call.function}({', '.join(args)})"
-
-
-def _source(arg: Any, reads: tuple[str, ...], name: str = "") -> str:
-    if name == "device" and arg is not None:
-        return "device"
-    for kind, write in _WRITERS.items():
-        if isinstance(arg, kind):
-            return write(arg, reads)
-    raise LoweringError(f"an argument of type {type(arg).__name__} ({arg!r}) cannot be written into a program")
-
-
-def _sequence(arg: Any, reads: tuple[str, ...]) -> str:
-    return "[" + ", ".join(_source(a, reads) for a in arg) + "]"
-
-
-# How each kind of argument is written; the first match counts.
-_WRITERS: Mapping[type, Callable[[Any, tuple[str, ...]], str]] = {
-    Operand: lambda arg, reads: reads[arg.index],
-    Literal: lambda arg, reads: arg.text,
-    RandomKey: lambda arg, reads: f"key({arg.number})",
-    Axes: lambda arg, reads: f"comm, {arg.names!r}",
-    torch.dtype: lambda arg, reads: str(arg),
-    torch.device: lambda arg, reads: "device",
-    torch.layout: lambda arg, reads: str(arg),
-    torch.memory_format: lambda arg, reads: str(arg),
-    bool: lambda arg, reads: str(arg),
-    int: lambda arg, reads: str(int(arg)),
-    float: lambda arg, reads: str(literal(arg)),
-    complex: lambda arg, reads: str(literal(arg)),
-    str: lambda arg, reads: repr(arg),
-    type(None): lambda arg, reads: "None",
-    list: _sequence,
-    tuple: _sequence,
-}
+    return Call("ops.tensors_of", (call,)) if leaves_out else call

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import TypeVar
 
-from shardwright.compiler.lower.program import Instruction, LocalProgram, renamed
+from shardwright.compiler.capture.ir import Value
+from shardwright.compiler.lower.call import COMM, Call
+from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.mesh.mesh import Mesh
+from shardwright.compiler.mesh.redistribute import Step, StepKind
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.buckets import (
     Entering,
@@ -23,6 +25,7 @@ from shardwright.compiler.plan.pricing.memory import local_bytes
 from shardwright.distributed.gradients import BUCKET_BYTES
 
 T = TypeVar("T")
+Moves = tuple[tuple[Value, Step], ...]
 _SMALL_BYTES = 1024  # of a sum that may be joined with others, and of what may be gathered with a question
 
 
@@ -44,7 +47,7 @@ def join_buckets(
     entering = [
         instruction
         for instruction in program.instructions
-        if instruction.step is not None and instruction.step.kind == "enter" and instruction.reads[0] in parameters
+        if _is_redistribution(instruction, "enter") and instruction.reads[0] in parameters
     ]
     if not entering:
         return program
@@ -61,6 +64,11 @@ def join_buckets(
     return dataclasses.replace(program, instructions=(*later, *_before_blocks(instructions)))
 
 
+def _is_redistribution(instruction: Instruction, step_kind: StepKind) -> bool:
+    """Whether an instruction is one step of that kind, and no joined ones."""
+    return instruction.kind == "redistribution" and instruction.moves[0][1].kind == step_kind
+
+
 def _trained_before(first: Instruction, program: LocalProgram) -> bool:
     """Whether something of which the backward makes gradients comes before an instruction."""
     before = program.instructions[: program.instructions.index(first)]
@@ -68,7 +76,7 @@ def _trained_before(first: Instruction, program: LocalProgram) -> bool:
 
 
 def _entering(instruction: Instruction, mesh: Mesh) -> Entering:
-    [(value, step)] = instruction.steps()
+    [(value, step)] = instruction.moves
     return Entering(instruction.reads[0], local_bytes(value, step.after, mesh), (step.axes, value.dtype))
 
 
@@ -86,20 +94,24 @@ def _before_blocks(instructions: Sequence[Instruction]) -> list[Instruction]:
 
 def _bucket(members: Sequence[Instruction], ends: bool) -> Instruction:
     """The joined reductions; of parameters as ``later`` gives them unless the backward ``ends`` with this bucket."""
-    pairs = tuple(pair for member in members for pair in member.steps())
-    axes = pairs[0][1].axes
-    reads = tuple(member.reads[0] if ends else f"{member.outputs[0]}_late" for member in members)
-    named = ", ".join(f"{member.reads[0]}={name}" for member, name in zip(members, reads, strict=True))
-    outputs = tuple(member.outputs[0] for member in members)
-    return Instruction("bucket", outputs, reads, f"reduce_gradients(comm, {axes!r}, {named})", bucket=pairs)
+    outputs, parameters, moves = _joined(members)
+    reads = parameters if ends else tuple(f"{output}_late" for output in outputs)
+    named = tuple(zip(parameters, variables(reads), strict=True))
+    call = Call("reduce_gradients", (COMM, moves[0][1].axes), named)
+    return Instruction("bucket", outputs, reads, call, moves=moves, unpacks=True)
+
+
+def _joined(members: Sequence[Instruction]) -> tuple[tuple[str, ...], tuple[str, ...], Moves]:
+    """The outputs, the reads and the moves of instructions of one each."""
+    outputs, reads = (tuple(getattr(member, which)[0] for member in members) for which in ("outputs", "reads"))
+    return outputs, reads, tuple(member.moves[0] for member in members)
 
 
 def _later(buckets: Sequence[Instruction]) -> Instruction:
     """The parameters of all buckets, with which the program begins."""
-    reads = [tuple(value.name for value, _ in bucket.bucket) for bucket in buckets]
-    texts = (f"({', '.join(names)}{',' if len(names) == 1 else ''})" for names in reads)
+    reads = [tuple(value.name for value, _ in bucket.moves) for bucket in buckets]
     outputs = tuple(name for bucket in buckets for name in bucket.reads)
-    return Instruction("later", outputs, tuple(name for names in reads for name in names), f"later({', '.join(texts)})")
+    return Instruction("later", outputs, sum(reads, ()), Call("later", tuple(map(variables, reads))), unpacks=True)
 
 
 def ask_first(program: LocalProgram) -> LocalProgram:
@@ -113,9 +125,9 @@ def ask_first(program: LocalProgram) -> LocalProgram:
 
 
 def _is_small_input(instruction: Instruction, program: LocalProgram) -> bool:
-    value, step, mesh = instruction.value, instruction.step, program.mesh
-    if value is None or step is None or step.kind != "all_gather" or instruction.again or instruction.block:
+    if not _is_redistribution(instruction, "all_gather") or instruction.again or instruction.block:
         return False
+    [(value, step)], mesh = instruction.moves, program.mesh
     of_all = mesh.extent(step.axes) == mesh.size > 1
     return of_all and instruction.reads[0] in program.inputs and local_bytes(value, step.before, mesh) <= _SMALL_BYTES
 
@@ -138,17 +150,14 @@ def sum_first(program: LocalProgram, plan: Plan) -> LocalProgram:
             continue
         instructions.remove(instruction)
         at = instructions.index(maker)
-        earlier = dataclasses.replace(instruction, reads=(operand,), text=renamed(instruction.text, part, operand))
-        reads = tuple(total if name == operand else name for name in maker.reads)
-        after = dataclasses.replace(maker, reads=reads, text=renamed(maker.text, operand, total))
-        instructions[at : at + 1] = [earlier, after]
+        instructions[at : at + 1] = [instruction.reading(part, operand), maker.reading(operand, total)]
         outputs = {value: part if variable == total else variable for value, variable in outputs.items()}
     return dataclasses.replace(program, instructions=tuple(instructions), outputs=outputs)
 
 
 def _passed_through(maker: Instruction, instruction: Instruction, plan: Plan) -> str | None:
     """The variable whose partial sums those of the result were, where it is as small and nothing else is trained."""
-    node, [(value, step)] = maker.node, instruction.steps()
+    node, [(value, step)] = maker.node, instruction.moves
     if node is None:
         return None
     rule, values = plan.graph.rules[node.name], plan.capture.values
@@ -176,7 +185,7 @@ def join_sums(program: LocalProgram) -> LocalProgram:
             for other in small
             if other >= at
             and other not in taken
-            and program.instructions[other].steps()[0][1].axes == first.steps()[0][1].axes
+            and program.instructions[other].moves[0][1].axes == first.moves[0][1].axes
             and written.get(program.instructions[other].reads[0], -1) < at
         ]
         if at not in taken and len(members) > 1:
@@ -191,22 +200,16 @@ def join_sums(program: LocalProgram) -> LocalProgram:
 
 
 def _is_small_sum(instruction: Instruction, mesh: Mesh) -> bool:
-    value, step = instruction.value, instruction.step
-    if value is None or step is None or step.kind != "all_reduce" or instruction.again:
+    if not _is_redistribution(instruction, "all_reduce") or instruction.again:
         return False
+    [(value, step)] = instruction.moves
     return mesh.extent(step.axes) > 1 and local_bytes(value, step.after, mesh) <= _SMALL_BYTES
 
 
 def _sum_of(members: Sequence[Instruction]) -> Instruction:
-    pairs = tuple(pair for member in members for pair in member.steps())
-    outputs, reads = (tuple(getattr(member, name)[0] for member in members) for name in ("outputs", "reads"))
-    text = f"all_reduce_together(comm, {pairs[0][1].axes!r}, {', '.join(reads)})"
-    return Instruction("joined", outputs, reads, text, bucket=pairs)
-
-
-_OF_REPLICA = re.compile(
-    r"kernels\.batch_norm_per_replica\((?P<given>.*), comm, (?P<axes>\(.*?\)), (?P<counts>\[.*\])\)"
-)
+    outputs, reads, moves = _joined(members)
+    call = Call("all_reduce_together", (COMM, moves[0][1].axes, *variables(reads)))
+    return Instruction("joined", outputs, reads, call, moves=moves)
 
 
 def join_running_statistics(program: LocalProgram) -> LocalProgram:
@@ -214,18 +217,20 @@ def join_running_statistics(program: LocalProgram) -> LocalProgram:
     shared: nothing in the step waits for them, and so no rank for another."""
     read = {name for instruction in program.instructions for name in instruction.reads}
     instructions = list(program.instructions)
-    shares: dict[str, list[str]] = {}
+    shares: dict[tuple[str, ...], list[str]] = {}  # by the axes that share them
     for at, instruction in enumerate(instructions):
-        found = _OF_REPLICA.fullmatch(instruction.text)
-        running = instruction.outputs[3:]
-        if found is None or not instruction.internal[0] or instruction.block or read.intersection(running):
+        call, running = instruction.call, instruction.outputs[3:]
+        alone = call.function != "kernels.batch_norm_per_replica" or not instruction.internal[0]
+        if alone or instruction.block or read.intersection(running):
             continue
-        text = f"kernels.batch_norm_of_replica({found['given']}, {found['counts']})"
-        instructions[at] = dataclasses.replace(instruction, text=text)
-        shares.setdefault(found["axes"], []).extend(running)
+        *given, _, axes, counts = call.args
+        instructions[at] = dataclasses.replace(
+            instruction, call=Call("kernels.batch_norm_of_replica", (*given, counts), call.kwargs)
+        )
+        shares.setdefault(axes, []).extend(running)
     for axes, names in shares.items():
-        text = f"kernels.sum_in_place(comm, {axes}, {', '.join(names)})"
-        instructions.append(Instruction("in place", (), tuple(names), text))
+        call = Call("kernels.sum_in_place", (COMM, axes, *variables(names)))
+        instructions.append(Instruction("in place", (), tuple(names), call))
     return dataclasses.replace(program, instructions=tuple(instructions))
 
 
@@ -241,7 +246,7 @@ def join_gathers(program: LocalProgram) -> LocalProgram:
     repeated = _found(program, _repeated_gather)
     largest = max((collective.bytes for _, _, collective in program.collectives()), default=0)
     between = _gathers_before(program, {id(instruction) for instruction, _ in (*small, *repeated)})
-    kinds = [((kind, between[id(instruction)]), instruction.steps()[0]) for instruction, kind in repeated]
+    kinds = [((kind, between[id(instruction)]), instruction.moves[0]) for instruction, kind in repeated]
     groups = [[small[i][0] for i in members] for members in in_gathers([gathered for _, gathered in small])]
     groups += [[repeated[i][0] for i in members] for members in in_repeated_gathers(kinds, program.mesh, largest)]
     joined = [members for members in groups if len(members) > 1]
@@ -267,37 +272,31 @@ def _gathers_before(program: LocalProgram, joining: Collection[int]) -> dict[int
     for instruction in program.instructions:
         if id(instruction) in joining:
             found[id(instruction)] = count
-        elif any(step.kind == "all_gather" and value.kind == "parameter" for value, step in instruction.steps()):
+        elif any(step.kind == "all_gather" and value.kind == "parameter" for value, step in instruction.moves):
             count += 1
     return found
 
 
 def _small_gather(instruction: Instruction, program: LocalProgram) -> Gathered | None:
-    value, step = instruction.value, instruction.step
-    if value is None or step is None or instruction.again or instruction.reads[0] not in program.parameters:
+    if instruction.kind != "redistribution" or instruction.again or instruction.reads[0] not in program.parameters:
         return None
-    return small_gather(value, step, program.mesh)
+    return small_gather(*instruction.moves[0], program.mesh)
 
 
 def _repeated_gather(instruction: Instruction, program: LocalProgram) -> Hashable | None:
-    value, step = instruction.value, instruction.step
-    if value is None or step is None or not instruction.again or instruction.reads[0] not in program.parameters:
+    if not instruction.notes_gathered or instruction.reads[0] not in program.parameters:
         return None
-    if not instruction.notes_gathered:
-        return None
-    return repeated_gather(value, step, program.mesh)
+    return repeated_gather(*instruction.moves[0], program.mesh)
 
 
 def _gather_of(members: Sequence[Instruction]) -> Instruction:
-    pairs = tuple(pair for member in members for pair in member.steps())
-    texts = []
-    for member, (value, step) in zip(members, pairs, strict=True):
-        how = {name: given for name, given in step.arguments(value.shape).items() if name not in ("axes", "adjoint")}
-        texts.append(f"({member.reads[0]}, {how!r})")
-    outputs, reads = (tuple(getattr(member, name)[0] for member in members) for name in ("outputs", "reads"))
-    axes, adjoint = pairs[0][1].axes, pairs[0][1].adjoint
-    text = f"all_gather_together(comm, {axes!r}, {adjoint!r}, {', '.join(texts)})"
+    outputs, reads, moves = _joined(members)
+    axes, adjoint = moves[0][1].axes, moves[0][1].adjoint
+    parts = []
+    for part, (value, step) in zip(variables(reads), moves, strict=True):
+        own = {name: given for name, given in step.arguments(value.shape).items() if name not in ("axes", "adjoint")}
+        parts.append((part, own))
+    call = Call("all_gather_together", (COMM, axes, adjoint, *parts))
     if members[0].again:
-        names = tuple(value.label for value, _ in pairs)
-        text = f"again.together({text}, {names!r}, comm, {axes!r}, {', '.join(texts)})"
-    return Instruction("joined", outputs, reads, text, bucket=pairs, again=members[0].again)
+        call = Call("again.together", (call, tuple(value.label for value, _ in moves), COMM, axes, *parts))
+    return Instruction("joined", outputs, reads, call, moves=moves, again=members[0].again)

@@ -1,12 +1,12 @@
-"""The local program: what one rank runs, as instructions and as the Python source that they print to.
+"""The local program: what one rank runs, as instructions and as the Python source that they are written to.
 
 The source is not a picture of the program but the program: it is compiled and called. Each instruction is one
-assignment; its right-hand side calls a torch operator, a kernel, or a redistribution over some axes of the mesh.
+assignment of a call: of a torch operator, of a kernel, or of a redistribution over some axes of the mesh.
 """
 
 from __future__ import annotations
 
-import re
+import dataclasses
 import textwrap
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,20 +15,20 @@ from itertools import groupby
 from typing import Literal
 
 from shardwright.compiler.capture.ir import Node, Value
+from shardwright.compiler.lower.call import Call, Name
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step
 
 INDENT = "    "
-_KEY = re.compile(r"\bkey\(\d")  # as `shardwright.compiler.lower.site.RandomKey` is written
 
 
 @dataclass(frozen=True)
 class Instruction:
-    """One line of the program, ``outputs = text``.
+    """One line of the program, ``outputs = call``.
 
-    ``reads`` are the variables that ``text`` mentions. An operator has its ``node``; a redistribution its ``value``
-    and ``step``; a bucket joins the gradient reductions of several replicated parameters over the same axes:
-    ``bucket`` has the value and the step of each, as it has for small sums that are "joined". The program
+    ``reads`` are variables: the operands of an operator, and those of which another call makes its outputs. An operator
+    has its ``node``. All others have ``moves``: what they redistribute, one or, joined, several values. A bucket joins
+    the gradient reductions of several replicated parameters over the same axes, as small sums are "joined". The program
     begins with "later", in whose backward the gradients of all buckets are waited for. What is done "in place" has no
     outputs: it ends what operators before it began, which say what it communicates. A "stretch" is a function of
     several operators (`shardwright.runtime.compiled.stretches`).
@@ -37,12 +37,11 @@ class Instruction:
     kind: Literal["operator", "redistribution", "bucket", "later", "joined", "in place", "stretch"]
     outputs: tuple[str, ...]
     reads: tuple[str, ...]
-    text: str
+    call: Call
     node: Node | None = None
-    value: Value | None = None
-    step: Step | None = None
-    bucket: tuple[tuple[Value, Step], ...] = ()
+    moves: tuple[tuple[Value, Step], ...] = ()
     internal: tuple[tuple[Collective, ...], tuple[Collective, ...]] = ((), ())  # forward and backward, of an operator
+    unpacks: bool = False  # whether the call gives a sequence, also of one output
     again: int = 0  # how often the backward repeats a redistribution, in place of keeping what it gathers
     block: str = ""  # the module with which the backward computes it again
     repeated: bool = False  # whether it then communicates again what it does forward
@@ -51,7 +50,7 @@ class Instruction:
     @property
     def notes_gathered(self) -> bool:
         """Whether the outputs are what is gathered again: of several steps the last does all of them again."""
-        return bool(self.again) and self.text.startswith(("again(", "again.together("))
+        return bool(self.again) and self.call.function in ("again", "again.together")
 
     @property
     def communicates(self) -> bool:
@@ -65,20 +64,24 @@ class Instruction:
 
     @property
     def line(self) -> str:
-        """The assignment as Python; a variable is written once, so that no other of a program is the same."""
+        """The assignment as Python."""
         if not self.outputs:
-            return self.text
-        comma = "," if self.passes_on and len(self.outputs) == 1 else ""
-        return f"{', '.join(self.outputs)}{comma} = {self.text}"
+            return self.call.source
+        comma = "," if self.unpacks and len(self.outputs) == 1 else ""
+        return f"{', '.join(self.outputs)}{comma} = {self.call.source}"
 
-    def steps(self) -> tuple[tuple[Value, Step], ...]:
-        """The redistributions that this instruction performs, with the value that each moves."""
-        return ((self.value, self.step),) if self.value is not None and self.step is not None else self.bucket
+    def reading(self, old: str, new: str) -> Instruction:
+        """Return the instruction with another variable in the place of one that it reads."""
+
+        def changed(name: str) -> str:
+            return new if name == old else name
+
+        return dataclasses.replace(self, reads=tuple(map(changed, self.reads)), call=self.call.renamed(changed))
 
     def collectives(self, mesh: Mesh) -> list[tuple[str, str, Collective]]:
         """What this instruction communicates, as (cause, direction, collective); a bucket's members singly."""
         found = []
-        for value, step in self.steps():
+        for value, step in self.moves:
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
             found += [(value.label, "forward", forward)] if forward else []
             found += [(value.label, "backward", forward)] * (self.again + self.repeated) if forward else []
@@ -120,7 +123,7 @@ class ProgramBlock:
         arguments = ("comm", "key", "device", "enough", *self.given)
         communicating = [at for at, i in enumerate(self.instructions, start=1) if i.repeated and i.communicates]
         instructions = list(self.instructions)
-        instructions.insert(max(communicating, default=0), Instruction("in place", (), (), "enough()"))
+        instructions.insert(max(communicating, default=0), Instruction("in place", (), (), Call("enough")))
         return function_of(self.function, arguments, instructions, says=f"{self.module}, once more in the backward")
 
 
@@ -145,62 +148,69 @@ class LocalProgram:
         return [found for instruction in self.instructions for found in instruction.collectives(self.mesh)]
 
     @cached_property
+    def names(self) -> set[str]:
+        """The variables that instructions make and read."""
+        return {name for instruction in self.instructions for name in (*instruction.outputs, *instruction.reads)}
+
+    @cached_property
     def blocks(self) -> dict[str, ProgramBlock]:
         """What the backward runs again, by the path of the module."""
         of: dict[str, list[Instruction]] = {}
-        taken = {name for instruction in self.instructions for name in (*instruction.outputs, *instruction.reads)}
         for instruction in self.instructions:
             if instruction.block:
                 of.setdefault(instruction.block, []).append(instruction)
         found = {}
         for number, (module, inside) in enumerate(of.items(), start=1):
-            function, run = unused(f"block_{number}", taken), unused(f"block_{number}_run", taken)
+            function, run = unused(f"block_{number}", self.names), unused(f"block_{number}_run", self.names)
             found[module] = ProgramBlock(function, run, module, tuple(inside), frozenset(self.mutations))
         return found
 
     @cached_property
     def draws(self) -> bool:
         """Whether the program draws random numbers: another run of it is then to draw others."""
-        return any(_KEY.search(instruction.text) for instruction in self.instructions)
+        return any(instruction.call.draws for instruction in self.instructions)
 
     @cached_property
     def source(self) -> str:
         """The program as Python."""
-        lines = [f'"""The step of rank {self.rank} of {self.mesh.size} on the mesh {self.mesh}."""', ""]
-        lines.append("def step(parameters, buffers, inputs, constants, comm, key, device, reduce_gradients):")
-        body = [_unpack(names, kind) for kind, names in self._arguments() if names]
-        last_reads, scope = self.last_reads(), None
+        return "".join(f"{line}\n" for line, _ in self.lines) + "".join(f"\n\n{b.source}" for b in self.blocks.values())
+
+    @cached_property
+    def lines(self) -> list[tuple[str, Instruction | None]]:
+        """The lines of the step, with which `source` begins, and the instruction that stands in each."""
+        title = f'"""The step of rank {self.rank} of {self.mesh.size} on the mesh {self.mesh}."""'
+        head = "def step(parameters, buffers, inputs, constants, comm, key, device, reduce_gradients):"
+        return [(title, None), ("", None), (head, None), *((INDENT + line, one) for line, one in self._body())]
+
+    def _body(self) -> Iterable[tuple[str, Instruction | None]]:
+        for kind in ("parameters", "buffers", "inputs", "constants"):
+            if names := getattr(self, kind):
+                yield f"{', '.join(names)}{',' if len(names) == 1 else ''} = {kind}", None
+        last_reads, scope, at = self.last_reads(), None, 0
         gathered = [name for one in self.instructions if one.notes_gathered for name in one.outputs]
-        at = 0
         for section in sections(self.instructions):
-            end = at + len(section)
-            block = self.blocks.get(section[0].block)
+            end, block = at + len(section), self.blocks.get(section[0].block)
             needed = sorted({gathered.index(name) for one in section for name in one.keeps})
-            body += [f"again.expect({needed})"] if needed else []
+            if needed:
+                yield f"again.expect({needed})", None
             for number, instruction in enumerate(section, start=at):
-                here = instruction.node.scope if instruction.node is not None else scope
-                if here != scope:
-                    scope = here
-                    body.append(f"# {scope or 'loss function'}")
-                body += [block.call] if block and number == at else []
+                if instruction.node is not None and instruction.node.scope != scope:
+                    scope = instruction.node.scope
+                    yield f"# {scope or 'loss function'}", None
+                if block and number == at:
+                    yield block.call, None
+                line, *dead = _assignment(instruction, number, last_reads)
                 indent = INDENT if block else ""
-                body += [indent + line for line in _assignment(instruction, number, last_reads)]
+                yield indent + line, instruction
+                yield from ((indent + line, None) for line in dead)
             left = ", ".join(name for one in section for name in one.outputs if last_reads[name] >= end)
-            body += [f"[{left}] = {block.run}.before([{left}])"] if block and left else []
-            body += [f"[{left}] = again.before({needed}, [{left}])"] if needed and left else []
+            if block and left:
+                yield f"[{left}] = {block.run}.before([{left}])", None
+            if needed and left:
+                yield f"[{left}] = again.before({needed}, [{left}])", None
             at = end
         loss = self.outputs[self.loss] if self.loss else None
-        body.append(f"return {loss}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}")
-        functions = "".join(f"\n\n{block.source}" for block in self.blocks.values())
-        return "\n".join(lines) + "\n" + textwrap.indent("\n".join(body), INDENT) + "\n" + functions
-
-    def _arguments(self) -> list[tuple[str, tuple[str, ...]]]:
-        return [
-            ("parameters", self.parameters),
-            ("buffers", self.buffers),
-            ("inputs", self.inputs),
-            ("constants", self.constants),
-        ]
+        yield f"return {loss}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}", None
 
     def _outputs(self, values: Iterable[str]) -> str:
         return "[" + ", ".join(self.outputs[value] for value in values) + "]"
@@ -220,7 +230,7 @@ def sections(instructions: Sequence[Instruction]) -> list[list[Instruction]]:
 
 
 def given_to(instructions: Sequence[Instruction]) -> tuple[str, ...]:
-    """The variables that instructions read and do not make."""
+    """Return the variables that instructions read and do not make."""
     made = {name for instruction in instructions for name in instruction.outputs}
     reads = dict.fromkeys(name for instruction in instructions for name in instruction.reads)
     return tuple(name for name in reads if name not in made)
@@ -233,7 +243,7 @@ def function_of(
     results: Sequence[str] = (),
     says: str = "",
 ) -> str:
-    """Instructions as a function in Python, which returns some of their variables."""
+    """Write instructions as a function in Python, which returns some of their variables."""
     last = _last_reads(instructions) | dict.fromkeys(results, len(instructions))
     body = [line for at, instruction in enumerate(instructions) for line in _assignment(instruction, at, last)]
     body += [f"return {', '.join(results)}"] if results else []
@@ -242,20 +252,15 @@ def function_of(
 
 
 def unused(name: str, taken: Collection[str]) -> str:
-    """That name, or one like it that is not taken."""
+    """Return that name, or one like it that is not taken."""
     while name in taken:
         name = f"_{name}"
     return name
 
 
-def renamed(text: str, old: str, new: str) -> str:
-    """A call with another variable in the place of one."""
-    function, bracket, arguments = text.partition("(")
-    return function + bracket + re.sub(rf"(?<![\w.']){re.escape(old)}(?![\w='])", new, arguments)
-
-
-def _unpack(names: tuple[str, ...], kind: str) -> str:
-    return f"{', '.join(names)}{',' if len(names) == 1 else ''} = {kind}"
+def variables(names: Iterable[str]) -> tuple[Name, ...]:
+    """Return variables as arguments of a call."""
+    return tuple(map(Name, names))
 
 
 def _last_reads(instructions: Sequence[Instruction]) -> dict[str, int]:
@@ -266,6 +271,5 @@ def _last_reads(instructions: Sequence[Instruction]) -> dict[str, int]:
 
 def _assignment(instruction: Instruction, at: int, last_reads: Mapping[str, int]) -> list[str]:
     """An instruction as Python, and what then nothing reads any more."""
-    lines = [instruction.line]
     dead = [name for name in dict.fromkeys([*instruction.reads, *instruction.outputs]) if last_reads[name] == at]
-    return [*lines, f"del {', '.join(dead)}"] if dead else lines
+    return [instruction.line, *([f"del {', '.join(dead)}"] if dead else [])]

@@ -11,46 +11,15 @@ import torch
 
 from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.capture.operators import is_ours
-from shardwright.compiler.capture.tracing.literals import literal
+from shardwright.compiler.lower.call import Call
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.rules.functions import is_function
-from shardwright.compiler.rules.notation import Operand, OpRule, Shape, Strategy
+from shardwright.compiler.rules.notation import OpRule, Shape, Strategy
 from shardwright.compiler.rules.operator import named_arguments
 
 # A device in a call stands for the one that the program runs on.
 ANY_DEVICE = torch.device("cpu")
-
-
-@dataclass(frozen=True)
-class RandomKey:
-    """Stands for the key of the operator at position ``number`` of the graph in the present step: an int64."""
-
-    number: int
-
-
-@dataclass(frozen=True)
-class Axes:
-    """Stands for two arguments, the communicator and the names of the axes along which a kernel communicates."""
-
-    names: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Literal:
-    """Stands for a plain value that is passed on exactly as it is; ``text`` is its source."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Call:
-    """A local operator. ``args`` and ``kwargs`` hold `Operand` where the local operands go, `RandomKey`, `Axes` and
-    `Literal`."""
-
-    function: str  # "torch.ops.aten.linear.default", "ops.cross_entropy_sum", "kernels.embedding"
-    args: tuple[Any, ...]
-    kwargs: tuple[tuple[str, Any], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,7 +98,7 @@ class Site:
     def same(self, **changed: Any) -> Call:
         """The same operator, with some arguments changed."""
         if is_function(self.node.op):
-            return self._function()
+            return Call("ops.apply_function", (self.node.op, *self.node.args), self.node.kwargs)
         function = f"ops.{self.name}" if is_ours(self.node.op) else f"torch.ops.{self.node.op}"
         if not changed:
             return Call(function, self.node.args, self.node.kwargs)
@@ -137,11 +106,6 @@ class Site:
         args = tuple(changed.get(name, arg) for name, arg in zip(names, self.node.args, strict=True))
         kwargs = {**dict(self.node.kwargs), **{name: arg for name, arg in changed.items() if name not in names}}
         return Call(function, args, tuple(kwargs.items()))
-
-    def _function(self) -> Call:
-        """A user's function, called with exactly what it was given in the capture."""
-        args = (arg if isinstance(arg, Operand) else Literal(literal(arg) or "") for arg in self.node.args)
-        return Call("ops.apply_function", (Literal(repr(self.node.op)), *args), self.node.kwargs)
 
 
 Localiser = Callable[[Site], Call]

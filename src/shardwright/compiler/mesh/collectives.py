@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from shardwright.compiler.mesh.layout import Split
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.mesh.redistribute import FUNCTION_NAMES, Shape, Step
+from shardwright.compiler.mesh.redistribute import Shape, Step
 from shardwright.errors import LoweringError
 
 Axes = tuple[str, ...]
@@ -376,4 +376,4 @@ def apply_step(x: Tensor, step: Step, shape: Shape, comm: Communicator) -> Tenso
     Raises:
         LoweringError: where the part has another shape than ``step.before`` says, or bools would be summed.
     """
-    return _FUNCTIONS[FUNCTION_NAMES.get(step.kind, step.kind)](x, comm, **step.arguments(shape))
+    return _FUNCTIONS[step.function](x, comm, **step.arguments(shape))

@@ -44,8 +44,6 @@ COLLECTIVES: dict[str, CollectiveKind] = {
     "all_reduce": "all_reduce",
     "all_to_all": "all_to_all",
 }
-# The function of `shardwright.compiler.mesh.collectives` that performs a step; the others are named as their kind is.
-FUNCTION_NAMES = {"slice": "local_slice"}
 
 
 @dataclass(frozen=True)
@@ -108,6 +106,11 @@ class Step:
         _, backward = self.collectives(shape, itemsize, mesh)
         return backward.sent_bytes(mesh) if backward else 0.0
 
+    @property
+    def function(self) -> str:
+        """The name of the function of `shardwright.compiler.mesh.collectives` that performs the step."""
+        return "local_slice" if self.kind == "slice" else self.kind
+
     def arguments(self, shape: Shape) -> dict[str, Any]:
         """The keyword arguments of the function that performs the step on a tensor of global ``shape``."""
         if self.dim is None:
@@ -124,17 +127,6 @@ class Step:
         found = {"dim": self.dim, "axes": self.axes, "size": shape[self.dim]}
         found |= _unless_default(within=cut.axes[:-count], unit=cut.unit)
         return found | ({"adjoint": self.adjoint} if self.kind == "all_gather" else {})
-
-    def call(self, value: str, shape: Shape) -> str:
-        """The step as a line of Python that applies it to the variable ``value``.
-
-        >>> mesh = Mesh.of(dp=2, tp=2)
-        >>> [step] = redistribute(Layout.split(2, {0: ["dp", "tp"]}), Layout.split(2, {0: ["dp"]}), (), (8, 4), mesh)
-        >>> print(step.call("x", (8, 4)))
-        all_gather(x, comm, dim=0, axes=('tp',), size=8, within=('dp',), adjoint='slice')
-        """
-        arguments = ", ".join(f"{name}={argument!r}" for name, argument in self.arguments(shape).items())
-        return f"{FUNCTION_NAMES.get(self.kind, self.kind)}({value}, comm, {arguments})"
 
     def __str__(self) -> str:
         kind = self.kind.replace("_", "-")

@@ -8,7 +8,6 @@ rank_N/program.py                the same as the Python that is executed
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -106,12 +105,13 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
         results = ", ".join(
             f"%{name}: {_local(values[name], plan.layout(name), program)}" for name in instruction.node.results
         )
-        yield f"{results} = {_with_signs(instruction)}  # {_place(instruction.node)}"
+        call = instruction.call.renamed(lambda name: f"%{name}" if name in instruction.reads else name)
+        yield f"{results} = {call.source}  # {_place(instruction.node)}"
         for direction, collectives in zip(("forward", "backward"), instruction.internal, strict=True):
             for collective in collectives:
                 yield f"    # inside, {direction}: {_collective(collective, program)}"
     elif instruction.kind == "redistribution":
-        [(value, step)] = instruction.steps()
+        [(value, step)] = instruction.moves
         [name], [read] = instruction.outputs, instruction.reads
         yield f"%{name}: {_local(value, step.after, program)} = {step.kind}(%{read})  # {step.before} -> {step.after}"
         yield from _collective_lines(value, step, program)
@@ -121,21 +121,21 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
         awaited = ", ".join(f"%{name}" for name in instruction.reads)
         yield f"# the last of the backward: wait for the gradients of {awaited}"
     elif instruction.kind == "in place":
-        yield f"{instruction.text}  # in one collective, what is said inside of operators above"
+        yield f"{instruction.call.source}  # in one collective, what is said inside of operators above"
     elif instruction.kind == "joined":
-        for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.bucket, strict=True):
+        for output, read, (value, step) in zip(instruction.outputs, instruction.reads, instruction.moves, strict=True):
             local = _local(value, step.after, program)
             yield f"%{output}: {local} = {step.kind}(%{read})  # {step.before} -> {step.after}"
             yield from _collective_lines(value, step, program)
-        yield f"    # these {len(instruction.bucket)} run as one collective"
+        yield f"    # these {len(instruction.moves)} run as one collective"
         if instruction.again:
             yield "    # not kept: the backward does it again"
     else:
-        for output, (value, step) in zip(instruction.outputs, instruction.bucket, strict=True):
+        for output, (value, step) in zip(instruction.outputs, instruction.moves, strict=True):
             yield f"%{output}: {_local(value, step.after, program)} = enter(%{value.name})  # {step.after}"
             yield from _collective_lines(value, step, program)
-        if len(instruction.bucket) > 1:
-            yield f"    # one bucket: these {len(instruction.bucket)} adjoints run as one all_reduce"
+        if len(instruction.moves) > 1:
+            yield f"    # one bucket: these {len(instruction.moves)} adjoints run as one all_reduce"
 
 
 def _collective_lines(value: Value, step: Step, program: LocalProgram) -> Iterator[str]:
@@ -153,15 +153,6 @@ def _collective(collective: Collective, program: LocalProgram) -> str:
     ranks = program.mesh.group(program.rank, collective.axes)
     sent = collective.sent_bytes(program.mesh)
     return f"{collective.kind} over ranks {ranks} of {collective.bytes} bytes, each sends {sent:.0f}"
-
-
-def _with_signs(instruction: Instruction) -> str:
-    """The call of an operator with a % before each variable."""
-    if not instruction.reads:
-        return instruction.text
-    names = "|".join(re.escape(name) for name in dict.fromkeys(instruction.reads))
-    function, bracket, arguments = instruction.text.partition("(")
-    return function + bracket + re.sub(rf"(?<![\w.'])({names})(?![\w='])", r"%\1", arguments)
 
 
 def _argument(arg: Any, operands: list[str]) -> str:

@@ -6,16 +6,16 @@ dropout is drawn before the stretch that the dropout is in.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from shardwright.compiler.lower.program import Instruction, LocalProgram, function_of, given_to, unused
+from shardwright.compiler.lower.call import DEVICE, Call, Name
+from shardwright.compiler.lower.program import Instruction, LocalProgram, function_of, given_to, unused, variables
 
 Chosen = Callable[[Instruction], bool]
 """Whether an instruction may be part of a stretch."""
-_DROPOUT = re.compile(r"(?P<call>draws\.(?:native_)?dropout\(\w+, )(?P<p>[^,]+), (?P<key>key\(\d+\)), (?P<place>.*)\)")
+_DROPOUTS = ("draws.dropout", "draws.native_dropout")
 _FEWEST = 2  # operators: to call one that is compiled costs more than the operator
 
 
@@ -36,9 +36,9 @@ class Stretch:
     def call(self) -> Instruction:
         """What stands in the program in their place."""
         given = given_to(self.instructions)
-        text = f"{self.function}({', '.join(given)})"
+        call = Call(self.function, variables(given))
         keeps = tuple(dict.fromkeys(name for instruction in self.instructions for name in instruction.keeps))
-        return Instruction("stretch", self.results, given, text, block=self.instructions[0].block, keeps=keeps)
+        return Instruction("stretch", self.results, given, call, block=self.instructions[0].block, keeps=keeps)
 
     @property
     def source(self) -> str:
@@ -48,25 +48,26 @@ class Stretch:
 
 def calls_torch(instruction: Instruction) -> bool:
     """Whether an instruction calls operators of torch's own alone, on what it reads and perhaps on a mask."""
-    own = instruction.text.startswith("aten.") or _DROPOUT.fullmatch(instruction.text)
-    return instruction.kind == "operator" and bool(own)
+    call = instruction.call
+    return instruction.kind == "operator" and (call.calls_aten or call.function in _DROPOUTS)
 
 
 def in_stretches(program: LocalProgram, chosen: Chosen = calls_torch) -> tuple[LocalProgram, list[Stretch]]:
     """The same program with functions in place of its stretches, and these."""
-    taken = {name for instruction in program.instructions for name in (*instruction.outputs, *instruction.reads)}
     last = program.last_reads()
     instructions: list[Instruction] = []
     stretches: list[Stretch] = []
     end = 0
-    for members in _runs(program.instructions, chosen):
+    # Instructions that follow each other, all chosen or all not, and all of one block that the backward repeats.
+    for (is_chosen, _), run in groupby(program.instructions, key=lambda one: (chosen(one), one.block)):
+        members = list(run)
         end += len(members)
-        if len(members) < _FEWEST or not chosen(members[0]):
+        if len(members) < _FEWEST or not is_chosen:
             instructions += members
             continue
         results = tuple(name for member in members for name in member.outputs if last[name] >= end)
-        name = unused(f"compiled_{len(stretches) + 1}", taken)
-        masks, inside = _masks_before(members, taken)
+        name = unused(f"compiled_{len(stretches) + 1}", program.names)
+        masks, inside = _masks_before(members, program.names)
         stretches.append(Stretch(name, tuple(inside), results))
         instructions += [*masks, stretches[-1].call]
     return replace(program, instructions=tuple(instructions)), stretches
@@ -79,18 +80,14 @@ def _masks_before(members: Sequence[Instruction], taken: set[str]) -> tuple[list
     """
     masks, inside = list[Instruction](), list[Instruction]()
     for member in members:
-        if (found := _DROPOUT.fullmatch(member.text)) is None:
+        if member.call.function not in _DROPOUTS:
             inside.append(member)
             continue
         name = unused(f"kept_{member.outputs[0]}", taken)
-        drawn = f"draws.kept({found['p']}, {found['key']}, {found['place']}, device)"
-        masks.append(Instruction("operator", (name,), (), drawn, block=member.block))
-        text = f"{found['call']}{found['p']}, {name}, {found['place']})"
-        inside.append(replace(member, reads=(*member.reads, name), text=text))
+        x, p, key, *place = member.call.args
+        masks.append(
+            Instruction("operator", (name,), (), Call("draws.kept", (p, key, *place, DEVICE)), block=member.block)
+        )
+        call = Call(member.call.function, (x, p, Name(name), *place))
+        inside.append(replace(member, reads=(*member.reads, name), call=call))
     return masks, inside
-
-
-def _runs(instructions: Sequence[Instruction], chosen: Chosen) -> Iterator[list[Instruction]]:
-    """Instructions that follow each other, all chosen or all not, and all of one block that the backward repeats."""
-    for _, run in groupby(instructions, key=lambda instruction: (chosen(instruction), instruction.block)):
-        yield list(run)

@@ -127,11 +127,11 @@ class Execution:
         self._failed: OnItsWay | None = None  # by how much checks of the last call have failed
         self._guard = Guard(on=device.type == "cuda")
         self._names = _NAMES | {"again": self._again, "later": reduction.later, "guard": self._guard}
-        self._source = program.source
+        self._running = program
         self._compiled = None if compiler is None else self._compile(compiler)
-        name = f"<program of rank {program.rank} {id(self):x}>"
-        linecache.cache[name] = (len(self._source), None, self._source.splitlines(keepends=True), name)
-        exec(compile(self._source, name, "exec"), self._names)
+        source, name = self._running.source, f"<program of rank {program.rank} {id(self):x}>"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+        exec(compile(source, name, "exec"), self._names)
         self._step: Callable[..., Outputs] = self._names["step"]
         self._tells_sites = False
         if own_pulse().watched:
@@ -142,7 +142,7 @@ class Execution:
         if self._tells_sites:
             return
         self._tells_sites = True
-        sites = Sites(self.program, self._source, self._step.__code__, own_pulse())
+        sites = Sites(self.program, self._running, self._step.__code__, own_pulse())
         self._names.update({name: sites.watched(self._names[name]) for name in _STEPS})
         self._names["kernels"] = sites.watched_members(kernels)
         self._reduce = sites.watched(self._reduction)
@@ -150,8 +150,7 @@ class Execution:
 
     def _compile(self, compiler: Compiler) -> Compiled:
         """Have the program call functions in place of its stretches, which are compiled when they are called."""
-        running, stretches = in_stretches(self.program, _is_pure)
-        self._source = running.source
+        self._running, stretches = in_stretches(self.program, _is_pure)
         count = sum(instruction.kind == "operator" for instruction in self.program.instructions)
         compiled = compiler.compiled(stretches, count, shapes_of(self._capture), _NAMES | {"device": self._device})
         self._names |= compiled.functions
@@ -175,7 +174,7 @@ class Execution:
             with self._again.keeping_parts() if self._gathers_again else nullcontext():
                 outputs = self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
         except Exception as error:
-            told = explained(error, self.program, self._source, self._step.__code__, self._capture)
+            told = explained(error, self._running, self._step.__code__, self._capture)
             if told is error:
                 raise
             raise told from None
@@ -210,7 +209,7 @@ class Execution:
         surroundings = {"comm": self._comm, "key": arguments.keys(), "device": self._device}
         scope = self._names | surroundings | {"reduce_gradients": self._reduction}
         for instruction in program.instructions:
-            results = eval(instruction.text, scope, values)
-            single = len(instruction.outputs) == 1 and not instruction.passes_on
+            results = eval(instruction.call.source, scope, values)
+            single = len(instruction.outputs) == 1 and not instruction.unpacks
             values.update(zip(instruction.outputs, [results] if single else results, strict=True))
         return values

@@ -15,7 +15,6 @@ from shardwright.compiler.lower.program import Instruction, LocalProgram
 from shardwright.compiler.rules.notation import Operand
 from shardwright.compiler.rules.table import Column, column
 from shardwright.errors import UsageError
-from shardwright.runtime.programs.sites import lines
 
 
 @dataclass(frozen=True)
@@ -84,16 +83,15 @@ INDICES: Column[_Found] = column(
 )
 
 
-def explained(error: Exception, program: LocalProgram, source: str, code: CodeType, capture: Capture) -> Exception:
-    """The error to raise for one that came out of ``program``: the same one with the user's line.
+def explained(error: Exception, program: LocalProgram, code: CodeType, capture: Capture) -> Exception:
+    """Return the error to raise for one that came out of ``program``, which ran as ``code``.
 
-    It is another where an index of the user's is out of range. The program ran as ``source``, which ``code`` is.
+    It is the same one with the user's line, or another where an index of the user's is out of range.
     """
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code is not code:
         trace = trace.tb_next
-    at = dict(lines(program, source)).get(trace.tb_lineno) if trace is not None else None
-    instruction = None if at is None else program.instructions[at]
+    instruction = None if trace is None else program.lines[trace.tb_lineno - 1][1]
     if trace is None or instruction is None or instruction.node is None:
         return error
     variables = trace.tb_frame.f_locals

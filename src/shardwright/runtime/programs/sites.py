@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any
 
@@ -24,11 +24,19 @@ _NO_LABELS = (NOWHERE, NOWHERE)
 
 
 class Sites:
-    """Tells the pulse what each collective of ``program`` is for; ``code`` is what its ``source`` was made to."""
+    """Tells the pulse what each collective of ``program`` is for.
 
-    def __init__(self, program: LocalProgram, source: str, code: CodeType, pulse: Pulse) -> None:
+    It runs as ``code``, the step of ``running``: the same, perhaps with stretches in place of some operators.
+    """
+
+    def __init__(self, program: LocalProgram, running: LocalProgram, code: CodeType, pulse: Pulse) -> None:
         self._program, self._code, self._pulse = program, code, pulse
-        by_line = {line: labels(program, at) for line, at in lines(program, source)}
+        numbers = {id(instruction): at for at, instruction in enumerate(program.instructions)}
+        by_line = {
+            line: labels(program, numbers[id(instruction)])
+            for line, (_, instruction) in enumerate(running.lines, start=1)
+            if id(instruction) in numbers
+        }
         # By the offset of the call within the code, which a frame knows without a search.
         self._labels = {
             2 * unit: by_line[line]
@@ -87,14 +95,6 @@ def _hook(pulse: Pulse, label: bytes) -> Callable[[Any], None]:
     return lambda _: pulse.at(label)
 
 
-def lines(program: LocalProgram, source: str) -> Iterator[tuple[int, int]]:
-    """The first line for each instruction that stands in a source of the program, as (line, index)."""
-    where = {instruction.line: at for at, instruction in enumerate(program.instructions)}
-    for number, line in enumerate(source.splitlines(), start=1):
-        if (at := where.pop(line.strip(), None)) is not None:
-            yield number, at
-
-
 def labels(program: LocalProgram, at: int) -> tuple[bytes, bytes]:
     """For what instruction ``at`` communicates, in the forward and in the backward, which comes the other way."""
     forward, backward = _words(program, at)
@@ -105,16 +105,16 @@ def _words(program: LocalProgram, at: int) -> tuple[str, str]:
     instruction = program.instructions[at]
     if instruction.kind == "later":
         return "", ""  # `Sites.watched_later` tells of each bucket
-    if instruction.bucket and all(value.kind == "parameter" for value, _ in instruction.bucket):
-        names = [value.label for value, _ in instruction.bucket]
+    if instruction.kind in ("bucket", "joined") and all(value.kind == "parameter" for value, _ in instruction.moves):
+        names = [value.label for value, _ in instruction.moves]
         more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
         named = f"{', '.join(names[:_NAMED])}{more}"
         return ("" if instruction.kind == "bucket" else named), f"the gradients of {named}"
     if instruction.kind == "in place":
         return "running statistics of batch norms", ""
-    user, value = _user(program, at), instruction.value
+    user, value = _user(program, at), instruction.moves[0][0] if instruction.kind == "redistribution" else None
     used = "" if user is None else _name(user)
-    sums = instruction.steps()
+    sums = instruction.moves
     if sums and user is not None and program.loss in user.results and all(summed.shape == () for summed, _ in sums):
         used = "the loss"  # which is made of sums
     if value is not None and value.kind == "parameter":

@@ -20,7 +20,7 @@ from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.lower.local import localise
-from shardwright.compiler.lower.site import RandomKey, Site
+from shardwright.compiler.lower.site import Site
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.plan.make import make_plan
 from shardwright.compiler.plan.plan import Plan
@@ -153,7 +153,7 @@ def random_operators(plan: Plan) -> tuple[Node, ...]:
     for number, node in enumerate(plan.capture.nodes):
         rule, strategy = plan.graph.rules[node.name], plan.strategies[node.name]
         call = localise(Site(node, rule, strategy, plan.mesh, 0, plan.capture.values, number))
-        if any(isinstance(arg, RandomKey) for arg in call.args):
+        if call.draws:
             found.append(node)
     return tuple(found)
 

@@ -45,7 +45,7 @@ def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[C
 def _together(joined: Sequence[Collective], instruction: Instruction, mesh: Mesh) -> Collective:
     """Return what a "joined" instruction communicates in one direction. Sums of several dtypes are gathered."""
     kind, axes, size = joined[0].kind, joined[0].axes, sum(collective.bytes for collective in joined)
-    if kind == "all_reduce" and len({value.dtype for value, _ in instruction.bucket}) > 1:
+    if kind == "all_reduce" and len({value.dtype for value, _ in instruction.moves}) > 1:
         return Collective("all_gather", axes, size * mesh.extent(axes))
     return Collective(kind, axes, size)
 
