@@ -160,3 +160,99 @@ def test_what_gives_its_operand_itself_where_gradients_are_off_has_its_gradient(
         return h.square().mean() + (seen * self.e[0]).sum() + known
 
     like_plain(step)
+
+
+def test_the_diagonal_of_a_view_is_filled():
+    def step(self, x):
+        h = torch.linalg.multi_dot([x, self.e.T, self.e])
+        h.fill_diagonal_(0.0)
+        part = (x @ self.w)[:, 1:]
+        part.fill_diagonal_(2.0)
+        cube = (x[:4, None, :] * self.w)[:3, 1:, 1:].contiguous()
+        cube.fill_diagonal_(0.5)
+        return h.square().mean() + part.exp().mean() + cube.square().mean()
+
+    like_plain(step)
+
+
+def test_rows_and_columns_that_lie_apart_are_written_from_one_another():
+    def step(self, x):
+        h = x @ self.w
+        h[:, 0] = h[:, 1]
+        h[:, 2] += h[:, 3]
+        h.add_(h)
+        h[::2].add_(h[1:2])
+        return h.square().mean()
+
+    like_plain(step)
+
+
+def diagonal_of_itself(self, h):
+    h += h.diagonal()
+
+
+def columns_beside(self, h):
+    h[:, 1:] = h[:, :-1]
+
+
+def product_of_itself(self, h):
+    h[:4].addmm_(h[:4], h[:4])
+
+
+def windows(self, h):
+    h.unfold(1, 2, 1).mul_(2.0)
+
+
+def strided_view_of_a_view(self, h):
+    h[:, 1:].as_strided((3,), (4,), 1).mul_(2.0)
+
+
+def detached(self, h):
+    h.detach().sub_(self.w[0])
+
+
+def view_of_a_parameter(self, h):
+    with torch.no_grad():
+        self.w.diagonal().add_(1.0)
+
+
+def parameter_by_data(self, h):
+    self.w.data[0].mul_(2.0)
+
+
+def earlier_view_of_a_parameter(self, h):
+    turned = self.w.T
+    with torch.no_grad():
+        turned[..., 0] *= 2.0
+
+
+@pytest.mark.parametrize(
+    ("write", "said", "remedy"),
+    [
+        (diagonal_of_itself, "reads others of its elements meanwhile", r"\.clone\(\) behind what it reads"),
+        (columns_beside, "reads others of its elements meanwhile", r"\.clone\(\) behind what it reads"),
+        (product_of_itself, "reads others of its elements meanwhile", r"\.clone\(\) behind what it reads"),
+        (
+            windows,
+            "one element in several places, as those of unfold and expand",
+            r"\.clone\(\) in front of the change",
+        ),
+        (
+            strided_view_of_a_view,
+            "as_strided has made of another view, or another one of that",
+            r"x\[rows, columns\] = values",
+        ),
+        (detached, "a detached tensor is changed in place by one that has a gradient", r"\.clone\(\) behind \.detach"),
+        (view_of_a_parameter, "the parameter w is changed in place", r"after optimizer\.step\(\)"),
+        (parameter_by_data, "the parameter w is changed in place", r"after optimizer\.step\(\)"),
+        (earlier_view_of_a_parameter, "the parameter w is changed in place", r"after optimizer\.step\(\)"),
+    ],
+)
+def test_a_write_that_no_graph_makes_right_is_refused(write, said, remedy):
+    def step(self, x):
+        h = x.clone()
+        write(self, h)
+        return (h @ self.w).square().mean()
+
+    with pytest.raises(CaptureError, match=rf"(?s){said}, at \S*test_found.py:\d+ in {write.__name__}: .*\n.*{remedy}"):
+        captured_step(Net(step), Net.__call__, torch.randn(5, 4), {})

@@ -20,6 +20,7 @@ from shardwright.common import torch_private
 from shardwright.compiler.capture.ir import NAMES_OF_PROGRAMS, Capture, Node, Pin, Slices, Value, ValueKind
 from shardwright.compiler.capture.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.compiler.capture.tracing.functions import APPLIED, Application
+from shardwright.compiler.capture.tracing.in_place import CHANGE_PARAMETERS
 from shardwright.compiler.capture.tracing.numbers import Numbers
 from shardwright.compiler.capture.tracing.regions import is_without_gradient
 from shardwright.compiler.capture.tracing.sources import source_of
@@ -421,5 +422,5 @@ def _mutation(program: torch.export.ExportedProgram, spec: Any) -> CaptureError:
         what, advice = "the batch", "Work on a copy: x = x.clone(), or the operator without the underscore."
     else:
         what = f"the parameter {str(spec.target).removeprefix(_MODEL)}"
-        advice = "Change it outside of the loss function, after optimizer.step(), or keep it in a buffer of the model."
+        advice = CHANGE_PARAMETERS
     return CaptureError(f"{what} is changed in place, at {source_of(node)}\n{advice}")

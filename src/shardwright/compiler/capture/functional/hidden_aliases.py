@@ -11,8 +11,11 @@ import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import combinations
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, fx
 
 from shardwright.common import torch_private
@@ -22,6 +25,10 @@ from shardwright.errors import CaptureError
 
 # The operands that operators change which say so by an argument, and where that stands.
 _CHANGED_IF: Column[tuple[int, tuple[int, ...]]] = column(("batch_norm", (5, (3, 4))))
+
+_ANYWHERE = 4096  # where a storage begins in the arrays that say where tensors lie in it
+_MAY_OVERLAP = {"expand", "expand_as", "broadcast_to", "unfold", "as_strided"}  # views with elements in several places
+_MOST_WORK: Any = 100_000  # candidates that are looked at for a byte that two tensors have in common
 
 
 def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) -> None:
@@ -45,6 +52,19 @@ def refuse_hidden_changes(graph: fx.Graph, source_of: Callable[[fx.Node], str]) 
             if groups[other] is not groups[changed] and was_there and lives_on:
                 hiding = max(_made_by(changed, groups), _made_by(other, groups), key=nodes.index)
                 raise _error(nodes[at], hiding, source_of)
+        _refuse_unordered(nodes[at], changed, source_of)
+
+
+def _refuse_unordered(node: fx.Node, changed: fx.Node, source_of: Callable[[fx.Node], str]) -> None:
+    """Refuse an operator whose result depends on the order in which it writes elements, or into what it writes."""
+    if (why := _unwritable(changed)) is not None:
+        raise CaptureError(f"{node.target} changes {why[0]}, at {source_of(node)}\n{why[1]}")
+    if _reads_what_it_writes(node):
+        raise CaptureError(
+            f"{node.target} changes a tensor in place and reads others of its elements meanwhile, at "
+            f"{source_of(node)}\nWrite .clone() behind what it reads: what that is would depend on the order in which "
+            "elements are changed."
+        )
 
 
 def _refuse_one_memory(
@@ -72,9 +92,74 @@ def _sees_changes(node: fx.Node) -> bool:
             lying[key].append((place, of.meta["val"], changes))
     pairs = (pair for together in lying.values() for pair in combinations(together, 2))
     return any(  # where a tensor lies is asked of these alone: sizes that are open are decided by that
-        (changes or other_changes) and place != other_place and meet(span(one), span(other))
+        (changes or other_changes) and place != other_place and overlap(one, other)
         for (place, one, changes), (other_place, other, other_changes) in pairs
     )
+
+
+def _unwritable(changed: fx.Node) -> tuple[str, str] | None:
+    """Return why a tensor that is changed has no place to write in what it looks into, and what to write; else None."""
+    views = _views_above(changed)
+    if len(views) > 1 and any(view.target is torch.ops.aten.as_strided.default for view in views):
+        instead = "Index the tensor, x[rows, columns] = values, or write .clone() in front of what is changed."
+        return "a view that as_strided has made of another view, or another one of that", instead
+    value = changed.meta.get("val")
+    may_overlap = any(str(view.target).split(".")[1] in _MAY_OVERLAP for view in views)
+    if may_overlap and isinstance(value, Tensor) and _overlaps_itself(value):
+        instead = "Write .clone() in front of the change, or change the tensor that it looks into."
+        return "a view that has one element in several places, as those of unfold and expand", instead
+    return None
+
+
+def _views_above(node: fx.Node) -> list[fx.Node]:
+    """Return the views that lead to what a tensor looks into, as far as schemas tell, itself first."""
+    found: list[fx.Node] = []
+    while node.op == "call_function":
+        if node.target is operator.getitem:
+            node = node.args[0]  # type: ignore[assignment]
+            continue
+        shared = torch_private.shared_operands(node.target) if torch_private.is_operator(node.target) else ()
+        above = [of for at in sorted(shared) if at < len(node.args) for of in _nodes(node.args[at])]
+        if not above:
+            break
+        found += [] if torch_private.changes_operands(node.target) else [node]
+        node = above[0]
+    return found
+
+
+def _overlaps_itself(tensor: Tensor) -> bool:
+    """Whether some elements of a tensor lie in one place; where that is hard to find, that they do."""
+    reach = 0  # of all dims with smaller strides, in elements
+    for stride, size in sorted(
+        (int(stride), int(size)) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+    ):
+        if size > 1 and stride <= reach:
+            return bool(tensor.numel())
+        reach += stride * (size - 1)
+    return False
+
+
+def _reads_what_it_writes(node: fx.Node) -> bool:
+    """Whether an operator of single tensors reads elements that it changes, beside those in the place of each."""
+    read = [of for place, of in _read_by(node) if place < 0 and isinstance(of.meta.get("val"), Tensor)]
+    for changed in changed_by(node) if read else ():
+        for other in (of for of in read if _storage(of) is not None and _storage(of) == _storage(changed)):
+            one, two = changed.meta["val"], other.meta["val"]
+            if changed is other or _same_place(one, two):
+                if not _reads_in_place(node.target):
+                    return True
+            elif (two.ndim or _is_pointwise(node.target)) and overlap(one, two):
+                return True
+    return False
+
+
+def _reads_in_place(target: Any) -> bool:
+    """Whether an operator reads each element of an operand before it writes there, and none behind that."""
+    return _is_pointwise(target) or target is torch.ops.aten.copy_.default
+
+
+def _is_pointwise(target: Any) -> bool:
+    return torch.Tag.pointwise in target.tags
 
 
 def changed_by(node: fx.Node) -> Iterator[fx.Node]:
@@ -163,13 +248,29 @@ def _known_to_share(node: fx.Node) -> list[fx.Node]:
     return _nodes(named) + [of for at in shared if at < len(node.args) for of in _nodes(node.args[at])]
 
 
-def span(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor, counted from the beginning of its storage, and the first byte behind it."""
-    begin = int(tensor.storage_offset())
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin * tensor.itemsize, (begin + int(last) + 1 if tensor.numel() else begin) * tensor.itemsize
+def overlap(one: Tensor, other: Tensor) -> bool:
+    """Return whether two tensors of one storage have a byte in common; where that is hard to find, that they have."""
+    try:
+        return bool(np.shares_memory(_laid_out(one), _laid_out(other), max_work=_MOST_WORK))
+    except np.exceptions.TooHardError:
+        return True
 
 
-def meet(one: tuple[int, int], other: tuple[int, int]) -> bool:
-    """Return whether two spans of one storage have a byte in common."""
-    return one[0] < other[1] and other[0] < one[1]
+def _laid_out(tensor: Tensor) -> Any:
+    """Return an array that says where a tensor lies in its storage, and is never read."""
+    step, begin = tensor.itemsize, int(tensor.storage_offset())
+    described = {
+        "shape": tuple(map(int, tensor.shape)),
+        "strides": tuple(int(stride) * step for stride in tensor.stride()),
+        "typestr": f"|V{step}",
+        "data": (_ANYWHERE + begin * step, True),
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=described))
+
+
+def _same_place(one: Tensor, other: Tensor) -> bool:
+    """Whether each element of one tensor lies where that of the other one does."""
+    if one.dtype != other.dtype or one.ndim != other.ndim or one.storage_offset() != other.storage_offset():
+        return False
+    return one.shape == other.shape and one.stride() == other.stride()

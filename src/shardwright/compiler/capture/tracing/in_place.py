@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from shardwright.common import torch_private
-from shardwright.compiler.capture.functional.hidden_aliases import meet, span
+from shardwright.compiler.capture.functional.hidden_aliases import overlap
 from shardwright.compiler.capture.tracing.outside.places import Place
 from shardwright.errors import CaptureError
+
+CHANGE_PARAMETERS = (
+    "Change it outside of the loss function, after optimizer.step(), or keep it in a buffer of the model."
+)
 
 
 class Buffers:
@@ -109,23 +113,33 @@ class InPlace:
         self._place_of = place_of
         # Of tensors with a gradient that others without one look into; held, so that no other takes its place.
         self._storages: dict[int, Any] = {}
+        self._detached: dict[int, torch.Tensor] = {}  # of tensors without a gradient, by their ids, held likewise
+        self._parameters: dict[int, str] = {}  # their names by their storages
 
-    def before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, int]]:
-        """The tensors that a function may change, and how often they were changed so far."""
+    def begin(self, model: torch.nn.Module) -> None:
+        """Note the parameters of a model whose step begins."""
+        self._parameters = {_storage(parameter): name for name, parameter in model.named_parameters()}
+
+    def before(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[tuple[torch.Tensor, int, bool]]:
+        """The tensors that a function may change, how often they were changed so far, and whether they have a
+        gradient."""
         found = [arg for arg in (*args[:1], kwargs.get("out")) if isinstance(arg, torch.Tensor)]
-        return [(tensor, torch_private.version(tensor)) for tensor in found if _counts(tensor)]
+        return [(tensor, torch_private.version(tensor), tensor.requires_grad) for tensor in found if _counts(tensor)]
 
-    def after(self, before: Sequence[tuple[torch.Tensor, int]], result: Any, where: str) -> None:
+    def after(self, before: Sequence[tuple[torch.Tensor, int, bool]], result: Any, where: str) -> None:
         """Refuse what a function did, and note what it returns.
 
         Raises:
-            CaptureError: where it changed a tensor that goes on to have a gradient that does not know of it, or one
-                that stands beside parameters, buffers and the batch.
+            CaptureError: where it changed a parameter, a tensor whose gradient does not know of it, or one that stands
+                beside parameters, buffers and the batch.
         """
-        for tensor, version in before:
+        for tensor, version, had_gradient in before:
             changed = torch_private.version(tensor) != version
             if changed:
                 self._refuse_beside(tensor, where)
+                self._refuse_parameter(tensor, where)
+            if changed and not had_gradient and id(torch_private.base_of(tensor)) in self._detached:
+                self._refuse_gradient(tensor, where)
             if changed and self._loses_gradient(tensor):
                 raise CaptureError(
                     f"a tensor that has a gradient is changed in place behind the back of autograd, at {where}\n"
@@ -133,6 +147,8 @@ class InPlace:
                 )
             if _has_gradient(tensor) and _looks_into(result, tensor):
                 self._storages[_storage(tensor)] = tensor.untyped_storage()
+            if not tensor.requires_grad and _is_detached(result, tensor):
+                self._detached[id(result)] = result
 
     def _refuse_beside(self, tensor: torch.Tensor, where: str) -> None:
         """Refuse to change what was there before the step, or a view of it, and is no buffer."""
@@ -141,6 +157,21 @@ class InPlace:
         if place is not None:
             advice = _made_a_buffer(place) if place.kind == "attribute" else _BESIDE
             raise CaptureError(f"{place}{',' * (place.kind != 'attribute')} is changed in place, at {where}\n{advice}")
+
+    def _refuse_parameter(self, tensor: torch.Tensor, where: str) -> None:
+        """Refuse to change a parameter, or a view of it."""
+        name = self._parameters.get(_storage(tensor)) if torch_private.is_fake(tensor) else None
+        if name is not None:
+            raise CaptureError(f"the parameter {name} is changed in place, at {where}\n{CHANGE_PARAMETERS}")
+
+    def _refuse_gradient(self, tensor: torch.Tensor, where: str) -> None:
+        """Refuse a gradient that comes by a change of what was detached: the tensor that it looks into has none."""
+        if tensor.requires_grad:
+            raise CaptureError(
+                f"a detached tensor is changed in place by one that has a gradient, at {where}\n"
+                "Write .clone() behind .detach(), or compute a new tensor in place of the change: what it was detached "
+                "from would have the new values without their gradient."
+            )
 
     def _loses_gradient(self, changed: torch.Tensor) -> bool:
         tensor = torch_private.base_of(changed)  # a view that was made and changed without gradients tells of none
@@ -157,6 +188,12 @@ def _counts(tensor: torch.Tensor) -> bool:
 def _has_gradient(tensor: torch.Tensor) -> bool:
     """Parameters may not be changed at all, which is refused elsewhere."""
     return tensor.requires_grad and not tensor.is_leaf
+
+
+def _is_detached(result: Any, tensor: torch.Tensor) -> bool:
+    """Whether a result looks into the memory of ``tensor`` and is no view of it for autograd."""
+    is_new = _looks_into(result, tensor) and result is not tensor
+    return is_new and torch_private.base_of(result) is result and torch_private.base_of(tensor) is not result
 
 
 def _looks_into(result: Any, tensor: torch.Tensor) -> bool:
@@ -183,22 +220,12 @@ def refuse_shared_memory(tensors: Mapping[str, torch.Tensor], changed: Iterable[
             by_storage.setdefault(_storage(tensor), []).append(name)
     for name in changed:
         for other in by_storage.get(_storage(tensors[name]), ()) if name in tensors else ():
-            if tensors[other] is not tensors[name] and _overlap(tensors[name], tensors[other]):
+            if tensors[other] is not tensors[name] and overlap(tensors[name], tensors[other]):
                 raise CaptureError(
                     f"{name} of the model changes, and {other} looks into the same memory, which ranks do not have: "
                     "one would change without the other\nTie modules by one parameter, as in b.weight = a.weight "
                     "without .data; give other tensors memory of their own by .clone()."
                 )
-
-
-def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether an element of one tensor lies where an element of the other does, in the same storage."""
-    here, there = span(one), span(other)
-    if not meet(here, there) or one.dtype != other.dtype:
-        return meet(here, there)
-    taken = torch.zeros(max(here[1], there[1]) // one.itemsize, dtype=torch.bool)
-    taken.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(taken.as_strided(other.shape, other.stride(), other.storage_offset()).any())
 
 
 def refuse_setting_data(function: Any, where: str) -> None:

@@ -67,12 +67,12 @@ class _Annotate(TorchFunctionMode):
         self.reading = reading
         self.beneath_autograd = beneath_autograd
         self.in_place = InPlace(reading.place_of)
-        self.begin()
         self.failed = ""  # where the function stands that raised first
 
-    def begin(self) -> None:
-        """A step begins."""
+    def begin(self, model: torch.nn.Module) -> None:
+        """A step of ``model`` begins."""
         self.constants, self.checks = Constants(), Checks(_Step.forward.__code__)
+        self.in_place.begin(model)
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -156,7 +156,7 @@ class _Step(torch.nn.Module):
         call = self.call
         refused = refusals.seeding_refused(), refusals.transforms_refused()
         buffers = Buffers(self.model)
-        call.mode.begin()
+        call.mode.begin(self.model)
         call.reading.origins.begin(self.model, tensors)
         watched = call.reading.watch() if call.once else call.reading.looked_at()
         averages = batch_norms_call(written.averaging_batch_norm)

@@ -191,6 +191,17 @@ def _random_(x: Tensor, *bounds: int | None) -> Tensor:
     return x.copy_(torch.randint_like(x, low, high))  # type: ignore[arg-type]
 
 
+def _fill_diagonal_(x: Tensor, fill_value: Any, wrap: bool = False) -> Tensor:
+    """``x.fill_diagonal_(number)``, which torch writes by ``as_strided``, which no write into a view may follow."""
+    if wrap or x.ndim < 2 or (x.ndim > 2 and len(set(x.shape)) > 1):
+        return x.fill_diagonal_(fill_value, wrap)
+    if x.ndim == 2:
+        x.diagonal().fill_(fill_value)
+    else:
+        x[(torch.arange(x.shape[0], device=x.device),) * x.ndim] = fill_value
+    return x
+
+
 def _data(x: Tensor, *_: Any) -> Tensor:
     """``x.data``, which the exporter does not survive; where `detach` differs, by a change in place, it is refused."""
     return x.detach()
@@ -224,6 +235,7 @@ _IN_PLACE_OF: Mapping[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     torch.Tensor.corrcoef: _corrcoef,
     torch.Tensor.random_: _random_,
+    torch.Tensor.fill_diagonal_: _fill_diagonal_,
     F.instance_norm: _instance_norm,
     F.dropout: _dropout,
     torch.unsafe_chunk: torch.chunk,  # which says that it gives views
