@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+import re
 import warnings
 
 import pytest
@@ -232,6 +233,42 @@ def test_what_cannot_be_captured_runs_by_ddp_aloud_or_is_refused():
     assert everyone[1][1] == []
     for message in run_ranks(2, uncaptured, "auto"):
         assert "models.py" in message
+
+
+def failing_within(mode):
+    """A rule for an operator of the model that fails as no refusal does."""
+    sw.init()
+    sw.set_seed(0)
+    make, loss_fn, batch_of = NETWORKS["perceptron"]
+    batch = batch_of(8)
+
+    def fail(*_):
+        raise IndexError("no such dim")
+
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        patch.setattr("shardwright.run.programs.planner.remembered", fail)
+        warnings.simplefilter("always")
+        model = make()
+        expected = loss_fn(model, batch)
+        expected = float(expected[0] if isinstance(expected, tuple) else expected)
+        try:
+            parallel = sw.parallelize(model, loss_fn, batch, mode, batch="global")
+        except CaptureError as error:
+            return str(error)
+        with parallel:
+            loss = parallel(batch)
+            loss = loss[0] if isinstance(loss, tuple) else loss
+            assert loss.item() == pytest.approx(expected)
+    return [str(w.message) for w in caught if w.category is EagerFallback]
+
+
+def test_an_error_within_is_no_other_than_one_of_the_capture():
+    said = r"fails with IndexError: no such dim, at .*test_parallel.py:\d+\nThis is a fault of "
+    [told], others = run_ranks(2, failing_within, "data")
+    assert re.search(said, told), told
+    assert others == []
+    for message in run_ranks(2, failing_within, "auto"):
+        assert re.search(said, message), message
 
 
 class Normed(Branching):

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pkgutil import resolve_name
 from traceback import FrameSummary
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -529,6 +530,16 @@ def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> Ex
     with patched("decompositions", _split_decomp_table_to_cia_and_python_decomp=lambda table: (kept, table)):
         decomposed: ExportedProgram = program.run_decompositions({})
     return decomposed
+
+
+def executed_node(trace: TracebackType | None) -> torch.fx.Node | None:
+    """Return the node of a graph that was executed innermost where an error arose, which no attribute of it tells."""
+    found = None
+    while trace is not None:
+        node = trace.tb_frame.f_locals.get("n") if trace.tb_frame.f_code.co_name == "run_node" else None
+        found = node if isinstance(node, torch.fx.Node) else found
+        trace = trace.tb_next
+    return found
 
 
 def preservable_operators() -> Iterator[Any]:

@@ -300,6 +300,9 @@ def test_another_dtype_than_the_trace_sees_is_refused():
             rows, _ = model(x)
         return rows.float().square().mean()
 
-    message = "gives another dtype than torch's trace sees, as nn.LSTM does(.|\n)*Got: torch.bfloat16\nCall the module"
+    message = (
+        "gives another dtype than torch's trace sees, as nn.LSTM does on a CPU, at .*:\\d+ in loss_fn: "
+        r"rows, _ = model\(x\)(.|\n)*Got: torch.bfloat16\nCall the module"
+    )
     with pytest.raises(CaptureError, match=message):
         capture(nn.LSTM(4, 5, batch_first=True), loss_fn, torch.ones(3, 6, 4))

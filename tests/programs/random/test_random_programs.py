@@ -66,6 +66,11 @@ def test_a_program_prints_as_a_script_that_gives_the_same_numbers():
     assert apart(found, expected)[0] == 0.0
 
 
+def test_a_program_whose_gradient_rounding_decides_about_is_of_no_use():
+    """Two numbers of bfloat16 are the largest, or nearly: plain PyTorch gives each its part, or one of them all."""
+    assert reference(draft_of(20430)) is None
+
+
 @pytest.mark.parametrize(
     ("wrong", "told"),
     [

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from shardwright.distributed.agreement import from_rank_zero
 from shardwright.distributed.backends.table import backend_moving
 from shardwright.distributed.ranks import ranks_by_collectives
 from shardwright.distributed.world import World
-from shardwright.errors import CaptureError, PlanError
+from shardwright.errors import CaptureError, PlanError, ShardwrightError
 from shardwright.launch.progress_notes import waiting_for
 from shardwright.runtime.graphs.captures import Captures
 from shardwright.runtime.graphs.equal import same_step
@@ -68,7 +70,15 @@ class Planner:
             stored.refuse(given)
             return given if isinstance(decided, str) else given.for_capture(capture)
 
-        return from_rank_zero(ranks_by_collectives("making the plan"), make)
+        def made() -> Plan:
+            try:
+                return make()
+            except (ShardwrightError, OSError, MemoryError):
+                raise
+            except Exception as error:
+                raise _internal(error) from error
+
+        return from_rank_zero(ranks_by_collectives("making the plan"), made)
 
     def _within(self, stored: Stored, capture: Capture) -> PlanRequest:
         """The same request, for parameters of which some are stored already."""
@@ -149,6 +159,17 @@ class Planner:
         ]
         with waiting_for(f"capturing {type(self.module).__name__}"):
             return self.captures.of(kind, tree_unflatten(whole, spec))
+
+
+def _internal(error: Exception) -> CaptureError:
+    """Return what is said of an error that nothing of the model explains: it is as one that cannot be captured."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    where = f"{'/'.join(Path(last.filename).parts[-3:])}:{last.lineno}"
+    return CaptureError(
+        f"capturing or planning the model fails with {type(error).__name__}: {error}, at {where}\n"
+        "This is a fault of Shardwright or of torch: please report it with the program. With mode='data' a model that "
+        "cannot be captured runs by torch's DistributedDataParallel, where its loss is a mean over samples."
+    )
 
 
 def hardware_of(world: World, asked: Hardware | None = None) -> Hardware:

@@ -208,6 +208,8 @@ _NO_VALUE = ("GuardOnDataDependentSymNode", "PendingUnbackedSymbolNotFound", "Da
 def explained(error: Exception, failed: str) -> CaptureError:
     """The error of a capture that failed somewhere else, ``failed`` being where the first function did."""
     where = failed or sources.source_in_traceback(error.__traceback__)
+    node = None if where else torch_private.executed_node(error.__traceback__)
+    where = where if node is None else sources.source_of(node)
     at = f", at {where}" if where else ""
     if isinstance(error, torch_private.DynamicOutputShapeException):
         return _unknown_shape(str(error.func), where)
