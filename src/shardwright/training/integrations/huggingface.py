@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, NoReturn
@@ -123,8 +122,16 @@ class Trainer(transformers.Trainer):  # type: ignore[misc]  # transformers is no
     def _sample(self) -> Any:
         loader = self.get_train_dataloader()
         loader = getattr(loader, "base_dataloader", loader)
-        if self.ranks > 1 and self.args.process_index == 0:
-            _warn_of_random_batches(loader, self.args.per_device_train_batch_size)
+        if self.ranks > 1:
+            drawn = _drawn_at_random(loader, self.args.per_device_train_batch_size)
+            for name in filter(None, from_all_ranks(drawn)):
+                raise UsageError(
+                    f"{name} of a batch is drawn at random by the data collator or the dataset, which each rank would "
+                    "do for its own part: the losses would not be those of one device\nDraw by the number of the "
+                    "sample, in __getitem__ or once for all: dataset.map(function, with_indices=True), with "
+                    "generator = torch.Generator().manual_seed(index) in the function; and let the collator only pad "
+                    "and stack"
+                )
         with first_batch(loader) as batch:
             [batch], labels = self.get_batch_samples(iter([batch]), 1, self.args.device)
             return _with_labels(batch, labels)
@@ -238,27 +245,22 @@ def _with_labels(batch: Mapping[str, Any], labels: Any) -> dict[str, Any]:
     return dict(batch) if labels is None else {**batch, "num_items_in_batch": labels}
 
 
-def _warn_of_random_batches(loader: Any, size: int) -> None:
-    """Each rank draws for its part of a batch, which is not what one device draws for all of it."""
+def _drawn_at_random(loader: Any, size: int) -> str | None:
+    """Return which tensor of a batch is another one when it is made again, if one is: each rank draws for its part of
+    a batch, which is not what one device draws for all of it."""
     dataset = loader.dataset
     if isinstance(dataset, IterableDataset):
-        return
+        return None
     random = random_state()
     rows = range(min(len(dataset), size))
     try:
         one, other = (loader.collate_fn([copy.deepcopy(dataset[row]) for row in rows]) for _ in range(2))
     except Exception:  # not all samples can be copied; what is wrong with them is said where they are taken
-        return
+        return None
     finally:
         put_random_state(random)
-    for (name, a), (_, b) in zip(*(tree_flatten(dict(batch))[0] for batch in (one, other)), strict=False):
-        if isinstance(a, Tensor) and not torch.equal(a, b):
-            warnings.warn(
-                f"{name} of a batch is drawn at random by the data collator or the dataset, which each rank does for "
-                "its own part: the losses are not those of one device; draw in the dataset, by number of sample",
-                stacklevel=2,
-            )
-            return
+    pairs = zip(*(tree_flatten(dict(batch))[0] for batch in (one, other)), strict=False)
+    return next((name for (name, a), (_, b) in pairs if isinstance(a, Tensor) and not torch.equal(a, b)), None)
 
 
 class _WholeBatches(IterableDataset[Any]):
