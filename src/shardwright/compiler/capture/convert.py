@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import keyword
 import operator
 import re
 import sys
@@ -17,7 +16,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_arg
 
 from shardwright.common import torch_private
-from shardwright.compiler.capture.ir import NAMES_OF_PROGRAMS, Capture, Node, Pin, Slices, Value, ValueKind
+from shardwright.compiler.capture.ir import Capture, Names, Node, Pin, Slices, Value, ValueKind
 from shardwright.compiler.capture.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.compiler.capture.tracing.functions import APPLIED, Application
 from shardwright.compiler.capture.tracing.in_place import CHANGE_PARAMETERS
@@ -93,7 +92,7 @@ class _Converter:
         self.constants: dict[str, torch.Tensor] = {}
         self.tied: dict[str, str] = {}
         self.of_label: dict[str, str] = {}  # parameter or buffer -> its value
-        self.names = set(NAMES_OF_PROGRAMS)
+        self.names = Names()
         self.made: dict[str, Any] = {}  # fx node -> a value, or one per result
         self.detached: dict[str, str] = {}
         self.marks: dict[str, tuple[Slices, str]] = {}  # fx node -> the pin of whoever takes it next
@@ -140,21 +139,9 @@ class _Converter:
     def _add_value(
         self, stem: str, kind: ValueKind, label: str | None, tensor: torch.Tensor, needs_gradient: bool
     ) -> str:
-        name = self._unused(stem)
+        name = self.names.unused(stem)
         shape, label = self.numbers.shape(tensor), name if label is None else label
         self.values[name] = Value(name, kind, label, shape, tensor.dtype, needs_gradient)
-        return name
-
-    def _unused(self, stem: str) -> str:
-        """A name that no value and no node has."""
-        name = stem = re.sub(r"\W", "_", stem)
-        if keyword.iskeyword(stem) or not stem.isidentifier():
-            name = stem = f"_{stem}"
-        count = 0
-        while name in self.names:
-            count += 1
-            name = f"{stem}_{count}"
-        self.names.add(name)
         return name
 
     # operators
@@ -316,7 +303,7 @@ class _Converter:
         if carrying is None:
             first = len(results) if row.differentiable is None else row.differentiable
             carrying = [i < first for i in range(len(results))]
-        name = stem if len(results) == 1 else self._unused(stem)
+        name = stem if len(results) == 1 else self.names.unused(stem)
         names = tuple(
             self._add_value(
                 stem if len(results) == 1 else f"{name}_out{i}",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import keyword
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -160,3 +162,27 @@ def _text(arg: Any, node: Node) -> str:
     if isinstance(arg, (tuple, list)):
         return f"[{', '.join(_text(a, node) for a in arg)}]"
     return str(arg)
+
+
+class Names:
+    """The names that are taken in a graph: by values, by nodes, and by what the program of a rank has beside them."""
+
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken = {*NAMES_OF_PROGRAMS, *taken}
+
+    @classmethod
+    def of(cls, capture: Capture) -> Names:
+        """Return the names that are taken in a capture."""
+        return cls((*capture.values, *(node.name for node in capture.nodes)))
+
+    def unused(self, stem: str) -> str:
+        """Return a name of Python that nothing has, and take it."""
+        name = stem = re.sub(r"\W", "_", stem)
+        if keyword.iskeyword(stem) or not stem.isidentifier():
+            name = stem = f"_{stem}"
+        count = 0
+        while name in self._taken:
+            count += 1
+            name = f"{stem}_{count}"
+        self._taken.add(name)
+        return name

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from shardwright.compiler.capture.check import check
-from shardwright.compiler.capture.ir import NAMES_OF_PROGRAMS, Capture, Node, Value
+from shardwright.compiler.capture.ir import Capture, Names, Node, Value
 from shardwright.compiler.rules.notation import Operand
 
 
@@ -54,7 +54,7 @@ class _Detaching:
     ) -> None:
         self._capture, self._flowing, self._reached, self._known = capture, flowing, reached, known
         self._values = values
-        self._taken = {*NAMES_OF_PROGRAMS, *values, *(node.name for node in capture.nodes)}
+        self._names = Names.of(capture)
         self._detached: dict[str, str] = {}
         self._nodes: list[Node] = []
 
@@ -70,17 +70,9 @@ class _Detaching:
         if name not in self._known:
             return name
         if name not in self._detached:
-            made = self._detached[name] = self._unused("detach")
+            made = self._detached[name] = self._names.unused("detach")
             self._values[made] = replace(self._values[name], name=made, kind="result", label=made, needs_gradient=False)
             self._nodes.append(
                 Node(made, "aten.detach.default", (Operand(0),), (), (name,), (made,), node.scope, node.source)
             )
         return self._detached[name]
-
-    def _unused(self, stem: str) -> str:
-        name, count = stem, 0
-        while name in self._taken:
-            count += 1
-            name = f"{stem}_{count}"
-        self._taken.add(name)
-        return name

@@ -17,7 +17,7 @@ import torch
 
 from shardwright.common.torch_private import schema_parameters
 from shardwright.compiler.capture.check import check
-from shardwright.compiler.capture.ir import Capture, Node, Value
+from shardwright.compiler.capture.ir import Capture, Names, Node, Value
 from shardwright.compiler.rules.notation import Operand
 from shardwright.compiler.rules.operator import chosen_dims, named_arguments
 from shardwright.compiler.rules.table import Column, column
@@ -67,7 +67,7 @@ class _Writer:
         self._old = capture
         self._nodes: list[Node] = []
         self._values = {name: value for name, value in capture.values.items() if value.kind != "result"}
-        self._names = {*capture.values, *(node.name for node in capture.nodes)}
+        self._names = Names.of(capture)
 
     def keep(self, node: Node) -> None:
         self._nodes.append(node)
@@ -107,7 +107,7 @@ class _Writer:
 
         placed = tuple(operand(arg) for arg in args)
         named = tuple((name, operand(arg)) for name, arg in (kwargs or {}).items())
-        name = self._unused(op.split(".")[1])
+        name = self._names.unused(op.split(".")[1])
         flows = dtype.is_floating_point and any(value.needs_gradient for value in operands)
         value = Value(name, "result", like.name, tuple(shape), dtype, flows)
         names = tuple(value.name for value in operands)
@@ -134,14 +134,6 @@ class _Writer:
         del self._values[last.results[0]]
         self._nodes[-1] = replace(last, name=node.name, results=node.results)
         self._values[node.results[0]] = self._old.values[node.results[0]]
-
-    def _unused(self, stem: str) -> str:
-        name, count = stem, 0
-        while name in self._names:
-            count += 1
-            name = f"{stem}_{count}"
-        self._names.add(name)
-        return name
 
     def capture(self) -> Capture:
         return replace(self._old, nodes=tuple(self._nodes), values=self._values)
