@@ -246,7 +246,7 @@ def failing_within(mode):
         raise IndexError("no such dim")
 
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
-        patch.setattr("shardwright.run.programs.planner.remembered", fail)
+        patch.setattr("shardwright.runtime.programs.planner.remembered", fail)
         warnings.simplefilter("always")
         model = make()
         expected = loss_fn(model, batch)
