@@ -21,7 +21,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from shardwright.checkpoint.format import containers, pieces
 from shardwright.checkpoint.format.manifest import Box
 from shardwright.checkpoint.loading import load
-from shardwright.common import package, torch_private
+from shardwright.common import package, signatures
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.lower.operators import batch_norm
 from shardwright.compiler.mesh import collectives, dtensor, redistribute, ways
@@ -184,10 +184,10 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[Any, ...], ...]]] = {
     "numbers of batches": (parts._number, (("a", "b", "a "), (((8, 4),), ((8,), (4,)), ("8", "4"), None))),
     "numbers of places": (replicas._numbers_of_places, ((3, 4), (torch.device("cpu"), torch.device("cpu", 0)))),
     "parameters": (
-        torch_private._parameters_of, ((torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.neg.default),)
+        signatures._parameters_of, ((torch.ops.aten.add.Tensor, torch.ops.aten.add.out, torch.ops.aten.neg.default),)
     ),
     "written operands": (
-        torch_private.written_operands,
+        signatures.written_operands,
         ((torch.ops.aten.add_.Tensor, torch.ops.aten.add.Tensor, torch.ops.aten.add.out),),
     ),
 }  # fmt: skip
@@ -352,8 +352,8 @@ def test_an_operator_that_is_defined_anew_is_seen_as_it_is():
         try:
             found.append(named_arguments(op, (1,), {}))
             operator = torch.ops.tests_of_caches.renewed.default
-            assert torch_private.changes_operands(operator) == ("!" in parameters)
-            assert torch_private.written_operands(operator) == (((0, "x"),) if "!" in parameters else ())
+            assert signatures.changes_operands(operator) == ("!" in parameters)
+            assert signatures.written_operands(operator) == (((0, "x"),) if "!" in parameters else ())
         finally:
             library._destroy()
     assert found == [{"x": 1}, {"x": 1, "by": None, "device": None}, {"x": 1, "by": 2}]

@@ -13,7 +13,8 @@ from torch.distributed.tensor import DTensor
 import shardwright as sw
 from models import NETWORKS, Branching
 from ranks import run_ranks
-from shardwright.common.torch_private import operators_called, tree_leaves
+from shardwright.common.torch_private import operators_called
+from shardwright.common.trees import tree_leaves
 from shardwright.compiler.mesh.layout import chunk
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import CaptureError, ShardwrightError, UsageError

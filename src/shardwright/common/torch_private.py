@@ -25,7 +25,7 @@ from torch._export.utils import (
     _special_op_to_preserve_cia,
 )
 from torch._higher_order_ops.effects import has_effects
-from torch._ops import HigherOrderOperator, OpOverload, OpOverloadPacket
+from torch._ops import HigherOrderOperator, OpOverload
 from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException as DynamicOutputShapeException,
 )
@@ -34,12 +34,12 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.autograd.function import _SingleLevelFunction, once_differentiable
+from torch.autograd.function import _SingleLevelFunction
 from torch.distributed import distributed_c10d
 from torch.export import ExportedProgram
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, make_fx
 from torch.multiprocessing.reductions import StorageWeakRef  # in no page of torch's documentation
-from torch.utils import _pytree as pytree  # torch has no public pytree
+from torch.utils import _pytree  # torch has no public pytree
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -299,13 +299,6 @@ def symbol_of(size: Any) -> Any:
     return size.node._expr if isinstance(size, torch.SymInt) else size
 
 
-def number_in_expressions(number: int) -> Any:
-    """A number that can stand in place of a symbol."""
-    import sympy  # a quarter of a second, and needed where sizes are open alone
-
-    return sympy.Integer(number)
-
-
 def expression_of(size: torch.SymInt) -> Any:
     """A size as sympy's expression of open ones; torch itself gives the number that it had in the trace."""
     return size.node.expr
@@ -343,65 +336,6 @@ def exporting() -> Iterator[None]:
         yield
 
 
-def _is_tuple_subclass(tree: Any) -> bool:
-    return (
-        isinstance(tree, tuple)
-        and type(tree) is not tuple
-        and type(tree) not in pytree.SUPPORTED_NODES
-        and not pytree.is_namedtuple_instance(tree)
-    )
-
-
-def _plain_tuples(tree: Any) -> Any:
-    """The same tree with unregistered subclasses of tuple, which pytree takes for leaves, as plain tuples."""
-    if _is_tuple_subclass(tree):
-        return tuple(_plain_tuples(item) for item in tree)
-    return pytree.tree_map(
-        lambda leaf: _plain_tuples(leaf) if _is_tuple_subclass(leaf) else leaf, tree, is_leaf=_is_tuple_subclass
-    )
-
-
-def tree_flatten(tree: Any) -> tuple[list[tuple[str, Any]], Any]:
-    """Leaves with their paths (``0``, ``image``, ``1.mask``) and the spec; subclasses of tuple count as tuples."""
-    leaves, spec = pytree.tree_flatten_with_path(_plain_tuples(tree))
-    return [(".".join(_step(key) for key in path), leaf) for path, leaf in leaves], spec
-
-
-def structure_of(spec: Any) -> tuple[Any, ...]:
-    """Return what stands in the spec of a tree: the type of a node, its context, such as the keys of a dict, and the
-    nodes in it. Torch 2.11 has another name for the last of these."""
-    children = spec.children() if hasattr(spec, "children") else spec.children_specs
-    return spec.type, spec.context, tuple(map(structure_of, children))
-
-
-def keys_in(tree: Any) -> Iterator[Any]:
-    """The keys of mappings on the ways to the leaves of a tree."""
-    for path, _ in pytree.tree_flatten_with_path(_plain_tuples(tree))[0]:
-        yield from (key.key for key in path if isinstance(key, pytree.MappingKey))
-
-
-def _step(key: Any) -> str:
-    for attribute in ("idx", "key", "name"):
-        if hasattr(key, attribute):
-            return str(getattr(key, attribute))
-    return str(key)
-
-
-def tree_map(function: Callable[[Any], Any], tree: Any) -> Any:
-    """The same tree with ``function`` of every leaf; subclasses of tuple become tuples."""
-    return pytree.tree_map(function, _plain_tuples(tree))
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """The leaves of a tree, without their paths."""
-    return pytree.tree_leaves(tree)
-
-
-def tree_unflatten(leaves: list[Any], spec: Any) -> Any:
-    """The tree of which `tree_flatten` gave ``spec``."""
-    return pytree.tree_unflatten(leaves, spec)
-
-
 def higher_order_name(target: Any) -> str | None:
     """The name of a higher-order operator in an exported graph, which has no public type; None for other targets."""
     return str(target.__name__) if isinstance(target, HigherOrderOperator) else None
@@ -423,16 +357,6 @@ def operators_called(by: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) 
     """Let each operator be called by ``by(operator, args, kwargs)``, beneath autograd and autocast."""
     with _Dispatched(by):
         yield
-
-
-def makes_new(operator: Any) -> bool:
-    """Check that an operator returns neither what it was given nor views of it."""
-    return not _returns_operands(operator)
-
-
-def _returns_operands(operator: Any) -> bool:
-    """Whether an operator returns what it was given, or views of it."""
-    return any(value.alias_info is not None for value in operator._schema.returns)
 
 
 def apply_function(function: Any, args: tuple[Any, ...]) -> Any:
@@ -478,45 +402,18 @@ def _trace(function: Callable[..., Any], args: tuple[Any, ...], *, above_autogra
         return make_fx(function, tracing_mode="real", pre_dispatch=above_autograd, _allow_non_fake_inputs=True)(*args)
 
 
+pytree = _pytree  # torch has no public one; `trees` wraps it
+
+
+def schema(operator: Any) -> Any:
+    """Return the schema of an operator, to which no public name leads; `signatures` reads it."""
+    return operator._schema
+
+
 def is_operator(target: Any) -> bool:
     """Whether the target of a node is an operator such as ``torch.ops.aten.linear.default``, of which the type has no
     public name."""
     return isinstance(target, OpOverload)
-
-
-# Those of torch's operators on lists that do not work entry by entry; operators on lists have no tags that tell.
-_NOT_ENTRYWISE = ("_foreach_norm", "_foreach_max", "_foreach_mm", "_foreach_powsum")
-_UNTAGGED = ("copy_", "fill_", "masked_fill_", "zero_")
-_FUSED_STEPS = ("_fused_sgd_", "_fused_adam_", "_fused_adamw_", "_fused_adagrad_")
-
-
-@lru_cache(maxsize=4096)
-def is_entrywise(operator: Any) -> bool:
-    """Return whether each entry of an operator's results follows from those of its operands at the same place alone.
-
-    Cached by the operator itself: one that is defined anew is another object.
-    """
-    name = operator.overloadpacket.__name__
-    tagged = torch.Tag.pointwise in operator.tags and torch.Tag.nondeterministic_seeded not in operator.tags
-    listed = name in _UNTAGGED + _FUSED_STEPS or (name.startswith("_foreach_") and name not in _NOT_ENTRYWISE)
-    returns = all("Tensor" in str(value.type) for value in operator._schema.returns)  # not a bool, as torch.equal
-    return (tagged or (operator.namespace == "aten" and listed)) and returns and not writes_out(operator)
-
-
-def draws(operator: Any) -> bool:
-    """Return whether an operator draws random numbers: the tags are not documented."""
-    return torch.Tag.nondeterministic_seeded in operator.tags
-
-
-def reads_number(operator: Any) -> bool:
-    """Return whether an operator is the one by which ``float(x)`` and ``x.item()`` read a number."""
-    return operator is torch.ops.aten._local_scalar_dense.default
-
-
-def writes_out(target: Any) -> bool:
-    """Return whether the target of a node is an operator that writes its result into an argument ``out``: only its
-    schema tells."""
-    return isinstance(target, OpOverload) and any(argument.is_out for argument in target._schema.arguments)
 
 
 def run_decompositions(program: ExportedProgram, preserved: Iterable[Any]) -> ExportedProgram:
@@ -557,75 +454,16 @@ def may_stay_whole(operator: Any) -> bool:
     return bool(_check_valid_to_preserve(operator))
 
 
-def checks_itself(operator: Any) -> bool:
-    """Return whether an operator is one of linear algebra that checks its results: an exported graph would carry such a
-    check as a token where these are decomposed."""
-    namespace, name, _ = str(operator).split(".")
-    unchecked = {"norm", "vecdot", "matmul", "multi_dot", "matrix_norm", "det", "slogdet", "vander"}
-    return namespace == "aten" and (
-        name in ("inverse", "pinverse") or (name.startswith("linalg_") and name[7:] not in unchecked)
-    )
-
-
 def parts_of(operator: Any) -> Callable[..., Any]:
     """The function by which torch computes a composite operator."""
     parts: Callable[..., Any] = _get_decomp_for_cia(operator)
     return parts
 
 
-def changes_operands(operator: Any) -> bool:
-    """Whether an operator writes into an operand, as its schema says."""
-    return bool(operator._schema.is_mutable)
-
-
 def is_certain(operator: Any) -> bool:
     """Whether the schema of an operator is all that tells what it does: it has no effect beside its results, and is
     none of those whose schema hides what they change or share."""
     return not _should_decompose_because_unsafe_op(operator) and not has_effects(operator)
-
-
-@lru_cache(maxsize=4096)
-def keeps_statistics(operator: Any) -> bool:
-    """Whether an operator takes running statistics, into which some write without a word of it in their schema, as
-    those of cuDNN do.
-
-    Cached by the operator itself, whose schema never changes: one that is defined anew is another object.
-    """
-    return any(argument.name == "running_mean" for argument in operator._schema.arguments)
-
-
-def shared_operands(operator: Any) -> frozenset[int]:
-    """The positions of the operands into whose memory the results of an operator look, as its schema says."""
-    if all(value.alias_info is None for value in operator._schema.returns):
-        return frozenset()
-    return frozenset(i for i, argument in enumerate(operator._schema.arguments) if argument.alias_info is not None)
-
-
-@lru_cache(maxsize=4096)
-def written_operands(operator: Any) -> tuple[tuple[int, str], ...]:
-    """Position and name of each operand that an operator writes into, as its schema says.
-
-    Cached by the operator itself, as `keeps_statistics`.
-    """
-    return tuple((i, argument.name) for i, argument in enumerate(operator._schema.arguments) if argument.is_write)
-
-
-def arguments_of(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of an operator by their names, with its defaults for those that are left out."""
-    known = operator._schema.arguments
-    defaults = {argument.name: argument.default_value for argument in known if argument.default_value is not None}
-    return defaults | dict(zip((argument.name for argument in known), args, strict=False)) | dict(kwargs)
-
-
-def without_defaults(operator: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The arguments without defaults at their end, as Python leaves them out; C++ takes no missing tensor for one."""
-    count = len(args)
-    for arg, argument in zip(reversed(args), reversed(operator._schema.arguments[:count]), strict=True):
-        default = argument.default_value
-        if not argument.has_default_value() or type(arg) is not type(default) or arg != default:
-            break
-        count -= 1
-    return args[:count]
 
 
 def job_store() -> Any:
@@ -657,18 +495,6 @@ def buffers_in(module: torch.nn.Module) -> dict[str, torch.Tensor | None]:
     return module._buffers
 
 
-def copies_of(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """A copy of each of many small tensors: one by one they take longer to be asked for than to be made."""
-    together = getattr(torch, "_foreach_clone", None)  # which not every torch has
-    copies: Sequence[torch.Tensor] = together(tensors) if together else [tensor.clone() for tensor in tensors]
-    return copies
-
-
-def copy_each(into: list[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy ``tensors`` into others, for the same reason all at once."""
-    torch._foreach_copy_(into, list(tensors))
-
-
 def version(tensor: torch.Tensor) -> int:
     """How often ``tensor`` was changed in place: the counter has no public name."""
     return tensor._version
@@ -687,15 +513,6 @@ def storage_key(tensor: torch.Tensor) -> int:
 def storage_of(tensor: torch.Tensor) -> Any:
     """The memory into which ``tensor`` looks; of one that a transform of ``torch.func`` wraps, that of the whole."""
     return _unwrapped(tensor).untyped_storage()
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A parameter of an operator: ``is_tensor`` says that a tensor may stand there, and not a list of tensors."""
-
-    name: str
-    default: Any
-    is_tensor: bool
 
 
 def dcp_storage_info(file: str, start: int, length: int) -> Any:
@@ -741,11 +558,6 @@ class MemoryOf:
         return bool(self._reference.expired())  # type: ignore[no-untyped-call]
 
 
-def changes_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was written to in place; autograd tells it to nobody else."""
-    return tensor._version
-
-
 def code_from_cache() -> tuple[int, int]:
     """How many parts of programs torch's compiler has found in its cache on disk, and how many it has made.
 
@@ -776,18 +588,6 @@ def references_to(tensor: torch.Tensor) -> References:
 def holders_of_memory(tensor: torch.Tensor) -> int:
     """How many tensors, and others in C++, have the memory of a tensor."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-
-
-def views_into(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Where each of several tensors lies in a flat one that has them one behind the other: by one call, in place of
-    two for each, for which torch has no public name."""
-    return torch._C._nn.unflatten_dense_tensors(flat, tensors)
-
-
-def looking_into(part: torch.Tensor) -> int:
-    """How many tensors look into the memory of ``part``, in any language: it has no public name."""
-    count: int = torch._C._storage_Use_Count(part.untyped_storage()._cdata)
-    return count - 1  # the storage that this asks
 
 
 def random_state(generator: torch.Generator | None, device: torch.device) -> bytes:
@@ -837,21 +637,6 @@ def keep_layout(tensor: Any, changed: Any) -> None:
     tensor._spec, tensor._local_tensor = changed._spec, changed._local_tensor
 
 
-def is_view(operator: Any) -> bool:
-    """Return whether an operator gives a view of its operand: only operators themselves tell."""
-    return bool(operator.is_view)
-
-
-def changes_view(operator: Any) -> bool:
-    """Return whether an operator turns its operand itself into a view, as ``x.t_()``: the tags are not documented."""
-    return torch.Tag.inplace_view in operator.tags
-
-
-def takes_lists(operator: Any) -> bool:
-    """Return whether an operator takes lists of tensors: only its schema tells."""
-    return any(str(argument.type).startswith("List[Tensor") for argument in operator._schema.arguments)
-
-
 def knows_no_split(error: Exception) -> bool:
     """Return whether an error says that torch's DTensor knows no way to do an operator on parts, and has not begun."""
     text = str(error)
@@ -872,105 +657,6 @@ def waited_for(part: Any) -> torch.Tensor:
 def put_part(tensor: Any, part: torch.Tensor) -> None:
     """Let a DTensor be one of which this rank holds ``part``, as nothing public does to one that others know."""
     tensor._local_tensor = part
-
-
-class _LocalPart(torch.autograd.Function):
-    """``DTensor.to_local``, whose backward makes a DTensor in seven microseconds, not in eighty."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Any) -> torch.Tensor:
-        part: torch.Tensor = parameter._local_tensor
-        ctx.kind, ctx.spec, ctx.stride = type(parameter), parameter._spec, part.stride()
-        ctx.set_materialize_grads(False)  # a parameter without a gradient is not to get zeros
-        return part.view_as(part)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor | None) -> torch.Tensor | None:
-        if gradient is None:
-            return None
-        if gradient.is_sparse:  # of a table that an earlier plan splits, and this one has whole
-            gradient = gradient.to_dense()
-        if gradient.stride() != ctx.stride:  # autograd would copy a plain parameter's, too
-            gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
-        made: torch.Tensor = ctx.kind(gradient, copy(ctx.spec), requires_grad=False)
-        return made
-
-
-def local_part(parameter: Any, differentiable: bool = True) -> torch.Tensor:
-    """Return what this rank holds of a DTensor, differentiably once or detached.
-
-    The public constructors check what is known here.
-    """
-    if not differentiable:
-        held: torch.Tensor = parameter._local_tensor.detach()
-        return held
-    part: torch.Tensor = _LocalPart.apply(parameter)  # type: ignore[no-untyped-call]
-    return part
-
-
-def _operator(op: str) -> Any:
-    """What ``"aten.split.Tensor"`` or ``"aten.split"`` names, None where that is no operator."""
-    found: Any = torch.ops
-    for part in op.split("."):
-        found = getattr(found, part, None)
-    return found
-
-
-def returns_list(op: str) -> bool:
-    """Whether ``"aten.split.Tensor"`` returns a list of tensors, even of one: no public name tells."""
-    found = _operator(op)
-    return found is not None and [str(value.type) for value in found._schema.returns] == ["List[Tensor]"]
-
-
-def overloads_of(op: str) -> tuple[str, ...]:
-    """The full names of the operators that ``"aten.split"`` or ``"aten.split.Tensor"`` stands for, none where torch
-    has none: the types that tell an operator from its overloads have no public names."""
-    found = _operator(op)
-    if isinstance(found, OpOverload):
-        return (op,)
-    packet: Any = found  # whose methods have no types
-    return tuple(f"{op}.{one}" for one in packet.overloads()) if isinstance(found, OpOverloadPacket) else ()
-
-
-def is_pointwise(op: str) -> bool:
-    """Whether ``"aten.add.Tensor"`` makes a new tensor, each number from those at the same place: the tags of an
-    operator are not documented."""
-    return torch.Tag.pointwise in getattr(_operator(op), "tags", ())
-
-
-def tensors_taken(op: str) -> int | None:
-    """How many tensors an operator takes, those that may be left out too; None where it takes lists of them, and for
-    what is no operator of torch's."""
-    found = _operator(op)
-    return None if found is None else _tensors(argument.type for argument in found._schema.arguments)
-
-
-def tensors_returned(op: str) -> int | None:
-    """How many tensors an operator returns; None as of `tensors_taken`."""
-    found = _operator(op)
-    return None if found is None else _tensors(value.type for value in found._schema.returns)
-
-
-def _tensors(types: Iterable[Any]) -> int | None:
-    names = [str(type) for type in types]
-    if any("Tensor" in name and name.startswith("List") for name in names):
-        return None
-    return sum(name in ("Tensor", "Optional[Tensor]") for name in names)
-
-
-def schema_parameters(op: str) -> tuple[Parameter, ...]:
-    """The parameters of ``"aten.linear.default"``, in order: no public name leads to an operator's schema."""
-    return _parameters_of(_operator(op))
-
-
-@lru_cache(maxsize=4096)
-def _parameters_of(operator: Any) -> tuple[Parameter, ...]:
-    """Cached by the operator itself, whose schema never changes; by its name a user may have defined another one."""
-    return tuple(
-        Parameter(a.name, a.default_value, str(a.type) in ("Tensor", "Optional[Tensor]"))
-        for a in operator._schema.arguments
-    )
 
 
 def acts_on_loads(module: torch.nn.Module) -> bool:

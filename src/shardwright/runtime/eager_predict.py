@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.common.torch_private import tree_map
+from shardwright.common.trees import tree_map
 from shardwright.compiler.capture.convert import OutputTree
 from shardwright.compiler.rules.notation import Operand
 from shardwright.data.loading.samples import count_samples, part_of_batch

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from graph_models import SmallResNet, cases, classes
 from torch import nn
 
-from shardwright.common.torch_private import tree_flatten, tree_unflatten
+from shardwright.common.trees import tree_flatten, tree_unflatten
 from shardwright.compiler.capture.capture import Capturing, capture, flatten_batch
 from shardwright.compiler.capture.rewrite import rewrite
 from shardwright.errors import CaptureError

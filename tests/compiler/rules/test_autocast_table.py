@@ -13,7 +13,8 @@ from torch import fx
 
 from gpu_like import GPU, gpu_autocast
 from rulecheck import bound
-from shardwright.common.torch_private import empty_like_on, fake_mode, tree_leaves, tree_map
+from shardwright.common.torch_private import empty_like_on, fake_mode
+from shardwright.common.trees import tree_leaves, tree_map
 from shardwright.compiler.capture.operators import resolve
 from shardwright.compiler.capture.tracing.regions import Autocast, Place, copy_operators
 from shardwright.compiler.rules.notation import Operand

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardwright.common.torch_private import tree_map
+from shardwright.common.trees import tree_map
 
 VARIABLE = "SHARDWRIGHT_TEST_DEVICE"
 

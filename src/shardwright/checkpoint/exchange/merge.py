@@ -26,7 +26,7 @@ from shardwright.checkpoint.format.pieces import cut
 from shardwright.checkpoint.loading.load import read_box, read_whole
 from shardwright.checkpoint.loading.source import Source, open_source
 from shardwright.checkpoint.storage.files import LocalFiles
-from shardwright.common.torch_private import tree_flatten
+from shardwright.common.trees import tree_flatten
 from shardwright.errors import CheckpointError, UsageError
 from shardwright.launch.progress_notes import counted
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.common import torch_private
+from shardwright.common import trees
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.convert import convert
 from shardwright.compiler.capture.ir import Capture
@@ -58,7 +58,7 @@ class Capturing:
         device: torch.device | None = None,
     ) -> None:
         self._model, self._loss_fn = model, loss_fn
-        leaves, spec = torch_private.tree_flatten(sample_batch)
+        leaves, spec = trees.tree_flatten(sample_batch)
         self._labels = [path or "batch" for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
         self._kind, self._train = kind, kind in ("training", "fine-tuning")
         self._key = _key(kind, capture_device(model, device), leaves)
@@ -107,7 +107,7 @@ class Capturing:
 
 def flatten_batch(batch: Any) -> list[torch.Tensor]:
     """The tensors of a batch, in the order of the inputs of its capture."""
-    return [leaf for _, leaf in torch_private.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
+    return [leaf for _, leaf in trees.tree_flatten(batch)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _key(kind: StepKind, device: torch.device, leaves: list[tuple[str, Any]]) -> str:

@@ -15,7 +15,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx.node import map_arg
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private, trees
 from shardwright.compiler.capture.ir import Capture, Names, Node, Pin, Slices, Value, ValueKind
 from shardwright.compiler.capture.pins import OPERAND_MARKER, RESULT_MARKER
 from shardwright.compiler.capture.tracing.functions import APPLIED, Application
@@ -56,13 +56,11 @@ class OutputTree:
     @cached_property
     def labels(self) -> tuple[str, ...]:
         """Return what a person calls each tensor, in the order of ``Capture.aux``: "logits", "0.mask"."""
-        return tuple(path for path, leaf in torch_private.tree_flatten(self.tree)[0] if isinstance(leaf, Operand))
+        return tuple(path for path, leaf in trees.tree_flatten(self.tree)[0] if isinstance(leaf, Operand))
 
     def unflatten(self, tensors: Sequence[Any]) -> Any:
         """The auxiliary output with these tensors, given in the order of ``Capture.aux``."""
-        return torch_private.tree_map(
-            lambda leaf: tensors[leaf.index] if isinstance(leaf, Operand) else leaf, self.tree
-        )
+        return trees.tree_map(lambda leaf: tensors[leaf.index] if isinstance(leaf, Operand) else leaf, self.tree)
 
 
 def convert(traced: Trace, labels: Sequence[str], key: str, *, train: bool, predict: bool) -> Capture:
@@ -199,7 +197,7 @@ class _Converter:
                 "Keep it a tensor: index with x.index_select(dim, i.reshape(1)), and choose with torch.where."
             )
         tensors = [val for val in vals if isinstance(val, torch.Tensor)] if several else [vals]
-        taken = {parameter.name for parameter in torch_private.schema_parameters(op)}
+        taken = {parameter.name for parameter in signatures.schema_parameters(op)}
         kwargs = {name: arg for name, arg in node.kwargs.items() if name in taken}  # of what is written in its place
         results = iter(self._append(node, op, node.args, kwargs, tensors))
         if several:
@@ -355,7 +353,7 @@ class _Converter:
             else:
                 raise _mutation(program, spec)
         loss, aux = ("" if predict else outputs[0]), tuple(outputs[1:])
-        aux_tree = torch_private.tree_map(self.numbers.plain, self.traced.aux)
+        aux_tree = trees.tree_map(self.numbers.plain, self.traced.aux)
         tree = OutputTree(aux_tree) if self.traced.returns_aux else None
         if predict and tree is None:
             raise CaptureError(
@@ -393,7 +391,7 @@ def _with_bounds(op: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
     bounds = _BOUNDS.of(op)
     if bounds is None:
         return args
-    names = [parameter.name for parameter in torch_private.schema_parameters(op)]
+    names = [parameter.name for parameter in signatures.schema_parameters(op)]
     return tuple(bounds.get(name) if arg is None else arg for name, arg in zip(names, args, strict=False))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from shardwright.common import torch_private
+from shardwright.common import signatures
 from shardwright.compiler.capture.tracing.written import ctc_losses, grouped_mm
 from shardwright.compiler.rules.functions import function_of, is_function
 from shardwright.compiler.rules.table import Column, column
@@ -148,4 +148,4 @@ def resolve(op: str) -> Callable[..., Any]:
 
 def takes_device(op: str) -> bool:
     """Return whether an operator makes its result on a device that it is told; a capture leaves the device out."""
-    return is_of_torch(op) and any(p.name == "device" for p in torch_private.schema_parameters(op))
+    return is_of_torch(op) and any(p.name == "device" for p in signatures.schema_parameters(op))

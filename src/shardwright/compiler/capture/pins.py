@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from shardwright.common import torch_private
+from shardwright.common import torch_private, trees
 from shardwright.compiler.capture.ir import Capture, Node, Pin, Slices
 from shardwright.compiler.capture.tracing import sources
 from shardwright.compiler.rules.table import row_of
@@ -118,7 +118,7 @@ class _Sharded:
 
 
 def _shapes(tree: Any) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for _, leaf in torch_private.tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+    return [tuple(leaf.shape) for _, leaf in trees.tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _mark(tree: Any, strategies: Strategies | None, marker: Any, source: str) -> tuple[Any, list[torch.Tensor]]:
@@ -135,7 +135,7 @@ def _mark(tree: Any, strategies: Strategies | None, marker: Any, source: str) ->
         marked.append(marker(leaf, list(slices), source))
         return marked[-1]
 
-    return torch_private.tree_map(mark, tree), marked
+    return trees.tree_map(mark, tree), marked
 
 
 def _strategies(given: Any, source: str) -> Strategies | None:

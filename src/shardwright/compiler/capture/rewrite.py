@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.common.torch_private import schema_parameters
+from shardwright.common.signatures import schema_parameters
 from shardwright.compiler.capture.check import check
 from shardwright.compiler.capture.ir import Capture, Names, Node, Value
 from shardwright.compiler.rules.notation import Operand

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shardwright.common.torch_private import returns_list, tensors_returned
+from shardwright.common.signatures import returns_list, tensors_returned
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.lower.call import COMM, Call, Name
 from shardwright.compiler.lower.check import check

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial
 
-from shardwright.common import torch_private
+from shardwright.common import torch_private, trees
 from shardwright.compiler.mesh.dtensor import gathered, is_on_mesh_of_model, layout_of, part_like
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.errors import UsageError
@@ -98,13 +98,13 @@ def keep_part(part: Tensor, whole: Tensor, of: DTensor) -> None:
 
 
 def _note_plain_in(words: str, given: Any) -> None:
-    leaves = torch_private.tree_leaves(given)
+    leaves = trees.tree_leaves(given)
     plain = [leaf for leaf in leaves if isinstance(leaf, Tensor) and not isinstance(leaf, DTensor)]
     _copies.note_plain(words, plain)
 
 
 def _wholes(given: Any) -> Any:
-    return torch_private.tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, DTensor) else leaf, given)
+    return trees.tree_map(lambda leaf: gathered(leaf) if isinstance(leaf, DTensor) else leaf, given)
 
 
 @dataclass(eq=False)
@@ -131,7 +131,7 @@ class _Copy:
     @property
     def is_done(self) -> bool:
         """Whether nobody can write to it any more."""
-        return not self.parts or torch_private.looking_into(self.parts[0]) == len(self.parts)
+        return not self.parts or torch_private.holders_of_memory(self.parts[0]) - 1 == len(self.parts)
 
     @property
     def is_lost(self) -> bool:
@@ -147,7 +147,7 @@ class _Copy:
     def forgotten(self, _: ref[Tensor]) -> None:
         """Called where one of those that were given is gone, which still looks into the memory just then."""
         of, own = self.of(), len(self.parts)
-        if not own or torch_private.looking_into(self.parts[0]) > own + 1:
+        if not own or torch_private.holders_of_memory(self.parts[0]) - 1 > own + 1:
             return
         if of is not None and self.version is not None and torch_private.version(of) == self.version:
             self.parts = self.before = ()
@@ -168,7 +168,7 @@ class _Copies:
         Torch gives views of the parts, or gathers copies, as the layout says, which is the same on all ranks.
         """
         memory = torch_private.storage_key(torch_private.part_of(tensor))
-        held = [_held(result) for result in torch_private.tree_leaves(found) if isinstance(result, Tensor)]
+        held = [_held(result) for result in trees.tree_leaves(found) if isinstance(result, Tensor)]
         if all(torch_private.storage_key(part) == memory for part in held) or not is_on_mesh_of_model(tensor):
             return
         if torch.is_grad_enabled() and tensor.requires_grad and tensor.is_leaf:  # torch refuses to write to a view

@@ -12,9 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from shardwright.common.pulse import own_pulse
-from shardwright.common.torch_private import operators_are_watched, views_into
+from shardwright.common.torch_private import operators_are_watched
 from shardwright.compiler.mesh.carried import moved, summed_as
-from shardwright.compiler.mesh.collectives import Axes, Communicator, gather_joined, reduce_scatter_joined
+from shardwright.compiler.mesh.collectives import Axes, Communicator, gather_joined, reduce_scatter_joined, views_into
 from shardwright.compiler.mesh.groups import SharedGroups
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.distributed.backends.group import backends_of

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private, trees
 from shardwright.compiler.mesh.changed import (
     keep_part,
     note_copies,
@@ -46,15 +46,15 @@ class SplitTensor(DTensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        if torch_private.is_entrywise(func) and (lines := _lines(args, kwargs)):
+        if signatures.is_entrywise(func) and (lines := _lines(args, kwargs)):
             return _entry_by_entry(func, args, kwargs, lines)
-        if torch_private.reads_number(func):
+        if signatures.reads_number(func):
             return _number(args[0])
         call = _Call(func, args, kwargs)
-        if torch_private.draws(func):
+        if signatures.draws(func):
             refuse_unlike_generators(call.like, kwargs.get("generator"))
             return call.on_wholes()
-        if torch_private.writes_out(func) and not call.changes_partial:  # torch would give it another layout
+        if signatures.writes_out(func) and not call.changes_partial:  # torch would give it another layout
             return call.on_wholes()
         try:
             return call.on_parts()
@@ -194,31 +194,31 @@ class _Call:
 
     def __init__(self, operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._operator, self._args, self._kwargs = operator, args, kwargs
-        tensors = [leaf for leaf in torch_private.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        tensors = [leaf for leaf in trees.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         self.like = next(tensor for tensor in tensors if isinstance(tensor, DTensor))
         self._mesh: DeviceMesh = self.like.device_mesh
         self._plain = [t for t in tensors if not isinstance(t, DTensor) and t.ndim]
         self._stand_ins: dict[int, tuple[Tensor, DTensor]] = {}  # by the id of what was given
-        self._changes = torch_private.changes_operands(operator)
+        self._changes = signatures.changes_operands(operator)
 
     @property
     def changes_partial(self) -> bool:
         """Return whether the operator changes an operand of which each rank holds an addend."""
-        leaves = torch_private.tree_leaves((self._args, self._kwargs)) if self._changes else []
+        leaves = trees.tree_leaves((self._args, self._kwargs)) if self._changes else []
         placements = [placed for leaf in leaves if isinstance(leaf, DTensor) for placed in leaf.placements]
         return any(isinstance(placed, Partial) for placed in placements)
 
     def on_parts(self) -> Any:
         """Return what torch's DTensors give."""
-        args, kwargs = torch_private.tree_map(self._stand_in, (self._args, self._kwargs))
+        args, kwargs = trees.tree_map(self._stand_in, (self._args, self._kwargs))
         result = self._operator(*args, **kwargs)
         given = {id(stand_in): tensor for tensor, stand_in in self._stand_ins.values()}
         if self._changes:
             self._keep_layouts()
         self._note_plain()
-        if torch_private.is_view(self._operator):
+        if signatures.is_view(self._operator):
             note_copies(self._args[0], self._operator, result)
-        return torch_private.tree_map(lambda leaf: given.get(id(leaf)) if id(leaf) in given else _own(leaf), result)
+        return trees.tree_map(lambda leaf: given.get(id(leaf)) if id(leaf) in given else _own(leaf), result)
 
     def _keep_layouts(self) -> None:
         """Let operands be laid out as those that stood for them are now, as by ``x.t_()``.
@@ -227,11 +227,11 @@ class _Call:
             _NotOnPartsError: where torch has worked on a copy in another layout, and gives that layout to the tensor.
         """
         split = [(tensor, made) for tensor, made in self._stand_ins.values() if isinstance(tensor, SplitTensor)]
-        if torch_private.changes_view(self._operator):
+        if signatures.changes_view(self._operator):
             for tensor, made in split:
                 torch_private.keep_layout(tensor, made)
         elif any(tensor.placements != made.placements for tensor, made in split):
-            if torch_private.takes_lists(self._operator):
+            if signatures.takes_lists(self._operator):
                 raise UsageError(
                     f"{self._operator} cannot change these tensors on the parts that ranks hold; change them one by one"
                 )
@@ -258,7 +258,7 @@ class _Call:
                 wholes[id(leaf)] = leaf, gathered(leaf)
             return wholes[id(leaf)][1]
 
-        args, kwargs = torch_private.tree_map(whole, (self._args, self._kwargs))
+        args, kwargs = trees.tree_map(whole, (self._args, self._kwargs))
         result = self._operator(*args, **kwargs)
         if self._changes:
             for of, changed in wholes.values():
@@ -266,7 +266,7 @@ class _Call:
             self._note_plain()
         given = {id(changed): of for of, changed in wholes.values()}
         plain = {id(tensor) for tensor in self._plain}
-        if torch_private.is_view(self._operator):
+        if signatures.is_view(self._operator):
             note_copies(self._args[0], self._operator, result)
 
         def own(leaf: Any) -> Any:
@@ -276,7 +276,7 @@ class _Call:
                 return leaf
             return split_tensor(replicated(leaf, self._mesh))
 
-        return torch_private.tree_map(own, result)
+        return trees.tree_map(own, result)
 
     def _note_plain(self) -> None:
         if self._changes and self._plain:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardwright.common.torch_private import schema_parameters
+from shardwright.common.signatures import schema_parameters
 from shardwright.compiler.rules.notation import Operand, OpRule, Shape, parse
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from shardwright.common import torch_private
+from shardwright.common import signatures
 from shardwright.compiler.rules import functions, random
 from shardwright.compiler.rules.notation import Pattern, parse
 from shardwright.compiler.rules.row import Row
@@ -64,7 +64,7 @@ def _overloads(op: str | type) -> tuple[str, ...]:
             "register_rule takes the name of an operator, as in 'mylib::scale', or a subclass of "
             f"torch.autograd.Function, got {op!r}"
         )
-    found = torch_private.overloads_of(name)
+    found = signatures.overloads_of(name)
     if not found:
         raise UsageError(
             f"torch has no operator {op!r}; define it first, as with torch.library.custom_op, or import what does"
@@ -89,8 +89,8 @@ def _refuse_misfit(name: str, rule: str) -> None:
     pattern = parse(rule)
     _refuse_marks(pattern)
     for what, terms, wanted in (
-        ("takes", pattern.operands, torch_private.tensors_taken(name)),
-        ("returns", pattern.results, torch_private.tensors_returned(name)),
+        ("takes", pattern.operands, signatures.tensors_taken(name)),
+        ("returns", pattern.results, signatures.tensors_returned(name)),
     ):
         if wanted is not None and len(terms) != wanted:
             raise StrategyError(f"{name} {what} {wanted} tensors, and the rule {rule!r} has {len(terms)}")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from shardwright.common import torch_private
+from shardwright.common import trees
 from shardwright.compiler.capture.capture import StepKind
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.step import OpenStep, captured_step
@@ -104,10 +104,10 @@ class Captures:
         compared beside it (`Remembered`), sizes too (`Step.of`), and modules or parameters that were replaced are
         refused (`Structure`).
         """
-        leaves, spec = torch_private.tree_flatten(batch)
+        leaves, spec = trees.tree_flatten(batch)
         tensors = [(str(leaf.dtype), leaf.ndim) for _, leaf in leaves if isinstance(leaf, torch.Tensor)]
         others = [exactly(leaf) for _, leaf in leaves if not isinstance(leaf, torch.Tensor)]
-        structure = exactly(torch_private.structure_of(spec))
+        structure = exactly(trees.structure_of(spec))
         device = capture_device(self.module, self.device).type
         autocast = str(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else ""
         trained = "".join("1" if p.requires_grad else "0" for p in self.module.parameters())

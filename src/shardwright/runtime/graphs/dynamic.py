@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from shardwright.common.torch_private import tree_flatten
+from shardwright.common.trees import tree_flatten
 from shardwright.compiler.capture.tracing.open_sizes import in_batch
 
 Dynamic = bool | Mapping[str, int | Sequence[int]]

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.common import torch_private
+from shardwright.common import trees
 from shardwright.compiler.capture.ir import Capture, Node
 from shardwright.compiler.capture.tracing.literals import literal
 from shardwright.compiler.rules.notation import Operand
@@ -51,7 +51,7 @@ def _same_beside(one: Any, other: Any) -> bool:
     """Whether what is returned beside the loss is the same but for the numbers in its tensors."""
     if one is None or other is None:
         return one is other
-    (leaves, spec), (others, other_spec) = (torch_private.tree_flatten(of.tree) for of in (one, other))
+    (leaves, spec), (others, other_spec) = (trees.tree_flatten(of.tree) for of in (one, other))
     if spec != other_spec or [path for path, _ in leaves] != [path for path, _ in others]:
         return False
     return all(_same_value(value, beside) for (_, value), (_, beside) in zip(leaves, others, strict=True))

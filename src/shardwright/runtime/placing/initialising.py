@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.common.torch_private import changes_operands, operators_called, version
+from shardwright.common.signatures import changes_operands
+from shardwright.common.torch_private import operators_called, version
 from shardwright.distributed.agreement import from_rank_zero
 from shardwright.distributed.ranks import Ranks, ranks_by_collectives
 from shardwright.errors import UsageError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.common.torch_private import tree_flatten, tree_unflatten
+from shardwright.common.trees import tree_flatten, tree_unflatten
 from shardwright.errors import UsageError
 
 

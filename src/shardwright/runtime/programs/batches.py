@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from shardwright.common.torch_private import keys_in, tree_flatten
+from shardwright.common.trees import keys_in, tree_flatten
 from shardwright.compiler.capture.tracing.open_sizes import in_batch
 from shardwright.compiler.capture.tracing.outside.values import NOT_PLAIN, PLAIN, plain
 from shardwright.data.loading.same_data import checksum

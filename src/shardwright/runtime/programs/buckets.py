@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.common.torch_private import views_into
-from shardwright.compiler.mesh.collectives import Axes, Communicator
+from shardwright.compiler.mesh.collectives import Axes, Communicator, views_into
 from shardwright.errors import UsageError
 from shardwright.runtime.overlap.bucket_reductions import Flight, Turns
 from shardwright.runtime.overlap.owned import is_owned, least_references

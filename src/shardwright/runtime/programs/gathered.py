@@ -19,7 +19,7 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from shardwright.common.torch_private import MemoryOf, backward_number, changes_of
+from shardwright.common.torch_private import MemoryOf, backward_number, version
 from shardwright.compiler.lower.order import before_backward
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.compiler.mesh.together import all_gather_together
@@ -71,7 +71,7 @@ class _Collective:
 
     def __init__(self, names: Sequence[str], parts: Sequence[Tensor], gather: Gather) -> None:
         self._names, self._parts, self._gather = names, [part.detach() for part in parts], gather
-        self._changes = [changes_of(part) for part in parts]
+        self._changes = [version(part) for part in parts]
         self._backward: int | None = None
         self._members: list[ref[_Gathered]] = []
 
@@ -94,7 +94,7 @@ class _Collective:
     def run(self) -> None:
         """Give what is gathered to those that are needed."""
         for name, part, changes in zip(self._names, self._parts, self._changes, strict=True):
-            if changes_of(part) != changes:
+            if version(part) != changes:
                 raise UsageError(
                     f"{name}, which the backward gathers again, was changed in place since the forward; call "
                     "backward() before optimizer.step()"
@@ -128,7 +128,7 @@ class _Whole:
     changes: int
 
     def tensor(self) -> Tensor:
-        if changes_of(self.kept) != self.changes:
+        if version(self.kept) != self.changes:
             raise UsageError(
                 f"a tensor of shape {list(self.kept.shape)} that the backward needs was changed in place since the "
                 "forward; call backward() before optimizer.step()"
@@ -214,7 +214,7 @@ class GatheredAgain:
         found = self._known.get(MemoryOf(kept))
         if found is None or found not in self._expected:
             # Detached: a result that its own backward kept with its history would never be freed.
-            return _Whole(kept.detach(), changes_of(kept))
+            return _Whole(kept.detach(), version(kept))
         found.kept += 1
         return _Part(found, tuple(kept.size()), tuple(kept.stride()), int(kept.storage_offset()))
 

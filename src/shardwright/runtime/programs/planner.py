@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.common.torch_private import tree_flatten, tree_unflatten
+from shardwright.common.trees import tree_flatten, tree_unflatten
 from shardwright.compiler.capture.capture import StepKind
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.tracing.trace import LossFunction

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from shardwright.common.torch_private import tree_flatten
+from shardwright.common.trees import tree_flatten
 from shardwright.compiler.capture.capture import StepKind
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.lower.lower import lower

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -152,10 +153,33 @@ def _laid_out(value: Tensor, own: Tensor) -> Tensor:
     return laid_out(value, own)
 
 
+class _LocalPart(torch.autograd.Function):
+    """`DTensor.to_local` of a split tensor, whose gradients are split tensors and lie in memory as their parameters."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Any) -> Tensor:
+        part = torch_private.part_of(parameter)
+        ctx.like, ctx.stride = parameter, part.stride()
+        ctx.set_materialize_grads(False)  # a parameter without a gradient is not to get zeros
+        return part.view_as(part)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor | None) -> Any:
+        if gradient is None:
+            return None
+        if gradient.is_sparse:  # of a table that an earlier plan splits, and this one has whole
+            gradient = gradient.to_dense()
+        if gradient.stride() != ctx.stride:  # autograd would copy a plain parameter's, too
+            gradient = gradient.new_empty_strided(gradient.shape, ctx.stride).copy_(gradient)
+        return torch_private.dtensor_like(ctx.like, gradient)
+
+
 def local_part(parameter: Tensor, differentiable: bool = True) -> Tensor:
     """Return what this rank holds of a parameter, detached where it is not to be ``differentiable``."""
     if isinstance(parameter, DTensor):
-        return torch_private.local_part(parameter, differentiable)
+        part: Tensor = _LocalPart.apply(parameter) if differentiable else torch_private.part_of(parameter).detach()  # type: ignore[no-untyped-call]
+        return part
     return parameter if differentiable else parameter.detach()
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private
 from shardwright.compiler.capture.capture import StepKind
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.tracing.trace import LossFunction
@@ -80,7 +80,7 @@ def read_later(capture: Capture) -> frozenset[str]:
     found = {capture.loss, *capture.aux, *capture.mutations.values()}
     used = {capture.loss, *capture.aux, *(name for node in capture.nodes for name in node.operands)}
     for node in capture.nodes:
-        alone = torch_private.is_pointwise(node.op) and not used.intersection(node.results)
+        alone = signatures.is_pointwise(node.op) and not used.intersection(node.results)
         successor = node.results if alone and not capture.values[node.results[0]].needs_gradient else ()
         forgotten = _FORGOTTEN.of(node.op) or ()
         for i, name in enumerate(node.operands):
@@ -205,9 +205,8 @@ class ModelState:
         leaves = self._leaves_of(capture)
         buffers = leaves.buffers.now()
         if leaves.copied:  # what `store_buffers` overwrites
-            copies = torch_private.copies_of([buffers[number] for number in leaves.copied])
-            for number, copy in zip(leaves.copied, copies, strict=True):
-                buffers[number] = copy
+            for number in leaves.copied:
+                buffers[number] = buffers[number].clone()
         for number in leaves.passed:  # autograd is not to take it for a change of what it needs
             buffers[number] = buffers[number].data
         parameters: Sequence[Tensor] = leaves.parameters
@@ -256,7 +255,8 @@ class ModelState:
         """Keep the buffers that a step has made."""
         if new:
             with torch.no_grad():
-                torch_private.copy_each(self._leaves_of(capture).mutated.now(), new)
+                for buffer, value in zip(self._leaves_of(capture).mutated.now(), new, strict=True):
+                    buffer.copy_(value)
 
     def whole(self, communicator: Communicator) -> dict[str, Any]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""

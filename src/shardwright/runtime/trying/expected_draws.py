@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private
 
 _RATES = ("dropout_p", "dropout", "p")  # what operators call the share of what they drop
 _NUMBER = 0.5  # for distributions that nothing is said of
@@ -31,7 +31,7 @@ def _called(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any
     if torch.Tag.nondeterministic_seeded not in operator.tags:
         return operator(*args, **kwargs)
     name = operator.__name__.partition(".")[0].removesuffix("_").removesuffix("_like")
-    given = torch_private.arguments_of(operator, args, kwargs)
+    given = signatures.arguments_of(operator, args, kwargs)
     if name in _FILLED:
         result = operator(*args, **kwargs)
         with torch.no_grad():

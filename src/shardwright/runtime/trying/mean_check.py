@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private, trees
 from shardwright.data.loading.samples import count_samples, part_of_batch
 from shardwright.runtime.trying.expected_draws import expected_draws
 
@@ -131,12 +131,12 @@ def _another_rounding_away(seed: int) -> Iterator[None]:
 
     def moved(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         result = operator(*args, **kwargs)
-        if not torch_private.makes_new(operator) or operator.__name__.partition(".")[0] in _MOVED:
+        if not signatures.makes_new(operator) or operator.__name__.partition(".")[0] in _MOVED:
             return result
-        given = torch_private.tree_leaves((args, kwargs))
+        given = trees.tree_leaves((args, kwargs))
         if not any(isinstance(leaf, Tensor) and leaf.is_floating_point() for leaf in given):
             return result  # exactly what it is
-        return torch_private.tree_map(away, result)
+        return trees.tree_map(away, result)
 
     def away(result: Any) -> Any:
         if not isinstance(result, Tensor) or not result.is_floating_point():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.common.torch_private import tree_map
+from shardwright.common.trees import tree_map
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.plan.plan import Plan
 from shardwright.errors import ShardwrightError

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardwright.common.torch_private import tree_map
+from shardwright.common.trees import tree_map
 from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.capture.step import captured_step
 from shardwright.compiler.capture.tracing.trace import LossFunction

@@ -21,7 +21,7 @@ from shardwright.checkpoint.api import load, save
 from shardwright.checkpoint.exchange.exchange import load_state
 from shardwright.checkpoint.exchange.pretrained import save_pretrained
 from shardwright.checkpoint.whole_run.state import put_random_state, random_state
-from shardwright.common.torch_private import tree_flatten
+from shardwright.common.trees import tree_flatten
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.world import init
 from shardwright.errors import UsageError

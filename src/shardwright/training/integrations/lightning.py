@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from shardwright.common.torch_private import tree_leaves, tree_map
+from shardwright.common.trees import tree_leaves, tree_map
 from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.world import init
 from shardwright.errors import CaptureError, UsageError

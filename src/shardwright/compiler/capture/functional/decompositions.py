@@ -15,7 +15,7 @@ from torch import fx
 from torch.export import ExportedProgram
 from torch.fx.node import map_arg
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private
 from shardwright.compiler.rules.table import key_of
 
 aten = torch.ops.aten
@@ -76,12 +76,12 @@ def decomposed(call: fx.Node) -> fx.Graph:
     graph = torch_private.trace_above_autograd(run, *(empty(node.meta["val"]) for node in inputs)).graph
     for part in graph.nodes:
         if torch_private.is_operator(part.target):
-            part.args = torch_private.without_defaults(part.target, part.args)
+            part.args = signatures.without_defaults(part.target, part.args)
     return graph
 
 
 def _is_preserved(operator: Any) -> bool:
-    return key_of(str(operator)) is not None or torch_private.checks_itself(operator)
+    return key_of(str(operator)) is not None or _checks_itself(operator)
 
 
 def _preserved() -> tuple[Any, ...]:
@@ -120,7 +120,7 @@ def _pass_operands_on(program: ExportedProgram, is_without_gradient: Callable[[f
     """
     for node in list(program.graph.nodes):
         composite = torch_private.is_operator(node.target) and torch_private.is_composite(node.target)
-        if composite and is_without_gradient(node) and not torch_private.changes_operands(node.target):
+        if composite and is_without_gradient(node) and not signatures.changes_operands(node.target):
             returned = _operands_returned(node)
             for user in list(node.users) if isinstance(returned, list) else ():
                 if user.target is operator.getitem and (operand := returned[user.args[1]]) is not None:
@@ -154,9 +154,9 @@ def _detach_views(graph: fx.Graph, is_without_gradient: Callable[[fx.Node], bool
     at each of their uses, which gradients reach."""
     for node in list(graph.nodes):
         if torch_private.is_operator(node.target) and is_without_gradient(node):
-            for at in torch_private.shared_operands(node.target):
+            for at in signatures.shared_operands(node.target):
                 operand = node.args[at] if at < len(node.args) else None
-                if isinstance(operand, fx.Node) and not torch_private.changes_operands(node.target):
+                if isinstance(operand, fx.Node) and not signatures.changes_operands(node.target):
                     with graph.inserting_before(node):
                         node.replace_input_with(operand, _added(graph, node, aten.detach.default, (operand,), {}))
 
@@ -181,3 +181,13 @@ def _added(graph: fx.Graph, copy: fx.Node, operator: Any, args: tuple[fx.Node, .
     with torch.no_grad():
         made.meta = {**copy.meta, "val": operator(*(arg.meta["val"] for arg in args), **kwargs)}
     return made
+
+
+def _checks_itself(operator: Any) -> bool:
+    """Return whether an operator is one of linear algebra that checks its results: an exported graph would carry such a
+    check as a token where these are decomposed."""
+    namespace, name, _ = str(operator).split(".")
+    unchecked = {"norm", "vecdot", "matmul", "multi_dot", "matrix_norm", "det", "slogdet", "vander"}
+    return namespace == "aten" and (
+        name in ("inverse", "pinverse") or (name.startswith("linalg_") and name[7:] not in unchecked)
+    )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor, fx
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private
 from shardwright.compiler.capture.functional.decompositions import is_decomposed
 from shardwright.compiler.rules.table import Column, column, row_of
 from shardwright.errors import CaptureError
@@ -185,7 +185,7 @@ def _changed_at(node: fx.Node) -> Sequence[tuple[int, str]]:
     if hidden is not None:
         flag, positions = hidden
         return [(at, "") for at in positions] if node.args[flag] else ()
-    return torch_private.written_operands(node.target) if row_of(str(node.target)).identity != "always" else ()
+    return signatures.written_operands(node.target) if row_of(str(node.target)).identity != "always" else ()
 
 
 def _made_by(node: fx.Node, groups: Mapping[fx.Node, set[fx.Node]]) -> fx.Node:
@@ -243,7 +243,7 @@ def _known_to_share(node: fx.Node) -> list[fx.Node]:
         return list(node.all_input_nodes)
     if is_decomposed(node.target):
         return list(node.all_input_nodes)
-    shared = torch_private.shared_operands(node.target)
+    shared = signatures.shared_operands(node.target)
     named = list(node.kwargs.values()) if shared else []  # as out=
     return _nodes(named) + [of for at in shared if at < len(node.args) for of in _nodes(node.args[at])]
 

@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.export import ExportedProgram
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private
 from shardwright.errors import CaptureError
 
 aten = torch.ops.aten
@@ -47,7 +47,7 @@ class _Strided:
         x = node.args[0]
         assert isinstance(x, fx.Node)
         self.x, self.val = x, x.meta["val"]
-        names = [parameter.name for parameter in torch_private.schema_parameters(str(node.target))]
+        names = [parameter.name for parameter in signatures.schema_parameters(str(node.target))]
         given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
         self.size, self.stride = list(given["size"]), list(given["stride"])
         offset = given.get("storage_offset")

@@ -14,7 +14,7 @@ import torch
 from torch import fx, nn
 from torch.fx import traceback as fx_traceback
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private, trees
 
 _DETACH = "shardwright_detach"  # the annotation of operators that detach, by their number
 
@@ -52,7 +52,7 @@ class Replayed(nn.Module):
 def _gradients_of(node: fx.Node) -> AbstractContextManager[object]:
     """Return the mode of gradients in which an operator is called again: one that writes what it computes into a
     tensor that it is given, by ``out=``, is called without gradients alone, as autograd refuses it otherwise."""
-    return torch.no_grad() if torch_private.writes_out(node.target) else nullcontext()
+    return torch.no_grad() if signatures.writes_out(node.target) else nullcontext()
 
 
 def _traced(step: Any, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
@@ -61,7 +61,7 @@ def _traced(step: Any, tensors: tuple[torch.Tensor, ...]) -> fx.GraphModule:
     kept: set[int] = set()
 
     def noting(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        for tensor in torch_private.tree_leaves((args, kwargs)):
+        for tensor in trees.tree_leaves((args, kwargs)):
             _, number = detached.get(id(tensor), (None, -1))
             # Autograd keeps results detached, and gives them back their place in its graph where it uses them.
             if number >= 0 and tensor.grad_fn is not None:

@@ -50,10 +50,12 @@ class OpenSizes:
         """
         if [len(sizes) for sizes in self._shapes] != [len(shape) for shape in shapes]:
             raise CaptureError("the tensors have other numbers of dims")
+        import sympy  # a quarter of a second, and needed where sizes are open alone
+
         sizes: dict[Any, Any] = {}
         for ours, given in zip(chain(*self._shapes), chain(*shapes), strict=True):
             if not isinstance(ours, int):
-                sizes[ours] = torch_private.number_in_expressions(given)
+                sizes[ours] = sympy.Integer(given)
             elif ours != given:
                 raise CaptureError("sizes differ that are not open")
         for condition, frame in torch_private.decided(self._open[0]) if self._open else ():

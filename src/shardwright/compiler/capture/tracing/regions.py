@@ -14,7 +14,7 @@ import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_arg
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private, trees
 from shardwright.compiler.capture.functional.decompositions import decomposed
 from shardwright.compiler.capture.functional.hidden_aliases import changed_by
 from shardwright.compiler.capture.tracing.sources import source_of
@@ -242,7 +242,7 @@ def _may_be_cast(operand: Node) -> bool:
 
 
 def _dtypes(of: _Computed) -> list[torch.dtype]:
-    return [leaf.dtype for leaf in torch_private.tree_leaves(of.result) if isinstance(leaf, torch.Tensor)]
+    return [leaf.dtype for leaf in trees.tree_leaves(of.result) if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def _calls_of(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> _Comp
             for i, tensor in enumerate(tensors):
                 if tensor is args[0] and i not in casts:
                     casts[i] = result.dtype
-        elif operator not in _COPIES and torch_private.makes_new(operator) and _tensors_in((args, kwargs)):
+        elif operator not in _COPIES and signatures.makes_new(operator) and _tensors_in((args, kwargs)):
             results = _tensors_in(result)
             if results:
                 made.append((operator.name().partition(".")[0], tuple(tensor.dtype for tensor in results)))
@@ -287,7 +287,7 @@ def _calls_of(tensors: Sequence[torch.Tensor], call: Callable[[], Any]) -> _Comp
 
 
 def _tensors_in(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch_private.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in trees.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def _computed(node: Node, operands: Sequence[Node], casts: _Casts) -> _Computed:

@@ -17,7 +17,7 @@ import torch
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
-from shardwright.common import torch_private
+from shardwright.common import torch_private, trees
 from shardwright.compiler.capture.functional.decompositions import functional, join_names
 from shardwright.compiler.capture.functional.hidden_aliases import refuse_hidden_changes
 from shardwright.compiler.capture.functional.strided import index_strided
@@ -171,7 +171,7 @@ class _Step(torch.nn.Module):
             found.append(leaf)
             return Operand(len(found) - 1)
 
-        call.aux, call.returns_aux = torch_private.tree_map(operand, aux), output is not loss
+        call.aux, call.returns_aux = trees.tree_map(operand, aux), output is not loss
         call.checks, counts = tuple(call.mode.checks.found), call.mode.checks.counts
         found += [] if counts is None else [counts]
         moved = call.reading.origins.is_moved
@@ -264,7 +264,7 @@ class _Sample:
     def _batch(self, given: Sequence[Any]) -> Any:
         tensors = iter(given)
         filled = [next(tensors) if isinstance(leaf, torch.Tensor) else leaf for leaf in self.leaves]
-        return torch_private.tree_unflatten(filled, self.spec)
+        return trees.tree_unflatten(filled, self.spec)
 
 
 def trace(

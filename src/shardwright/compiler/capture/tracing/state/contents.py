@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private, trees
 from shardwright.compiler.capture.tracing.outside.values import NOT_PLAIN, plain
 
 _DRAWN = "random numbers"
@@ -145,16 +145,16 @@ class Contents:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch_private.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in trees.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _written(
     operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any], given: list[torch.Tensor]
 ) -> Iterable[torch.Tensor]:
     """The tensors into which an operator writes: all of them where its schema may hide some."""
-    if not torch_private.is_certain(operator) or torch_private.keeps_statistics(operator):
+    if not torch_private.is_certain(operator) or signatures.keeps_statistics(operator):
         return given
-    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in torch_private.written_operands(operator)]
+    found = [args[i] if i < len(args) else kwargs.get(name) for i, name in signatures.written_operands(operator)]
     return _tensors(found)
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.common import torch_private
+from shardwright.common import signatures, torch_private
 from shardwright.compiler.rules.random import draws
 
 CHANGES = re.compile(r"__setitem__|__i\w+__|\w*[a-z0-9]_")  # functions that change their operand in place
@@ -153,4 +153,4 @@ def draws_numbers(name: str) -> bool:
 
     Cached by the name: ATen's operators and the rules by which some draw are there once torch is imported.
     """
-    return any(map(draws, torch_private.overloads_of(f"aten.{name}")))
+    return any(map(draws, signatures.overloads_of(f"aten.{name}")))

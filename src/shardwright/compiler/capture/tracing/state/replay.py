@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardwright.common import torch_private
+from shardwright.common import torch_private, trees
 from shardwright.compiler.capture.tracing.outside.places import Place
 from shardwright.compiler.capture.tracing.outside.safe import is_a
 from shardwright.compiler.capture.tracing.outside.values import MISSING
@@ -100,7 +100,7 @@ class _Steps:
         self.contents.begin(batch)
         with torch_private.operators_called(self.contents.call):
             result = self._step(batch)
-        found = torch_private.tree_leaves((result, list(self._model.buffers())))
+        found = trees.tree_leaves((result, list(self._model.buffers())))
         tensors = [leaf for leaf in found if is_a(leaf, torch.Tensor)]
         follows = frozenset[Hashable]().union(*map(self.contents.follows, tensors))
         return _Run(self.contents.described(found), follows, list(left.changes()))

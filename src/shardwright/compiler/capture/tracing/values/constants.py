@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shardwright.common import torch_private
+from shardwright.common import torch_private, trees
 from shardwright.compiler.capture.tracing.state.origins import CHANGES, draws_numbers
 
 # What these make depends on the shape of what they are given, and not on its numbers.
@@ -98,7 +98,7 @@ class Constants:
             return int(leaf) if isinstance(leaf, torch.SymInt) else leaf
 
         kwargs = {name: "cpu" if name == "device" else value for name, value in recipe.kwargs.items()}
-        args, kwargs = torch_private.tree_map(real, (tuple(recipe.args), kwargs))
+        args, kwargs = trees.tree_map(real, (tuple(recipe.args), kwargs))
         made: torch.Tensor = recipe.function(*args, **kwargs)
         return made.detach()
 
@@ -112,4 +112,4 @@ def _name(function: Any) -> str:
 
 
 def _tensors(value: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch_private.tree_leaves(value) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in trees.tree_leaves(value) if isinstance(leaf, torch.Tensor)]

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from shardwright.common import torch_private
+from shardwright.common import trees
 from shardwright.compiler.capture.tracing import sources
 
 _SUPPRESS = ("suppress", "raises", "ignore", "catch")  # in the names of context managers that may end an error
@@ -169,7 +169,7 @@ def _text(expression: ast.expr, frame: FrameType, scope: Mapping[str, Any] | Non
 
 
 def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in torch_private.tree_leaves(value)) or "Tensor(" in f"{value}"
+    return any(isinstance(leaf, torch.Tensor) for leaf in trees.tree_leaves(value)) or "Tensor(" in f"{value}"
 
 
 def _evaluated(expression: ast.AST, frame: FrameType, scope: Mapping[str, Any] | None = None) -> Any:
