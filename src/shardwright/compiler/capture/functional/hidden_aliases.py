@@ -118,11 +118,11 @@ def _views_above(node: fx.Node) -> list[fx.Node]:
         if node.target is operator.getitem:
             node = node.args[0]  # type: ignore[assignment]
             continue
-        shared = torch_private.shared_operands(node.target) if torch_private.is_operator(node.target) else ()
+        shared = signatures.shared_operands(node.target) if torch_private.is_operator(node.target) else ()
         above = [of for at in sorted(shared) if at < len(node.args) for of in _nodes(node.args[at])]
         if not above:
             break
-        found += [] if torch_private.changes_operands(node.target) else [node]
+        found += [] if signatures.changes_operands(node.target) else [node]
         node = above[0]
     return found
 
