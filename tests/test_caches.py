@@ -23,7 +23,6 @@ from shardwright.checkpoint.format.manifest import Box
 from shardwright.checkpoint.loading import load
 from shardwright.common import package, signatures
 from shardwright.compiler.capture.step import captured_step
-from shardwright.compiler.lower.operators import batch_norm
 from shardwright.compiler.mesh import collectives, dtensor, redistribute, ways
 from shardwright.compiler.mesh.collectives import Cut
 from shardwright.compiler.mesh.layout import Layout
@@ -210,11 +209,6 @@ def test_what_is_cached_is_what_is_not(name):
     for arguments in itertools.product(*choices):
         for _ in range(2):
             assert answer(cached, *arguments) == answer(cached.__wrapped__, *arguments), arguments
-
-
-def test_shares_of_counts():
-    for counts in ((1, 2), (2, 1), (1, 1, 2), (4,)):
-        assert list(batch_norm._shares(counts)) == [count / sum(counts) for count in counts]
 
 
 @given(

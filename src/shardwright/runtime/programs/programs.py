@@ -16,12 +16,10 @@ from shardwright.common.trees import tree_flatten
 from shardwright.compiler.capture.capture import StepKind
 from shardwright.compiler.capture.tracing.trace import LossFunction
 from shardwright.compiler.lower.lower import lower
-from shardwright.compiler.lower.operators.batch_norm import natively_on_all
 from shardwright.compiler.mesh.collectives import Communicator
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.report.ir import save_graphs
-from shardwright.distributed.agreement import from_all_ranks
 from shardwright.distributed.backends.table import backend_moving
 from shardwright.distributed.lockstep import Lockstep
 from shardwright.distributed.world import World
@@ -241,8 +239,6 @@ class Programs:
         axes = {collective.axes for _, _, collective in program.collectives()}
         axes |= {layout.dims[0].axes for layout in plan.outputs.values() if layout.dims and layout.dims[0]}
         self._communicator.prepare([*axes, plan.mesh.names])
-        if self._world.device.type == "cpu" and any("batch_norm" in node.op for node in plan.capture.nodes):
-            natively_on_all(from_all_ranks)
         execution = Execution(
             program, plan.capture, self._communicator, self._world.device, self._reduction, self._compiler
         )
