@@ -8,7 +8,6 @@ from torch import nn
 
 import shardwright as sw
 from ranks import run_ranks
-from shardwright.runtime.programs.storage import read_later
 
 
 class Changing(nn.Module):
@@ -44,7 +43,7 @@ def loss_fn(model, x):
 
 
 def trained(compiled=False):
-    """How far three steps are from plain PyTorch's, and which buffers are copied for the backward and outputs."""
+    """How far three steps are from plain PyTorch's."""
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
     sw.init()
@@ -61,14 +60,12 @@ def trained(compiled=False):
             loss.backward()
             pairs.append([loss, before, *(p.grad for p in each.parameters()), *each.buffers()])
         apart = max(apart, *(float((a - b).detach().abs().max()) for a, b in zip(*pairs, strict=True)))
-    later = read_later(parallel.plan.capture)
-    return apart, sorted(buffer.label for buffer in parallel.plan.capture.of_kind("buffer") if buffer.name in later)
+    return apart
 
 
 @pytest.mark.parametrize(
     ("ranks", "compiled"), [(1, False), *(pytest.param(n, n == 1, marks=pytest.mark.slow) for n in (1, 2))]
 )
-def test_buffers_are_copied_where_what_they_were_is_read_later(ranks, compiled):
-    for apart, copied in run_ranks(ranks, trained, compiled):
+def test_what_buffers_were_is_read_later(ranks, compiled):
+    for apart in run_ranks(ranks, trained, compiled):
         assert apart < 1e-12
-        assert copied == ["before", "current", "latest", "scale", "variance"]

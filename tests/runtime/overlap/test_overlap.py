@@ -13,9 +13,7 @@ from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.simulate import SimulatedCommunicator, simulate
 from shardwright.errors import ShardwrightError
-from shardwright.runtime.overlap.bucket_reductions import Turns
-from shardwright.runtime.overlap.owned import is_owned
-from shardwright.runtime.programs.buckets import GradientReduction
+from shardwright.runtime.programs.buckets import BucketOrder, GradientReduction
 from shardwright.runtime.programs.execute import Execution, StepArguments
 from whole import plan_of, run, same
 
@@ -90,13 +88,13 @@ def test_a_single_bucket_with_which_the_backward_ends_is_waited_for_at_once():
 
 def test_buckets_begin_in_the_order_of_the_program_whichever_is_ready_first():
     begun = []
-    turns = Turns(4)
+    turns = BucketOrder(4)
     turns.ready(1, lambda: begun.append(1))
     turns.ready(3, lambda: begun.append(3))
     assert begun == [3]
     turns.ready(2, lambda: begun.append(2))
     assert begun == [3, 2, 1]
-    some = Turns(4)  # of which the backward reaches two
+    some = BucketOrder(4)  # of which the backward reaches two
     some.ready(0, lambda: begun.append("a"))
     some.ready(2, lambda: begun.append("b"))
     some.rest()
@@ -126,49 +124,6 @@ def test_gradients_asked_for_in_part_and_twice_are_reduced():
         torch.testing.assert_close(part, expected[values[0].label])
         for value, gradient in zip(values, gradients, strict=True):
             torch.testing.assert_close(gradient, 2 * expected[value.label])
-
-
-class Asking(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, found, x):
-        ctx.found = found
-        return x.view_as(x)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, *gradients):
-        ctx.found.append(is_owned(gradients[0]))
-        return None, *gradients
-
-
-class Kept(torch.autograd.Function):
-    tensor = torch.ones(2, 3)
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.sum()
-
-    @staticmethod
-    def backward(ctx, gradient):
-        return Kept.tensor
-
-
-OWNED = {
-    "made for it": (lambda a, b: (a * 2).sum(), [True]),
-    "two get one": (lambda a, b: ((a + b) * 2).sum(), [False, True]),  # the second when the first has a copy
-    "one memory": (lambda a, b: ((a.view(3, 2) + b.view(3, 2)) * 2).sum(), [False, False]),
-    "kept by the user": (lambda a, b: Kept.apply(a), [False]),
-    "expanded": (lambda a, b: a.sum(), [False]),
-}
-
-
-@pytest.mark.parametrize("case", OWNED)
-def test_a_gradient_is_changed_in_place_where_nobody_else_has_it(case):
-    function, expected = OWNED[case]
-    found = []
-    a, b = (Asking.apply(found, torch.ones(2, 3, requires_grad=True)) for _ in range(2))
-    function(a, b).backward()
-    assert found == expected
 
 
 def broken():

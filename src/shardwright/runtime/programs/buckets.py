@@ -9,7 +9,7 @@ autograd's dataflow: `torch.autograd.grad`, hooks on parameters and ``.grad`` al
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -18,11 +18,64 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from shardwright.common.torch_private import backward_number
 from shardwright.compiler.mesh.collectives import Axes, Communicator, views_into
 from shardwright.errors import UsageError
-from shardwright.runtime.overlap.bucket_reductions import Flight, Turns
-from shardwright.runtime.overlap.owned import is_owned, least_references
-from shardwright.runtime.overlap.unreduced import Unreduced
+from shardwright.runtime.programs.unreduced import Unreduced
+
+Wait = Callable[[], None]
+
+
+class BucketOrder:
+    """The buckets of one forward, which begin from the last one of the program to the first.
+
+    Their gradients may come in another order, and not alike on all ranks. Where a backward has no gradients for some
+    bucket, those that wait for its turn begin when the first one is waited for.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._backward: int | None = None
+        self._next = -1
+        self._ready: dict[int, Callable[[], None]] = {}
+
+    def ready(self, number: int, begin: Callable[[], None]) -> None:
+        """The gradients of a bucket are there: call ``begin`` when it is its turn."""
+        if (backward := backward_number()) != self._backward:
+            self._backward, self._next = backward, self._count - 1
+            self._ready.clear()  # of a backward that has ended with an error
+        self._ready[number] = begin
+        while self._next in self._ready:
+            self._ready.pop(self._next)()
+            self._next -= 1
+
+    def rest(self) -> None:
+        """Begin all that are ready; no others will come."""
+        for number in sorted(self._ready, reverse=True):
+            self._ready.pop(number)()
+
+
+class BucketReduction:
+    """The all-reduce of the gradients of one bucket, between the two functions that it consists of."""
+
+    def __init__(self, order: BucketOrder, number: int) -> None:
+        self._order, self._number = order, number
+        self._wait: Wait | None = None
+
+    def start(self, begin: Callable[[], Wait]) -> None:
+        """Begin to reduce the gradients, when it is their turn."""
+
+        def reduce() -> None:
+            self._wait = begin()
+
+        self._order.ready(self._number, reduce)
+
+    def wait(self) -> None:
+        """Wait until they are reduced."""
+        self._order.rest()
+        wait, self._wait = self._wait, None
+        if wait is not None:
+            wait()
 
 
 class GradientReduction(Unreduced):
@@ -36,15 +89,14 @@ class GradientReduction(Unreduced):
         self._deferring = False
         # parameter -> over which axes -> sum of gradients that are not reduced yet, and who reduces it
         self._kept: dict[str, dict[Axes, tuple[Tensor, Communicator]]] = {}
-        least_references()  # found out here, and not within the first backward
 
     def later(self, *buckets: tuple[Tensor, ...]) -> list[Tensor]:
         """The parameters of each bucket, one after the other; their gradients are waited for in the backward."""
         if not torch.is_grad_enabled():
             return [parameter for parameters in buckets for parameter in parameters]
-        turns, found = Turns(len(buckets)), list[Tensor]()
+        order, found = BucketOrder(len(buckets)), list[Tensor]()
         for number, parameters in enumerate(buckets):
-            found += _Later.apply(self, Flight(turns, number), *parameters)  # type: ignore[no-untyped-call]
+            found += _Later.apply(BucketReduction(order, number), *parameters)  # type: ignore[no-untyped-call]
         return found
 
     def __call__(self, comm: Communicator, axes: Axes, **parameters: Tensor) -> tuple[Tensor, ...]:
@@ -52,8 +104,8 @@ class GradientReduction(Unreduced):
         given = tuple(parameters.values())
         if not (torch.is_grad_enabled() and any(parameter.requires_grad for parameter in given)):
             return given
-        flight = getattr(given[0].grad_fn, "flight", None)
-        result: tuple[Tensor, ...] = _Bucket.apply(self, comm, axes, flight, tuple(parameters), *given)  # type: ignore[no-untyped-call]
+        bucket = getattr(given[0].grad_fn, "bucket", None)
+        result: tuple[Tensor, ...] = _Bucket.apply(self, comm, axes, bucket, tuple(parameters), *given)  # type: ignore[no-untyped-call]
         return result
 
     @property
@@ -113,16 +165,14 @@ class GradientReduction(Unreduced):
         gradients: Sequence[Tensor | None],
         comm: Communicator,
         axes: Axes,
-        flight: Flight | None,
-        owned: bool,
+        bucket: BucketReduction | None,
     ) -> list[Tensor | None]:
-        """The sums over the ranks, to be read when they have landed, or None for each where reduction is deferred.
+        """The sums over the ranks, to be read when they are waited for, or None for each where reduction is deferred.
 
         Args:
             gradients: None for a parameter of which what was differentiated does not depend, on all ranks alike: it has
                 a place in the bucket, and no sum.
-            flight: what they land with; without one they are waited for here.
-            owned: whether nobody else has the gradient, where it is a single one.
+            bucket: what they are waited for with; without one they are waited for here.
 
         Raises:
             UsageError: where reduction is deferred, and a hook waits for a gradient.
@@ -136,16 +186,15 @@ class GradientReduction(Unreduced):
             return [None] * len(keys)
         known = [g is not None or axes in self._kept.get(key, {}) for key, g in zip(keys, gradients, strict=True)]
         found = [torch.zeros_like(p) if g is None else g for p, g in zip(parameters, gradients, strict=True)]
-        # Flat in either case: another rank may own the gradient of its part, and all make the same call.
-        flat, pieces = (found[0].view(-1), found) if owned else _joined(found, comm, axes)
+        flat, pieces = _joined(found, comm, axes)
         if self._kept:
             for key, piece in zip(keys, pieces, strict=True):
                 if axes in self._kept.get(key, {}):
                     piece += self._kept[key].pop(axes)[0]
-        if flight is None:
+        if bucket is None:
             comm.all_reduce(flat, axes)
         else:
-            flight.start(keys, partial(comm.start_all_reduce, flat, axes))
+            bucket.start(partial(comm.start_all_reduce, flat, axes))
         # What is kept over other axes, `join` adds.
         return [piece if is_known else None for piece, is_known in zip(pieces, known, strict=True)]
 
@@ -157,11 +206,6 @@ class GradientReduction(Unreduced):
                 "between the last backward and optimizer.step()"
             )
 
-    def landed(self, flight: Flight, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The same gradients, once they have been reduced."""
-        flight.land()
-        return list(gradients)
-
 
 def _joined(gradients: list[Tensor], comm: Communicator, axes: Axes) -> tuple[Tensor, list[Tensor]]:
     """A flat copy of gradients, to be summed over ``axes``, and the view of each into it."""
@@ -172,14 +216,15 @@ def _joined(gradients: list[Tensor], comm: Communicator, axes: Axes) -> tuple[Te
 
 class _Later(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, reduction: GradientReduction, flight: Flight, *parameters: Tensor) -> tuple[Tensor, ...]:
-        ctx.reduction, ctx.flight = reduction, flight
+    def forward(ctx: Any, bucket: BucketReduction, *parameters: Tensor) -> tuple[Tensor, ...]:
+        ctx.bucket = bucket
         ctx.set_materialize_grads(False)  # where reduction is deferred there are none
         return tuple(parameter.view_as(parameter) for parameter in parameters)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *ctx.reduction.landed(ctx.flight, gradients)
+        ctx.bucket.wait()
+        return None, *gradients
 
 
 class _Bucket(torch.autograd.Function):
@@ -189,11 +234,11 @@ class _Bucket(torch.autograd.Function):
         reduction: GradientReduction,
         comm: Communicator,
         axes: Axes,
-        flight: Flight | None,
+        bucket: BucketReduction | None,
         keys: Sequence[str],
         *parameters: Tensor,
     ) -> tuple[Tensor, ...]:
-        ctx.reduction, ctx.comm, ctx.axes, ctx.keys, ctx.flight = reduction, comm, axes, keys, flight
+        ctx.reduction, ctx.comm, ctx.axes, ctx.keys, ctx.bucket = reduction, comm, axes, keys, bucket
         ctx.parameters = parameters
         ctx.set_materialize_grads(False)
         return tuple(parameter.view_as(parameter) for parameter in parameters)
@@ -201,8 +246,7 @@ class _Bucket(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        owned = len(gradients) == 1 and gradients[0] is not None and is_owned(gradients[0])
-        reduced = ctx.reduction.reduce(ctx.keys, ctx.parameters, gradients, ctx.comm, ctx.axes, ctx.flight, owned)
+        reduced = ctx.reduction.reduce(ctx.keys, ctx.parameters, gradients, ctx.comm, ctx.axes, ctx.bucket)
         return None, None, None, None, None, *reduced
 
 

@@ -21,7 +21,6 @@ from shardwright.compiler.mesh.collectives import Communicator, all_gather
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.redistribute import redistribute
 from shardwright.compiler.plan.plan import Plan
-from shardwright.compiler.rules.table import Column, column
 from shardwright.distributed.control import group_moving
 from shardwright.distributed.ranks import alone
 from shardwright.errors import UsageError
@@ -63,65 +62,29 @@ def layouts_by_name(plan: Plan) -> dict[str, Layout]:
     return {name: storage[first] for name, first in names.items() if first in storage}
 
 
-# Operands of whose values a backward makes nothing, be it the operator's own or one that a compiler writes.
-_FORGOTTEN: Column[tuple[int, ...]] = column(
-    ("_native_batch_norm_legit_functional shardwright.batch_norm_per_replica", (3, 4)),
-    ("copy", (0,)),
-)
-
-
-def read_later(capture: Capture) -> frozenset[str]:
-    """The values of a step that may be read when its forward is over: as what it returns, or by the backward.
-
-    A result may look into an operand whatever the schemas of operators say, and a compiler may keep any operand and
-    compute from it in the backward. So all operands may be read but those that nothing is made of, or their own
-    successors alone, as by ``buffer.add_(1)``.
-    """
-    found = {capture.loss, *capture.aux, *capture.mutations.values()}
-    used = {capture.loss, *capture.aux, *(name for node in capture.nodes for name in node.operands)}
-    for node in capture.nodes:
-        alone = signatures.is_pointwise(node.op) and not used.intersection(node.results)
-        successor = node.results if alone and not capture.values[node.results[0]].needs_gradient else ()
-        forgotten = _FORGOTTEN.of(node.op) or ()
-        for i, name in enumerate(node.operands):
-            if i not in forgotten and capture.mutations.get(name) not in successor:
-                found.add(name)
-    return frozenset(found)
-
-
 _Place = tuple[dict[str, Tensor | None], nn.Module, str]
 """Where a buffer is looked up: in the dictionary of its module, or as an attribute of that."""
 
 
-class _Buffers:
-    """Buffers by their places, looked up in each step, dozens at once."""
-
-    def __init__(self, places: Sequence[_Place]) -> None:
-        self._places = places
-        self._held, self._names = [held for held, _, _ in places], [name for _, _, name in places]
-
-    def now(self) -> list[Tensor]:
-        """What stands there."""
-        found = map(dict.get, self._held, self._names)
-        return [x if x is not None else getattr(*place[1:]) for x, place in zip(found, self._places, strict=True)]
+def _standing(places: Sequence[_Place]) -> list[Tensor]:
+    """Return what stands at each place now."""
+    return [x if (x := held.get(name)) is not None else getattr(module, name) for held, module, name in places]
 
 
 @dataclass(frozen=True, eq=False)
 class _Leaves:
     """The parameters of a graph with their names there, and its buffers.
 
-    ``untrained`` are the numbers of the parameters to which no gradient comes, though they require one. Of the buffers
-    that a step changes, ``copied`` are the numbers of the ones that may be read later, and ``passed`` those of the
-    others; ``mutated`` are those of its mutations, in order.
+    ``untrained`` are the numbers of the parameters to which no gradient comes, though they require one, ``changed``
+    those of the buffers that a step changes; ``mutated`` are these in the order of its mutations.
     """
 
     names: Sequence[str]
     parameters: Sequence[nn.Parameter]
     untrained: frozenset[int]
-    buffers: _Buffers
-    copied: Sequence[int]
-    passed: Sequence[int]
-    mutated: _Buffers
+    buffers: Sequence[_Place]
+    changed: Sequence[int]
+    mutated: Sequence[_Place]
 
     @cached_property
     def split(self) -> bool:
@@ -176,19 +139,16 @@ class ModelState:
         """Where the leaves of a graph stand, looked up once: the parameters of a model stay the same objects."""
         known = self._leaves.get(id(capture))
         if known is None:
-            buffers, later = capture.of_kind("buffer"), read_later(capture)
-            changed = [number for number, value in enumerate(buffers) if value.name in capture.mutations]
-            values = capture.of_kind("parameter")
+            buffers, values = capture.of_kind("buffer"), capture.of_kind("parameter")
             parameters = [self._parameters[value.label] for value in values]
             pairs = enumerate(zip(values, parameters, strict=True))
             known = self._leaves[id(capture)] = _Leaves(
                 [value.name for value in values],
                 parameters,
                 frozenset(i for i, (value, each) in pairs if each.requires_grad and not value.needs_gradient),
-                _Buffers([self._places[value.label] for value in buffers]),
-                [number for number in changed if buffers[number].name in later],
-                [number for number in changed if buffers[number].name not in later],
-                _Buffers([self._places[capture.values[name].label] for name in capture.mutations]),
+                [self._places[value.label] for value in buffers],
+                [number for number, value in enumerate(buffers) if value.name in capture.mutations],
+                [self._places[capture.values[name].label] for name in capture.mutations],
             )
             finalize(capture, _forget_leaves, ref(self), id(capture)).atexit = False
         return known
@@ -203,12 +163,9 @@ class ModelState:
     ) -> StepArguments:
         """What the program of ``capture``, which is that of ``function``, is called with; ``step`` as of `number`."""
         leaves = self._leaves_of(capture)
-        buffers = leaves.buffers.now()
-        if leaves.copied:  # what `store_buffers` overwrites
-            for number in leaves.copied:
-                buffers[number] = buffers[number].clone()
-        for number in leaves.passed:  # autograd is not to take it for a change of what it needs
-            buffers[number] = buffers[number].data
+        buffers = _standing(leaves.buffers)
+        for number in leaves.changed:  # `store_buffers` overwrites them, and the backward may read what they were
+            buffers[number] = buffers[number].clone()
         parameters: Sequence[Tensor] = leaves.parameters
         if leaves.split or reduction.keeps:
             named = zip(leaves.names, leaves.parameters, strict=True)
@@ -253,10 +210,9 @@ class ModelState:
 
     def store_buffers(self, capture: Capture, new: Sequence[Tensor]) -> None:
         """Keep the buffers that a step has made."""
-        if new:
-            with torch.no_grad():
-                for buffer, value in zip(self._leaves_of(capture).mutated.now(), new, strict=True):
-                    buffer.copy_(value)
+        with torch.no_grad():
+            for buffer, made in zip(_standing(self._leaves_of(capture).mutated), new, strict=True):
+                buffer.copy_(made)
 
     def whole(self, communicator: Communicator) -> dict[str, Any]:
         """The state of the model, every tensor whole on every rank; all ranks call it together."""

@@ -19,7 +19,7 @@ SMALL_WHOLE_BYTES = 32 * 1024
 GATHERED_BYTES = 2**20  # by all gathers that are joined
 # The same of one that the backward gathers again: three collectives are saved for each, and all is copied for it.
 REPEATED_WHOLE_BYTES = 2**20
-_ALONE = 4  # a gradient of more than a bucket's bytes divided by this is reduced alone, where it lies
+_ALONE = 4  # a gradient of more than a bucket's bytes divided by this is reduced alone, as soon as it is there
 
 
 @dataclass(frozen=True)
@@ -34,11 +34,6 @@ class Entering:
     alike: Hashable
 
 
-def travels_alone(size_bytes: int, limit_bytes: int) -> bool:
-    """Whether a gradient is reduced where it lies, since to join it with others costs a copy."""
-    return size_bytes * _ALONE > limit_bytes
-
-
 def in_buckets(entering: Sequence[Entering], limit_bytes: int, first_bytes: int) -> list[list[int]]:
     """What is reduced together, by its rising numbers; the buckets in the order in which they begin.
 
@@ -50,7 +45,7 @@ def in_buckets(entering: Sequence[Entering], limit_bytes: int, first_bytes: int)
     room: dict[Hashable, int] = {}  # the bytes that still fit
     for number in reversed(range(len(entering))):
         one = entering[number]
-        if travels_alone(one.bytes, limit_bytes):
+        if one.bytes * _ALONE > limit_bytes:
             groups.append([number])
             continue
         # A parameter that enters twice, as to two layouts that differ in units alone, has no two places in a bucket.

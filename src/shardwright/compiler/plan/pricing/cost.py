@@ -28,7 +28,6 @@ from shardwright.compiler.capture.ir import Node, Value
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Link, Mesh
 from shardwright.compiler.mesh.redistribute import Collective, Step, enters
-from shardwright.compiler.plan.pricing.buckets import travels_alone
 from shardwright.compiler.plan.pricing.hardware import Hardware
 from shardwright.compiler.plan.pricing.links import LinkKind, link_along, per_host_along
 from shardwright.compiler.plan.pricing.memory import local_bytes
@@ -199,12 +198,10 @@ class Seconds:
         for link in given:
             latency_s = 0.0 if shared else link.latency_s
             seconds = max(seconds, latency_s + collective.sent_bytes(mesh) / link.bandwidth)
-        return (seconds + self._joining_s(collective.bytes)) * (1 - self.gradients_hidden) if shared else seconds
-
-    def _joining_s(self, size_bytes: int) -> float:
-        """What it takes to copy a gradient into a bucket."""
-        alone = travels_alone(size_bytes, self.hardware.buckets.bytes)
-        return 0.0 if alone else 2 * size_bytes / self.hardware.memory_bandwidth
+        if not shared:
+            return seconds
+        copied_s = 2 * collective.bytes / self.hardware.memory_bandwidth  # a gradient, into its bucket
+        return (seconds + copied_s) * (1 - self.gradients_hidden)
 
 
 @lru_cache(maxsize=1 << 12)  # a search asks a million times

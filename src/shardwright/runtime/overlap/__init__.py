@@ -1,1 +1,0 @@
-"""Gradients that are reduced while the backward goes on."""
