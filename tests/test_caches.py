@@ -70,7 +70,7 @@ DICTIONARIES = {
     "runtime/compiled/compiler.py": ("_chosen",),
     "runtime/graphs/captures.py": ("_known",),
     "runtime/parts.py": ("_answers",),
-    "runtime/programs/gathered.py": ("_known",),
+    "runtime/programs/resharded.py": ("_known",),
     "runtime/programs/programs.py": ("cuts", "_by_key"),
     "runtime/programs/storage.py": ("_moved", "_leaves"),
     "runtime/updates/optimizers.py": ("_known",),

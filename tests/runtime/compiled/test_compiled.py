@@ -12,9 +12,8 @@ from shardwright.compiler.lower.call import Call, Name
 from shardwright.compiler.lower.lower import lower
 from shardwright.compiler.lower.program import Instruction
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.runtime.compiled.compiler import Compiler, NotCompiled
+from shardwright.runtime.compiled.compiler import Compiler, NotCompiled, Stretch, in_stretches
 from shardwright.runtime.compiled.needs import compile_problem
-from shardwright.runtime.compiled.stretches import Stretch, in_stretches
 from whole import plan_of, run, same
 
 # What torch does before it writes code: it takes no compiler of C++.

@@ -12,7 +12,7 @@ from models import NETWORKS
 from ranks import run_ranks
 from shardwright.compiler.lower import local
 from shardwright.compiler.lower.operators import randomness
-from shardwright.compiler.mesh import together
+from shardwright.compiler.mesh import collectives
 from shardwright.data.loading.batch import Batch
 from shardwright.errors import PlanError, UsageError
 from shardwright.runtime.programs.buckets import GradientReduction
@@ -95,13 +95,13 @@ def statistics_of_the_part(patch):
 
 
 def count_of_the_part(patch):
-    summed = together.AllReduceTogether.forward
+    summed = collectives.AllReduce.forward
 
-    def forgotten(ctx, comm, axes, *tensors):
-        sums = summed(ctx, comm, axes, *tensors)
-        return tuple(s if x.is_floating_point() else x.clone() for s, x in zip(sums, tensors, strict=True))
+    def forgotten(ctx, x, comm, axes):
+        total = summed(ctx, x, comm, axes)
+        return total if x.is_floating_point() else x.clone()
 
-    patch.setattr(together.AllReduceTogether, "forward", staticmethod(forgotten))
+    patch.setattr(collectives.AllReduce, "forward", staticmethod(forgotten))
 
 
 def mask_of_the_part(patch):

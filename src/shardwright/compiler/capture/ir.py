@@ -24,8 +24,8 @@ Slices = tuple[int, ...]
 NAMES_OF_PROGRAMS = frozenset({
     "torch", "aten", "ops", "kernels", "draws",
     "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
-    "all_reduce_together", "all_gather_together",
-    "step", "parameters", "buffers", "inputs", "constants", "comm", "key", "device", "reduce_gradients", "again",
+    "all_gather_together",
+    "step", "parameters", "buffers", "inputs", "constants", "comm", "key", "device", "reduce_gradients", "resharded",
     "later", "guard", "recomputed", "enough", "float", "complex", "slice",
 })  # fmt: skip
 

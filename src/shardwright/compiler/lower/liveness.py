@@ -87,7 +87,7 @@ class _Lives:
                 self._lies[name] = len(self._sizes)
                 self._sizes.append(self._bytes(instruction, name))
             self._hold(self._lies[name])
-        if instruction.again:
+        if instruction.regathers:
             together = frozenset(self._lies[name] for name in instruction.outputs)
             self._moving[together] = _buffers(instruction, self._program)
             for name, (value, _) in zip(instruction.outputs, instruction.moves, strict=True):
@@ -97,7 +97,7 @@ class _Lives:
     def _in_place(self, instruction: Instruction) -> bool:
         if instruction.node is not None:
             return instruction.node.name in self._kept.views
-        return instruction.kind == "redistribution" and instruction.moves[0][1].kind == "enter"
+        return instruction.enters
 
     def _bytes(self, instruction: Instruction, name: str) -> int:
         plan, rank = self._plan, self._program.rank

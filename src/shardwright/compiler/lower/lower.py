@@ -14,14 +14,11 @@ from shardwright.compiler.capture.ir import Node
 from shardwright.compiler.lower.call import COMM, Call, Name
 from shardwright.compiler.lower.check import check
 from shardwright.compiler.lower.local import localise
-from shardwright.compiler.lower.order import note_gathered
 from shardwright.compiler.lower.passes import (
-    ask_first,
     join_buckets,
     join_gathers,
     join_running_statistics,
-    join_sums,
-    sum_first,
+    note_regathered,
 )
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.lower.site import Site
@@ -43,10 +40,10 @@ def lower(
     lowering = _Lowering(plan, rank)
     program = lowering.run()
     check(program, plan)
-    program = join_buckets(ask_first(program), bucket_bytes, first_bucket_bytes)
-    program = join_running_statistics(join_gathers(join_sums(sum_first(program, plan))))
+    program = join_buckets(program, bucket_bytes, first_bucket_bytes)
+    program = join_running_statistics(join_gathers(program))
     check(program, plan)
-    return note_gathered(program, plan)
+    return note_regathered(program, plan)
 
 
 class _Lowering:
@@ -95,13 +92,13 @@ class _Lowering:
     def _transfer(self, transfer: Transfer) -> None:
         variable = transfer.value
         value = replace(self.plan.capture.values[transfer.value], needs_gradient=transfer.gradient)
-        again, block = self.plan.gathers_again(transfer), self.plan.block_of_transfer(transfer)
+        regathers, block = self.plan.gathers_again(transfer), self.plan.block_of_transfer(transfer)
         for step in transfer.steps:
             made, reads = self._fresh(transfer.value), [variable]
             call = step_call(step, Name(variable), value.shape)
-            if again and step is transfer.steps[-1]:
+            if regathers and step is transfer.steps[-1]:
                 steps = [(Name(each.function), each.arguments(value.shape)) for each in transfer.steps]
-                call = Call("again", (call, Name(value.name), value.label, COMM, steps))
+                call = Call("resharded", (call, Name(value.name), value.label, COMM, steps))
                 reads = list(dict.fromkeys((variable, value.name)))
             self.instructions.append(
                 Instruction(
@@ -110,9 +107,9 @@ class _Lowering:
                     tuple(reads),
                     call,
                     moves=((value, step),),
-                    again=again,
+                    regathers=regathers,
                     block=block,
-                    repeated=bool(block),
+                    recommunicates=bool(block),
                 )
             )
             variable = made
@@ -144,7 +141,7 @@ class _Lowering:
                 node=node,
                 internal=plan.graph.collectives_inside(node, strategy, plan.mesh),
                 block=plan.block_of.get(node.name, ""),
-                repeated=node.name in plan.computed_again,
+                recommunicates=node.name in plan.computed_again,
             )
         )
 

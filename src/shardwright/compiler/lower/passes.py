@@ -10,7 +10,7 @@ from shardwright.compiler.capture.ir import Value
 from shardwright.compiler.lower.call import COMM, Call
 from shardwright.compiler.lower.program import Instruction, LocalProgram, variables
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.mesh.redistribute import Step, StepKind
+from shardwright.compiler.mesh.redistribute import Step
 from shardwright.compiler.plan.plan import Plan
 from shardwright.compiler.plan.pricing.buckets import (
     Entering,
@@ -26,7 +26,6 @@ from shardwright.distributed.gradients import BUCKET_BYTES
 
 T = TypeVar("T")
 Moves = tuple[tuple[Value, Step], ...]
-_SMALL_BYTES = 1024  # of a sum that may be joined with others, and of what may be gathered with a question
 
 
 def join_buckets(
@@ -36,7 +35,7 @@ def join_buckets(
 
     Such a reduction is an ``enter`` step on a parameter: identity forward, all-reduce backward. Those over the same
     axes and of one dtype, in the order in which the backward comes to them, share one function with one flat
-    all-reduce; large ones travel alone, since to join them costs a copy. A bucket stands where its first parameter is
+    all-reduce; large ones are reduced alone, as soon as they are there. A bucket stands where its first parameter is
     needed; its backward begins its reduction as soon as all its gradients are there, while the rest of the backward
     goes on to earlier layers. It is waited for in the backward of ``later``, with which the program begins: what is
     made first is what autograd comes to last. The bucket that the backward fills first has ``first_bytes`` at most.
@@ -45,9 +44,7 @@ def join_buckets(
     """
     parameters = set(program.parameters)
     entering = [
-        instruction
-        for instruction in program.instructions
-        if _is_redistribution(instruction, "enter") and instruction.reads[0] in parameters
+        instruction for instruction in program.instructions if instruction.enters and instruction.reads[0] in parameters
     ]
     if not entering:
         return program
@@ -62,11 +59,6 @@ def join_buckets(
     ]
     later = [] if ends else [_later([instruction for instruction in instructions if instruction.kind == "bucket"])]
     return dataclasses.replace(program, instructions=(*later, *_before_blocks(instructions)))
-
-
-def _is_redistribution(instruction: Instruction, step_kind: StepKind) -> bool:
-    """Whether an instruction is one step of that kind, and no joined ones."""
-    return instruction.kind == "redistribution" and instruction.moves[0][1].kind == step_kind
 
 
 def _trained_before(first: Instruction, program: LocalProgram) -> bool:
@@ -112,104 +104,6 @@ def _later(buckets: Sequence[Instruction]) -> Instruction:
     reads = [tuple(value.name for value, _ in bucket.moves) for bucket in buckets]
     outputs = tuple(name for bucket in buckets for name in bucket.reads)
     return Instruction("later", outputs, sum(reads, ()), Call("later", tuple(map(variables, reads))), unpacks=True)
-
-
-def ask_first(program: LocalProgram) -> LocalProgram:
-    """Gather small inputs, as labels, before all else.
-
-    Before the first collective of a step ranks ask each other what they were given, and what is small is gathered with
-    that question.
-    """
-    instructions = sorted(program.instructions, key=lambda instruction: not _is_small_input(instruction, program))
-    return dataclasses.replace(program, instructions=tuple(instructions))
-
-
-def _is_small_input(instruction: Instruction, program: LocalProgram) -> bool:
-    if not _is_redistribution(instruction, "all_gather") or instruction.again or instruction.block:
-        return False
-    [(value, step)], mesh = instruction.moves, program.mesh
-    of_all = mesh.extent(step.axes) == mesh.size > 1
-    return of_all and instruction.reads[0] in program.inputs and local_bytes(value, step.before, mesh) <= _SMALL_BYTES
-
-
-def sum_first(program: LocalProgram, plan: Plan) -> LocalProgram:
-    """Sum what a linear operator takes in place of what it gives, where the program returns that alone.
-
-    A sum over ranks that is divided by a count then need not wait for the count.
-    """
-    instructions = list(program.instructions)
-    outputs = dict(program.outputs)
-    for instruction in program.instructions:
-        if not _is_small_sum(instruction, program.mesh):
-            continue
-        (total,), (part,) = instruction.outputs, instruction.reads
-        maker = next((i for i in instructions if i.kind == "operator" and i.outputs == (part,)), None)
-        operand = None if maker is None else _passed_through(maker, instruction, plan)
-        readers = [i for i in instructions if {total, part} & {*i.reads} and i is not instruction]
-        if maker is None or operand is None or readers or part in outputs.values():
-            continue
-        instructions.remove(instruction)
-        at = instructions.index(maker)
-        instructions[at : at + 1] = [instruction.reading(part, operand), maker.reading(operand, total)]
-        outputs = {value: part if variable == total else variable for value, variable in outputs.items()}
-    return dataclasses.replace(program, instructions=tuple(instructions), outputs=outputs)
-
-
-def _passed_through(maker: Instruction, instruction: Instruction, plan: Plan) -> str | None:
-    """The variable whose partial sums those of the result were, where it is as small and nothing else is trained."""
-    node, [(value, step)] = maker.node, instruction.moves
-    if node is None:
-        return None
-    rule, values = plan.graph.rules[node.name], plan.capture.values
-    if len(rule.linear_operands) != 1 or {*plan.strategies[node.name].partial} != {*step.axes}:
-        return None
-    [index] = rule.linear_operands
-    taken, *others = [values[node.operands[index]], *(values[n] for i, n in enumerate(node.operands) if i != index)]
-    alike = (taken.shape, taken.dtype) == (value.shape, value.dtype) and maker.reads.count(maker.reads[index]) == 1
-    return maker.reads[index] if alike and not any(other.needs_gradient for other in others) else None
-
-
-def join_sums(program: LocalProgram) -> LocalProgram:
-    """Join small all-reduces over the same axes that are known when the first of them is needed.
-
-    The mean of a loss is a sum and a count, each of which would be waited for.
-    """
-    written = {name: at for at, instruction in enumerate(program.instructions) for name in instruction.outputs}
-    small = [at for at, instruction in enumerate(program.instructions) if _is_small_sum(instruction, program.mesh)]
-    joined: dict[int, list[Instruction]] = {}
-    taken: set[int] = set()
-    for at in small:
-        first = program.instructions[at]
-        members = [
-            other
-            for other in small
-            if other >= at
-            and other not in taken
-            and program.instructions[other].moves[0][1].axes == first.moves[0][1].axes
-            and written.get(program.instructions[other].reads[0], -1) < at
-        ]
-        if at not in taken and len(members) > 1:
-            joined[at] = [program.instructions[member] for member in members]
-            taken |= {*members}
-    instructions = [
-        _sum_of(joined[at]) if at in joined else instruction
-        for at, instruction in enumerate(program.instructions)
-        if at in joined or at not in taken
-    ]
-    return dataclasses.replace(program, instructions=tuple(instructions))
-
-
-def _is_small_sum(instruction: Instruction, mesh: Mesh) -> bool:
-    if not _is_redistribution(instruction, "all_reduce") or instruction.again:
-        return False
-    [(value, step)] = instruction.moves
-    return mesh.extent(step.axes) > 1 and local_bytes(value, step.after, mesh) <= _SMALL_BYTES
-
-
-def _sum_of(members: Sequence[Instruction]) -> Instruction:
-    outputs, reads, moves = _joined(members)
-    call = Call("all_reduce_together", (COMM, moves[0][1].axes, *variables(reads)))
-    return Instruction("joined", outputs, reads, call, moves=moves)
 
 
 def join_running_statistics(program: LocalProgram) -> LocalProgram:
@@ -278,13 +172,13 @@ def _gathers_before(program: LocalProgram, joining: Collection[int]) -> dict[int
 
 
 def _small_gather(instruction: Instruction, program: LocalProgram) -> Gathered | None:
-    if instruction.kind != "redistribution" or instruction.again or instruction.reads[0] not in program.parameters:
+    if instruction.kind != "redistribution" or instruction.regathers or instruction.reads[0] not in program.parameters:
         return None
     return small_gather(*instruction.moves[0], program.mesh)
 
 
 def _repeated_gather(instruction: Instruction, program: LocalProgram) -> Hashable | None:
-    if not instruction.notes_gathered or instruction.reads[0] not in program.parameters:
+    if not instruction.reshards or instruction.reads[0] not in program.parameters:
         return None
     return repeated_gather(*instruction.moves[0], program.mesh)
 
@@ -297,6 +191,32 @@ def _gather_of(members: Sequence[Instruction]) -> Instruction:
         own = {name: given for name, given in step.arguments(value.shape).items() if name not in ("axes", "adjoint")}
         parts.append((part, own))
     call = Call("all_gather_together", (COMM, axes, adjoint, *parts))
-    if members[0].again:
-        call = Call("again.together", (call, tuple(value.label for value, _ in moves), COMM, axes, *parts))
-    return Instruction("joined", outputs, reads, call, moves=moves, again=members[0].again)
+    if members[0].regathers:
+        call = Call("resharded.together", (call, tuple(value.label for value, _ in moves), COMM, axes, *parts))
+    return Instruction("joined", outputs, reads, call, moves=moves, regathers=members[0].regathers)
+
+
+def note_regathered(program: LocalProgram, plan: Plan) -> LocalProgram:
+    """Note with each operator what its backward needs of what is gathered again, by the table of operators.
+
+    A block that is computed again needs all that it is given.
+    """
+    if not any(instruction.regathers for instruction in program.instructions):
+        return program
+    lies_in: dict[str, str] = {}  # variable -> the gathered one in whose memory it lies
+    instructions = []
+    for instruction in program.instructions:
+        if instruction.reshards:
+            lies_in |= {name: name for name in instruction.outputs}
+        elif instruction.block:
+            kept = (lies_in[name] for name in instruction.reads if name in lies_in)
+            instruction = dataclasses.replace(instruction, regathered=tuple(dict.fromkeys(kept)))
+        elif instruction.node is not None:
+            reads, name = instruction.reads, instruction.node.name
+            saved = (reads[index] for index in plan.kept.saved[name].operands or ())
+            kept = (lies_in[read] for read in saved if read in lies_in)
+            if name in plan.kept.views and reads[0] in lies_in:
+                lies_in |= dict.fromkeys(instruction.outputs, lies_in[reads[0]])
+            instruction = dataclasses.replace(instruction, regathered=tuple(dict.fromkeys(kept)))
+        instructions.append(instruction)
+    return dataclasses.replace(program, instructions=tuple(instructions))

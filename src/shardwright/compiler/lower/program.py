@@ -31,7 +31,7 @@ class Instruction:
     the gradient reductions of several replicated parameters over the same axes, as small sums are "joined". The program
     begins with "later", in whose backward the gradients of all buckets are waited for. What is done "in place" has no
     outputs: it ends what operators before it began, which say what it communicates. A "stretch" is a function of
-    several operators (`shardwright.runtime.compiled.stretches`).
+    several operators (`shardwright.runtime.compiled.compiler`).
     """
 
     kind: Literal["operator", "redistribution", "bucket", "later", "joined", "in place", "stretch"]
@@ -42,15 +42,22 @@ class Instruction:
     moves: tuple[tuple[Value, Step], ...] = ()
     internal: tuple[tuple[Collective, ...], tuple[Collective, ...]] = ((), ())  # forward and backward, of an operator
     unpacks: bool = False  # whether the call gives a sequence, also of one output
-    again: int = 0  # how often the backward repeats a redistribution, in place of keeping what it gathers
+    regathers: int = 0  # how often the backward gathers anew what is resharded after the forward
     block: str = ""  # the module with which the backward computes it again
-    repeated: bool = False  # whether it then communicates again what it does forward
-    keeps: tuple[str, ...] = ()  # variables, of those that are gathered again, that its backward needs
+    recommunicates: bool = False  # whether it then communicates anew what it does forward
+    regathered: tuple[
+        str, ...
+    ] = ()  # variables, of those that are resharded after the forward, that its backward needs
 
     @property
-    def notes_gathered(self) -> bool:
-        """Whether the outputs are what is gathered again: of several steps the last does all of them again."""
-        return bool(self.again) and self.call.function in ("again", "again.together")
+    def reshards(self) -> bool:
+        """Whether the outputs are resharded after the forward: of several steps the last one gathers anew by all."""
+        return self.call.function in ("resharded", "resharded.together")
+
+    @property
+    def enters(self) -> bool:
+        """Whether a replicated value enters split work: the identity forward, an all-reduce backward."""
+        return self.kind == "redistribution" and self.moves[0][1].kind == "enter"
 
     @property
     def communicates(self) -> bool:
@@ -84,12 +91,12 @@ class Instruction:
         for value, step in self.moves:
             forward, backward = step.collectives(value.shape, value.dtype.itemsize, mesh)
             found += [(value.label, "forward", forward)] if forward else []
-            found += [(value.label, "backward", forward)] * (self.again + self.repeated) if forward else []
+            found += [(value.label, "backward", forward)] * (self.regathers + self.recommunicates) if forward else []
             found += [(value.label, "backward", backward)] if backward and value.needs_gradient else []
         if self.node is not None:
             for direction, collectives in zip(("forward", "backward"), self.internal, strict=True):
                 found += [(self.node.name, direction, collective) for collective in collectives]
-            found += [(self.node.name, "backward", c) for c in self.internal[0] if self.repeated]
+            found += [(self.node.name, "backward", c) for c in self.internal[0] if self.recommunicates]
         return found
 
 
@@ -121,7 +128,7 @@ class ProgramBlock:
     def source(self) -> str:
         """The function. What follows the last collective is computed as far as the backward needs it."""
         arguments = ("comm", "key", "device", "enough", *self.given)
-        communicating = [at for at, i in enumerate(self.instructions, start=1) if i.repeated and i.communicates]
+        communicating = [at for at, i in enumerate(self.instructions, start=1) if i.recommunicates and i.communicates]
         instructions = list(self.instructions)
         instructions.insert(max(communicating, default=0), Instruction("in place", (), (), Call("enough")))
         return function_of(self.function, arguments, instructions, says=f"{self.module}, once more in the backward")
@@ -187,12 +194,12 @@ class LocalProgram:
             if names := getattr(self, kind):
                 yield f"{', '.join(names)}{',' if len(names) == 1 else ''} = {kind}", None
         last_reads, scope, at = self.last_reads(), None, 0
-        gathered = [name for one in self.instructions if one.notes_gathered for name in one.outputs]
+        gathered = [name for one in self.instructions if one.reshards for name in one.outputs]
         for section in sections(self.instructions):
             end, block = at + len(section), self.blocks.get(section[0].block)
-            needed = sorted({gathered.index(name) for one in section for name in one.keeps})
+            needed = sorted({gathered.index(name) for one in section for name in one.regathered})
             if needed:
-                yield f"again.expect({needed})", None
+                yield f"resharded.expect({needed})", None
             for number, instruction in enumerate(section, start=at):
                 if instruction.node is not None and instruction.node.scope != scope:
                     scope = instruction.node.scope
@@ -207,7 +214,7 @@ class LocalProgram:
             if block and left:
                 yield f"[{left}] = {block.run}.before([{left}])", None
             if needed and left:
-                yield f"[{left}] = again.before({needed}, [{left}])", None
+                yield f"[{left}] = resharded.before({needed}, [{left}])", None
             at = end
         loss = self.outputs[self.loss] if self.loss else None
         yield f"return {loss}, {self._outputs(self.aux)}, {self._outputs(self.mutations.values())}", None

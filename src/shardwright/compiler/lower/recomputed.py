@@ -18,9 +18,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardwright.compiler.lower.order import before_backward
 from shardwright.compiler.mesh.collectives import Communicator
 from shardwright.errors import LoweringError
+
+
+class _Before(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, action: Callable[[], None], *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.action = action
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.detach() for tensor in tensors)  # as they are they would be views
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.action()
+        return None, *gradients
+
+
+def before_backward(action: Callable[[], None], tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the same tensors, such that a backward calls ``action`` before it comes to what made any of them."""
+    flowing = [tensor for tensor in tensors if tensor.requires_grad]
+    if not flowing or not torch.is_grad_enabled():
+        return tuple(tensors)
+    passed = iter(_Before.apply(action, *flowing))  # type: ignore[no-untyped-call]
+    return tuple(next(passed) if tensor.requires_grad else tensor for tensor in tensors)
+
 
 Inside = Callable[..., None]
 """A block as a function of the communicator, the keys of random numbers, the device, what is to be called behind the

@@ -1,6 +1,6 @@
-"""Steps that several small tensors take at once: one collective, where each of them would be waited for.
+"""An all-gather of several small tensors by one collective.
 
-They read as a local program prints them:
+It reads as a local program prints it:
 
     b1, c1 = all_gather_together(comm, ("dp",), "slice", (b, {"dim": 0, "size": 8}), (c, {"dim": 0, "size": 6}))
 """
@@ -19,26 +19,12 @@ from shardwright.compiler.mesh.collectives import (
     Communicator,
     Cut,
     check_rows,
-    check_summable,
     cut_up,
     narrow,
     padded,
     put_together,
     take,
 )
-
-
-class AllReduceTogether(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, comm: Communicator, axes: Axes, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.set_materialize_grads(False)
-        for x in tensors:
-            check_summable(x)
-        return tuple(comm.all_reduce_together([x.contiguous() for x in tensors], axes))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        return None, None, *gradients
 
 
 class AllGatherTogether(torch.autograd.Function):
@@ -83,12 +69,6 @@ def _scatter_sums(gradients: Sequence[Tensor], comm: Communicator, cuts: Sequenc
 
 def _take(gradients: Sequence[Tensor], comm: Communicator, cuts: Sequence[Cut]) -> list[Tensor]:
     return [take(x, comm, cut) for x, cut in zip(gradients, cuts, strict=True)]
-
-
-def all_reduce_together(comm: Communicator, axes: Axes, *tensors: Tensor) -> tuple[Tensor, ...]:
-    """The sum of each of some small tensors over ``axes``, in new tensors. Backward: nothing."""
-    sums: tuple[Tensor, ...] = AllReduceTogether.apply(comm, axes, *tensors)  # type: ignore[no-untyped-call]
-    return sums
 
 
 def all_gather_together(

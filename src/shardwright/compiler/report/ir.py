@@ -115,8 +115,8 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
         [name], [read] = instruction.outputs, instruction.reads
         yield f"%{name}: {_local(value, step.after, program)} = {step.kind}(%{read})  # {step.before} -> {step.after}"
         yield from _collective_lines(value, step, program)
-        if instruction.again:
-            yield "    # not kept: the backward does it again"
+        if instruction.regathers:
+            yield "    # resharded after the forward: the backward gathers it anew"
     elif instruction.kind == "later":
         awaited = ", ".join(f"%{name}" for name in instruction.reads)
         yield f"# the last of the backward: wait for the gradients of {awaited}"
@@ -128,8 +128,8 @@ def _instruction_lines(plan: Plan, program: LocalProgram, instruction: Instructi
             yield f"%{output}: {local} = {step.kind}(%{read})  # {step.before} -> {step.after}"
             yield from _collective_lines(value, step, program)
         yield f"    # these {len(instruction.moves)} run as one collective"
-        if instruction.again:
-            yield "    # not kept: the backward does it again"
+        if instruction.regathers:
+            yield "    # resharded after the forward: the backward gathers it anew"
     else:
         for output, (value, step) in zip(instruction.outputs, instruction.moves, strict=True):
             yield f"%{output}: {_local(value, step.after, program)} = enter(%{value.name})  # {step.after}"

@@ -25,12 +25,11 @@ from shardwright.compiler.mesh.collectives import Communicator
 from shardwright.compiler.rules.table import key_of
 from shardwright.distributed.on_its_way import OnItsWay
 from shardwright.errors import StrategyError, UsageError
-from shardwright.runtime.compiled.compiler import Compiled, Compiler
-from shardwright.runtime.compiled.stretches import calls_torch, in_stretches
+from shardwright.runtime.compiled.compiler import Compiled, Compiler, calls_torch, in_stretches
 from shardwright.runtime.programs.buckets import GradientReduction
 from shardwright.runtime.programs.failures import INDICES, explained, out_of_range
-from shardwright.runtime.programs.gathered import GatheredAgain
 from shardwright.runtime.programs.inputs import shapes_of
+from shardwright.runtime.programs.resharded import ReshardAfterForward
 from shardwright.runtime.programs.sites import Sites
 
 Outputs = tuple[Tensor | None, list[Tensor], list[Tensor]]
@@ -39,7 +38,7 @@ Pass = Literal["forward", "reduced", "deferred"]
 
 _STEPS = (
     "all_gather", "local_slice", "reduce_scatter", "all_to_all", "all_reduce", "enter",
-    "all_reduce_together", "all_gather_together",
+    "all_gather_together",
 )  # fmt: skip
 # What the source of a program may name.
 _NAMES = {
@@ -122,11 +121,11 @@ class Execution:
         self._reduction = reduction
         self._untried = program.mesh.size > 1
         self._reduce: Callable[..., Any] = reduction
-        self._again = GatheredAgain()
-        self._gathers_again = any(instruction.again for instruction in program.instructions)
+        self._resharded = ReshardAfterForward()
+        self._reshards = any(instruction.reshards for instruction in program.instructions)
         self._failed: OnItsWay | None = None  # by how much checks of the last call have failed
         self._guard = Guard(on=device.type == "cuda")
-        self._names = _NAMES | {"again": self._again, "later": reduction.later, "guard": self._guard}
+        self._names = _NAMES | {"resharded": self._resharded, "later": reduction.later, "guard": self._guard}
         self._running = program
         self._compiled = None if compiler is None else self._compile(compiler)
         source, name = self._running.source, f"<program of rank {program.rank} {id(self):x}>"
@@ -171,7 +170,7 @@ class Execution:
             raise UsageError(f"in an earlier step {out_of_range(self._capture, operator, number)}")
         before = own_generator(self._device) if self._untried else None
         try:
-            with self._again.keeping_parts() if self._gathers_again else nullcontext():
+            with self._resharded.keeping_parts() if self._reshards else nullcontext():
                 outputs = self._step(*arguments.leaves(), self._comm, arguments.keys(), self._device, self._reduce)
         except Exception as error:
             told = explained(error, self._running, self._step.__code__, self._capture)

@@ -32,16 +32,10 @@ class Sites:
     def __init__(self, program: LocalProgram, running: LocalProgram, code: CodeType, pulse: Pulse) -> None:
         self._program, self._code, self._pulse = program, code, pulse
         numbers = {id(instruction): at for at, instruction in enumerate(program.instructions)}
-        by_line = {
+        self._labels = {
             line: labels(program, numbers[id(instruction)])
             for line, (_, instruction) in enumerate(running.lines, start=1)
             if id(instruction) in numbers
-        }
-        # By the offset of the call within the code, which a frame knows without a search.
-        self._labels = {
-            2 * unit: by_line[line]
-            for unit, (line, *_) in enumerate(code.co_positions())
-            if line is not None and line in by_line
         }
 
     def watched(self, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -53,7 +47,7 @@ class Sites:
             frame = sys._getframe(1)
             if frame.f_code is not code:
                 return function(*args, **kwargs)
-            forward, backward = self._labels.get(frame.f_lasti, _NO_LABELS)
+            forward, backward = self._labels.get(frame.f_lineno, _NO_LABELS)
             pulse.at(forward)
             result = function(*args, **kwargs)
             first = result if isinstance(result, Tensor) else next(iter(result), None)

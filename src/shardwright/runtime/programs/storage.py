@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from shardwright.common import signatures, torch_private
+from shardwright.common import torch_private
 from shardwright.compiler.capture.capture import StepKind
 from shardwright.compiler.capture.ir import Capture
 from shardwright.compiler.capture.tracing.trace import LossFunction

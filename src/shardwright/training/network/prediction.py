@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import permutations
 
-from shardwright.compiler.lower.program import Instruction, LocalProgram
+from shardwright.compiler.lower.program import LocalProgram
 from shardwright.compiler.mesh.mesh import Mesh
 from shardwright.compiler.mesh.redistribute import Collective
 from shardwright.distributed.backends.between.grid import Grid, sums_parts
@@ -35,19 +36,11 @@ def collectives_of(program: LocalProgram, runs: Mapping[Pass, int]) -> Counter[C
                 alike[direction, collective.kind].append(collective)
             for (direction, _), members in alike.items():
                 times = backwards + (forwards if direction == "forward" else 0)
-                counts[_together(members, instruction, program.mesh)] += times
+                counts[replace(members[0], bytes=sum(c.bytes for c in members))] += times
             continue
         for _, direction, collective in collectives:
             counts[collective] += backwards + (forwards if direction == "forward" else 0)
     return +counts
-
-
-def _together(joined: Sequence[Collective], instruction: Instruction, mesh: Mesh) -> Collective:
-    """Return what a "joined" instruction communicates in one direction. Sums of several dtypes are gathered."""
-    kind, axes, size = joined[0].kind, joined[0].axes, sum(collective.bytes for collective in joined)
-    if kind == "all_reduce" and len({value.dtype for value, _ in instruction.moves}) > 1:
-        return Collective("all_gather", axes, size * mesh.extent(axes))
-    return Collective(kind, axes, size)
 
 
 def flows_between(collectives: Mapping[Collective, int], mesh: Mesh, hosts: Sequence[str], backend: Backend) -> Flows:

@@ -23,7 +23,6 @@ from shardwright.compiler.lower.operators.guard import Guard
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 
 Sizes = Sequence[int]
-_CACHED = 1 << 18  # values that stay in the caches of a CPU from one operator to the next
 
 
 class _AddedElsewhere(torch.autograd.Function):
@@ -179,8 +178,7 @@ class _CrossEntropy(torch.autograd.Function):
         chosen = torch.where(here, logits.gather(1, at).squeeze(1), 0) if logits.shape[1] else logits.sum(1)
         ranks = comm.mesh.group(comm.rank, axes)
         share = max(1, math.ceil(counted.numel() / len(ranks)))
-        sums = torch.cat([piece.logsumexp(1) for piece in _in_pieces(logits)])
-        ours = torch.stack([sums.flatten(), chosen.flatten(), counted.flatten().to(logits.dtype)])
+        ours = torch.stack([logits.logsumexp(1).flatten(), chosen.flatten(), counted.flatten().to(logits.dtype)])
         shares = functional.pad(ours, (0, share * len(ranks) - counted.numel())).view(3, -1, share).unbind(1)
         found = torch.stack(comm.all_to_all([part[:2].contiguous() for part in shares], axes))
         total, counts = found[:, 0].logsumexp(0), shares[ranks.index(comm.rank)][2]
@@ -198,13 +196,6 @@ class _CrossEntropy(torch.autograd.Function):
         if logits.shape[1]:
             found.scatter_add_(1, at, -here.unsqueeze(1).to(found.dtype))
         return found.mul_(counted.unsqueeze(1) * gradient), None, None, None, None, None
-
-
-def _in_pieces(logits: Tensor) -> Sequence[Tensor]:
-    """Of so many samples that a CPU reads them from memory once for several operators."""
-    if logits.device.type != "cpu" or logits.numel() <= _CACHED:
-        return [logits]
-    return torch.split(logits, max(1, _CACHED * len(logits) // logits.numel()))
 
 
 def cross_entropy(

@@ -1,6 +1,6 @@
-"""Tensors that are gathered where they are used, and not kept whole until the backward: above all split parameters.
+"""Reshard after forward: tensors that are gathered where they are used, and not kept whole until the backward.
 
-Autograd would keep the gathered tensor of every layer. While a program runs that gathers some again, what autograd is
+Above all they are sharded parameters, of which autograd would keep the gathered one of every layer. What autograd is
 about to keep is compared with them: in their place it keeps this rank's part. The backward gathers the whole once more
 before it comes to the last section of the program that needs it, and lets it go when the first one has had it. Which
 sections need it stands in the program, so that the backwards of all ranks gather in the same order, also where an
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from shardwright.common.torch_private import MemoryOf, backward_number, version
-from shardwright.compiler.lower.order import before_backward
+from shardwright.compiler.lower.recomputed import before_backward
 from shardwright.compiler.mesh.collectives import Axes, Communicator
 from shardwright.compiler.mesh.together import all_gather_together
 from shardwright.errors import UsageError
@@ -31,7 +31,7 @@ Gather = Callable[[Sequence[Tensor]], Sequence[Tensor]]
 
 
 class _Gathered:
-    """A tensor that is gathered again.
+    """A tensor that the backward gathers anew.
 
     ``sections`` of the program need it, and so many tensors that autograd has ``kept`` lie in it.
     """
@@ -136,12 +136,13 @@ class _Whole:
         return self.kept
 
 
-class GatheredAgain:
-    """Local programs call this as ``again(all_gather(w, ...), w, "w", comm, [(all_gather, {...})])``.
+class ReshardAfterForward:
+    """Local programs call this as ``resharded(all_gather(w, ...), w, "w", comm, [(all_gather, {...})])``.
 
-    Or, for what one collective gathers, as ``again.together(all_gather_together(...), ("w", "v"), comm, ("dp",), (w,
-    {...}), (v, {...}))``. What is gathered is numbered in the order of these calls. A section of the program that needs
-    some in its backward begins with ``again.expect([0, 2])`` and ends with ``[y] = again.before([0, 2], [y])``.
+    Or, for what one collective gathers, as ``resharded.together(all_gather_together(...), ("w", "v"), comm, ("dp",),
+    (w, {...}), (v, {...}))``. What is gathered is numbered in the order of these calls. A section of the program that
+    needs some in its backward begins with ``resharded.expect([0, 2])`` and ends with
+    ``[y] = resharded.before([0, 2], [y])``.
     """
 
     def __init__(self) -> None:
@@ -199,7 +200,7 @@ class GatheredAgain:
 
     @contextmanager
     def keeping_parts(self) -> Iterator[None]:
-        """Inside, autograd keeps the parts of what is gathered again."""
+        """Inside, autograd keeps the shards of what the backward gathers anew."""
         self._forget()
         try:
             with torch.autograd.graph.saved_tensors_hooks(self._pack, _unpack):

@@ -23,7 +23,7 @@ from shardwright.compiler.plan.request import PlanRequest
 from shardwright.errors import PlanError, UsageError
 from shardwright.runtime.programs.buckets import GradientReduction
 from shardwright.runtime.programs.execute import Execution, StepArguments
-from shardwright.runtime.programs.gathered import GatheredAgain
+from shardwright.runtime.programs.resharded import ReshardAfterForward
 from whole import communicated, losses_of, plan_of, planned, run, same
 
 WIDTH, ROWS = 48, 96
@@ -89,19 +89,19 @@ def in_groups(mesh):
     model = nn.Sequential(*(nn.Linear(96, 96, bias=False) for _ in range(4)), nn.Linear(96, 1200, bias=False))
     batch = torch.randn(4, 96), torch.randn(4, 1200)
     plan = fully_sharded(RuledGraph.of(captured_step(model, loss_fn, batch, {})), PlanRequest(mesh))
-    assert sum(i.kind == "joined" and i.again for i in lower(plan, 0).instructions) == 1
+    assert sum(i.kind == "joined" and i.regathers for i in lower(plan, 0).instructions) == 1
     return plan, model, batch
 
 
 def stepped(plan, model, batch, monkeypatch, between, backwards=1):
     """A forward and a backward of each simulated rank, ``between`` which something is done with its parameters."""
-    gathered, noted = [], GatheredAgain._note
+    gathered, noted = [], ReshardAfterForward._note
 
     def note(self, wholes, collective):
         gathered.extend(map(MemoryOf, wholes))
         noted(self, wholes, collective)
 
-    monkeypatch.setattr(GatheredAgain, "_note", note)
+    monkeypatch.setattr(ReshardAfterForward, "_note", note)
 
     def one(comm):
         execution = Execution(lower(plan, comm.rank), plan.capture, comm, torch.device("cpu"), GradientReduction())
