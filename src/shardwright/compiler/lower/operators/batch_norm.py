@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from shardwright.common.torch_private import views_into
-from shardwright.compiler.mesh.collectives import Axes, Communicator
+from shardwright.compiler.mesh.collectives import Axes, Communicator, views_into
 
 Sizes = Sequence[int]
 Running = tuple[Tensor, Tensor, float]
