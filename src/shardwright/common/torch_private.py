@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from copy import copy
@@ -574,15 +573,6 @@ def compiled_code_directory() -> str:
     from torch._inductor.runtime.cache_dir_utils import cache_dir
 
     return cache_dir()
-
-
-References = tuple[int, int, int]
-
-
-def references_to(tensor: torch.Tensor) -> References:
-    """How many hold a tensor in Python, and how many it and its memory in C++, which no public name tells."""
-    held: int = tensor._use_count()  # type: ignore[attr-defined]  # not listed
-    return sys.getrefcount(tensor), held, holders_of_memory(tensor)
 
 
 def holders_of_memory(tensor: torch.Tensor) -> int:
