@@ -6,6 +6,7 @@ import io
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 from torch.nn import functional as F
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
@@ -105,6 +106,32 @@ def test_what_is_done_with_split_parameters_is_what_is_done_with_plain_ones():
         assert max(found.values()) < 1e-9, found
         assert copies == [True] * 4
         assert loaded == ["DTensor"] * 4
+
+
+def compared():
+    """Numbers and lists of differently laid out tensors, entry by entry."""
+    _, parallel, _ = models()
+    weights = [parallel.module[0].weight.detach(), parallel.module[2].weight.detach()]
+    other = weights[0].clone()
+    other[0, 0] += 1  # in the part of one rank
+    lists = torch._foreach_add(torch._foreach_mul(weights, weights), [1.0, 2.0])
+    expected = [gathered(weight) ** 2 + number for weight, number in zip(weights, (1.0, 2.0), strict=True)]
+    mixed = torch._foreach_add([weights[0], torch.ones(2)], [weights[0], torch.ones(2)])
+    spread = weights[0].redistribute(placements=[Replicate()])
+    return (
+        (torch.equal(weights[0], weights[0] * 1), torch.equal(weights[0], other)),
+        [gathered(a).equal(b) for a, b in zip(lists, expected, strict=True)],
+        [gathered(mixed[0]).equal(2 * gathered(weights[0])), mixed[1].tolist() == [2.0, 2.0]],
+        gathered(weights[0] + spread).equal(2 * gathered(weights[0])),
+        (bool((weights[0] == other).all()), float((weights[0] == other).sum())),
+    )
+
+
+def test_numbers_and_lists_of_tensors_are_those_of_the_wholes():
+    for equal, lists, mixed, spread, numbers in run_ranks(3, compared):
+        assert equal == (True, False)
+        assert all([*lists, *mixed, spread])
+        assert numbers == (False, 83.0)
 
 
 class Renormed(nn.Module):
