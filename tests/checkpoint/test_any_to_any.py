@@ -113,13 +113,6 @@ def go(folder, stops):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_sample_of_ranks_and_modes(tmp_path):
-    stops = [(4, ["grid"]), (3, ["data"]), (1, ["single"])]
-    assert go(tmp_path, stops) == 2 * (1 + 2 + 3)
-
-
-@pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_every_pair_of_ranks_and_modes(tmp_path):
     up = [(ranks, modes(ranks)) for ranks in RANKS]

@@ -406,29 +406,6 @@ def test_training_goes_on_between_ranks_that_save(tmp_path):
     assert [good_step(store, name) for name in store.complete()] == [10, 20, 30]
 
 
-def _one_rank_dies(directory):
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
-    save_ranks = own_ranks(timeout_s=60)
-    files = Faulty(LocalFiles(), 2, lambda: os._exit(9)) if rank == 1 else LocalFiles()
-    saver = AsyncSaver(Store(directory, files), save_ranks)
-    state = {**state_of(1), **{("model", f"w{i}"): state_of(1)["model", "weight"] for i in range(3)}}
-    saver.save("step-1", state, {"step": 1}, {})
-    try:
-        saver.close()
-    except CheckpointError as error:
-        return str(error)
-    return "saved"
-
-
-def test_a_rank_that_dies_beside_the_loop_is_told_by_the_other(tmp_path):
-    said, code = run_ranks(2, _one_rank_dies, tmp_path, dying={1})
-    assert code == 9
-    assert said.startswith("nothing was saved: rank 1 ended or did not answer within 60 s")
-    assert Store(tmp_path).latest() is None
-    no_leftovers(Store(tmp_path))
-
-
 class Driver:
     """As much of a GPU's driver as pins memory; ``error`` is what it answers."""
 

@@ -22,7 +22,7 @@ from shardwright.checkpoint.storage.store import Store
 from shardwright.cli import cli
 from shardwright.compiler.mesh.layout import Layout
 from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.errors import CheckpointError, UsageError
+from shardwright.errors import CheckpointError
 from simulated_ranks import SimulatedRanks
 
 
@@ -182,22 +182,6 @@ def test_a_store_that_refuses_is_named(run, monkeypatch):
                 invoke("show", "memory://bucket/run/step-00000100")
     finally:
         memory.rm("/bucket", recursive=True)
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [("nothing://x", "expected a path, or a URL such as s3://"), ("s3://x/y", "type: pip install s3fs")],
-)
-def test_a_url_that_cannot_be_read_says_what_to_do(url, message):
-    if url.startswith("s3"):
-        try:
-            import s3fs  # noqa: F401
-
-            pytest.skip("s3fs is installed")
-        except ImportError:
-            pass
-    with pytest.raises(UsageError, match=message):
-        invoke("show", url)
 
 
 def test_the_command_that_merges_has_the_choices_of_the_function():

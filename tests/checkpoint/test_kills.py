@@ -79,30 +79,6 @@ def test_a_good_checkpoint_loads_after_kill_9_at_random_instants(tmp_path, kills
     assert advanced >= kills / 10, "the kills left no time to save"
 
 
-def _exit_at_operations(directory, every):
-    counted = Faulty(LocalFiles())
-    save_step(Store(directory / "counted"), 1)
-    save_step(Store(directory / "counted", counted, Retention(latest_k=1)), 2)
-    for at in range(0, len(counted.done), every):
-        here = directory / str(at)
-        save_step(Store(here), 1)
-        dying = Faulty(LocalFiles(), at, lambda: os._exit(9))
-        pid = _in_a_fork(lambda: save_step(Store(here, dying, Retention(latest_k=1)), 2))  # noqa: B023  # forked at once
-        assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
-        assert good_step(Store(here)) in (1, 2)
-        save_step(Store(here, retention=Retention(latest_k=1)), 3)
-        assert good_step(Store(here)) == 3
-        no_leftovers(Store(here))
-    return len(counted.done)
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.slow)])
-def test_a_good_checkpoint_loads_after_an_exit_at_any_file_operation(tmp_path, every):
-    [operations] = run_ranks(1, _exit_at_operations, tmp_path, every, timeout=580)
-    assert operations > 40
-
-
 def _one_rank_fails(directory, victim, fault, timeout_s):
     """The second save of three ranks, in which the file operations of ``victim`` end in ``fault``."""
     dist.init_process_group("gloo")

@@ -18,7 +18,7 @@ import shardwright.data.cifar_pickle as pickle_module
 from shardwright.cli import cli
 from shardwright.data.cifar import BINARY, PYTHON, VERSIONS, cifar_files, python_bytes
 from shardwright.data.cifar_pickle import RefusedPickle, byte_array, pickle_bytes, read_pickle
-from shardwright.errors import DataError, UsageError
+from shardwright.errors import DataError
 
 RANDOM = np.random.default_rng(0)
 IMAGES = RANDOM.integers(0, 256, (23, 3, 32, 32), dtype=np.uint8)
@@ -96,11 +96,6 @@ def test_items_shards_and_loaders(tmp_path):
     assert torch.equal(batch[0], dataset.gather(range(5))[0])
     doubled = sw.CIFAR10(tmp_path, transform=lambda image: image.flatten() * 2)
     assert torch.equal(doubled.gather([4])[0], image.flatten()[None] * 2)
-
-
-def test_a_shard_that_does_not_exist(tmp_path):
-    with pytest.raises(UsageError, match=r"for example CIFAR10\(root, num_shards=4, shard_id=0\)"):
-        sw.CIFAR10(tmp_path, num_shards=4)
 
 
 def test_missing_files_say_where_to_get_them(tmp_path):

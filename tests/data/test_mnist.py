@@ -44,14 +44,6 @@ def test_items_are_images_in_0_to_1_and_labels(tmp_path, train, suffix):
     assert 0 <= dataset[0][0].min() <= dataset[0][0].max() <= 1
 
 
-def test_all_images_are_those_of_training_and_then_those_of_testing(tmp_path):
-    for train in (True, False):
-        write(tmp_path, train=train)
-    both = sw.MNIST(tmp_path, train=None)
-    assert [int(label) for _, label in (both[i] for i in range(22))] == [*LABELS, *LABELS]
-    assert torch.equal(both.gather([11])[0], sw.MNIST(tmp_path, train=False).gather([0])[0])
-
-
 def test_the_header_is_the_one_of_the_format(tmp_path):
     write(tmp_path)
     assert (tmp_path / "train-images-idx3-ubyte").read_bytes()[:16].hex(" ", 4) == "00000803 0000000b 0000001c 0000001c"
@@ -67,22 +59,6 @@ def test_batches_and_torchs_loader_give_the_same_items(tmp_path):
         next(iter(torch.utils.data.DataLoader(dataset, batch_sampler=[[3, 9, 0]]))),
     ):
         assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
-
-
-def test_a_transform_maps_every_image(tmp_path):
-    dataset = sw.MNIST(write(tmp_path), transform=lambda image: image.flatten() * 2)
-    wanted = torch.from_numpy(IMAGES).flatten(1).float().div(255) * 2
-    assert torch.equal(dataset[4][0], wanted[4])
-    assert torch.equal(dataset.gather([4, 5])[0], wanted[4:6])
-    assert torch.equal(dataset.__getitems__([4, 5])[1][0], wanted[5])
-
-
-def test_shards_are_contiguous_and_together_the_whole(tmp_path):
-    write(tmp_path)
-    shards = [sw.MNIST(tmp_path, num_shards=4, shard_id=i) for i in range(4)]
-    assert [len(shard) for shard in shards] == [3, 3, 3, 2]
-    assert [int(label) for shard in shards for _, label in (shard[i] for i in range(len(shard)))] == LABELS.tolist()
-    assert torch.equal(shards[3][1][0], sw.MNIST(tmp_path)[10][0])
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import shardwright as sw
 from shardwright.data.text import OWN_TEXT, CharacterText
 from shardwright.errors import DataError, UsageError
 
@@ -51,16 +50,6 @@ def test_the_text_that_comes_with_the_package():
     assert train.decode(torch.cat([train[i][0] for i in range(len(train))])) == text[: len(train) * 64]
     assert len(test) > 100
     assert train.decode(train.encode("Licensed")) == "Licensed"
-
-
-def test_loaders_take_it(path):
-    batch = next(iter(sw.loader(CharacterText(path, 8), 4, shuffle=False)))
-    assert [tuple(part.shape) for part in batch] == [(4, 8), (4, 8)]
-
-
-def test_texts_from_a_url(path, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    assert len(CharacterText(path.as_uri(), 8)) == 11
 
 
 def test_what_does_not_fit(path, tmp_path):

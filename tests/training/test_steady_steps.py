@@ -62,22 +62,11 @@ RUNS = {
     "scaled": ("perceptron", DATA, {"precision": "fp16", "clip_norm": 1.0}, True),
     "transformer": ("transformer", SPLIT, {"clip_norm": 1.0}, False),
 }
-MORE = [
-    pytest.param(name, how, ranks, marks=pytest.mark.slow)
-    for name in NETWORKS
-    for how in (DATA, SPLIT)
-    for ranks in (1, 4)
-]
 
 
 @pytest.mark.parametrize("name", ["resnet", *(pytest.param(n, marks=pytest.mark.slow) for n in RUNS if n != "resnet")])
 def test_no_steady_step_waits(name):
     assert run_ranks(2, steady, *RUNS[name]) == [STEADY] * 2
-
-
-@pytest.mark.parametrize(("name", "options", "ranks"), MORE)
-def test_no_steady_step_of_any_network_waits(name, options, ranks):
-    assert run_ranks(ranks, steady, name, options, {"precision": "fp16", "clip_norm": 1.0}, False) == [STEADY] * ranks
 
 
 def test_what_waits_is_found():

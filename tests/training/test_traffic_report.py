@@ -242,29 +242,6 @@ def test_with_several_ranks_on_each_host_only_what_crosses_is_predicted_for_the_
     assert [line[2] for line in lines] == pytest.approx([once_around] * 4, rel=0.05)
 
 
-def train_within_a_host(name):
-    enter(name, "alone")
-    torch.set_num_threads(1)
-    sw.init("gloo")  # shared memory goes over no device
-    data = [wide_batch(12, 0)] * 3
-    parallel = sw.parallelize(Wide(), wide_loss, data[0], "data", batch="global")
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        for _ in range(2):
-            sw.Trainer(parallel, torch.optim.SGD(parallel.parameters(), lr=0.1)).fit(data)
-    return out.getvalue()
-
-
-@pytest.mark.slow
-def test_within_a_host_the_loopback_counts_and_each_run_begins_anew():
-    with namespaces(1) as (name,):
-        printed = run_ranks(4, train_within_a_host, name)[0]
-    parameters = sum(p.numel() for p in Wide().parameters()) * 4
-    lines = [read_line(line) for line in printed.splitlines() if line.startswith("traffic")]
-    assert [line[:2] for line in lines] == [("alone, within it", "lo")] * 2
-    for _, _, predicted in lines:
-        assert predicted == pytest.approx(3 * parameters * 2 * 3, rel=0.05)  # 2 (n - 1) / n by each of 4 ranks
-
-
 def test_a_world_of_one_says_nothing(capsys):
     world = SimpleNamespace(size=1, rank=0)
     TrafficWatch(None, world).end()

@@ -16,7 +16,6 @@ MODES = {
     "data": ("data", {}),
     "tensor": ("semi-auto", {"pins": {"layers.0": ((1, 1), (2, 1), None)}, "mesh": "tp=2"}),
 }
-TENSOR_TRANSFORMER = ("semi-auto", {"pins": {"layers.0.up": ((1, 1, 1), (2, 1), None)}, "mesh": "tp=2"})
 
 
 def batches_of(name, sizes):
@@ -148,19 +147,6 @@ def test_several_ranks_train_as_one_device_by_hand(case, mode, trained):
         assert theirs[2].loss == pytest.approx(evaluated, rel=1e-10)
         assert theirs[2].samples == sizes[0]
         assert theirs[3] == pytest.approx(rate, rel=1e-12)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("how", [("data", {}), TENSOR_TRANSFORMER], ids=["data", "tensor"])
-def test_tied_weights_train_as_on_one_rank(how):
-    arguments = ([6, 6], "all", True, {"accumulate": 2, "clip_norm": 0.1}, torch.float64)
-    [one] = run_ranks(1, by_trainer, "transformer", "single", {}, *arguments)
-    for theirs in run_ranks(2, by_trainer, "transformer", *how, *arguments):
-        assert theirs[0] == pytest.approx(one[0], rel=1e-10)
-        assert theirs[2].loss == pytest.approx(one[2].loss, rel=1e-10)
-        assert torch.equal(theirs[1]["head.weight"], theirs[1]["tokens.weight"])
-        for name, tensor in one[1].items():
-            torch.testing.assert_close(theirs[1][name], tensor, rtol=1e-8, atol=1e-10)
 
 
 PRECISIONS = {"bf16": 0.02, "fp16": 2e-3}  # with the relative deviation that their losses may have

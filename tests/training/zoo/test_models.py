@@ -1,18 +1,11 @@
 """The models of the zoo: their size and shape, and that any plan of them gives what one device gives."""
 
-import functools
 import importlib
 
 import pytest
 import torch
-from torch.nn import functional as F
 
-from shardwright.compiler.capture.step import captured_step
-from shardwright.compiler.mesh.mesh import Mesh
-from shardwright.compiler.plan.make import make_plan
-from shardwright.compiler.plan.request import PlanRequest
-from shardwright.training.zoo import GPT, Perceptron, TwoMatmuls, resnet18, resnet50
-from whole import run, same
+from shardwright.training.zoo import GPT, resnet18, resnet50
 
 
 def parameters(model):
@@ -107,76 +100,3 @@ def test_other_misfits():
         resnet18(stem="mnist")
     with pytest.raises(ValueError, match=r"expected at most 4 tokens \(sequence_length\), got 5"):
         GPT(5, sequence_length=4)(torch.zeros(1, 5, dtype=torch.int64))
-
-
-def classify(model, batch):
-    x, y = batch
-    logits = model(x)
-    return F.cross_entropy(logits, y), logits
-
-
-def next_token(model, batch):
-    ids, targets = batch
-    return F.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
-
-
-def square(model, batch):
-    x, y = batch
-    return F.mse_loss(model(x), y)
-
-
-def images(side):
-    return lambda rows: (torch.rand(rows, 3, side, side), torch.arange(rows) % 6)
-
-
-def tokens(rows):
-    ids = torch.randint(0, 24, (rows, 9))
-    return ids[:, :-1], ids[:, 1:]
-
-
-def gpt(**options):
-    return lambda: GPT(24, 24, 6, 2, 12, dropout=0.2, **options)
-
-
-# name -> (model, loss function, batch of so many rows)
-ZOO = {
-    "perceptron": (lambda: Perceptron(12, (24, 12), 6), classify, lambda n: (torch.rand(n, 3, 4), torch.arange(n) % 6)),
-    "two matmuls": (lambda: TwoMatmuls(24, 12), square, lambda n: (torch.randn(n, 24), torch.randn(n, 12))),
-    "resnet18": (lambda: resnet18(6, width=4), classify, images(8)),
-    "resnet18 imagenet": (lambda: resnet18(6, "imagenet", width=4, zero_init=True), classify, images(32)),
-    "resnet50": (lambda: resnet50(6, width=2), classify, images(8)),
-    "gpt learned tied": (gpt(positions="learned", tied=True), next_token, tokens),
-    "gpt rotary untied": (gpt(positions="rotary", tied=False), next_token, tokens),
-}
-
-
-@functools.cache
-def prepared(name):
-    """Graph, model, batch and what one device gives, in float64 and in training."""
-    make, loss_fn, batch_of = ZOO[name]
-    torch.manual_seed(0)
-    model, batch = make().train(), batch_of(12)
-    graph = captured_step(model, loss_fn, batch, {})
-    return graph, model, batch, run(make_plan(graph, PlanRequest(Mesh(()), "single")), model, batch, seed=5)
-
-
-# Every search, and every number of ranks; all combinations take minutes.
-BRIEF = {("data", 3), ("propagation", 4), ("exact", 2)}
-PLANS = [
-    pytest.param(search, ranks, marks=[] if (search, ranks) in BRIEF else pytest.mark.slow)
-    for search in ("data", "propagation", "exact")
-    for ranks in (2, 3, 4)
-]
-
-
-@pytest.mark.networks
-@pytest.mark.parametrize(("search", "ranks"), PLANS)
-# The small stem is in the deeper network, and the blocks of two convolutions under the large stem.
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow if n == "resnet18" else ()) for n in ZOO])
-@pytest.mark.usefixtures("float64")
-def test_any_plan_gives_what_one_device_gives(name, search, ranks):
-    graph, model, batch, reference = prepared(name)
-    mode, options = ("data", {}) if search == "data" else ("auto", {"search": search})
-    plan = make_plan(graph, PlanRequest(Mesh.of(d=ranks), mode, **options))
-    assert plan.graph.unlisted == ()
-    same(run(plan, model, batch, seed=5), reference)

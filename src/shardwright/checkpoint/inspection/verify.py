@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import os
-import pickle
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
-import torch
-
-from shardwright.checkpoint.format.dcp import METADATA
 from shardwright.checkpoint.format.manifest import BLOCK_BYTES, LATEST, MANIFEST, Manifest, Place, TensorEntry
 from shardwright.checkpoint.loading.source import (
     Damage,
@@ -29,20 +23,6 @@ from shardwright.errors import CheckpointError
 from shardwright.launch.progress_notes import waiting_for
 
 _NAMED = 5  # entries that are named where a file lost many
-_DCP = {
-    "torch.distributed.checkpoint.metadata": {
-        "BytesStorageMetadata",
-        "ChunkStorageMetadata",
-        "Metadata",
-        "MetadataIndex",
-        "StorageMeta",
-        "TensorProperties",
-        "TensorStorageMetadata",
-        "_MEM_FORMAT_ENCODING",
-    },
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
-    "torch.serialization": {"_get_layout"},
-}
 
 
 @dataclass(frozen=True)
@@ -111,8 +91,6 @@ def _verified(folder: Folder) -> Verified:
         if record.checksum and name not in missing:
             found += [damage] if (damage := damaged_file(folder, manifest, name)) else []
     found += _containers(Source(folder, manifest), sizes)
-    if not any(damage.file == METADATA for damage in found):
-        found += _metadata(folder, manifest)
     return Verified(folder.where, tuple(found), len(sizes), sum(sizes.values()))
 
 
@@ -192,46 +170,3 @@ def _blocks(source: Source, name: str, place: Place) -> list[Damage]:
         size = min(step * BLOCK_BYTES, place.length - index * BLOCK_BYTES)
         found += source.check_blocks(name, place, index, memoryview(memory)[:size])
     return found
-
-
-class _Unpickler(pickle.Unpickler):
-    """Reads what the index of ``torch.distributed.checkpoint`` is made of, and nothing that could run code."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        data = module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
-        if data or name in _DCP.get(module, ()):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}")
-
-
-def _metadata(folder: Folder, manifest: Manifest) -> Iterator[Damage]:
-    """Return where the index that ``torch.distributed.checkpoint`` reads differs from the manifest."""
-    if METADATA not in manifest.files:
-        yield Damage(
-            METADATA, None, "the manifest does not list it: torch.distributed.checkpoint cannot read the files"
-        )
-        return
-    try:
-        found = _Unpickler(io.BytesIO(folder.read(METADATA))).load()
-        described, stored, paths = found.state_dict_metadata, found.storage_data, found.planner_data
-        places = {
-            (index.fqn, tuple(index.offset or ())): (info.relative_path, info.offset, info.length)
-            for index, info in stored.items()
-        }
-    except Exception as error:  # unpickling raises anything
-        yield Damage(METADATA, None, f"cannot be read as the index of torch.distributed.checkpoint: {error}")
-        return
-    for name in sorted(described.keys() ^ manifest.entries.keys()):
-        yield Damage(METADATA, name, "is in one of .metadata and checkpoint.json only")
-    for name in sorted(described.keys() & manifest.entries.keys()):
-        entry, theirs = manifest.entries[name], described[name]
-        if isinstance(entry, TensorEntry):
-            ours = {(name, c.box.offsets): (c.place.file, c.place.start, c.place.length) for c in entry.chunks}
-            kind = (getattr(getattr(theirs, "properties", None), "dtype", None), tuple(getattr(theirs, "size", ())))
-            same = kind == (entry.dtype, entry.shape)
-        else:
-            ours, same = {(name, ()): (entry.place.file, entry.place.start, entry.place.length)}, True
-        if not same or any(places.get(key) != place for key, place in ours.items()):
-            yield Damage(METADATA, name, "it says otherwise than checkpoint.json what is there and where")
-        elif tuple(paths.get(name, ())) != entry.path:
-            yield Damage(METADATA, name, "it says otherwise than checkpoint.json where in the state that stands")
