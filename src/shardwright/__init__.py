@@ -34,7 +34,7 @@ _PUBLIC: dict[str, str] = {
     "Plan": "shardwright.compiler.plan.plan",
     "PlanError": "shardwright.errors",
     "ProgressBar": "shardwright.training.callbacks",
-    "RandomImages": "shardwright.data.random_images",
+    "RandomImages": "shardwright.data.images",
     "Recorder": "shardwright.training.recorder",
     "RunView": "shardwright.training.hooks",
     "ShardwrightError": "shardwright.errors",

@@ -1,6 +1,7 @@
 """The handwritten digits are real images, divided fairly, with the same bytes every time."""
 
 import builtins
+import gzip
 import hashlib
 import pickle
 
@@ -12,7 +13,7 @@ from click.testing import CliRunner
 import shardwright as sw
 from shardwright.cli import cli
 from shardwright.data.digits import FORMATS, enlarge, load_digits, mnist_files, split, write_digits
-from shardwright.data.idx import write_idx
+from shardwright.data.mnist import idx_bytes
 from shardwright.errors import DataError, UsageError
 
 NAMES = ["t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte", "train-images-idx3-ubyte", "train-labels-idx1-ubyte"]
@@ -84,7 +85,8 @@ def test_writing_twice_changes_nothing(tmp_path):
 
 @pytest.mark.parametrize("name", ["train-labels-idx1-ubyte", "train-labels-idx1-ubyte.gz"])
 def test_another_data_set_is_replaced_only_by_force(tmp_path, name):
-    write_idx(tmp_path / name, np.array([1, 2, 3], dtype=np.uint8))
+    contents = idx_bytes(np.array([1, 2, 3], dtype=np.uint8))
+    (tmp_path / name).write_bytes(gzip.compress(contents) if name.endswith(".gz") else contents)
     before = (tmp_path / name).read_bytes()
     with pytest.raises(DataError, match=rf"another data set is there already \({name}\).*--out.*--force"):
         write_digits(tmp_path, "mnist")

@@ -11,12 +11,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import shardwright as sw
-from shardwright.data.idx import idx_bytes, read_idx, write_idx
-from shardwright.data.mnist import file_names
+from shardwright.data.mnist import file_names, idx_bytes, read_idx
 from shardwright.errors import DataError, UsageError
 
 IMAGES = np.random.default_rng(0).integers(0, 256, (11, 28, 28), dtype=np.uint8)
 LABELS = (np.arange(11) % 10).astype(np.uint8)
+
+
+def write_idx(path, array):
+    contents = idx_bytes(array)
+    path.write_bytes(gzip.compress(contents, mtime=0) if path.suffix == ".gz" else contents)
 
 
 def write(root, images=IMAGES, labels=LABELS, train=True, suffix=""):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from shardwright.data.random_images import RandomDataWarning, RandomImages
+from shardwright.data.images import RandomDataWarning, RandomImages
 from shardwright.errors import UsageError
 
 

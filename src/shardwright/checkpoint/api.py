@@ -99,23 +99,17 @@ class Checkpoints:
         """Save ``run``, as `save` does with its parts; returns the name."""
         name = name_of(step)
         with waiting_for(f"saving {name}"):
-            self._save(name, run, step, epoch, metrics, extra, config)
+            self.check()
+            refuse_lost_changes()
+            ranks = ranks_by_messages(TO_SAVE)
+            state = together(ranks, lambda: whole_state(run, extra))
+            state["run", "generators"] = generators(ranks)
+            about, files = info(run, step, epoch, metrics), run_files(run, config)
+            if self._saver is None:
+                write(self.store, name, state, about, files, ranks)
+            else:
+                self._saver.save(name, state, about, files, steady(run, state))
         return name
-
-    def _save(
-        self, name: str, run: Run, step: int, epoch: int, metrics: Mapping[str, float] | None, extra: Any,
-        config: str | Mapping[str, Any] | None,
-    ) -> None:  # fmt: skip
-        self.check()
-        refuse_lost_changes()
-        ranks = ranks_by_messages(TO_SAVE)
-        state = together(ranks, lambda: whole_state(run, extra))
-        state["run", "generators"] = generators(ranks)
-        about, files = info(run, step, epoch, metrics), run_files(run, config)
-        if self._saver is None:
-            write(self.store, name, state, about, files, ranks)
-        else:
-            self._saver.save(name, state, about, files, steady(run, state))
 
     def check(self) -> None:
         """Raises `CheckpointError` where a save that has ended failed."""

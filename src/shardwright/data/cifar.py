@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardwright.data.cifar_pickle import RefusedPickle, byte_array, pickle_bytes, read_pickle
-from shardwright.data.idx import Bytes
-from shardwright.data.images import ImageFiles, Pair
+from shardwright.data.images import Bytes, ImageFiles, Pair
 from shardwright.errors import DataError
 
 DOWNLOAD = "https://www.cs.toronto.edu/~kriz/"

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardwright.data.idx import Bytes
+from shardwright.data.images import Bytes
 
 Contents = dict[str, Any]
 
@@ -123,33 +123,23 @@ def _text(value: Any) -> str:
     return bytes(value).decode("latin1") if isinstance(value, (bytes, _Encoded)) else str(value)
 
 
+class _Python2Pickler(pickle._Pickler):
+    """Writes bytes as Python 2's strings, which other people's readers expect, and not as calls of an encoder."""
+
+    dispatch = {**pickle._Pickler.dispatch}  # noqa: RUF012  # as in the class above it
+
+    def save_bytes(self, value: bytes) -> None:
+        self.write(pickle.BINSTRING + struct.pack("<i", len(value)) + value)
+
+    dispatch[bytes] = save_bytes
+
+
 def pickle_bytes(value: Any) -> bytes:
-    """``value`` as Python 2 pickled it: dicts, lists, bytes, ints and arrays of bytes.
+    """``value`` as Python 2 pickled it.
 
-    >>> pickle.loads(pickle_bytes({b"labels": [3, 7]}), encoding="bytes")
-    {b'labels': [3, 7]}
+    >>> pickle.loads(pickle_bytes({b"labels": [3, 7]}), encoding="latin1")
+    {'labels': [3, 7]}
     """
-    return b"\x80\x02" + _encoded(value) + b"."
-
-
-def _encoded(value: Any) -> bytes:
-    if isinstance(value, bytes):
-        return b"T" + struct.pack("<i", len(value)) + value
-    if isinstance(value, int):
-        return b"J" + struct.pack("<i", value)
-    if isinstance(value, list):
-        return b"](" + b"".join(map(_encoded, value)) + b"e"
-    if isinstance(value, dict):
-        return b"}(" + b"".join(_encoded(key) + _encoded(item) for key, item in value.items()) + b"u"
-    if isinstance(value, np.ndarray) and value.dtype == np.uint8:
-        return _encoded_array(value)
-    raise TypeError(f"expected dicts, lists, bytes, ints and arrays of bytes, got {value!r:.60}")
-
-
-def _encoded_array(array: Bytes) -> bytes:
-    """``_reconstruct(ndarray, (0,), "b")``, then its state (1, shape, dtype, False, contents)."""
-    shape = b"(" + b"".join(_encoded(length) for length in array.shape) + b"t"
-    dtype_state = b"(K\x03U\x01|NNN" + _encoded(-1) * 2 + b"K\x00tb"
-    dtype = b"cnumpy\ndtype\nU\x02u1K\x00K\x01\x87R" + dtype_state
-    made = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85U\x01b\x87R"
-    return made + b"(K\x01" + shape + dtype + b"\x89" + _encoded(array.tobytes()) + b"tb"
+    file = io.BytesIO()
+    _Python2Pickler(file, protocol=2).dump(value)
+    return file.getvalue()

@@ -14,7 +14,8 @@ import numpy.typing as npt
 from shardwright.common.system_errors import in_words
 from shardwright.common.whole_file import made_folder
 from shardwright.data import cifar, mnist
-from shardwright.data.idx import Bytes, idx_bytes
+from shardwright.data.images import Bytes
+from shardwright.data.mnist import idx_bytes
 from shardwright.data.order import permutation
 from shardwright.errors import DataError, UsageError
 from shardwright.launch.progress_notes import waiting_for

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from shardwright.compiler.mesh.layout import chunk
 
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 KEY_LIMIT = 2**64  # the seed and the epoch are one 64-bit word each of Philox's key
 
 
@@ -42,13 +43,14 @@ def worker_seed(seed: int, epoch: int, rank: int) -> int:
 def sample_seeds(seed: int, epoch: int, indices: Sequence[int]) -> list[int]:
     """A seed for what is random in each of these samples in one epoch, whichever rank reads them."""
     key = np.uint64(_stream(seed, epoch, stream=2**63).random_raw())
-    mixed = _mixed(np.array(indices, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15) + key)
-    seeds: list[int] = (mixed & np.uint64(2**63 - 1)).tolist()
+    found = mixed(np.array(indices, dtype=np.uint64) * GOLDEN + key)
+    seeds: list[int] = (found & np.uint64(2**63 - 1)).tolist()
     return seeds
 
 
-def _mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """The finaliser of SplitMix64: neighbours become unlike. Arrays of whole numbers wrap around.
+def mixed(numbers: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """SplitMix64's finaliser: neighbours become unlike (Steele, Lea, Flood, *Fast Splittable Pseudorandom Number
+    Generators*, 2014). Arrays of whole numbers wrap around.
 
     What samples draw follows from it, so that it never changes; `shardwright.runtime.changed_buffers` mixes on devices.
     """

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from shardwright.data.order import GOLDEN, mixed
 from shardwright.errors import UsageError
-
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
@@ -48,20 +47,12 @@ class Keys:
         """
         bits = np.zeros(len(self.indices), dtype=np.uint64)
         for word in (self.seed, self.epoch, self.stream, self.indices):
-            bits = _mix(bits ^ np.asarray(word, dtype=np.uint64))
+            bits = mixed((bits ^ np.asarray(word, dtype=np.uint64)) + GOLDEN)
         return torch.from_numpy((bits >> np.uint64(11)).astype(np.float64) / 2**53)
 
     def integers(self, limit: int) -> Tensor:
         """One whole number in [0, limit) per sample: int64 of shape (n,)."""
         return (self.uniform() * limit).long()
-
-
-def _mix(bits: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's step and finaliser (Steele, Lea, Flood, *Fast Splittable Pseudorandom Number Generators*, 2014)."""
-    bits = bits + _GOLDEN
-    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return bits ^ (bits >> np.uint64(31))
 
 
 class Transform:

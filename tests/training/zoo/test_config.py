@@ -232,7 +232,7 @@ DATA = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::shardwright.data.random_images.RandomDataWarning")
+@pytest.mark.filterwarnings("ignore::shardwright.data.images.RandomDataWarning")
 @pytest.mark.parametrize("data", DATA)
 def test_what_is_not_refused_runs(config, data):
     """Every model with every loss on every kind of data: a line that says what does not fit, or a loss."""

@@ -18,7 +18,7 @@ from shardwright.checkpoint.loading.source import open_source
 from shardwright.compiler.plan.pricing.hardware import read_hardware
 from shardwright.compiler.plan.pricing.links import Curve, Segment
 from shardwright.data.digits import write_digits
-from shardwright.data.random_images import RandomDataWarning
+from shardwright.data.images import RandomDataWarning
 from shardwright.training.zoo.config import load_config, shipped_names
 
 BIN = Path(sys.executable).parent

@@ -13,7 +13,7 @@ import contextlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardwright.checkpoint.format.manifest import Manifest
-from shardwright.checkpoint.format.pieces import Piece, Share, State, shares
+from shardwright.checkpoint.format.pieces import State
 from shardwright.checkpoint.saving.image import Copy, Image
 from shardwright.checkpoint.saving.save import TO_SAVE, prepare, write
 from shardwright.checkpoint.storage.store import Store
@@ -43,10 +43,6 @@ def wait_copied() -> None:
     """
     for copied in tuple(_copies):
         copied.wait()
-
-
-def _before_step(*_: Any) -> None:
-    wait_copied()
 
 
 def own_ranks(timeout_s: float = TIMEOUT_S) -> Ranks:
@@ -72,7 +68,6 @@ class AsyncSaver:
         self.store = store
         self.ranks = ranks
         self._image = Image()
-        self._shares = _Shares()
         self._save: _Thread | None = None
         self._hook: Any = None
         atexit.register(self._at_exit)
@@ -82,10 +77,6 @@ class AsyncSaver:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def allocate(self, state: State) -> None:
-        """Take the memory for the copy of such a state now, so that the first save is as quick as the others."""
-        self._image.fit(prepare(state, self.ranks, self._shares))
 
     def save(
         self,
@@ -109,7 +100,7 @@ class AsyncSaver:
                 next `save` raise.
         """
         self.wait()
-        failure, prepared = attempt(lambda: prepare(state, self.ranks, self._shares))
+        failure, prepared = attempt(lambda: prepare(state, self.ranks))
         copy: Copy | None = None
         if prepared is not None:
             names = {".".join(path) for path in steady}
@@ -119,7 +110,7 @@ class AsyncSaver:
         writing = partial(write, self.store, name, prepared, dict(info), dict(files), self.ranks, share=share)
         thread = _Thread(name, copy, failure, writing)
         if steady:
-            self._hook = register_optimizer_step_pre_hook(_before_step)
+            self._hook = register_optimizer_step_pre_hook(lambda *_: wait_copied())
             _copies.add(thread.copied)
         else:
             thread.finish_copy()
@@ -219,17 +210,3 @@ def _give_way() -> None:
         nice = min(os.getpriority(os.PRIO_PROCESS, own) + NICENESS, 19)
         with contextlib.suppress(OSError):  # where it is not allowed, it does without
             os.setpriority(os.PRIO_PROCESS, own, nice)
-
-
-class _Shares:
-    """`shares`, which need not be found again where a state has the same form as that of the last save."""
-
-    def __init__(self) -> None:
-        self._form: Any = None
-        self._found: list[Share] = []
-
-    def __call__(self, pieces: Sequence[Piece], world_size: int) -> list[Share]:
-        form = (world_size, [(piece.name, piece.shape, piece.dtype, piece.layout, piece.mesh) for piece in pieces])
-        if form != self._form:
-            self._form, self._found = form, shares(pieces, world_size)
-        return self._found

@@ -50,16 +50,8 @@ class Image:
     def __init__(self) -> None:
         self.memory = torch.empty(0, dtype=torch.uint8)
 
-    def fit(self, prepared: Prepared) -> None:
-        """Take the memory for such a state now."""
-        self._lay_out(prepared, ())
-
     def begin(self, prepared: Prepared, steady: Collection[str]) -> Copy:
         """Copy what is saved, but for the entries named in ``steady``, which `Copy.finish` copies."""
-        containers = self._lay_out(prepared, steady)
-        return Copy(self.memory, containers)
-
-    def _lay_out(self, prepared: Prepared, steady: Collection[str]) -> list[_Container]:
         found, size = [], 0
         for path, data in prepared.values.items():
             found.append(_Container((".".join(path), NO_BOX), data, size, Frame(b"", len(data), b"")))
@@ -70,13 +62,12 @@ class Image:
             found.append(_Container(part, tensor, size, frame, version(tensor) if later else None))
             size += frame.length
         self._make_room(size, pinned=any(tensor.is_cuda for tensor in prepared.parts.values()))
-        return found
+        return Copy(self.memory, found)
 
     def _make_room(self, size: int, pinned: bool) -> None:
-        if size <= self.memory.numel():
-            return
-        self.memory = torch.empty(0, dtype=torch.uint8)  # give back the old before asking for the new
-        self.memory = room_of(size + ROOM_BYTES, pinned)
+        if size > self.memory.numel():
+            self.memory = torch.empty(0, dtype=torch.uint8)  # give back the old before asking for the new
+            self.memory = room_of(size + ROOM_BYTES, pinned)
 
 
 class Copy:

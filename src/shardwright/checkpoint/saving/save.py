@@ -34,7 +34,7 @@ from shardwright.checkpoint.format.manifest import (
     ValueEntry,
     checksum,
 )
-from shardwright.checkpoint.format.pieces import Piece, Share, State, shares
+from shardwright.checkpoint.format.pieces import Piece, State, shares
 from shardwright.checkpoint.storage.files import written
 from shardwright.checkpoint.storage.store import Save, Store, WritingPlace
 from shardwright.distributed.agreement import attempt
@@ -75,8 +75,8 @@ class Written:
     places: Mapping[Part, Place]
 
 
-def prepare(state: State, ranks: Ranks, shared: Callable[[Sequence[Piece], int], list[Share]] = shares) -> Prepared:
-    """Return what this rank has to write of ``state``; ``shared`` tells who writes what, as `shares` does.
+def prepare(state: State, ranks: Ranks) -> Prepared:
+    """Return what this rank has to write of ``state``.
 
     Raises:
         CheckpointError: where an entry cannot be saved, or two have one name.
@@ -105,7 +105,7 @@ def prepare(state: State, ranks: Ranks, shared: Callable[[Sequence[Piece], int],
         raise CheckpointError(f"two entries of the state have the same name: {_twice(state)}")
     parts = {
         (share.name, share.box): _part(pieces[share.name], share.box, ranks.rank)
-        for share in shared(list(pieces.values()), ranks.size)
+        for share in shares(list(pieces.values()), ranks.size)
         if share.writer == ranks.rank
     }
     return Prepared(tuple(sorted(described)), pieces, parts, values, also)

@@ -28,31 +28,6 @@ _SPEAK_S3 = {
 }
 
 
-class Folder(Protocol):
-    """A directory to read from. ``where`` is how its user calls it. It is read best by so many ``threads``, in pieces
-    of ``piece_bytes``.
-    """
-
-    where: str
-    threads: int
-    piece_bytes: int
-
-    def sizes(self) -> dict[str, int]:
-        """The files in it with their bytes, hidden ones too; empty where there is no such directory."""
-
-    def folders(self) -> list[str]:
-        """The directories in it, sorted, without hidden ones."""
-
-    def inner(self, name: str) -> Folder: ...
-
-    def outer(self) -> Folder: ...
-
-    def open(self, name: str) -> File:
-        """A file in it, which is closed when nobody has it any more."""
-
-    def read(self, name: str) -> bytes: ...
-
-
 class File(Protocol):
     """A file of a folder."""
 
@@ -78,35 +53,62 @@ class LocalFile:
         return came
 
 
-class LocalFolder:
-    """A directory of this host."""
+class Folder:
+    """A directory to read from. ``where`` is how its user calls it. It is read best by so many ``threads``, in pieces
+    of ``piece_bytes``.
+    """
 
-    threads = 2
-    piece_bytes = 1 << 20  # which the cache of a core keeps until their checksums are taken
+    where: str
+    threads: int
+    piece_bytes: int
 
     def __init__(self, where: str | os.PathLike[str]) -> None:
         self.where = os.fspath(where).rstrip("/") or "/"
 
     def sizes(self) -> dict[str, int]:
-        try:
-            with os.scandir(self.where) as found:
-                return {entry.name: entry.stat().st_size for entry in found if entry.is_file()}
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except OSError as error:
-            raise CheckpointError(f"{self.where} cannot be read: {error.strerror}") from error
+        """The files in it with their bytes, hidden ones too; empty where there is no such directory."""
+        return {name: size for name, size in self._listed() if size is not None}
 
     def folders(self) -> list[str]:
+        """The directories in it, sorted, without hidden ones."""
+        return sorted(name for name, size in self._listed() if size is None and not name.startswith("."))
+
+    def inner(self, name: str) -> Folder:
+        return type(self)(f"{self.where.rstrip('/')}/{name}")
+
+    def outer(self) -> Folder:
+        raise NotImplementedError
+
+    def open(self, name: str) -> File:
+        """A file in it, which is closed when nobody has it any more."""
+        raise NotImplementedError
+
+    def read(self, name: str) -> bytes:
+        raise NotImplementedError
+
+    def _listed(self) -> list[tuple[str, int | None]]:
+        """Each name in it with the bytes of a file, or None for a directory.
+
+        Raises:
+            CheckpointError: where it is there, and cannot be read.
+        """
         try:
-            with os.scandir(self.where) as found:
-                return sorted(entry.name for entry in found if entry.is_dir() and not entry.name.startswith("."))
+            return self._entries()
         except (FileNotFoundError, NotADirectoryError):
             return []
-        except OSError as error:
-            raise CheckpointError(f"{self.where} cannot be read: {error.strerror}") from error
+        except Exception as error:  # each protocol has exceptions of its own
+            said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"{self.where} cannot be read: {said}") from error
 
-    def inner(self, name: str) -> LocalFolder:
-        return LocalFolder(os.path.join(self.where, name))
+    def _entries(self) -> list[tuple[str, int | None]]:
+        raise NotImplementedError
+
+
+class LocalFolder(Folder):
+    """A directory of this host."""
+
+    threads = 2
+    piece_bytes = 1 << 20  # which the cache of a core keeps until their checksums are taken
 
     def outer(self) -> LocalFolder:
         return LocalFolder(os.path.dirname(os.path.abspath(self.where)))
@@ -116,6 +118,10 @@ class LocalFolder:
 
     def read(self, name: str) -> bytes:
         return Path(self.where, name).read_bytes()
+
+    def _entries(self) -> list[tuple[str, int | None]]:
+        with os.scandir(self.where) as found:
+            return [(e.name, None if e.is_dir() else e.stat().st_size) for e in found if e.is_dir() or e.is_file()]
 
 
 class RemoteFile:
@@ -133,34 +139,15 @@ class RemoteFile:
         return came
 
 
-class RemoteFolder:
+class RemoteFolder(Folder):
     """A directory behind a URL."""
 
     threads = 8
     piece_bytes = 8 << 20  # of one request
 
-    def __init__(self, where: str) -> None:
-        self.where = where.rstrip("/")
+    def __init__(self, where: str | os.PathLike[str]) -> None:
+        super().__init__(where)
         self.files, self.root = file_system(self.where)
-
-    def _listing(self) -> list[dict[str, Any]]:
-        self.files.invalidate_cache(self.root)
-        try:
-            return list(self.files.ls(self.root, detail=True))
-        except (FileNotFoundError, NotADirectoryError):
-            return []
-        except Exception as error:  # each protocol has exceptions of its own
-            raise CheckpointError(f"{self.where} cannot be read: {type(error).__name__}: {error}") from error
-
-    def sizes(self) -> dict[str, int]:
-        return {last_part(f["name"]): int(f["size"]) for f in self._listing() if f["type"] == "file"}
-
-    def folders(self) -> list[str]:
-        names = (last_part(f["name"]) for f in self._listing() if f["type"] == "directory")
-        return sorted(name for name in names if not name.startswith("."))
-
-    def inner(self, name: str) -> RemoteFolder:
-        return RemoteFolder(f"{self.where}/{name}")
 
     def outer(self) -> RemoteFolder:
         return RemoteFolder(self.where.rsplit("/", 1)[0])
@@ -170,6 +157,11 @@ class RemoteFolder:
 
     def read(self, name: str) -> bytes:
         return self._bytes(name)
+
+    def _entries(self) -> list[tuple[str, int | None]]:
+        self.files.invalidate_cache(self.root)
+        found = self.files.ls(self.root, detail=True)
+        return [(last_part(f["name"]), None if f["type"] == "directory" else int(f["size"])) for f in found]
 
     def _bytes(self, name: str, **where: int) -> bytes:
         try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -50,10 +50,10 @@ class Loading:
                 )
         module = module_of(run.model)
         wanted: dict[Path, Any] = {**model_state(module), **run.averages()}
-        groups = None
+        groups, apply = None, _renamer(entries, rename)
+        renamed = [_renamed(entry, apply) for entry in entries.values()]
         if run.optimizer is not None:
-            renamed = _renamed(entries, rename)
-            saved = _saved_groups(source, renamed, rename, entries)
+            saved = _saved_groups(source, renamed, apply)
             if saved:
                 groups = match_groups(run.optimizer, module, saved, values.get("optimizer", "an optimizer"), strict)
                 wanted |= empty_optimizer_state(run.optimizer, module, renamed)
@@ -64,7 +64,7 @@ class Loading:
                     "strict=False to begin with a new one"
                 )
         if strict:
-            _check_tied(source, {entry.path: entry for entry in _renamed(entries, rename)}, wanted)
+            _check_tied(source, {entry.path: entry for entry in renamed}, wanted)
         if run.loader is not None and "loader" in values:
             run.loader.load_state_dict(values["loader"])
         return Loading(source, run, wanted, groups, values, strict, rename)
@@ -104,24 +104,17 @@ def _check_tied(source: Source, entries: Mapping[Path, Entry], wanted: Mapping[P
                 )
 
 
-def _renamed(entries: Mapping[Path, Entry], rename: Rename | None) -> list[Entry]:
-    apply = _renamer(entries, rename)
-    found = []
-    for path, entry in entries.items():
-        at = parameter_at(path)
-        found.append(entry if at is None else replace(entry, path=(*path[:at], apply(path[at]), *path[at + 1 :])))
-    return found
-
-
-def _renamer(entries: Mapping[Path, Entry], rename: Rename | None) -> Callable[[str], str]:
+def _renamer(entries: Iterable[Path], rename: Rename | None) -> Callable[[str], str]:
     at = {path: parameter_at(path) for path in entries}
     return renamer(rename, dict.fromkeys(path[i] for path, i in at.items() if i is not None))
 
 
-def _saved_groups(
-    source: Source, entries: list[Entry], rename: Rename | None, named: Mapping[Path, Entry]
-) -> list[Mapping[str, Any]]:
-    apply = _renamer(named, rename)
+def _renamed(entry: Entry, apply: Callable[[str], str]) -> Entry:
+    path, at = entry.path, parameter_at(entry.path)
+    return entry if at is None else replace(entry, path=(*path[:at], apply(path[at]), *path[at + 1 :]))
+
+
+def _saved_groups(source: Source, entries: list[Entry], apply: Callable[[str], str]) -> list[Mapping[str, Any]]:
     found = [e for e in entries if e.path[:2] == ("optimizer", "param_groups") and isinstance(e, ValueEntry)]
     groups = [source.value(entry) for entry in sorted(found, key=lambda entry: int(entry.path[2]))]
     return [{**group, "params": [apply(name) for name in group["params"]]} for group in groups]

@@ -9,8 +9,8 @@ from torch.utils.data import TensorDataset
 
 from shardwright.data import cifar, mnist
 from shardwright.data.cifar import CIFAR10
+from shardwright.data.images import RandomImages
 from shardwright.data.mnist import MNIST
-from shardwright.data.random_images import RandomImages
 from shardwright.data.text import CharacterText
 from shardwright.data.transforms import Compose, Normalise, RandomCrop, RandomHorizontalFlip, Transform
 from shardwright.training.zoo.ranges import at_least
